@@ -1,0 +1,33 @@
+.PHONY: help env demo test lint oracle clean
+PYTHON := .venv/bin/python
+
+help:
+	@echo "make demo    fine-tune the bundled model and see what it learnt (two minutes)"
+	@echo "make test    the whole test suite"
+	@echo "make env     only the virtual environment, in .venv"
+	@echo "make lint    ruff and mypy"
+	@echo "make oracle  compare training with transformers + PEFT, live (installs PyTorch)"
+
+env: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt scripts/make_env
+	scripts/make_env
+	@touch $@
+
+demo: env
+	$(PYTHON) -m deltatune demo
+
+test: env
+	$(PYTHON) -m pytest
+
+lint: env
+	$(PYTHON) -m ruff check src tests benchmarks scripts
+	$(PYTHON) -m ruff format --check src tests benchmarks scripts
+	$(PYTHON) -m mypy
+
+oracle: env
+	scripts/make_env oracle
+	$(PYTHON) -m pytest -m oracle
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

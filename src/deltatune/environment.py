@@ -1,0 +1,53 @@
+"""Every environment variable that deltatune reads, in one place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+BLAS = "DELTATUNE_BLAS"
+THREADS = "DELTATUNE_THREADS"
+CACHE = "DELTATUNE_CACHE"
+GATED_DELTA = "DELTATUNE_GATED_DELTA"
+
+BLAS_CHOICES = ("openblas", "system")
+GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
+
+
+def _choice(name: str, choices: tuple[str, ...]) -> str | None:
+    value = os.environ.get(name)
+    if value is None or value == "":
+        return None
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known: expected one of {', '.join(choices)}, or unset.")
+    return value
+
+
+def blas() -> str:
+    """`openblas` (default): give MLX OpenBLAS on Linux CPUs. `system`: leave MLX's own BLAS alone."""
+    return _choice(BLAS, BLAS_CHOICES) or "openblas"
+
+
+def threads() -> int:
+    """BLAS threads: DELTATUNE_THREADS, else the cores this process may run on."""
+    value = os.environ.get(THREADS)
+    if value:
+        if not value.isdigit() or int(value) < 1:
+            raise ValueError(f"{THREADS}={value!r}: expected a whole number of threads, 1 or more.")
+        return int(value)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cache_directory() -> Path:
+    """Where verdicts and prepared libraries are kept: DELTATUNE_CACHE, else the user's cache folder."""
+    value = os.environ.get(CACHE)
+    if value:
+        return Path(value)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltatune"
+
+
+def gated_delta() -> str | None:
+    """The forced implementation of gated_delta, or None for the automatic choice."""
+    return _choice(GATED_DELTA, GATED_DELTA_CHOICES)
