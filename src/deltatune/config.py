@@ -93,9 +93,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"config {path}: cannot be read ({error.strerror}); give the path of a YAML file."
-        ) from error
+        raise UserError(f"config {path}: cannot be read ({error.strerror}); give the path of a YAML file.") from error
     try:
         content = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
