@@ -1,0 +1,308 @@
+"""Tiny checkpoints in the real format, for every family, written without a download.
+
+`tiny_checkpoint(family, ...)` gives a folder (config.json, model.safetensors, tokenizer files) shared by the whole
+session: read it, copy it before changing anything.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deltatune  # noqa: F401, I001  (binds OpenBLAS, so before mlx)
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+VOCABULARY = 320
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog, and the dog does not mind at all",
+    "user and assistant take turns: a question, an answer, then another question",
+    "system prompts say how the assistant should answer the user",
+]
+
+_QWEN_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+_QWEN_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_QWEN3_5 = (
+    _COMMON
+    | _QWEN_DELTA
+    | {
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": 100000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+        },
+    }
+)
+_KIMI_LINEAR_ATTENTION = {
+    "kda_layers": [1, 2, 3],
+    "full_attn_layers": [4],
+    "num_heads": 2,
+    "head_dim": 16,
+    "short_conv_kernel_size": 4,
+}
+_LATENT_ATTENTION = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_KIMI_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "routed_scaling_factor": 1.5,
+    "num_expert_group": 1,
+    "topk_group": 1,
+}
+
+# Families whose text options stand under `text_config`, as in their released checkpoints.
+_NESTED = {"qwen3_5", "qwen3_5_moe", "kimi_k3"}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"model_type": "qwen3_5"} | _QWEN3_5,
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe"} | _QWEN3_5 | _QWEN_EXPERTS,
+    "qwen3_next": _COMMON
+    | _QWEN_DELTA
+    | _QWEN_EXPERTS
+    | {
+        "model_type": "qwen3_next",
+        "head_dim": 32,
+        "mlp_only_layers": [],
+        "rope_theta": 100000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "kimi_linear": _COMMON
+    | _LATENT_ATTENTION
+    | _KIMI_EXPERTS
+    | {
+        "model_type": "kimi_linear",
+        "head_dim": 24,
+        "rope_theta": 10000.0,
+        "linear_attn_config": _KIMI_LINEAR_ATTENTION,
+        "model_max_length": 2048,
+        "mla_use_nope": True,
+    },
+    "olmo_hybrid": _COMMON
+    | {
+        "model_type": "olmo_hybrid",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+        "attention_bias": False,
+        "rope_theta": 10000.0,
+    },
+    "bailing": _COMMON
+    | _LATENT_ATTENTION
+    | {
+        "model_type": "bailing_hybrid",
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "layer_group_size": 4,
+        "head_dim": 16,
+        "q_lora_rank": 32,
+    },
+    "kimi_k3": _COMMON
+    | _LATENT_ATTENTION
+    | _KIMI_EXPERTS
+    | {
+        "model_type": "kimi_k3",
+        "hidden_act": "situ",
+        "linear_attn_config": _KIMI_LINEAR_ATTENTION | {"gate_lower_bound": -5.0},
+        "activation_situ_beta": 1.5,
+        "attn_res_block_size": 2,
+        "q_lora_rank": 32,
+        "mla_use_output_gate": True,
+        "routed_expert_hidden_size": 32,
+        "latent_moe_use_norm": True,
+    },
+    "qwen3": _COMMON | {"model_type": "qwen3", "head_dim": 32, "num_key_value_heads": 1, "rope_theta": 10000.0},
+    "gemma3_text": {key: value for key, value in _COMMON.items() if key != "tie_word_embeddings"}
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    },
+}
+
+
+def family_config(family: str, **overrides: Any) -> dict[str, Any]:
+    """The config.json of a tiny `family`; `overrides` are text options."""
+    flat = copy.deepcopy(FAMILIES[family]) | overrides
+    if family not in _NESTED:
+        return flat
+    model_type = flat.pop("model_type")
+    return {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"} | flat}
+
+
+def build_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """A random model; tensors that start constant (norms, biases, gates) get noise, so that no gradient hides."""
+    from mlx_lm.utils import _get_classes
+
+    mx.random.seed(seed)
+    model_class, arguments_class = _get_classes(config)
+    model = model_class(arguments_class.from_dict(copy.deepcopy(config)))
+
+    def vary(array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating) or (array.size > 1 and (array.max() != array.min()).item()):
+            return array
+        return array + 0.1 * mx.random.normal(array.shape).astype(array.dtype)
+
+    model.update(tree_map(vary, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def write_tokenizer(folder: Path, vocab_size: int = VOCABULARY, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """Byte-level BPE, padded with unused tokens so that its length equals `vocab_size`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab_size, 300),
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    missing = vocab_size - tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([f"<|unused_{index}|>" for index in range(missing)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 2048,
+        "clean_up_tokenization_spaces": False,
+    }
+    if chat_template is not None:
+        options["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(options, indent=2))
+
+
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    seed: int = 0,
+    quantize: dict[str, Any] | None = None,
+    dtype: mx.Dtype = mx.float32,
+    chat_template: str | None = CHAT_TEMPLATE,
+) -> Path:
+    """config.json, model.safetensors and tokenizer files of a random model. `quantize`: group_size, bits, mode."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = build_model(config, seed)
+    if dtype != mx.float32:
+        model.set_dtype(dtype)
+    if quantize is not None:
+        from mlx_lm.utils import quantize_model
+
+        settings = {"group_size": 32, "bits": 4, "mode": "affine"} | quantize
+        model, config = quantize_model(model, config, **settings)
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+    )
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    text = config.get("text_config", config)
+    write_tokenizer(folder, text["vocab_size"], chat_template)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_checkpoint(family, *, seed=0, quantize=None, dtype=mx.float32, chat_template=..., **text_options) -> Path.
+
+    One folder for each set of arguments and session. Families: FAMILIES above. `quantize` is a dict with any of
+    group_size (default 32), bits (4), mode ("affine"). Experts on a CPU need float32.
+    """
+    made: dict[str, Path] = {}
+
+    def factory(
+        family: str,
+        *,
+        seed: int = 0,
+        quantize: dict[str, Any] | None = None,
+        dtype: mx.Dtype = mx.float32,
+        chat_template: str | None = CHAT_TEMPLATE,
+        **overrides: Any,
+    ) -> Path:
+        key = repr((family, seed, quantize, dtype, chat_template, sorted(overrides.items())))
+        if key not in made:
+            made[key] = write_checkpoint(
+                tmp_path_factory.mktemp(family),
+                family_config(family, **overrides),
+                seed=seed,
+                quantize=quantize,
+                dtype=dtype,
+                chat_template=chat_template,
+            )
+        return made[key]
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., nn.Module]:
+    """tiny_model(family, seed=0, **text_options) -> a fresh random model, no files, no tokenizer."""
+
+    def factory(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
+        return build_model(family_config(family, **overrides), seed)
+
+    return factory
