@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deltatune  # noqa: F401, I001  (binds OpenBLAS, so before mlx)
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
