@@ -1,0 +1,188 @@
+"""One published recipe, scaled to a small machine, for every trainer: LoRA r=8, batch 2, checkpointing, 10 steps,
+prompts in five length buckets up to the limit.
+
+usage: python benchmarks/recipe.py [--limit 512] [--layers 8] [--only NAME ...]
+
+Each trainer is its own command line in its own process, on the same checkpoint (a random Qwen3.5 shape, fp32) and the
+same lines. Wall time and peak memory are the whole process's; tok/s is what the trainer itself reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+STEPS = 10
+BATCH = 2
+VOCABULARY = 2048
+
+
+def text_config(layers: int) -> dict:
+    return {
+        "model_type": "qwen3_5",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": 100000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+        },
+    }
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a byte, so that a line of n letters is n tokens for every trainer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    words = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [f"<|unused_{index}|>" for index in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<|im_start|>{{ m['role'][0] + m['content'] }}<|im_end|>{% endfor %}"
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+
+
+def write_model(folder: Path, layers: int) -> dict[str, Path]:
+    """The same weights twice: under the model type that mlx-lm knows, and under mlx-vlm's."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models.qwen3_5 import Model, ModelArgs
+
+    mx.random.seed(0)
+    config = text_config(layers)
+    model = Model(ModelArgs.from_dict(json.loads(json.dumps(config))))
+    weights = {name.removeprefix("language_model."): value for name, value in tree_flatten(model.parameters())}
+    folders = {}
+    for kind, model_type in (("mlx-lm", "qwen3_5"), ("mlx-vlm", "qwen3_5_text")):
+        folders[kind] = folder / kind
+        folders[kind].mkdir()
+        mx.save_safetensors(str(folders[kind] / "model.safetensors"), weights, metadata={"format": "mlx"})
+        (folders[kind] / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+        write_tokenizer(folders[kind])
+    return folders
+
+
+def write_data(folder: Path, limit: int) -> int:
+    """Two lines of one length a step, five lengths up to the limit. Returns the tokens in all steps."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    lines = []
+    lengths = [limit * (step % 5 + 1) // 5 for step in range(STEPS)]
+    for length in lengths:
+        for _ in range(BATCH):
+            letters = "".join(chr(i) for i in rng.integers(ord("a"), ord("z"), length - 8))
+            content = [{"role": "user", "content": "?"}, {"role": "assistant", "content": letters}]
+            lines.append(json.dumps({"messages": content}))
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return BATCH * sum(lengths)
+
+
+def commands(models: dict[str, Path], data: Path, out: Path, limit: int, layers: int) -> dict[str, list[str]]:
+    python = sys.executable
+    shared = f"--data {data} --iters {STEPS} --batch-size {BATCH} --max-seq-length {limit} --grad-checkpoint".split()
+    recipe = out / "recipe.yaml"
+    recipe.write_text("lora_parameters: {rank: 8, scale: 2.0, dropout: 0.0}\nseed: 0\n")
+    ours = ["--model", str(models["mlx-lm"]), *shared, "--num-layers", "-1", "-c", str(recipe), "--no-mask-prompt"]
+    lm = ["--model", str(models["mlx-lm"]), *shared, "--train", "--num-layers", str(layers), "-c", str(recipe)]
+    lm += ["--adapter-path", str(out / "lm")]
+    vlm = ["--model", str(models["mlx-vlm"]), *shared, "--output-path", str(out / "vlm"), "--lora-rank", "8"]
+    only_blas = "import deltatune, runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_module(sys.argv[0], run_name='__main__')"
+    return {
+        "mlx-lm as installed": [python, "-m", "mlx_lm", "lora", *lm],
+        "mlx-lm, OpenBLAS only": [python, "-c", only_blas, "mlx_lm.lora", *lm],
+        "mlx-lm under `deltatune run`": [python, "-m", "deltatune", "run", "--", "mlx_lm.lora", *lm],
+        "mlx-vlm as installed": [python, "-m", "mlx_vlm.train", *vlm],
+        "mlx-vlm, OpenBLAS only": [python, "-c", only_blas, "mlx_vlm.train", *vlm],
+        "deltatune train": [python, "-m", "deltatune", "train", *ours, "--adapter-path", str(out / "ours")],
+    }
+
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# mlx-lm's table row, mlx-vlm's `tokens_per_second=`, ours `tok/s`.
+RATE = re.compile(
+    r"^\s*10\s+[\d.]+\s*\S?\s+([\d.,]+)\s+[\d.]+k|[^_]tokens_per_second=([\d.]+)|([\d.,]+) tok/s", re.MULTILINE
+)
+
+
+def measure(name: str, command: list[str]) -> dict:
+    """Wall seconds, peak resident MB and the last rate the trainer printed."""
+    env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as output:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        # wait4 gives this child's own peak; getrusage would give the largest of all children so far.
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        output.seek(0)
+        text = ANSI.sub("", output.read())
+    if status:
+        sys.exit(f"{name} failed with exit code {os.waitstatus_to_exitcode(status)}:\n{text[-3000:]}")
+    rates = [float("".join(found).replace(",", "")) for found in RATE.findall(text)]
+    return {"seconds": seconds, "peak": usage.ru_maxrss / 1024, "rate": rates[-1] if rates else None, "text": text}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        models = write_model(out, options.layers)
+        tokens = write_data(out / "data", options.limit)
+        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; ")
+        print(", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-vlm")))
+        print(f"{options.layers} layers, {STEPS} steps of {BATCH} rows up to {options.limit} tokens, {tokens} in all\n")
+        print("| trainer | tok/s, its own report | wall, whole process | peak memory, whole process |")
+        print("|---|---|---|---|", flush=True)
+        for name, command in commands(models, out / "data", out, options.limit, options.layers).items():
+            if options.only and name not in options.only:
+                continue
+            row = measure(name, command)
+            rate = f"{row['rate']:,.0f}" if row["rate"] else "not printed"
+            print(f"| {name} | {rate} | {row['seconds']:.1f} s | {row['peak']:,.0f} MB |", flush=True)
+            if options.verbose:
+                print(row["text"])
+
+
+if __name__ == "__main__":
+    main()
