@@ -1,0 +1,56 @@
+"""The gated delta recurrence, one token after another: the truth that every other implementation answers to."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+def gated_delta_naive(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_g: mx.array,
+    beta: mx.array,
+    *,
+    initial_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    segments: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The recurrence by definition, differentiated by autodiff; arguments and result as `gated_delta`.
+
+    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), equation 10.
+    """
+    batch, length, value_heads, value_size = v.shape
+    key_heads, key_size = k.shape[2:]
+    q32, k32 = (mx.repeat(x.astype(mx.float32), value_heads // key_heads, axis=2) for x in (q, k))
+    v32, beta32 = v.astype(mx.float32), beta.astype(mx.float32)
+    gate = mx.exp(log_g.astype(mx.float32))
+    gate = gate[..., None, :] if gate.ndim == 4 else gate[..., None, None]
+    state = mx.zeros((batch, value_heads, value_size, key_size), dtype=mx.float32)
+    if initial_state is not None:
+        state = initial_state.astype(mx.float32)
+
+    outputs = []
+    for t in range(length):
+        if segments is not None and t > 0:
+            same = segments[:, t] == segments[:, t - 1]
+            state = mx.where(same[:, None, None, None], state, 0.0)
+        stepped, y = _step(state, q32[:, t], k32[:, t], v32[:, t], gate[:, t], beta32[:, t])
+        if mask is not None:
+            kept = mask[:, t]
+            stepped = mx.where(kept[:, None, None, None], stepped, state)
+            y = mx.where(kept[:, None, None], y, 0.0)
+        state = stepped
+        outputs.append(y)
+    return mx.stack(outputs, axis=1).astype(q.dtype), state
+
+
+def _step(
+    state: mx.array, q: mx.array, k: mx.array, v: mx.array, gate: mx.array, beta: mx.array
+) -> tuple[mx.array, mx.array]:
+    """One token: state [B,H,Dv,Dk]; q, k [B,H,Dk]; v [B,H,Dv]; gate broadcasts over state; beta [B,H]."""
+    state = state * gate
+    predicted = (state * k[..., None, :]).sum(axis=-1)
+    delta = beta[..., None] * (v - predicted)
+    state = state + delta[..., None] * k[..., None, :]
+    return state, (state * q[..., None, :]).sum(axis=-1)
