@@ -1,0 +1,188 @@
+"""causal_conv against a float64 recurrence with its own reverse pass, and against the layers it stands in for."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from deltatune.ops.causal_conv import causal_conv
+
+TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
+
+
+def reference(x, weight, bias, state, mask, segments, dy, dstate):
+    """Token by token, tap by tap: y, the state to keep, and every gradient by walking the same loops backwards."""
+    (B, T, C), K = x.shape, weight.shape[1]
+    reach = K - 1
+    kept = np.where(mask[..., None], x, 0.0)
+    inputs = np.concatenate([state, kept], axis=1)
+    owner = np.concatenate([np.repeat(segments[:, :1], reach, 1), segments], axis=1)
+    reads = [
+        (b, t, t + j, j) for b in range(B) for t in range(T) for j in range(K) if owner[b, t + j] == owner[b, t + reach]
+    ]
+    y = np.zeros((B, T, C)) + bias
+    for b, t, s, j in reads:
+        y[b, t] += weight[:, j] * inputs[b, s]
+    same = (owner[:, T:] == owner[:, -1:])[..., None]
+    d_inputs, d_weight = np.zeros_like(inputs), np.zeros_like(weight)
+    d_inputs[:, T:] += np.where(same, dstate, 0.0)
+    for b, t, s, j in reversed(reads):
+        d_inputs[b, s] += weight[:, j] * dy[b, t]
+        d_weight[:, j] += inputs[b, s] * dy[b, t]
+    dx = np.where(mask[..., None], d_inputs[:, reach:], 0.0)
+    grads = {"x": dx, "weight": d_weight, "bias": dy.sum((0, 1)), "initial_state": d_inputs[:, :reach]}
+    return y, np.where(same, inputs[:, T:], 0.0), grads
+
+
+def draw(B, T, C, K, seed, dtype):
+    rng = np.random.default_rng(seed)
+    shapes = {"x": (B, T, C), "weight": (C, K), "bias": (C,), "initial_state": (B, K - 1, C)}
+    arrays = {name: mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype) for name, shape in shapes.items()}
+    mask = rng.random((B, T)) > 0.3
+    segments = np.cumsum(rng.random((B, T)) < 0.3, axis=1).astype(np.int32) + 5
+    dy = mx.array(rng.normal(size=(B, T, C)).astype(np.float32)).astype(dtype)
+    dstate = mx.array(rng.normal(size=(B, K - 1, C)).astype(np.float32)).astype(dtype)
+    return arrays, mask, segments, dy, dstate
+
+
+def wide(array):
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def assert_close(got, expected, tolerance, name):
+    assert got.shape == expected.shape, name
+    if expected.size:
+        assert np.abs(wide(got) - expected).max() <= tolerance * max(np.abs(expected).max(), 1e-3), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("masked", "packed"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("B", "T", "C", "K"), [(1, 1, 3, 4), (2, 2, 5, 4), (3, 13, 4, 4), (2, 9, 3, 1), (1, 30, 2, 2)])
+def test_every_output_and_gradient_matches_the_loop(B, T, C, K, masked, packed, dtype):
+    arrays, mask, segments, dy, dstate = draw(B, T, C, K, 7 * T + K, getattr(mx, dtype))
+    mask = mask if masked else np.ones_like(mask)
+    segments = segments if packed else np.zeros_like(segments)
+
+    def run(*primals):
+        named = dict(zip(arrays, primals, strict=True))
+        state = named.pop("initial_state")
+        return causal_conv(
+            **named,
+            initial_state=state,
+            mask=mx.array(mask) if masked else None,
+            segments=mx.array(segments) if packed else None,
+        )
+
+    y, state, expected = reference(
+        *(wide(arrays[name]) for name in ("x", "weight", "bias", "initial_state")),
+        mask,
+        segments,
+        wide(dy),
+        wide(dstate),
+    )
+    for transform in (lambda f: f, mx.compile) if (B, dtype) == (2, "float32") else (lambda f: f,):
+        vjp = transform(lambda *primals: mx.vjp(run, list(primals), [dy, dstate]))
+        outputs, grads = vjp(*arrays.values())
+        assert_close(outputs[0], y, TOLERANCE[dtype], "y")
+        assert_close(outputs[1], state, 0.0, "state")
+        for name, grad in zip(arrays, grads, strict=True):
+            assert grad.dtype == arrays[name].dtype
+            assert_close(grad, expected[name], TOLERANCE[dtype], name)
+
+
+def test_equals_the_convolution_of_mlx_lm_layers():
+    mx.random.seed(3)
+    conv = nn.Conv1d(6, 6, kernel_size=4, groups=6, bias=True)
+    x, state, dy = mx.random.normal((2, 21, 6)), mx.random.normal((2, 3, 6)), mx.random.normal((2, 21, 6))
+
+    def theirs(x, state, weight, bias):
+        conv.update({"weight": weight, "bias": bias})
+        return conv(mx.concatenate([state, x], axis=1))
+
+    def ours(x, state, weight, bias):
+        return causal_conv(x, weight[..., 0], bias, initial_state=state)[0]
+
+    primals = [x, state, conv.weight, conv.bias]
+    expected, wanted = mx.vjp(theirs, primals, [dy])
+    got, grads = mx.vjp(ours, primals, [dy])
+    for a, b in zip([*got, *grads], [*expected, *wanted], strict=True):
+        assert mx.abs(a - b).max().item() <= 3e-7 * mx.abs(b).max().item()
+    kept = causal_conv(x, conv.weight[..., 0], initial_state=state)[1]
+    assert mx.array_equal(kept, mx.concatenate([state, x], axis=1)[:, -3:])
+
+
+def test_pieces_continue_through_the_state_bit_for_bit():
+    arrays, mask, segments, _, _ = draw(2, 23, 5, 4, 1, mx.float32)
+    x, weight, mask, segments = arrays["x"], arrays["weight"], mx.array(mask), mx.array(segments)
+    whole, last = causal_conv(x, weight, mask=mask, segments=segments)
+    state, pieces, start = None, [], 0
+    for stop in (1, 3, 4, 11, 23):
+        part = slice(start, stop)
+        # A piece that opens a new document starts without the state, as the whole does at that token.
+        if start:
+            state = mx.where((segments[:, start] == segments[:, start - 1])[:, None, None], state, 0)
+        y, state = causal_conv(x[:, part], weight, initial_state=state, mask=mask[:, part], segments=segments[:, part])
+        pieces.append(y)
+        start = stop
+    assert mx.array_equal(mx.concatenate(pieces, axis=1), whole)
+    assert mx.array_equal(state, last)
+
+
+def test_a_packed_document_is_the_document_alone_and_poison_stays_outside():
+    mx.random.seed(0)
+    x, weight = mx.random.normal((1, 12, 4)), mx.random.normal((4, 4))
+    segments = mx.array([[0] * 5 + [1] * 7])
+    alone, state = causal_conv(x[:, 5:], weight)
+    poisoned = mx.concatenate([mx.full((1, 5, 4), float("nan")), x[:, 5:]], axis=1)
+
+    def packed(x):
+        y, state = causal_conv(x, weight, initial_state=mx.full((1, 3, 4), float("nan")), segments=segments)
+        return y[:, 5:], state
+
+    (y, kept), (dx,) = mx.vjp(packed, [poisoned], [mx.ones((1, 7, 4)), mx.ones((1, 3, 4))])
+    assert mx.array_equal(y, alone)
+    assert mx.array_equal(kept, state)
+    assert mx.array_equal(dx[:, :5], mx.zeros((1, 5, 4)))
+
+
+def test_works_under_checkpoint_vmap_and_a_second_derivative():
+    mx.random.seed(1)
+    x, weight = mx.random.normal((3, 2, 9, 4)), mx.random.normal((4, 3))
+    segments = mx.array([[0, 0, 0, 1, 1, 1, 1, 2, 2]] * 2)
+
+    def loss(x, weight):
+        return mx.sin(causal_conv(x, weight, segments=segments)[0]).sum()
+
+    plain = mx.grad(loss, argnums=(0, 1))
+    for a, b in zip(plain(x[0], weight), mx.grad(mx.checkpoint(loss), argnums=(0, 1))(x[0], weight), strict=True):
+        assert mx.array_equal(a, b)
+    for a, b in zip(plain(x[0], weight), mx.grad(mx.compile(loss), argnums=(0, 1))(x[0], weight), strict=True):
+        assert mx.allclose(a, b, rtol=1e-5, atol=1e-6)
+    batched = mx.vmap(lambda x: causal_conv(x, weight, segments=segments)[0])(x)
+    assert mx.allclose(batched, mx.stack([causal_conv(one, weight, segments=segments)[0] for one in x]))
+
+    def curvature(x, weight):
+        return (mx.grad(loss)(x, weight) ** 2).sum()
+
+    step = 1e-2
+    direction = mx.random.normal(weight.shape)
+    exact = (mx.grad(curvature, argnums=1)(x[0], weight) * direction).sum().item()
+    measured = (curvature(x[0], weight + step * direction) - curvature(x[0], weight - step * direction)) / (2 * step)
+    assert measured.item() == pytest.approx(exact, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": mx.zeros((2, 3))}, "x must be"),
+        ({"weight": mx.zeros((4, 3, 1))}, "weight must be"),
+        ({"bias": mx.zeros((3,))}, "bias must be"),
+        ({"initial_state": mx.zeros((2, 3, 4))}, "initial_state must be"),
+        ({"mask": mx.ones((2, 4))}, "mask must be"),
+        ({"segments": mx.zeros((1, 5))}, "segments must be"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_named(change, message):
+    arguments = {"x": mx.zeros((2, 5, 4)), "weight": mx.zeros((4, 3)), **change}
+    with pytest.raises(ValueError, match=message):
+        causal_conv(**arguments)
