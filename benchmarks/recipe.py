@@ -123,7 +123,7 @@ def commands(models: dict[str, Path], data: Path, out: Path, limit: int, layers:
     lm = ["--model", str(models["mlx-lm"]), *shared, "--train", "--num-layers", str(layers), "-c", str(recipe)]
     lm += ["--adapter-path", str(out / "lm")]
     vlm = ["--model", str(models["mlx-vlm"]), *shared, "--output-path", str(out / "vlm"), "--lora-rank", "8"]
-    only_blas = "import deltatune, runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_module(sys.argv[0], run_name='__main__')"
+    only_blas = "import deltatune, runpy, sys; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__')"
     return {
         "mlx-lm as installed": [python, "-m", "mlx_lm", "lora", *lm],
         "mlx-lm, OpenBLAS only": [python, "-c", only_blas, "mlx_lm.lora", *lm],
