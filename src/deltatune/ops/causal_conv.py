@@ -6,6 +6,8 @@ A sum of K shifted products: as one fused elementwise pass it is far faster on a
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 
@@ -60,16 +62,15 @@ def causal_conv(
     return y, state
 
 
-@mx.custom_function
 def _taps(padded: mx.array, weight: mx.array, owner: mx.array | None = None) -> mx.array:
     """padded [B, T+K-1, C] with weight [C, K] -> [B, T, C]; a tap counts where owner [B, T+K-1, 1] agrees."""
-    return _forward(padded, weight, owner)
+    taps: Any = mx.custom_function(_forward)
+    taps.vjp(_backward)
+    return taps(padded, weight, owner)
 
 
-@_taps.vjp
-def _taps_vjp(primals, cotangent, _output):
-    padded, weight, *rest = primals
-    owner = rest[0] if rest and rest[0] is not None else None
+def _backward(primals, cotangent, _output):
+    padded, weight, owner = primals
     d_padded = _d_padded(cotangent, weight, owner)
     taps: list[mx.array] = []
     for tap in range(weight.shape[1]):
@@ -86,14 +87,13 @@ def _taps_vjp(primals, cotangent, _output):
 def _forward(padded, weight, owner):
     K = weight.shape[1]
     T = padded.shape[1] - (K - 1)
-    total = None
+    products = []
     for tap in range(K):
         value = padded[:, tap : tap + T].astype(mx.float32)
         if owner is not None and tap < K - 1:
             value = mx.where(owner[:, tap : tap + T] == owner[:, K - 1 :], value, mx.zeros(()))
-        product = value * weight[:, tap].astype(mx.float32)
-        total = product if total is None else total + product
-    return total.astype(padded.dtype)
+        products.append(value * weight[:, tap].astype(mx.float32))
+    return sum(products[1:], products[0]).astype(padded.dtype)
 
 
 @mx.compile
@@ -103,15 +103,14 @@ def _d_padded(cotangent, weight, owner):
     rows = cotangent.shape[1] + K - 1
     spread = mx.pad(cotangent, [(0, 0), (K - 1, K - 1), (0, 0)])
     reader = None if owner is None else mx.pad(owner, [(0, 0), (0, K - 1), (0, 0)])
-    total = None
+    products = []
     for tap in range(K):
         back = K - 1 - tap
         value = spread[:, back : back + rows].astype(mx.float32)
         if reader is not None and back > 0:
             value = mx.where(reader[:, back : back + rows] == owner, value, mx.zeros(()))
-        product = value * weight[:, tap].astype(mx.float32)
-        total = product if total is None else total + product
-    return total.astype(cotangent.dtype)
+        products.append(value * weight[:, tap].astype(mx.float32))
+    return sum(products[1:], products[0]).astype(cotangent.dtype)
 
 
 def _d_tap(cotangent, padded, tap, owner, K):
