@@ -1,0 +1,137 @@
+"""The patched models of every family: reached, same values and gradients as upstream, packed documents kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from deltatune.ops.segments import segments
+from deltatune.patches import PatchWarning, apply, patched, reached, recurrence, revert, served
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3")
+
+
+@pytest.fixture(autouse=True)
+def _revert():
+    yield
+    revert()
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
+    return mx.random.randint(0, 320, (batch, length), key=mx.random.key(seed))
+
+
+def losses(model: nn.Module, rows: mx.array) -> mx.array:
+    """Sum of the losses of all but the first token of each row."""
+    logits = model(rows[:, :-1])
+    return nn.losses.cross_entropy(logits.astype(mx.float32), rows[:, 1:]).sum()
+
+
+def gradients(model: nn.Module, loss: Callable[..., mx.array], *arguments: mx.array):
+    value, tree = nn.value_and_grad(model, loss)(model, *arguments)
+    mx.eval(value, tree)
+    return value.item(), dict(tree_flatten(tree))
+
+
+def worst(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> float:
+    """Largest error of any tensor, over the largest entry of that tensor."""
+    assert expected.keys() == actual.keys()
+    return max(
+        (mx.abs(expected[name] - actual[name]).max() / (mx.abs(expected[name]).max() + 1e-30)).item()
+        for name in expected
+        if mx.abs(expected[name]).max().item() > 1e-9
+    )
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_upstreams(tiny_model, family, training):
+    model = tiny_model(family)
+    model.train(training)
+    rows = tokens(2, 21)
+    expected_loss, expected = gradients(model, losses, rows)
+    expected_logits = model(rows)
+    with patched(model) as report:
+        assert report.complete, str(report)
+        recurrence.reset()
+        loss, actual = gradients(model, losses, rows)
+        logits = model(rows)
+    mine = recurrence.OURS if training else recurrence.BACKWARD
+    assert set(served()) == {mine}
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert worst(expected, actual) < 1e-4
+    if not training:
+        assert mx.array_equal(logits, expected_logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_train_as_they_do_alone(tiny_model, family):
+    model = tiny_model(family)
+    documents = [tokens(1, length, seed) for seed, length in enumerate((2, 13, 8, 3))]
+    row = mx.concatenate(documents, axis=1)
+    owner = mx.concatenate([mx.full(d.shape, i, mx.int32) for i, d in enumerate(documents)], axis=1)
+    same = (owner[:, 1:] == owner[:, :-1]).astype(mx.float32)
+
+    def packed(model: nn.Module, row: mx.array) -> mx.array:
+        logits = model(row[:, :-1])
+        return (nn.losses.cross_entropy(logits, row[:, 1:]) * same).sum()
+
+    with patched(model):
+        alone = [gradients(model, losses, document) for document in documents]
+        with segments(owner[:, :-1]):
+            loss, actual = gradients(model, packed, row)
+    expected = tree_map(lambda *parts: sum(parts), alone[0][1], *(each for _, each in alone[1:]))
+    assert loss == pytest.approx(sum(value for value, _ in alone), rel=1e-5)
+    assert worst(expected, actual) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_is_upstreams_bit_for_bit(tiny_model, family):
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model = tiny_model(family)
+    model.eval()
+    prompt, following = tokens(1, 7), tokens(1, 3, seed=1)
+
+    def decode() -> list[mx.array]:
+        cache = make_prompt_cache(model)
+        return [model(prompt, cache=cache)] + [model(following[:, t : t + 1], cache=cache) for t in range(3)]
+
+    expected = decode()
+    mx.eval(expected)
+    with patched():
+        recurrence.reset()
+        actual = decode()
+        assert set(served()) == {recurrence.BACKWARD, recurrence.UPSTREAM}
+    assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
+
+
+def test_a_layer_replaced_by_somebody_else_is_named(tiny_model, monkeypatch):
+    from mlx_lm.models import qwen3_5
+
+    model = tiny_model("qwen3_5")
+    monkeypatch.setattr(qwen3_5.GatedDeltaNet, "__call__", lambda self, x, mask=None, cache=None: x)
+    with pytest.warns(PatchWarning, match="linear_attn .* does not call deltatune"):
+        report = apply(model)
+    assert len(report.unreached) == 3
+    assert not any(reached(model).values())
+
+
+def test_kimi_k3_is_evaluated_with_the_weights_of_the_last_step(tiny_model):
+    model = tiny_model("kimi_k3")
+    rows = tokens(1, 9)
+    with patched(model):
+        model.train()
+        mx.eval(losses(model, rows))
+        model.update(tree_map(lambda weight: weight * 1.1, model.parameters()))
+        model.eval()
+        evaluated = losses(model, rows)
+        model.train()
+        assert losses(model, rows).item() == pytest.approx(evaluated.item(), rel=1e-5)
