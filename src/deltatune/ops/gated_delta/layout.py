@@ -1,0 +1,57 @@
+"""How a sequence is cut into chunks, chunks into groups, and how a group lies in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+# Chunk-heads (chunks x batch x value heads) worked on at once: enough for the device, few enough for its memory.
+_GROUP_CPU = 32
+_GROUP_GPU = 1024
+
+
+class Cut(NamedTuple):
+    """Chunks of `size` tokens, `count` of them to a group, for a sequence of `length`."""
+
+    length: int
+    size: int
+    count: int
+
+    def groups(self) -> list[tuple[int, int, int]]:
+        """(first token, token after the last, chunks) of each group; the last chunk may be short of tokens."""
+        tokens = self.size * self.count
+        starts = range(0, self.length, tokens)
+        stops = [min(start + tokens, self.length) for start in starts]
+        return [(start, stop, -(-(stop - start) // self.size)) for start, stop in zip(starts, stops, strict=True)]
+
+
+def cut(length: int, heads: int, key_size: int) -> Cut:
+    """Chunk and group sizes for `heads` = batch x value heads. Measured on a CPU (docs/log.md)."""
+    size = 64 if key_size > 64 else 32
+    while size > 16 and size // 2 >= length:
+        size //= 2
+    room = _GROUP_CPU if mx.default_device() == mx.Device(mx.cpu) else _GROUP_GPU
+    return Cut(length, size, max(1, min(16, room // heads)))
+
+
+def chunked(x: mx.array, span: tuple[int, int, int], size: int, key_heads: int) -> mx.array:
+    """Tokens [start, stop) of x [B, T, H, ...] as [n, B, K, H / K, C, ...] in fp32, zeros after the last token."""
+    start, stop, count = span
+    part = x[:, start:stop].astype(mx.float32)
+    missing = count * size - (stop - start)
+    if missing:
+        part = mx.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))
+    batch, _, heads, *rest = part.shape
+    part = part.reshape(batch, count, size, key_heads, heads // key_heads, *rest)
+    return part.transpose(1, 0, 3, 4, 2, *range(5, part.ndim))
+
+
+def joined(parts: list[mx.array], length: int, dtype: mx.Dtype) -> mx.array:
+    """Undoes `chunked` for the parts of a whole sequence: [B, T, H, ...]."""
+    tokens = []
+    for part in parts:
+        part = part.transpose(1, 0, 4, 2, 3, *range(5, part.ndim))
+        batch, count, size, key_heads, repeats, *rest = part.shape
+        tokens.append(part.reshape(batch, count * size, key_heads * repeats, *rest))
+    return mx.concatenate(tokens, axis=1)[:, :length].astype(dtype)
