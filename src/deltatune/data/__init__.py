@@ -2,7 +2,19 @@
 
 from .batch import Batch, bucket_widths, collate
 from .example import Example, Splits
+from .load import load_datasets
 from .order import BatchOrder
 from .packing import pack
+from .show import show_batch
 
-__all__ = ["Batch", "BatchOrder", "Example", "Splits", "bucket_widths", "collate", "pack"]
+__all__ = [
+    "Batch",
+    "BatchOrder",
+    "Example",
+    "Splits",
+    "bucket_widths",
+    "collate",
+    "load_datasets",
+    "pack",
+    "show_batch",
+]

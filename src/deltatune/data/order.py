@@ -42,7 +42,7 @@ class BatchOrder:
     ):
         if batch_size < 1 or batch_size % world:
             raise UserError(
-                f"batch_size {batch_size}: expected a multiple of the number of workers ({world}), since each takes its "
+                f"batch_size {batch_size}: expected a multiple of the number of workers, {world}, since each takes its "
                 f"own rows; use {max(world, batch_size // world * world)}."
             )
         if not examples:
