@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import scalar
+from . import channel, scalar
 from .gates import effective_gates
+from .group import Group
 from .layout import Cut, chunked, cut, joined
 
 
@@ -32,8 +33,6 @@ def gated_delta_chunk(
 
     Source: arXiv 2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md.
     """
-    if log_g.ndim == 4:
-        raise NotImplementedError("gated_delta: chunk has no gates per channel yet; DELTATUNE_GATED_DELTA=naive does.")
     batch, _, value_heads, value_size = v.shape
     log_g, beta = effective_gates(log_g, beta, mask, segments)
     if initial_state is None:
@@ -50,14 +49,14 @@ def _cut(v: mx.array, k: mx.array) -> Cut:
 
 def _group(
     inputs: Sequence[mx.array], span: tuple[int, int, int], size: int, after: mx.array
-) -> tuple[scalar.Group, list[mx.array]]:
+) -> tuple[Group, list[mx.array]]:
     """The chunks of one group, not laid out before `after` is known, so that groups do not pile up in memory."""
     key_heads = inputs[1].shape[2]
     q, k, v, log_g, beta, *more = mx.depends(list(inputs), [after])
     parts = [chunked(x, span, size, key_heads) for x in (q, k, v, log_g, beta, *more)]
     q, k, v, log_g, beta, *more = parts
     qk = mx.concatenate([q, k], axis=-2)
-    return scalar.Group(qk, mx.contiguous(v), log_g, beta), [mx.contiguous(x) for x in more]
+    return Group(qk, mx.contiguous(v), log_g, beta), [mx.contiguous(x) for x in more]
 
 
 @mx.custom_function
@@ -66,12 +65,13 @@ def _forward(
 ) -> tuple[mx.array, ...]:
     """y, the final state, and for each group the states before its chunks."""
     plan = _cut(v, k)
+    inside = channel if log_g.ndim == 4 else scalar
     key_heads = k.shape[2]
     carry = state.reshape(state.shape[0], key_heads, -1, *state.shape[2:])
     outputs, saved = [], []
     for span in plan.groups():
         group, _ = _group((q, k, v, log_g, beta), span, plan.size, carry)
-        y, before, carry = scalar.forward(group, carry)
+        y, before, carry = inside.forward(group, carry)
         outputs.append(y)
         saved.append(before)
     return joined(outputs, plan.length, q.dtype), carry.reshape(state.shape), *saved
@@ -99,15 +99,15 @@ def _backward(
 ) -> tuple[mx.array, ...]:
     """Gradients of q, k, v, log_g, beta and the initial state, in their dtypes."""
     plan = _cut(v, k)
+    inside = channel if log_g.ndim == 4 else scalar
     carry = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
     dq, dk, dv, dlog_g, dbeta = [], [], [], [], []
     for span, before in zip(reversed(plan.groups()), reversed(saved), strict=True):
         group, (dy_part,) = _group((q, k, v, log_g, beta, dy), span, plan.size, carry)
-        gradients = scalar.backward(group, before, dy_part, carry)
+        gradients = inside.backward(group, before, dy_part, carry)
         carry = gradients.state
-        dqk = gradients.qk[:, :, :, None]
-        dq.append(dqk[..., : plan.size, :])
-        dk.append(dqk[..., plan.size :, :])
+        dq.append(gradients.q)
+        dk.append(gradients.k)
         dv.append(gradients.v)
         dlog_g.append(gradients.log_g)
         dbeta.append(gradients.beta)

@@ -1,7 +1,4 @@
-"""One group of chunks with a scalar gate per head: forward, and the hand-derived backward (README.md, section 3).
-
-Shapes: n chunks, batch B, key heads K, value heads R per key head, C tokens a chunk. A state is [B, K, R, Dv, Dk].
-"""
+"""One group of chunks with one gate per head and token: forward, and the backward of README.md, section 3."""
 
 from __future__ import annotations
 
@@ -9,16 +6,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .across import backward_across, forward_across
+from .group import Gradients, Group, over_value_heads
 from .triangular import unit_lower_inverse
-
-
-class Group(NamedTuple):
-    """Inputs of n chunks, fp32. `qk` holds q over k, so that one product serves both."""
-
-    qk: mx.array  # [n, B, K, 1, 2C, Dk]
-    v: mx.array  # [n, B, K, R, C, Dv]
-    log_g: mx.array  # [n, B, K, R, C]
-    beta: mx.array  # [n, B, K, R, C]
 
 
 class _Inside(NamedTuple):
@@ -26,15 +16,17 @@ class _Inside(NamedTuple):
 
     from_start: mx.array  # [n, B, K, R, C]: decay from the chunk's start to after each step
     to_end: mx.array  # [n, B, K, R, C]: decay from after each step to the chunk's end
-    gram: mx.array  # [n, B, K, R, 2C, C]: decayed q k^T (lower) over decayed k k^T (strictly lower)
-    decay: mx.array  # [n, B, K, R, 2C, C]
-    inverse: mx.array  # [n, B, K, R, C, C]: of I + beta times the strictly lower half of gram
+    total: mx.array  # [n, B, K, R, 1, 1]: decay over the whole chunk
+    decay: mx.array  # [n, B, K, R, 2C, C]: over every span, lower above strictly lower
+    gram: mx.array  # [n, B, K, R, 2C, C]: q k^T above k k^T, decayed
+    inverse: mx.array  # [n, B, K, R, C, C]: of I + beta times the lower half of gram
     written: mx.array  # [n, B, K, R, C, Dv]: the deltas had the state been zero
     removed: mx.array  # [n, B, K, R, C, Dk]: what the incoming state takes off them
+    kept_k: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
 def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Products of gates over every span: from_start, to_end, and [.., 2C, C] lower over strictly lower."""
+    """from_start, to_end and decay, each a product of the gates of its span alone: exact zeros, no cancelling."""
     size = log_g.shape[-1]
     gate = mx.exp(log_g)
     rows = mx.arange(size)[:, None]
@@ -47,64 +39,39 @@ def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def _inside(group: Group) -> _Inside:
-    size = group.v.shape[-2]
-    k = group.qk[..., size:, :]
     from_start, to_end, decay = _decays(group.log_g)
-    gram = (group.qk @ k.swapaxes(-1, -2)) * decay
-    inverse = unit_lower_inverse(group.beta[..., None] * gram[..., size:, :])
+    gram = (group.qk @ group.k.swapaxes(-1, -2)) * decay
+    inverse = unit_lower_inverse(group.beta[..., None] * gram[..., group.v.shape[-2] :, :])
     solve = inverse * group.beta[..., None, :]
-    removed = (solve * from_start[..., None, :]) @ k
-    return _Inside(from_start, to_end, gram, decay, inverse, solve @ group.v, removed)
+    removed = (solve * from_start[..., None, :]) @ group.k
+    return _Inside(
+        from_start=from_start,
+        to_end=to_end,
+        total=from_start[..., -1:, None],
+        decay=decay,
+        gram=gram,
+        inverse=inverse,
+        written=solve @ group.v,
+        removed=removed,
+        kept_k=group.k * to_end[..., None],
+    )
 
 
 def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """y [n, B, K, R, C, Dv], the states before each chunk [n, B, K, R, Dv, Dk], and the state after the last."""
-    count, size = group.v.shape[0], group.v.shape[-2]
-    q, k = group.qk[..., :size, :], group.qk[..., size:, :]
     inside = _inside(group)
-    states, deltas = [], []
-    for n in range(count):
-        states.append(state)
-        delta = mx.addmm(inside.written[n], inside.removed[n], state.swapaxes(-1, -2), alpha=-1.0)
-        deltas.append(delta)
-        kept = state * inside.from_start[n, ..., -1:, None]
-        state = mx.addmm(kept, (delta * inside.to_end[n][..., None]).swapaxes(-1, -2), k[n])
-    before = mx.stack(states)
-    recalled = (q @ before.swapaxes(-1, -2)) * inside.from_start[..., None]
-    y = mx.addmm(recalled, inside.gram[..., :size, :], mx.stack(deltas))
-    return y, before, state
-
-
-class Gradients(NamedTuple):
-    """Of one group; those of q and k summed over the value heads of a key head."""
-
-    qk: mx.array  # [n, B, K, 2C, Dk]
-    v: mx.array  # [n, B, K, R, C, Dv]
-    log_g: mx.array  # [n, B, K, R, C]
-    beta: mx.array  # [n, B, K, R, C]
-    state: mx.array  # [B, K, R, Dv, Dk]
+    before, delta, state = forward_across(inside.written, inside.removed, inside.kept_k, inside.total, state)
+    recalled = (group.q @ before.swapaxes(-1, -2)) * inside.from_start[..., None]
+    return mx.addmm(recalled, inside.gram[..., : group.v.shape[-2], :], delta), before, state
 
 
 def backward(group: Group, before: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
     """From dy [n, B, K, R, C, Dv] and the gradient of the state after the group."""
-    count, size = group.v.shape[0], group.v.shape[-2]
-    q, k = group.qk[..., :size, :], group.qk[..., size:, :]
     inside = _inside(group)
     delta = mx.addmm(inside.written, inside.removed, before.swapaxes(-1, -2), alpha=-1.0)
-
-    # Backwards across chunks: ddelta is the gradient of delta, dafter that of the state after each chunk.
-    kept_k = k * inside.to_end[..., None]
-    from_y = inside.gram[..., :size, :].swapaxes(-1, -2) @ dy
-    recalled = (dy * inside.from_start[..., None]).swapaxes(-1, -2) @ q
-    ddeltas: list[mx.array] = []
-    dafters: list[mx.array] = []
-    for n in reversed(range(count)):
-        dafters.append(dstate)
-        ddelta = mx.addmm(from_y[n], kept_k[n], dstate.swapaxes(-1, -2))
-        ddeltas.append(ddelta)
-        dstate = recalled[n] + dstate * inside.from_start[n, ..., -1:, None]
-        dstate = mx.addmm(dstate, ddelta.swapaxes(-1, -2), inside.removed[n], alpha=-1.0)
-    dafter, ddelta = mx.stack(dafters[::-1]), mx.stack(ddeltas[::-1])
+    from_y = inside.gram[..., : dy.shape[-2], :].swapaxes(-1, -2) @ dy
+    recalled = (dy * inside.from_start[..., None]).swapaxes(-1, -2) @ group.q
+    ddelta, dafter, dstate = backward_across(from_y, recalled, inside.removed, inside.kept_k, inside.total, dstate)
     return _inside_backward(group, inside, before, delta, dy, ddelta, dafter)._replace(state=dstate)
 
 
@@ -118,7 +85,6 @@ def _inside_backward(
     dafter: mx.array,
 ) -> Gradients:
     size = dy.shape[-2]
-    k = group.qk[..., size:, :]
     dr = inside.inverse.swapaxes(-1, -2) @ ddelta
     rows = mx.concatenate([dy, -dr], axis=-2)
     by_state = rows @ before
@@ -127,27 +93,28 @@ def _inside_backward(
 
     beta_rows = mx.concatenate([mx.ones_like(group.beta), group.beta], axis=-1)
     start_rows = mx.concatenate([inside.from_start, inside.from_start], axis=-1)
-    weights = _over_value_heads(by_gram * inside.decay * beta_rows[..., None])
-    dqk = mx.addmm(_over_value_heads(by_state * (start_rows * beta_rows)[..., None]), weights, k)
-    dk = mx.addmm(_over_value_heads(by_end * inside.to_end[..., None]), weights.swapaxes(-1, -2), group.qk)
-    dqk = mx.concatenate([dqk[..., :size, :], dqk[..., size:, :] + dk], axis=-2)
+    weights = over_value_heads(by_gram * inside.decay * beta_rows[..., None])
+    dqk = mx.addmm(over_value_heads(by_state * (start_rows * beta_rows)[..., None]), weights, group.k)
+    dk = mx.addmm(over_value_heads(by_end * inside.to_end[..., None]), weights.swapaxes(-1, -2), group.qk)
 
-    # Every term's share in the gates it decayed through: spans of pairs, from the start, to the end, and all across.
-    pairs = by_gram * inside.gram
+    # Every term's share in the gates it decayed through: from the start, to the end, all across, and between pairs.
     starts = (by_state * group.qk).sum(axis=-1) * start_rows
-    ends = (by_end * k).sum(axis=-1) * inside.to_end
+    ends = (by_end * group.k).sum(axis=-1) * inside.to_end
     across = (dafter * before).sum(axis=(-1, -2)) * inside.from_start[..., -1]
+    pairs = by_gram * inside.gram
     dbeta = (dr * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
     starts = starts[..., :size] + group.beta * starts[..., size:]
     pairs = pairs[..., :size, :] + group.beta[..., None] * pairs[..., size:, :]
-    dlog_g = mx.cumsum(starts, axis=-1, reverse=True) + mx.cumsum(ends, axis=-1, inclusive=False) + across[..., None]
-    dv = dr * group.beta[..., None]
-    return Gradients(dqk.squeeze(3), dv, dlog_g + _spanning(pairs), dbeta, dafter)
-
-
-def _over_value_heads(x: mx.array) -> mx.array:
-    """Sum over the value heads that share a key head, the axis kept."""
-    return x if x.shape[3] == 1 else x.sum(axis=3, keepdims=True)
+    dlog_g = mx.cumsum(starts, axis=-1, reverse=True) + mx.cumsum(ends, axis=-1, inclusive=False)
+    dlog_g = dlog_g + across[..., None] + _spanning(pairs)
+    return Gradients(
+        q=dqk[..., :size, :],
+        k=dqk[..., size:, :] + dk,
+        v=dr * group.beta[..., None],
+        log_g=dlog_g,
+        beta=dbeta,
+        state=dafter,
+    )
 
 
 def _spanning(pairs: mx.array) -> mx.array:
