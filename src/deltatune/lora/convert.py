@@ -47,28 +47,36 @@ def convert_to_lora(
     dora = fine_tune_type == "dora"
     selection = select(model, config, dora=dora, num_layers=num_layers)
     _check_rank(selection.targets, config.rank)
-    model.freeze()
     scale = config.scale / config.rank**0.5 if config.rslora else config.scale
-    put_adapters(model, dict.fromkeys(selection.targets, config.rank), scale, config.dropout, dora=dora)
+    ranks = dict.fromkeys(selection.targets, config.rank)
+    install_adapters(model, make_adapters(model, ranks, scale, config.dropout, dora=dora))
     return Report(list(selection.targets), selection.skipped, _notes(selection.targets, dora))
 
 
-def put_adapters(model: nn.Module, ranks: dict[str, int], scale: float, dropout: float, *, dora: bool = False) -> None:
-    """Put an adapter of the given rank around each named module, in place, and let only adapters train."""
+def make_adapters(
+    model: nn.Module, ranks: dict[str, int], scale: float, dropout: float, *, dora: bool = False
+) -> dict[str, nn.Module]:
+    """An adapter of the given rank around each named module; the model stays as it is."""
     modules = dict(model.named_modules())
-    made: list[tuple[str, nn.Module]] = []
+    made: dict[str, nn.Module] = {}
     for path, rank in ranks.items():
         module = modules[path]
         if not dora and hasattr(module, "to_lora"):
-            made.append((path, module.to_lora(r=rank, scale=scale, dropout=dropout)))
+            made[path] = module.to_lora(r=rank, scale=scale, dropout=dropout)
             continue
         kind = adapter_class(module, dora)
         if isinstance(kind, str):
             raise UserError(f"{path}: {kind}.")
-        made.append((path, kind.from_base(module, rank, scale, dropout)))
-    model.update_modules(tree_unflatten(made))
-    for path, adapter in made:
-        adapter.train(modules[path].training)
+        made[path] = kind.from_base(module, rank, scale, dropout)
+    return made
+
+
+def install_adapters(model: nn.Module, made: dict[str, nn.Module]) -> None:
+    """Put adapters where the modules they adapt were, in place; from then on only adapters train."""
+    for path, module in model.named_modules():
+        if path in made:
+            made[path].train(module.training)
+    model.update_modules(tree_unflatten(list(made.items())))
     model.freeze()
     for adapter in adapters(model).values():
         _unfreeze_adapter(adapter)
