@@ -24,7 +24,7 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
     """
     console = console or Console()
     rows, width = batch.inputs.shape
-    console.print(Text(f"First batch: {rows} rows of {width} positions.", style="bold"))
+    console.print(Text(f"First batch: {rows} row{'s' * (rows > 1)} of {width} positions.", style="bold"))
     for row, (sources, sizes) in enumerate(zip(batch.sources, batch.positions, strict=True)):
         start = 0
         if not sources:

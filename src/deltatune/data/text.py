@@ -59,27 +59,30 @@ class TextEncoder:
             raise UserError(f"{source}: nothing to learn from: {what}, so every token is masked; remove or mend it.")
         return Example(np.array(tokens, np.int32), targets, source)
 
-    def _expected(self) -> str:
+    def _formats(self) -> dict[str, list[str]]:
+        """The keys of each format; only those with a key that the user named, where one is named."""
         names = self._features
-        return f'"{names.text}", or "{names.prompt}" and "{names.completion}", or "{names.chat}"'
+        formats = {COMPLETION: [names.prompt, names.completion], CHAT: [names.chat], TEXT: [names.text]}
+        named = set(vars(names).values()) - set(vars(Features()).values())
+        # A named key must not lose silently to another format whose usual key is there too.
+        return {kind: keys for kind, keys in formats.items() if not named or named.intersection(keys)}
+
+    def _expected(self) -> str:
+        return ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in self._formats().values())
 
     def _kind(self, row: Mapping[str, Any], source: str) -> str:
-        names = self._features
+        formats = self._formats()
         present = {key for key, value in row.items() if value is not None}
-        known = [names.text, names.prompt, names.completion, names.chat]
-        formats = {COMPLETION: {names.prompt, names.completion}, CHAT: {names.chat}, TEXT: {names.text}}
-        # A key that the user named must not lose silently to another format whose usual key is there too.
-        named = set(known) - set(vars(Features()).values())
         for kind, keys in formats.items():
-            if keys <= present and (not named or keys & named):
+            if present.issuperset(keys):
                 return kind
-        if named:
-            known = sorted(named)
-        empty = [key for key in known if key in row and key not in present]
-        if empty:
-            raise UserError(f"{source}: {empty[0]!r} is null; expected {self._expected()}.")
-        got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), known)) for key in row) or "no key"
-        raise UserError(f"{source}: no known format: expected {self._expected()}, got {got}.")
+        known = [key for keys in formats.values() for key in keys]
+        null = [key for key in known if key in row and key not in present]
+        if null:
+            raise UserError(f"{source}: {null[0]!r} is null; expected {self._expected()}.")
+        missing = [key for key in known if key not in row]
+        got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), missing)) for key in row)
+        raise UserError(f"{source}: no known format: expected {self._expected()}, got {got or 'no key'}.")
 
     def _text(self, row: Mapping[str, Any], source: str) -> tuple[list[int], np.ndarray]:
         if self._mask_prompt:
