@@ -60,6 +60,12 @@ def test_the_incomplete_batch_holds_the_shortest_rows_and_blanks(examples_of):
     assert not blank[0].weights[3].any()
 
 
+def test_short_and_long_batches_are_mixed(examples_of):
+    order = BatchOrder(examples_of([20] * 40 + [100] * 40), 4, 128)
+    widths = [batch.inputs.shape[1] for batch in order.epoch(0)]
+    assert widths not in (sorted(widths), sorted(widths, reverse=True))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("after", [0, 1, 4, 5, 13])
 def test_resumed_it_gives_the_same_batches(examples_of, packed, after):
@@ -111,6 +117,10 @@ def test_a_state_of_other_data_or_options_is_refused(examples_of):
         BatchOrder(examples_of(SIZES), 2, 128).restore(state)
     with pytest.raises(errors.UserError, match="training data was"):
         BatchOrder(examples_of(SIZES, seed=1), 4, 128).restore(state)
+    changed = examples_of(SIZES)
+    changed[3].tokens[5] += 1
+    with pytest.raises(errors.UserError, match="training data was"):
+        BatchOrder(changed, 4, 128).restore(state)
     with pytest.raises(errors.UserError, match="seed was 0"):
         BatchOrder(examples_of(SIZES), 4, 128, seed=1).restore(state)
 

@@ -167,9 +167,9 @@ def _check(
     if config.pack:
         rows = len(pack([example.positions for example in examples], config.max_seq_length))
     if rows < config.batch_size:
-        what = f"row$ of {config.max_seq_length:,} packed positions" if config.pack else "example$"
+        what = f"packed row(s) of {config.max_seq_length:,} positions" if config.pack else "example(s)"
         raise UserError(
-            f"training data: {rows} {what.replace('$', 's' if rows > 1 else '')}, fewer than batch_size {config.batch_size} (rows over all workers); "
+            f"training data: {rows} {what}, fewer than batch_size {config.batch_size} (rows over all workers); "
             f"give more data or batch_size {rows} or less."
         )
 
