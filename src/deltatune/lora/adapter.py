@@ -11,19 +11,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.random_keys import next_key
-
 ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
-
-
-class Dropout(nn.Dropout):
-    """MLX's dropout, dropping the same inputs again when a checkpointed layer is recomputed."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if self._p_1 == 1 or not self.training:
-            return x
-        kept = mx.random.bernoulli(self._p_1, x.shape, key=next_key())
-        return (kept * x) * (1 / self._p_1)
 
 
 class Adapter(nn.Module):
@@ -35,7 +23,7 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Module, scale: float, dropout: float):
         super().__init__()
         self[self.base_name] = base
-        self.dropout = Dropout(p=dropout)
+        self.dropout = nn.Dropout(p=dropout)
         self.scale = scale
 
     @classmethod

@@ -148,9 +148,7 @@ class _Computed:
         out.write(np.ascontiguousarray(np.array(array)).tobytes())
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, mx.array | Stored | Callable[[], mx.array]], metadata: Mapping[str, str]
-) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, mx.array | Stored], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file: arrays, or tensors of other files byte for byte. OSError where the disk refuses.
 
     The file is on the disk, not in a cache, when this returns.
