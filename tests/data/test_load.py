@@ -105,10 +105,11 @@ def test_a_missing_file(tokenizer, folder):
 
 def test_no_such_folder(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
     (tmp_path / "file.jsonl").write_text("{}")
     for name, message in {
         "nowhere": "no such folder; expected one with train.jsonl",
-        "empty": "an empty folder; expected train.jsonl",
+        "empty": "no train.jsonl in this folder",
         "file.jsonl": "expected a folder with train.jsonl in it, got a file",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -14,7 +14,7 @@ from ..config import TrainConfig, nearest
 from ..errors import UserError
 from .example import Example, Splits
 from .packing import pack
-from .sources import Table, hugging_face, jsonl
+from .sources import Table, hugging_face, jsonl, saved
 from .text import CHAT, COMPLETION, TEXT, Features, TextEncoder
 
 OVERLONG = ("truncate", "skip")
@@ -23,6 +23,7 @@ _HF_KEYS = [
     "path", "name", "config", "train_split", "valid_split", "test_split",
     "prompt_feature", "completion_feature", "chat_feature", "text_feature",
 ]  # fmt: skip
+_DATA_FILES = ("*.parquet", "*.arrow", "*.csv", "*.jsonl", "*.jsonl.gz")
 _PROGRESS_ROWS = 2000
 
 
@@ -62,8 +63,10 @@ def _data_tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]
     files = {name: folder / f"{name}.jsonl" for name in _SPLITS}
     if any(path.exists() for path in files.values()):
         return {name: [(jsonl(files[name]), features)] if files[name].exists() else [] for name in wanted}
-    if folder.is_dir() and not any(folder.iterdir()):
-        raise UserError(f"{config.data}: an empty folder; expected train.jsonl in it.")
+    if folder.is_dir() and not saved(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
+        raise UserError(
+            f"{config.data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there."
+        )
     if not folder.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") > 1):
         raise UserError(f"{config.data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.")
     tables = hugging_face(str(folder) if folder.is_dir() else config.data)

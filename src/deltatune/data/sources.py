@@ -61,6 +61,11 @@ def _lines(path: Path) -> Rows:
             yield source, row
 
 
+def saved(folder: Path) -> bool:
+    """Whether the folder was written by `save_to_disk` of the datasets library."""
+    return any((folder / mark).exists() for mark in ("dataset_dict.json", "state.json"))
+
+
 def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | None = None) -> dict[str, Table]:
     """The splits of a data set by name: one of the hub, or a folder that `datasets` reads or has saved.
 
@@ -77,7 +82,7 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
             "hf_dataset pandas: refused: it unpickles files, and a pickle can run code; use parquet or JSON."
         )
     try:
-        if split is None and any((Path(name) / mark).exists() for mark in ("dataset_dict.json", "state.json")):
+        if split is None and saved(Path(name)):
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name, split=split, **options)
