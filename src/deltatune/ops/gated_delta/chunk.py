@@ -6,14 +6,20 @@ recomputes everything else. The derivation is in README.md beside this file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import cast
 
 import mlx.core as mx
 
 from . import channel, scalar
+from .batching import over_batch
 from .gates import effective_gates
-from .group import Group
-from .layout import Cut, chunked, cut, joined
+from .group import Gradients, Group
+from .layout import Cut, Span, chunked, cut, joined
+
+_Arrays = tuple[mx.array, ...]
+_Function = Callable[..., _Arrays]
 
 
 def gated_delta_chunk(
@@ -33,61 +39,77 @@ def gated_delta_chunk(
 
     Source: arXiv 2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md.
     """
-    batch, _, value_heads, value_size = v.shape
+    batch, length, value_heads, value_size = v.shape
     log_g, beta = effective_gates(log_g, beta, mask, segments)
     if initial_state is None:
         initial_state = mx.zeros((batch, value_heads, value_size, k.shape[-1]), dtype=mx.float32)
-    y, state = _forward(q, k, v, log_g, beta, initial_state.astype(mx.float32))[:2]
+    forward = _forward_by(cut(length, batch * value_heads, k.shape[-1]))
+    y, state, *_ = forward(q, k, v, log_g, beta, initial_state.astype(mx.float32))
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
     return y, state
 
 
-def _cut(v: mx.array, k: mx.array) -> Cut:
-    return cut(v.shape[1], v.shape[0] * v.shape[2], k.shape[-1])
+@lru_cache
+def _forward_by(plan: Cut) -> _Function:
+    """f(q, k, v, log_g, beta, state) -> (y, final state, for each group the states before its chunks)."""
+    forward = mx.custom_function(lambda *arrays: _forward(plan, *arrays))
+    backward = mx.custom_function(lambda *arrays: _backward(plan, *arrays))
+    call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
+    saved = [1] * len(plan.groups())
+
+    def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
+        return call_backward(*primals[:5], *cotangents[:2], *outputs[2:])
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(
+            "gated_delta has no second derivative: its backward pass is written by hand. "
+            "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
+        )
+
+    forward.vjp(vjp)
+    backward.vjp(refuse)
+    forward.vmap(over_batch(call_forward, [0] * 6, [0, 0, *saved]))
+    backward.vmap(over_batch(call_backward, [0] * 7 + saved, [0] * 6))
+    return call_forward
 
 
 def _group(
-    inputs: Sequence[mx.array], span: tuple[int, int, int], size: int, after: mx.array
+    inputs: Sequence[mx.array], span: Span, size: int, after: Sequence[mx.array]
 ) -> tuple[Group, list[mx.array]]:
-    """The chunks of one group, not laid out before `after` is known, so that groups do not pile up in memory."""
+    """The chunks of one group, laid out in memory.
+
+    An empty slice of `after` goes into each copy, so that no group is laid out before the one before it is done.
+    """
     key_heads = inputs[1].shape[2]
-    q, k, v, log_g, beta, *more = mx.depends(list(inputs), [after])
-    parts = [chunked(x, span, size, key_heads) for x in (q, k, v, log_g, beta, *more)]
-    q, k, v, log_g, beta, *more = parts
-    qk = mx.concatenate([q, k], axis=-2)
-    return Group(qk, mx.contiguous(v), log_g, beta), [mx.contiguous(x) for x in more]
+    q, k, v, log_g, beta, *more = (chunked(x, span, size, key_heads) for x in inputs)
+    nothing = mx.concatenate([x[..., :0].reshape(0) for x in after])
+
+    def laid_out(*parts: mx.array) -> mx.array:
+        empty = nothing.reshape(*parts[0].shape[:4], 0, parts[0].shape[-1])
+        return mx.concatenate([*parts, empty], axis=-2)
+
+    return Group(laid_out(q, k), laid_out(v), log_g, beta), [laid_out(x) for x in more]
 
 
-@mx.custom_function
 def _forward(
-    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, ...]:
-    """y, the final state, and for each group the states before its chunks."""
-    plan = _cut(v, k)
+    plan: Cut, q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array
+) -> _Arrays:
     inside = channel if log_g.ndim == 4 else scalar
-    key_heads = k.shape[2]
-    carry = state.reshape(state.shape[0], key_heads, -1, *state.shape[2:])
+    carry = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
     outputs, saved = [], []
+    after = [carry]
     for span in plan.groups():
-        group, _ = _group((q, k, v, log_g, beta), span, plan.size, carry)
+        group, _ = _group((q, k, v, log_g, beta), span, plan.size, after)
         y, before, carry = inside.forward(group, carry)
+        after = [y, before, carry]
         outputs.append(y)
         saved.append(before)
     return joined(outputs, plan.length, q.dtype), carry.reshape(state.shape), *saved
 
 
-@_forward.vjp
-def _forward_vjp(
-    primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
-) -> tuple[mx.array, ...]:
-    q, k, v, log_g, beta, _ = primals
-    dy, dstate = cotangents[:2]
-    return tuple(_backward(q, k, v, log_g, beta, dy, dstate, *outputs[2:]))
-
-
-@mx.custom_function
 def _backward(
+    plan: Cut,
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -96,31 +118,18 @@ def _backward(
     dy: mx.array,
     dstate: mx.array,
     *saved: mx.array,
-) -> tuple[mx.array, ...]:
+) -> _Arrays:
     """Gradients of q, k, v, log_g, beta and the initial state, in their dtypes."""
-    plan = _cut(v, k)
     inside = channel if log_g.ndim == 4 else scalar
     carry = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
-    dq, dk, dv, dlog_g, dbeta = [], [], [], [], []
+    found: list[Gradients] = []
+    after: Sequence[mx.array] = [carry]
     for span, before in zip(reversed(plan.groups()), reversed(saved), strict=True):
-        group, (dy_part,) = _group((q, k, v, log_g, beta, dy), span, plan.size, carry)
-        gradients = inside.backward(group, before, dy_part, carry)
-        carry = gradients.state
-        dq.append(gradients.q)
-        dk.append(gradients.k)
-        dv.append(gradients.v)
-        dlog_g.append(gradients.log_g)
-        dbeta.append(gradients.beta)
-    results = [
-        joined(parts[::-1], plan.length, x.dtype)
-        for parts, x in zip((dq, dk, dv, dlog_g, dbeta), (q, k, v, log_g, beta), strict=True)
-    ]
+        group, (dy_part,) = _group((q, k, v, log_g, beta, dy), span, plan.size, after)
+        found.append(inside.backward(group, before, dy_part, carry))
+        after = found[-1]
+        carry = after.state
+    by_input = list(zip(*reversed(found), strict=True))[:5]
+    inputs = (q, k, v, log_g, beta)
+    results = [joined(list(parts), plan.length, x.dtype) for parts, x in zip(by_input, inputs, strict=True)]
     return *results, carry.reshape(dstate.shape)
-
-
-@_backward.vjp
-def _backward_vjp(*_: object) -> tuple[mx.array, ...]:
-    raise NotImplementedError(
-        "gated_delta has no second derivative: its backward pass is written by hand. "
-        "Use DELTATUNE_GATED_DELTA=naive where one is needed."
-    )

@@ -11,19 +11,26 @@ _GROUP_CPU = 32
 _GROUP_GPU = 1024
 
 
+class Span(NamedTuple):
+    """Tokens [start, stop) of one group, in that many chunks; the last chunk may be short of tokens."""
+
+    start: int
+    stop: int
+    chunks: int
+
+
 class Cut(NamedTuple):
-    """Chunks of `size` tokens, `count` of them to a group, for a sequence of `length`."""
+    """A sequence of `length` tokens in chunks of `size`, `group` chunks at a time."""
 
     length: int
     size: int
-    count: int
+    group: int
 
-    def groups(self) -> list[tuple[int, int, int]]:
-        """(first token, token after the last, chunks) of each group; the last chunk may be short of tokens."""
-        tokens = self.size * self.count
+    def groups(self) -> list[Span]:
+        tokens = self.size * self.group
         starts = range(0, self.length, tokens)
         stops = [min(start + tokens, self.length) for start in starts]
-        return [(start, stop, -(-(stop - start) // self.size)) for start, stop in zip(starts, stops, strict=True)]
+        return [Span(start, stop, -(-(stop - start) // self.size)) for start, stop in zip(starts, stops, strict=True)]
 
 
 def cut(length: int, heads: int, key_size: int) -> Cut:
@@ -35,7 +42,7 @@ def cut(length: int, heads: int, key_size: int) -> Cut:
     return Cut(length, size, max(1, min(16, room // heads)))
 
 
-def chunked(x: mx.array, span: tuple[int, int, int], size: int, key_heads: int) -> mx.array:
+def chunked(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
     """Tokens [start, stop) of x [B, T, H, ...] as [n, B, K, H / K, C, ...] in fp32, zeros after the last token."""
     start, stop, count = span
     part = x[:, start:stop].astype(mx.float32)

@@ -100,7 +100,7 @@ def _inside_backward(
     # Every term's share in the gates it decayed through: from the start, to the end, all across, and between pairs.
     starts = (by_state * group.qk).sum(axis=-1) * start_rows
     ends = (by_end * group.k).sum(axis=-1) * inside.to_end
-    across = (dafter * before).sum(axis=(-1, -2)) * inside.from_start[..., -1]
+    across = (dafter * before).sum(axis=-1).sum(axis=-1) * inside.from_start[..., -1]
     pairs = by_gram * inside.gram
     dbeta = (dr * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
     starts = starts[..., :size] + group.beta * starts[..., size:]
