@@ -66,7 +66,7 @@ class StoredNames:
         wanted = value.astype(mx.float32)
         _, values = mx.vjp(derive, zeros, [wanted - offset])
         _, counts = mx.vjp(derive, zeros, [mx.ones(value.shape)])
-        results = []
+        results: list[mx.array] = []
         for source, put, count in zip(sources, values, counts, strict=True):
             old = changes.get(source)
             kept = self._stored[source] if old is None else old
@@ -75,10 +75,7 @@ class StoredNames:
         # Taking a shift off and putting it on again rounds once more; where there is none, nothing may change.
         slack = mx.where(offset == 0, 0, mx.finfo(self._stored[sources[0]].dtype).eps * (1 + mx.abs(wanted)))
         if not mx.all(error <= slack).item():
-            raise UserError(
-                f"{self._path}: {name} is derived from {sources[0]} in a way that cannot be undone, so a merge cannot "
-                "be written back to this checkpoint. Convert it with mlx_lm.convert first."
-            )
+            raise self._one_way(name)
         changes.update(zip(sources, results, strict=True))
 
     def _sources(self, name: str) -> list[str]:
@@ -87,7 +84,16 @@ class StoredNames:
         numbered = {n: mx.full(self._stored[n].shape, float(i + 1)) for i, n in enumerate(names)}
         zeros = {n: mx.zeros(self._stored[n].shape) for n in names}
         numbers = self._sanitize(numbered)[name] - self._sanitize(zeros)[name]
-        return [names[int(number) - 1] for number in sorted(_distinct(numbers)) if number]
+        found = sorted(_distinct(numbers) - {0.0})
+        if any(number not in range(1, len(names) + 1) for number in found):
+            raise self._one_way(name)
+        return [names[int(number) - 1] for number in found]
+
+    def _one_way(self, name: str) -> UserError:
+        return UserError(
+            f"{self._path}: {name} is derived from the stored tensors in a way that cannot be undone, so a merge "
+            "cannot be written back to this checkpoint. Convert it with mlx_lm.convert first."
+        )
 
 
 def _distinct(array: mx.array) -> set[float]:
