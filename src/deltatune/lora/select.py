@@ -35,13 +35,13 @@ def layer_kind(layer: nn.Module) -> str:
     """delta, mamba, attention or other, from what the layer holds, never from its model's name.
 
     Gated-delta mixers hold A_log and dt_bias in a class whose module (or a base's) knows `gated_delta_update`; Mamba
-    mixers hold the same two. Attention: what asks for keys or values of its own, or carries their projection.
+    mixers hold A_log, later ones both. Attention: what asks for keys or values of its own, or carries their projection.
     """
     modules = list(layer.modules())
     for module in modules:
-        if "A_log" in module and "dt_bias" in module:
+        if "A_log" in module:
             known = (getattr(sys.modules.get(c.__module__), "gated_delta_update", None) for c in type(module).__mro__)
-            return "delta" if any(known) else "mamba"
+            return "delta" if "dt_bias" in module and any(known) else "mamba"
     names = {name for module in modules for name in module.children()}
     return "attention" if any(_is_key_projection(name) for name in names) else "other"
 

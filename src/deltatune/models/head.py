@@ -101,7 +101,9 @@ def split_head(model: nn.Module) -> Split:
         if mx.array_equal(head(hidden), logits, equal_nan=True):
             return Split(backbone, head)
         reason = f"what follows `{name}` gives other logits when it is run alone"
-    return Split(None, None, f"{type(model).__module__}.{type(model).__name__} cannot be split before its head: {reason}.")
+    return Split(
+        None, None, f"{type(model).__module__}.{type(model).__name__} cannot be split before its head: {reason}."
+    )
 
 
 def _ancestors(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -171,4 +173,3 @@ def _parts(model: nn.Module, chain: list[tuple[nn.Module, str]], hidden: mx.arra
         elif isinstance(value, (mx.array, list, dict)):
             return f"its head reads `{asked}` of `{name}`"
     return parts
-
