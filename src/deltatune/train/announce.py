@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from .. import backend, blas
 from ..config import TrainConfig
@@ -18,6 +17,7 @@ from ..models.head import split_head
 from ..patches import Report
 from .distributed import World
 from .step import LossFunction, chunked_loss, full_loss
+from .tree import leaves
 
 
 def choose_loss(model: nn.Module) -> tuple[LossFunction, str]:
@@ -30,14 +30,14 @@ def choose_loss(model: nn.Module) -> tuple[LossFunction, str]:
 
 def trainable_count(model: nn.Module) -> int:
     """How many numbers train."""
-    return sum(leaf.size for _, leaf in tree_flatten(model.trainable_parameters()))
+    return sum(leaf.size for _, leaf in leaves(model.trainable_parameters()))
 
 
 def structure(model: nn.Module) -> str:
     """A digest of every parameter's name, shape and type, and of which of them train."""
-    trains = {name for name, _ in tree_flatten(model.trainable_parameters())}
+    trains = {name for name, _ in leaves(model.trainable_parameters())}
     digest = hashlib.sha256()
-    for name, leaf in sorted(tree_flatten(model.parameters())):
+    for name, leaf in sorted(leaves(model.parameters())):
         digest.update(f"{name} {leaf.shape} {leaf.dtype} {name in trains}\n".encode())
     return digest.hexdigest()[:16]
 

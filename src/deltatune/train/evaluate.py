@@ -15,6 +15,7 @@ from ..ops.segments import segments
 from ..patches import gated_delta_layers
 from .distributed import World
 from .step import Arrays, LossFunction, arrays
+from .tree import number
 
 
 @contextmanager
@@ -58,8 +59,8 @@ class Evaluation:
             for done, batch in enumerate(islice(order.epoch(), total), start=1):
                 loss, weight = self._compiled(arrays(batch))
                 mx.eval(loss, weight)
-                loss_sum += loss.item()
-                weight_sum += weight.item()
+                loss_sum += number(loss)
+                weight_sum += number(weight)
                 if between is not None and between(done, total):
                     return None
         loss_sum, weight_sum = self._world.sum_numbers(loss_sum, weight_sum)

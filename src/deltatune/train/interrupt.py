@@ -9,7 +9,7 @@ from types import FrameType
 from ..errors import UserError
 
 
-class Interrupted(UserError):
+class StoppedError(UserError):
     """The user stopped the run; its state is saved, and the message says how to go on."""
 
 

@@ -145,7 +145,12 @@ class Screen:
         """Show the bar, on a terminal; `done` of `total` iterations are behind us."""
         if not (self._shown and self._console.is_terminal):
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
         self._bar = Progress(*columns, console=self._console, transient=True)
         self._task = self._bar.add_task("training", total=total, completed=done, note="")
         self._bar.start()

@@ -23,11 +23,12 @@ from ..patches import patched
 from . import announce, log, nonfinite, state
 from .distributed import World
 from .evaluate import Evaluation
-from .interrupt import Interrupted, StopRequest
+from .interrupt import StoppedError, StopRequest
 from .optimizer import build_optimizer, restore
 from .outputs import Outputs
 from .report import write_report
 from .step import LossFunction, Step
+from .tree import number, random_key, set_random_key
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Result:
 class Trainer:
     """Trains what is trainable in `model` on `splits.train`, as `config` says; run() does it.
 
-    model: converted (convert_to_lora) or unfrozen; its parameters change in place. Files go to `config.adapter_path`.
-    tokenizer, model_config (its config.json): written beside a fully fine-tuned model. UserError for anything the user can mend; Interrupted after Ctrl-C, with the state saved.
+    model: converted (convert_to_lora) or unfrozen; its parameters change in place. Files go to `config.adapter_path`;
+    a fully fine-tuned model is written as a checkpoint, with `tokenizer` and `model_config`, its config.json.
+    UserError for anything the user can mend; StoppedError after Ctrl-C, with the state saved.
     """
 
     def __init__(
@@ -101,7 +103,14 @@ class Trainer:
 
     def _check(self) -> None:
         config = self.config
-        for name in ("iters", "batch_size", "grad_accumulation_steps", "steps_per_report", "steps_per_eval", "save_every"):
+        for name in (
+            "iters",
+            "batch_size",
+            "grad_accumulation_steps",
+            "steps_per_report",
+            "steps_per_eval",
+            "save_every",
+        ):
             if getattr(config, name) < 1:
                 raise UserError(f"{name}: expected 1 or more, got {getattr(config, name)}.")
         if config.early_stopping is not None and not self.splits.valid:
@@ -128,7 +137,7 @@ class Trainer:
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         if world.size > 1:
             # Dropout differs between ranks; the parameters were drawn before, from the same key.
-            mx.random.state[0] = mx.random.split(mx.random.state[0], world.size)[world.rank]
+            set_random_key(mx.random.split(random_key(), world.size)[world.rank])
         self._loss = loss
         self._step = Step(
             self.model,
@@ -194,7 +203,7 @@ class Trainer:
             done = progress.iteration >= config.iters or self._stopped_early
             if asked and not done:
                 self._save()
-                raise Interrupted(
+                raise StoppedError(
                     f"stopped after iteration {progress.iteration} of {config.iters}; the state is saved in "
                     f"{self.outputs.state.parent}. Run the same command with --resume to continue."
                 )
@@ -245,7 +254,7 @@ class Trainer:
         """One micro-batch, and the update if it completes one; returns whether any rank was asked to stop."""
         progress, started = self.progress, time.perf_counter()
         if progress.micro_batches == 0:
-            self._good = (dataclasses.replace(progress, order=self._train_order.state()), mx.random.state[0])
+            self._good = (dataclasses.replace(progress, order=self._train_order.state()), random_key())
         batch = next(self._train_order)
         self._batches.append(batch)
         loss, weight, norm = self._advance(batch)
@@ -288,7 +297,7 @@ class Trainer:
         del gradients
         kept = [self._loss_sum, self._weight_sum, self._accumulated, norm, mx.random.state]
         mx.eval(loss, weight, self.model.trainable_parameters(), self._optimizer.state, kept)
-        return loss.item(), weight.item(), None if norm is None else norm.item()
+        return number(loss), number(weight), None if norm is None else number(norm)
 
     def _report_training(self) -> None:
         progress = self.progress
@@ -325,7 +334,7 @@ class Trainer:
         progress.order = self._train_order.state()
         arrays = state.pack("trainable", self.model.trainable_parameters())
         arrays |= state.pack("optimizer", self._optimizer.state)
-        arrays["random"] = world.gather(mx.random.state[0])
+        arrays["random"] = world.gather(random_key())
         if progress.micro_batches:
             window = {"gradients": self._accumulated, "loss": self._loss_sum, "weight": self._weight_sum}
             arrays |= {key: world.gather(leaf) for key, leaf in state.pack("window", window).items()}
@@ -348,7 +357,7 @@ class Trainer:
         restore(self._optimizer, state.unpack("optimizer", self._optimizer.state, arrays, path))
         self._train_order.restore(progress.order)
         rank = self.world.rank
-        mx.random.state[0] = arrays["random"][rank]
+        set_random_key(arrays["random"][rank])
         self.progress, self._saved = progress, progress.iteration
         if progress.micro_batches:
             like = {"gradients": self._step.zeros(), "loss": self._loss_sum, "weight": self._weight_sum}
@@ -367,10 +376,12 @@ class Trainer:
         if self._good is not None:
             self.progress, key = self._good
             self._train_order.restore(self.progress.order)
-            mx.random.state[0] = key
+            set_random_key(key)
             self._start_window()
             self._save()
-            kept = f"model and optimizer stand as after iteration {self.progress.iteration}, saved in {self.outputs.state}"
+            kept = (
+                f"model and optimizer stand as after iteration {self.progress.iteration}, saved in {self.outputs.state}"
+            )
         cause = "no cause was found in this process's rows when they were run again"
         for batch in batches:
             found = nonfinite.find(self.model, self._loss, batch, self._watched)

@@ -8,10 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from ..data import Batch
 from .step import LossFunction, arrays, mean_loss_and_gradients
+from .tree import leaves
 
 # A layer to watch: its name for a person, and the module.
 Watched = tuple[str, nn.Module]
@@ -23,7 +24,7 @@ def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watche
     `layers` in forward order. Forward comes first: a layer's output, then the loss; then backward from the last layer:
     the gradient that reaches a layer's output; then the parameters' gradients.
     """
-    frozen = [f"{name} is not finite" for name, leaf in tree_flatten(model.parameters()) if not _finite(leaf)]
+    frozen = [f"{name} is not finite" for name, leaf in leaves(model.parameters()) if not _finite(leaf)]
     if frozen:
         return f"before the step, the model's own tensor {frozen[0]}"
     seen: list[tuple[str, mx.array]] = []
@@ -39,7 +40,7 @@ def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watche
     for name, finite in arrived:
         if not finite.item():
             return f"going backward, the gradient that reaches the output of {name} is the first that is not finite"
-    for name, leaf in reversed(tree_flatten(gradients)):
+    for name, leaf in reversed(leaves(gradients)):
         if not _finite(leaf):
             return f"the gradient of {name} is not finite"
     return None
@@ -64,9 +65,7 @@ def _watching(
             module.__class__ = kind
 
 
-def _probed(
-    name: str, kind: type, seen: list[tuple[str, mx.array]], arrived: list[tuple[str, mx.array]]
-) -> type:
+def _probed(name: str, kind: type, seen: list[tuple[str, mx.array]], arrived: list[tuple[str, mx.array]]) -> type:
     @mx.custom_function
     def tap(output: mx.array) -> mx.array:
         return output

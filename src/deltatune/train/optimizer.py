@@ -9,14 +9,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers
 from mlx.optimizers import schedulers
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from ..config import TrainConfig, nearest
 from ..errors import UserError
+from .tree import leaves
 
 Schedule = Callable[[mx.array], mx.array]
 
-OPTIMIZERS: dict[str, type[mlx.optimizers.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(mlx.optimizers).items()
     if inspect.isclass(kind)
@@ -62,7 +63,9 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
     name = config.optimizer.lower()
     if name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
-        raise UserError(f"optimizer: unknown name {config.optimizer!r}{nearest(name, list(OPTIMIZERS))}; known: {known}.")
+        raise UserError(
+            f"optimizer: unknown name {config.optimizer!r}{nearest(name, list(OPTIMIZERS))}; known: {known}."
+        )
     for other in config.optimizer_config:
         if other not in OPTIMIZERS:
             raise UserError(f"optimizer_config: unknown optimizer {other!r}{nearest(other, list(OPTIMIZERS))}.")
@@ -83,7 +86,7 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
 
 def global_norm(gradients: Any) -> mx.array:
     """The Euclidean norm over every leaf, accumulated in fp32; a scalar."""
-    squares = [leaf.astype(mx.float32).square().sum() for _, leaf in tree_flatten(gradients)]
+    squares = [leaf.astype(mx.float32).square().sum() for _, leaf in leaves(gradients)]
     return mx.sqrt(mx.sum(mx.stack(squares)))
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..config import TrainConfig
 from ..errors import UserError
 from ..lora import save_adapters
 from ..lora.tensor_files import replace_file, write_tensors
 from . import state
+from .tree import leaves
 
 
 class Outputs:
@@ -60,7 +60,7 @@ class Outputs:
 
     def _save_checkpoint(self) -> None:
         weights = self.directory / "model.safetensors"
-        tensors: dict[str, Any] = dict(tree_flatten(self._model.parameters()))
+        tensors: dict[str, Any] = dict(leaves(self._model.parameters()))
         try:
             replace_file(weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
             self._tokenizer.save_pretrained(str(self.directory))

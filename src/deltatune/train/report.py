@@ -92,7 +92,7 @@ def write_report(
         tables=[*tables, *facts],
     )
     text = render(report)
-    write_atomically(path, lambda file: file.write(text.encode("utf-8")) and None)
+    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
 
 
 def _headline(result: dict[str, Any]) -> dict[str, str]:

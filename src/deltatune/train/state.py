@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_map_with_path
 
 from ..config import TrainConfig
 from ..errors import UserError
+from .tree import leaves
 
 FORMAT = 1
 # What may differ between a run and its continuation: how long, how often, how it is reported, and memory.
@@ -62,7 +63,7 @@ def state_path(directory: str | Path) -> Path:
     return Path(directory) / "state" / "state.safetensors"
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace `path` by what `write` puts into a file: wholly, or not at all. UserError where the disk refuses."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -117,8 +118,7 @@ def save(path: Path, arrays: dict[str, mx.array], progress: Progress, identity: 
 def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Progress]:
     """The arrays and progress in `path`. UserError for a damaged file, or one of a run with another identity."""
     try:
-        arrays, metadata = mx.load(str(path), return_metadata=True)
-        content = json.loads(metadata["deltatune"])
+        arrays, content = _read(path)
     except (RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a state of deltatune ({error}); remove it to start anew.") from error
     if content["format"] != FORMAT:
@@ -128,11 +128,15 @@ def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Pro
     return arrays, Progress(**content["progress"])
 
 
+def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    loaded: Any = mx.load(str(path), return_metadata=True)
+    return loaded[0], json.loads(loaded[1]["deltatune"])
+
+
 def peek(path: Path) -> Progress | None:
     """The progress stored in `path`, or None where there is no readable state."""
     try:
-        _, metadata = mx.load(str(path), return_metadata=True)
-        return Progress(**json.loads(metadata["deltatune"])["progress"])
+        return Progress(**_read(path)[1]["progress"])
     except (RuntimeError, KeyError, ValueError, TypeError):
         return None
 
@@ -150,7 +154,7 @@ def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def pack(prefix: str, tree: Any) -> dict[str, mx.array]:
     """The leaves of `tree` under `prefix/path`."""
-    return {f"{prefix}/{path}": leaf for path, leaf in tree_flatten(tree)}
+    return {f"{prefix}/{path}": leaf for path, leaf in leaves(tree)}
 
 
 def unpack(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> Any:
@@ -158,7 +162,7 @@ def unpack(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> A
 
     A saved dtype is kept: an optimizer may hold its moments in another one than it started with.
     """
-    expected = {f"{prefix}/{name}": leaf for name, leaf in tree_flatten(like)}
+    expected = {f"{prefix}/{name}": leaf for name, leaf in leaves(like)}
     found = {key: value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
     odd = sorted(expected.keys() ^ found.keys())
     odd += [key for key in expected.keys() & found.keys() if expected[key].shape != found[key].shape]

@@ -122,9 +122,7 @@ class Step:
             gradients = tree_map(mx.add, accumulated, gradients)
         return loss, weight, gradients
 
-    def _trace_update(
-        self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array
-    ) -> tuple[Any, mx.array]:
+    def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, mx.array]:
         if self._weighted:
             gradients, loss, weight = self._world.sum_tree((gradients, loss, weight))
             divisor = mx.where(weight > 0, weight, 1.0)
