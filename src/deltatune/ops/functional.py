@@ -39,3 +39,18 @@ def lent(module: nn.Module, paths: Sequence[str], arrays: Sequence[mx.array]) ->
         yield
     finally:
         module.update(tree_unflatten([(path, held[path]) for path in paths]))
+
+
+@contextmanager
+def undisturbed(module: nn.Module | None) -> Iterator[None]:
+    """Whatever is set on `module` or a part of it within the context is undone afterwards."""
+    parts = [] if module is None else module.modules()
+    held = [(part, dict(part), dict(vars(part))) for part in parts]
+    try:
+        yield
+    finally:
+        for part, entries, attributes in held:
+            dict.clear(part)
+            dict.update(part, entries)
+            vars(part).clear()
+            vars(part).update(attributes)
