@@ -15,8 +15,8 @@ import mlx.core as mx
 from . import channel, scalar
 from .batching import over_batch
 from .gates import effective_gates
-from .group import Gradients, Group
-from .layout import Cut, Span, chunked, cut, joined
+from .group import Group
+from .layout import Cut, Span, chunked, cut, write
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -97,15 +97,16 @@ def _forward(
 ) -> _Arrays:
     inside = channel if log_g.ndim == 4 else scalar
     carry = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
-    outputs, saved = [], []
+    outputs = mx.zeros(v.shape, dtype=q.dtype)
+    saved: list[mx.array] = []
     after = [carry]
     for span in plan.groups():
         group, _ = _group((q, k, v, log_g, beta), span, plan.size, after)
         y, before, carry = inside.forward(group, carry)
-        after = [y, before, carry]
-        outputs.append(y)
+        write(outputs, y, span)
         saved.append(before)
-    return joined(outputs, plan.length, q.dtype), carry.reshape(state.shape), *saved
+        after = [y, before, carry]
+    return outputs, carry.reshape(state.shape), *saved
 
 
 def _backward(
@@ -122,14 +123,12 @@ def _backward(
     """Gradients of q, k, v, log_g, beta and the initial state, in their dtypes."""
     inside = channel if log_g.ndim == 4 else scalar
     carry = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
-    found: list[Gradients] = []
-    after: Sequence[mx.array] = [carry]
+    results = [mx.zeros_like(x) for x in (q, k, v, log_g, beta)]
+    after = [carry]
     for span, before in zip(reversed(plan.groups()), reversed(saved), strict=True):
         group, (dy_part,) = _group((q, k, v, log_g, beta, dy), span, plan.size, after)
-        found.append(inside.backward(group, before, dy_part, carry))
-        after = found[-1]
-        carry = after.state
-    by_input = list(zip(*reversed(found), strict=True))[:5]
-    inputs = (q, k, v, log_g, beta)
-    results = [joined(list(parts), plan.length, x.dtype) for parts, x in zip(by_input, inputs, strict=True)]
+        *parts, carry = inside.backward(group, before, dy_part, carry)
+        for whole, part in zip(results, parts, strict=True):
+            write(whole, part, span)
+        after = [*parts, carry]
     return *results, carry.reshape(dstate.shape)
