@@ -15,7 +15,9 @@ from mlx.utils import tree_flatten, tree_map
 
 from deltatune.environment import GATED_DELTA
 from deltatune.ops.segments import segments
-from deltatune.patches import PatchWarning, apply, patched, reached, recurrence, revert, served
+from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, revert, served
+from deltatune.patches.mlx_lm import UPDATE
+from deltatune.patches.patch import _signature
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3")
 
@@ -142,6 +144,114 @@ def test_decoding_is_upstreams_bit_for_bit(tiny_model, family):
         actual = decode()
         assert set(served()) == {recurrence.BACKWARD, recurrence.UPSTREAM}
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("record", [p for p in PATCHES if p.target == UPDATE], ids=lambda record: record.versions)
+def test_every_version_of_the_function_is_called_as_its_callers_do(record):
+    """The replacement for a version not installed: its signature, and a call as that version's models make it."""
+    calls = []
+
+    def upstream(*arguments, use_kernel, **options):
+        calls.append((len(arguments), use_kernel, options))
+        return arguments[2], arguments[7]
+
+    ours = record.replacement(upstream)
+    assert _signature(ours) == record.signature
+    arrays = (
+        *(mx.ones((1, 1, 1, 4)) for _ in range(3)),
+        mx.ones((1, 1, 1)),
+        mx.ones((1, 1, 1)),
+        mx.ones(1),
+        mx.ones(1),
+    )
+    state = mx.ones((1, 1, 4, 4))
+    if "*" not in record.signature:
+        ours(*arrays, state, None, True)
+    ours(*arrays, state, None, use_kernel=True)
+    assert {(count, kernel) for count, kernel, _ in calls} == {(9, True)}
+
+
+@pytest.mark.parametrize("use_kernel", [False, True])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_state_of_its_own(tiny_model, use_kernel, length):
+    """Decoding is upstream's; training on from a state is ours, the state's gradient included."""
+    from mlx_lm.models.gated_delta import gated_delta_update as upstream
+
+    def draw(*shape: int) -> mx.array:
+        return mx.random.normal(shape)
+
+    mx.random.seed(1)
+    arrays = [
+        draw(1, length, 1, 4),
+        draw(1, length, 1, 4),
+        draw(1, length, 2, 3),
+        draw(1, length, 2),
+        draw(1, length, 2),
+    ]
+    arrays += [draw(2), draw(2), draw(1, 2, 3, 4)]
+
+    def loss(function: Callable[..., tuple[mx.array, mx.array]], *arrays: mx.array) -> mx.array:
+        y, state = function(*arrays, use_kernel=use_kernel)
+        return mx.sin(y).sum() + mx.cos(state).sum()
+
+    every = list(range(1, 9))
+    expected = mx.value_and_grad(loss, argnums=every)(upstream, *arrays)
+    with patched():
+        from mlx_lm.models.gated_delta import gated_delta_update as ours
+
+        recurrence.reset()
+        actual = mx.value_and_grad(loss, argnums=every)(ours, *arrays)
+        assert set(served()) == {recurrence.OURS if length > 1 and not use_kernel else recurrence.UPSTREAM}
+    assert mx.allclose(expected[0], actual[0], rtol=1e-5)
+    for one, other in zip(expected[1], actual[1], strict=True):
+        assert mx.abs(one - other).max().item() < 2e-5 * max(1.0, mx.abs(one).max().item())
+
+
+def test_a_state_and_segments_are_refused(tiny_model):
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model = tiny_model("qwen3_5")
+    row, owner = tokens(1, 4), mx.zeros((1, 4), mx.int32)
+    with patched(), segments(owner), pytest.raises(ValueError, match="no cache with segments"):
+        model(row, cache=make_prompt_cache(model))
+    with patched(), segments(owner), pytest.raises(ValueError, match="segments are for 4 positions"):
+        model(tokens(1, 5))
+
+
+def transformed(how: str) -> Callable[..., mx.array]:
+    if how == "compile":
+        return lambda model, rows: mx.compile(lambda rows: losses(model, rows))(rows)
+    if how == "checkpoint":
+        # The tokens are closed over: mx.checkpoint differentiates every argument, and indices have no gradient.
+        return lambda model, rows: mx.checkpoint(lambda parameters: (model.update(parameters), losses(model, rows))[1])(
+            model.trainable_parameters()
+        )
+    return lambda model, rows: mx.vmap(lambda row: losses(model, row[None]))(rows).sum()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("how", ["compile", "checkpoint", "vmap"])
+def test_inside_other_transforms(tiny_model, monkeypatch, how, training):
+    monkeypatch.setenv(GATED_DELTA, "naive")
+    model = tiny_model("olmo_hybrid")
+    model.train(training)
+    rows = tokens(2, 9)
+    with patched(model):
+        expected_loss, expected = gradients(model, losses, rows)
+        loss, actual = gradients(model, transformed(how), rows)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert error(expected, actual)[0] < 1e-5
+
+
+def test_nested_contexts_revert_at_the_outermost():
+    from mlx_lm.models import gated_delta, qwen3_5
+
+    upstream = gated_delta.gated_delta_update
+    with patched():
+        with patched():
+            assert qwen3_5.gated_delta_update is not upstream
+        assert qwen3_5.gated_delta_update is not upstream
+    assert qwen3_5.gated_delta_update is gated_delta.gated_delta_update is upstream
 
 
 def test_a_layer_replaced_by_somebody_else_is_named(tiny_model, monkeypatch):
