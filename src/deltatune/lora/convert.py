@@ -10,7 +10,7 @@ from mlx.utils import tree_unflatten
 
 from ..config import LoraConfig
 from ..errors import UserError
-from .adapter import ADAPTER_LEAVES, Adapter
+from .adapter import Adapter
 from .select import adapter_class, chosen_layers, select
 from .weights import dense_weight, is_quantized, is_switch
 
@@ -91,7 +91,7 @@ def _unfreeze_adapter(adapter: nn.Module) -> None:
     if isinstance(adapter, Adapter):
         adapter.unfreeze_adapter()
     else:
-        adapter.unfreeze(recurse=False, keys=[leaf for leaf in ADAPTER_LEAVES if leaf in adapter])
+        adapter.unfreeze(recurse=False)
 
 
 def _check_rank(targets: dict[str, nn.Module], rank: int) -> None:
@@ -129,6 +129,6 @@ def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> R
             if is_quantized(module):
                 report.skipped[f"{path}.{name}"] = "quantised weights have no gradient"
                 continue
-            keys = [key for key in module if key not in _ROUTER_BIASES]
-            module.unfreeze(recurse=False, keys=keys)
+            module.unfreeze(recurse=False)
+            module.freeze(recurse=False, keys=[key for key in _ROUTER_BIASES if key in module])
     return report
