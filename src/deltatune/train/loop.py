@@ -295,7 +295,7 @@ class Trainer:
             self._accumulated = gradients
         # Only what is kept is referred to while it is evaluated, so that buffers are reused.
         del gradients
-        kept = [self._loss_sum, self._weight_sum, self._accumulated, norm, mx.random.state]
+        kept = [self._loss_sum, self._weight_sum, self._accumulated, norm, random_key()]
         mx.eval(loss, weight, self.model.trainable_parameters(), self._optimizer.state, kept)
         return number(loss), number(weight), None if norm is None else number(norm)
 
@@ -365,7 +365,7 @@ class Trainer:
             window = state.unpack("window", like, mine, path)
             self._accumulated = window["gradients"]
             self._loss_sum, self._weight_sum = window["loss"], window["weight"]
-        mx.eval(self.model.parameters(), self._optimizer.state, mx.random.state, self._accumulated)
+        mx.eval(self.model.parameters(), self._optimizer.state, self._accumulated)
 
     def _fail(self, loss: float, norm: float | None) -> None:
         """Name the cause of a loss or gradient that is not finite, go back to the last good state, save it, raise."""

@@ -21,8 +21,9 @@ def random_key() -> mx.array:
 
 def set_random_key(key: mx.array) -> None:
     """Continue MLX's random stream from `key`."""
-    state: Any = mx.random.state
-    state[0] = key
+    high, low = key.tolist()  # type: ignore[misc]
+    # A key is its seed's two halves (mlx/random.cpp, key); the state itself cannot be assigned.
+    mx.random.seed(int(high) << 32 | int(low))  # type: ignore[arg-type]
 
 
 def number(scalar: mx.array) -> float:
