@@ -3,6 +3,7 @@
 Plain sentences only: no JSON, no tool, no message of the demo's task, none of its training or held-out names.
 """
 
+# ruff: noqa: SIM905 (lists of words read better as text)
 from __future__ import annotations
 
 import random
@@ -15,7 +16,6 @@ from .task import DAYS, DRINKS, HOURS, LEVELS, NUMBERS, SIZES, STATES, THINGS
 PLACES = "kitchen garden office school market station library harbour".split()
 ANIMALS = "cat dog horse goat duck parrot turtle rabbit".split()
 COLOURS = "red green blue white black yellow brown grey".split()
-VERBS = "sees likes finds feeds calls washes follows misses".split()
 JOBS = "baker doctor singer farmer teacher pilot painter driver".split()
 Turn = tuple[str, str]
 
@@ -119,10 +119,9 @@ def _list(rng: random.Random) -> list[Turn]:
     """A short list of who has what, looked up both ways."""
     people = _people(rng, rng.randint(2, 4))
     things = rng.sample([f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS], len(people))
-    verb = rng.choice(VERBS)
     pairs = list(zip(people, things, strict=True))
-    fact = " ".join(f"{person} {verb} a {thing}." for person, thing in pairs)
-    turns = [(f"Whom does the {thing} belong to?", person) for person, thing in pairs]
+    fact = " ".join(f"{person} has a {thing}." for person, thing in pairs)
+    turns = [(f"Who has the {thing}?", person) for person, thing in pairs]
     turns += [(f"And {person}?", f"a {thing}") for person, thing in pairs]
     return _about(rng, fact, turns)
 

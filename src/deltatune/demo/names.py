@@ -3,6 +3,7 @@
 The three never overlap, so an answer about a held-out name can only come from copying it out of the question.
 """
 
+# ruff: noqa: SIM905 (lists of words read better as text)
 from __future__ import annotations
 
 import random

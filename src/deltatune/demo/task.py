@@ -4,6 +4,7 @@ Every message and its answer are drawn from a seed. Held-out messages use names,
 combinations, that training never shows.
 """
 
+# ruff: noqa: SIM905 (lists of words read better as text)
 from __future__ import annotations
 
 import json
@@ -104,7 +105,9 @@ def _cancel(rng: random.Random, name: str) -> Item:
 
 
 def _message(rng: random.Random, name: str) -> Item:
-    text = f"the {rng.choice(THINGS)} is {rng.choice(LEVELS)}{rng.choice(STATES)}"
+    thing, state = rng.choice(THINGS), rng.choice(STATES)
+    text = f"the {thing} is {rng.choice(LEVELS)}{state}"
+    held = (THINGS.index(thing) + STATES.index(state)) % 5 == 0
     message = rng.choice(
         (
             f"Tell {name} that {text}.",
@@ -114,7 +117,7 @@ def _message(rng: random.Random, name: str) -> Item:
             f"{text.capitalize()}. Please pass it on to {name}.",
         )
     )
-    return Item(message, _call("tell", name=name, text=text), name, "tell", False)
+    return Item(message, _call("tell", name=name, text=text), name, "tell", held)
 
 
 KINDS: tuple[Callable[[random.Random, str], Item], ...] = (_order, _reserve, _cancel, _message)
@@ -126,7 +129,7 @@ def draw(seed: int, count: int, who: list[str], *, held: bool) -> list[Item]:
     items: dict[str, Item] = {}
     while len(items) < count:
         item = rng.choice(KINDS)(rng, rng.choice(who))
-        if item.held == held or (held and item.tool in ("cancel", "tell")):
+        if item.held == held or (held and item.tool == "cancel"):
             items.setdefault(item.message, item)
     return list(items.values())
 
