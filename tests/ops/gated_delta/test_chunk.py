@@ -201,7 +201,8 @@ def _peak(length: int, per_channel: bool) -> float:
 def test_memory_of_the_backward_pass(per_channel):
     """A state per chunk and what is returned grow with the sequence; a group's working space does not."""
     short, long = _peak(2048, per_channel), _peak(6144, per_channel)
-    results = 4 * 4 * 128 * (4 + per_channel)  # gradients of q, k, v (and the gates), and y's, per token
+    results = 4 * 4 * 128 * (4 + per_channel)  # bytes a token: gradients of q, k, v (and the gates), and of y
     states = 4 * 4 * 128 * 128 / 64
-    assert long - short <= (6144 - 2048) * (2 * results + states)
-    assert short <= (120e6 if per_channel else 80e6)
+    per_head = 8 * 4 * 4  # gates, betas and their gradients
+    assert long - short <= (6144 - 2048) * (results + states + per_head)
+    assert short <= (80e6 if per_channel else 60e6)

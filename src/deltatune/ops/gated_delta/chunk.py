@@ -86,10 +86,10 @@ def _group(
     nothing = mx.concatenate([x[..., :0].reshape(0) for x in after])
 
     def laid_out(*parts: mx.array) -> mx.array:
-        empty = nothing.reshape(*parts[0].shape[:4], 0, parts[0].shape[-1])
-        return mx.concatenate([*parts, empty], axis=-2)
+        shape = parts[0].shape
+        return mx.concatenate([*parts, nothing.reshape(*shape[:4], 0, *shape[5:])], axis=4)
 
-    return Group(laid_out(q, k), laid_out(v), log_g, beta), [laid_out(x) for x in more]
+    return Group(laid_out(q, k), *map(laid_out, (v, log_g, beta))), [laid_out(x) for x in more]
 
 
 def _forward(
@@ -105,7 +105,7 @@ def _forward(
         y, before, carry = inside.forward(group, carry)
         write(outputs, y, span)
         saved.append(before)
-        after = [y, before, carry]
+        after = [outputs, before, carry]
     return outputs, carry.reshape(state.shape), *saved
 
 
@@ -130,5 +130,5 @@ def _backward(
         *parts, carry = inside.backward(group, before, dy_part, carry)
         for whole, part in zip(results, parts, strict=True):
             write(whole, part, span)
-        after = [*parts, carry]
+        after = [*results, carry]
     return *results, carry.reshape(dstate.shape)
