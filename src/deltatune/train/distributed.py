@@ -40,7 +40,10 @@ class World:
         """`array` of every rank, stacked in rank order along a new first axis."""
         if self.size == 1:
             return array[None]
-        return mx.distributed.all_gather(array[None], group=self.group, stream=mx.cpu)
+        gathered = mx.distributed.all_gather(array[None], group=self.group, stream=mx.cpu)
+        # At once, and on every rank: a rank that never looks at it would leave the others waiting.
+        mx.eval(gathered)
+        return gathered
 
     def barrier(self) -> None:
         """Wait for every rank."""
