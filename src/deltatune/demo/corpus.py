@@ -17,6 +17,7 @@ PLACES = "kitchen garden office school market station library harbour".split()
 ANIMALS = "cat dog horse goat duck parrot turtle rabbit".split()
 COLOURS = "red green blue white black yellow brown grey".split()
 JOBS = "baker doctor singer farmer teacher pilot painter driver".split()
+ACTIONS = "paint clean open close carry move sell repair".split()
 Turn = tuple[str, str]
 
 
@@ -171,6 +172,22 @@ def _talk(rng: random.Random) -> list[Turn]:
     )
 
 
+def _request(rng: random.Random) -> list[Turn]:
+    """What is asked of a model that can only talk."""
+    name, action, thing = _name(rng), rng.choice(ACTIONS), rng.choice((*THINGS, *ANIMALS))
+    asked = rng.choice(
+        (
+            f"Please {action} the {thing}.",
+            f"Can you {action} the {thing} of {name}?",
+            f"{name} wants you to {action} the {thing}, please.",
+            f"We need somebody to {action} the {thing} on {rng.choice(DAYS)}.",
+        )
+    )
+    said = f"{name} can't {action} the {thing}, sorry." if rng.random() < 0.3 else asked
+    answer = f"What a pity for {name}." if said != asked else f"I cannot {action} the {thing}, I can only talk."
+    return [(said, answer)]
+
+
 SKILLS: tuple[tuple[Callable[[random.Random], list[Turn]], int], ...] = (
     (_drinks, 4),
     (_visit, 4),
@@ -178,7 +195,8 @@ SKILLS: tuple[tuple[Callable[[random.Random], list[Turn]], int], ...] = (
     (_list, 3),
     (_job, 2),
     (_copy, 5),
-    (_number, 1),
+    (_number, 2),
+    (_request, 2),
     (_talk, 1),
 )
 
