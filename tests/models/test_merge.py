@@ -206,19 +206,20 @@ def test_eight_bit_floats_are_carried_bit_for_bit(tiny_checkpoint, tmp_path):
     assert stored_bytes(tmp_path / "merged")["model.visual.scale"] == ("F8_E4M3", (8, 8), bytes(range(64)))
 
 
-def test_derivation_that_cannot_be_undone_is_refused(tiny_checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("change", [lambda w: w * mx.abs(w), lambda w: mx.concatenate([w[:64], w[:64]])])
+def test_derivation_that_cannot_be_undone_is_refused(tiny_checkpoint, tmp_path, monkeypatch, change):
     base = tiny_checkpoint("qwen3_5")
     adapt(base, tmp_path / "adapter")
     model_class = type(load_model(base)[0])
     sanitize = model_class.sanitize
 
-    def squaring(self, weights):
+    def derived(self, weights):
         found = sanitize(self, weights)
         name = "language_model.model.layers.0.mlp.up_proj.weight"
-        return found | {name: found[name] * mx.abs(found[name])}
+        return found | {name: change(found[name])}
 
-    monkeypatch.setattr(model_class, "sanitize", squaring)
-    with pytest.raises(UserError, match="cannot be undone"):
+    monkeypatch.setattr(model_class, "sanitize", derived)
+    with pytest.raises(UserError, match=r"up_proj.weight is derived .* cannot be undone"):
         merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
