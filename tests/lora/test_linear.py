@@ -105,9 +105,9 @@ def test_starts_as_the_base_and_fuses_to_what_it_says(kind, packing):
         name: value.shape for name, value in tree_flatten(linear.parameters())
     }
     assert not mx.array_equal(packed.weight, linear.weight)
-    linear.freeze()
+    adapter.linear.freeze()
     adapter.fuse().unfreeze()
-    assert not tree_flatten(linear.trainable_parameters())
+    assert not tree_flatten(adapter.linear.trainable_parameters())
 
 
 @pytest.mark.parametrize("packing", [PACKINGS[0], PACKINGS[3], PACKINGS[7]], ids=[IDS[0], IDS[3], IDS[7]])
