@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -75,7 +76,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.replace(temporary, path)
         sync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(refusal(path, error)) from error
 
 
