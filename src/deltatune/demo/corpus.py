@@ -175,6 +175,8 @@ def _talk(rng: random.Random) -> list[Turn]:
 def _request(rng: random.Random) -> list[Turn]:
     """What is asked of a model that can only talk."""
     name, action, thing = _name(rng), rng.choice(ACTIONS), rng.choice((*THINGS, *ANIMALS))
+    if rng.random() < 0.3:
+        return [(f"{name} can't {action} the {thing}, sorry.", f"What a pity for {name}.")]
     asked = rng.choice(
         (
             f"Please {action} the {thing}.",
@@ -183,9 +185,7 @@ def _request(rng: random.Random) -> list[Turn]:
             f"We need somebody to {action} the {thing} on {rng.choice(DAYS)}.",
         )
     )
-    said = f"{name} can't {action} the {thing}, sorry." if rng.random() < 0.3 else asked
-    answer = f"What a pity for {name}." if said != asked else f"I cannot {action} the {thing}, I can only talk."
-    return [(said, answer)]
+    return [(asked, f"I cannot {action} the {thing}, I can only talk.")]
 
 
 SKILLS: tuple[tuple[Callable[[random.Random], list[Turn]], int], ...] = (
