@@ -142,3 +142,10 @@ def test_merge_in_place(tiny_model, kind):
     assert len(merged) == (51 if kind == "lora" else 39)
     assert not adapters(model)
     assert mx.allclose(model(TOKENS), before, atol=1e-4)
+
+
+def test_the_report_says_alike_things_once(tiny_model):
+    lines = convert_to_lora(tiny_model("kimi_linear"), LoraConfig()).summary()
+    assert len(lines) == len(set(lines)) == 5
+    assert "Left alone: model.layers.*.self_attn.q_conv.conv (3 of them): Conv1d is no kind of layer" in lines[0]
+    assert any(line.startswith("Left alone: model.layers.*.self_attn.embed_q: MultiLinear") for line in lines)

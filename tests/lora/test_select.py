@@ -99,11 +99,12 @@ def test_probe_sees_aliases_items_and_helpers_and_leaves_the_model_alone():
             for name in ("called", "aliased", "item", "helped", "tied", "evaluated"):
                 self[name] = nn.Linear(4, 4)
             self.tied = nn.Embedding(10, 4)
+            self.dropped = nn.Dropout(0.5)
             self._cache = None
 
         def __call__(self, ids):
             alias = self.aliased
-            x = self.called(self.embed(ids)) @ alias.weight @ self.item["weight"]
+            x = self.called(self.dropped(self.embed(ids))) @ alias.weight @ self.item["weight"]
             x = x @ _weight_of(self.helped)
             if not self.training:
                 x = x + self.evaluated.bias
@@ -117,7 +118,11 @@ def test_probe_sees_aliases_items_and_helpers_and_leaves_the_model_alone():
     model.eval()
     model.called.train()
     candidates = {path: module for path, module in model.named_modules() if "weight" in module}
+    mx.random.seed(4)
+    expected = mx.random.uniform()
+    mx.random.seed(4)
     found = directly_read(model, candidates)
+    assert mx.array_equal(mx.random.uniform(), expected)
     assert found == {"aliased": "weight", "item": "weight", "helped": "weight", "evaluated": "bias"}
     assert model._cache is None
     assert not model.training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -27,6 +28,15 @@ class Report:
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> list[str]:
+        """Lines for a person: the notes, then what was left alone, modules that differ by numbers alone in one line."""
+        groups: dict[tuple[str, str], int] = {}
+        for path, reason in self.skipped.items():
+            key = (re.sub(r"\.\d+\.", ".*.", path), reason)
+            groups[key] = groups.get(key, 0) + 1
+        times = {key: f" ({count} of them)" if count > 1 else "" for key, count in groups.items()}
+        return self.notes + [f"Left alone: {path}{times[path, reason]}: {reason}." for path, reason in groups]
 
 
 def convert_to_lora(

@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..ops.random_state import drawing_from, get_key
+
 _STORED = ("weight", "scales", "biases", "bias")
 
 
@@ -21,7 +23,7 @@ def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict
     """{path: name of the array} of the candidates that someone other than themselves read in a forward pass.
 
     Watches a training pass over two tokens and inference over two and over one, since models branch on both. The
-    model is left exactly as it was, caches inside its layers included.
+    model is left exactly as it was, caches inside its layers included, and so is the random state.
     """
     names = {id(module): path for path, module in candidates.items()}
     found: dict[str, str] = {}
@@ -29,7 +31,7 @@ def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict
     def record(module: nn.Module, key: str) -> None:
         found.setdefault(names[id(module)], key)
 
-    with _unchanged(model), _watched(candidates.values(), record):
+    with drawing_from(get_key()), _unchanged(model), _watched(candidates.values(), record):
         for training, length in ((True, 2), (False, 2), (False, 1)):
             for module in model.modules():
                 module._training = training
