@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def splits(options: dict[str, Any], checkpoint: Path) -> Splits:
 @pytest.fixture
 def screen_text() -> SimpleNamespace:
     """A screen that records: `.screen` to hand to a trainer, `.text()` for what it said."""
-    console = Console(record=True, width=400, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, width=400, force_terminal=False, file=io.StringIO())
     return SimpleNamespace(screen=Screen(console=console), text=lambda: console.export_text())
 
 

@@ -12,7 +12,10 @@ from deltatune.train.optimizer import OPTIMIZERS, apply, build_optimizer, build_
 
 def tree(seed):
     mx.random.seed(seed)
-    return {"a": mx.random.normal((4, 6)), "layers": [{"b": mx.random.normal((6,))}, {}, {"c": mx.random.normal((3, 4))}]}
+    return {
+        "a": mx.random.normal((4, 6)),
+        "layers": [{"b": mx.random.normal((6,))}, {}, {"c": mx.random.normal((3, 4))}],
+    }
 
 
 def flat(values):

@@ -74,8 +74,6 @@ class Trainer:
         self._identity = state.fingerprint(config, world=self.world.size, model_tensors=announce.structure(model))
         self._train_order = self._order(splits.train)
         self._valid_order = self._order(splits.valid) if splits.valid else None
-        self._latest: dict[str, float] = {}
-        self._stopped_early = False
 
     def run(self) -> Result:
         """Train to `config.iters`, or until validation stops improving; returns the final figures."""
@@ -200,7 +198,7 @@ class Trainer:
             asked = asked or (stop.asked and self.world.size == 1)
             if not asked and self._evaluation_is_due() and not self._evaluate(stop):
                 asked = True
-            done = progress.iteration >= config.iters or self._stopped_early
+            done = progress.iteration >= config.iters or self._out_of_patience()
             if asked and not done:
                 self._save()
                 raise StoppedError(
@@ -235,20 +233,22 @@ class Trainer:
             return False
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
-        self._latest["val_loss"] = loss
+        progress.val_loss = loss
         self._report(record, log.validation_line(record))
         if progress.best_loss is None or loss < progress.best_loss:
             progress.best_loss, progress.evaluations_without_gain = loss, 0
         else:
             progress.evaluations_without_gain += 1
-        patience = self.config.early_stopping
-        if patience is not None and progress.evaluations_without_gain >= patience:
-            self._stopped_early = True
+        if self._out_of_patience():
             self.screen.say(
-                f"Stopping early after iteration {progress.iteration}: {patience} evaluations without a loss below "
-                f"{progress.best_loss:.4f}."
+                f"Stopping early after iteration {progress.iteration}: {progress.evaluations_without_gain} evaluations "
+                f"without a loss below {progress.best_loss:.4f}."
             )
         return True
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.early_stopping
+        return patience is not None and self.progress.evaluations_without_gain >= patience
 
     def _iterate(self, stop: StopRequest) -> bool:
         """One micro-batch, and the update if it completes one; returns whether any rank was asked to stop."""
@@ -316,7 +316,7 @@ class Trainer:
         left = sum(self._recent) / len(self._recent) * (self.config.iters - progress.iteration)
         progress.window_loss = progress.window_weight = 0.0
         self._window.clear()
-        self._latest["train_loss"] = loss
+        progress.train_loss = loss
         self._report(record, log.train_line(record, self.config.iters, left))
 
     def _report(self, record: dict[str, Any], line: str) -> None:
@@ -398,11 +398,11 @@ class Trainer:
         progress = self.progress
         return Result(
             iterations=progress.iteration,
-            train_loss=self._latest.get("train_loss"),
-            val_loss=self._latest.get("val_loss"),
+            train_loss=progress.train_loss,
+            val_loss=progress.val_loss,
             best_val_loss=progress.best_loss,
             seconds=progress.seconds,
             tokens_per_second=progress.trained_tokens / progress.seconds if progress.seconds else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
-            stopped_early=self._stopped_early,
+            stopped_early=self._out_of_patience(),
         )

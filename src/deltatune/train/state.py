@@ -49,6 +49,8 @@ class Progress:
     evaluated: int = -1
     trained_tokens: float = 0.0
     seconds: float = 0.0
+    train_loss: float | None = None
+    val_loss: float | None = None
     best_loss: float | None = None
     evaluations_without_gain: int = 0
     window_loss: float = 0.0
