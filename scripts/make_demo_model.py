@@ -24,7 +24,7 @@ from deltatune.train import commands
 
 SEED = 1
 VOCABULARY = 512
-CONVERSATIONS = 40_000
+CONVERSATIONS = 30_000
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # A space is a piece of its own, so that a word is the same tokens after a space, a quotation mark or nothing.
 PIECES = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]|\s"
@@ -129,7 +129,7 @@ def main() -> None:
     """Make corpus, tokenizer and weights, then copy what is shipped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="where everything is made")
-    parser.add_argument("--iters", type=int, default=3000)
+    parser.add_argument("--iters", type=int, default=2000)
     parser.add_argument("--resume", action="store_true", help="go on with the run in the work folder")
     options = parser.parse_args()
     write_start(options.work / "start", write_corpus(options.work / "data"))

@@ -128,9 +128,11 @@ def draw(seed: int, count: int, who: list[str], *, held: bool) -> list[Item]:
     rng = random.Random(seed)
     items: dict[str, Item] = {}
     while len(items) < count:
-        item = rng.choice(KINDS)(rng, rng.choice(who))
-        if item.held == held or (held and item.tool == "cancel"):
-            items.setdefault(item.message, item)
+        kind = rng.choice(KINDS)
+        item = kind(rng, rng.choice(who))
+        while item.held != held and kind is not _cancel:
+            item = kind(rng, rng.choice(who))
+        items.setdefault(item.message, item)
     return list(items.values())
 
 
