@@ -13,9 +13,11 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
+from deltatune import backend
 from deltatune.environment import GATED_DELTA
+from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
-from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, revert, served
+from deltatune.patches import PATCHES, PatchWarning, apply, mlx_lm, patched, reached, recurrence, revert, served
 from deltatune.patches.mlx_lm import UPDATE
 from deltatune.patches.patch import _signature
 
@@ -60,6 +62,7 @@ def norm(array: mx.array) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, training):
     monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setattr(backend, "device", lambda: "metal")  # Upstream's own convolution, for a tight comparison.
     model = tiny_model(family)
     model.train(training)
     rows = tokens(2, 21)
@@ -205,6 +208,44 @@ def test_a_state_of_its_own(tiny_model, use_kernel, length):
     assert mx.allclose(expected[0], actual[0], rtol=1e-5)
     for one, other in zip(expected[1], actual[1], strict=True):
         assert mx.abs(one - other).max().item() < 2e-5 * max(1.0, mx.abs(one).max().item())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_convolution_of_a_cpu_training_step(monkeypatch, bias):
+    shapes = []
+
+    def noted(x, *arguments, **options):
+        shapes.append(x.shape)
+        return causal_conv(x, *arguments, **options)
+
+    monkeypatch.setattr(mlx_lm, "causal_conv", noted)
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    conv = nn.Conv1d(6, 6, 4, groups=6, bias=bias)
+    x, weights = mx.random.normal((2, 12, 6)), mx.random.normal((2, 9, 6))
+
+    def loss(conv: nn.Module, x: mx.array) -> mx.array:
+        return (conv(x) * weights).sum()
+
+    def everything() -> list[mx.array]:
+        value, by_parameter = nn.value_and_grad(conv, loss)(conv, x)
+        by_input = mx.grad(lambda x: loss(conv, x))(x)
+        return [conv(x), value, by_input, *(array for _, array in tree_flatten(by_parameter))]
+
+    expected = everything()
+    mx.eval(expected)
+    with patched():
+        actual = everything()
+        assert set(shapes) == {(2, 9, 6)}
+        shapes.clear()
+        dense, wide = nn.Conv1d(6, 6, 4), nn.Conv1d(6, 6, 4, groups=6, padding=3)
+        assert dense(x).shape == (2, 9, 6)
+        assert wide(x).shape == (2, 15, 6)
+        conv.eval()
+        assert mx.array_equal(conv(x), expected[0])
+    assert not shapes
+    assert len(actual) == (5 if bias else 4)
+    for one, other in zip(expected, actual, strict=True):
+        assert mx.allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_state_and_segments_are_refused(tiny_model):

@@ -30,6 +30,7 @@ FILES = {
     "acme/two.py": "from .ops import update as renamed",
     "acme/own.py": "def update(x):\n    return 'its own'",
     "bystander.py": "from acme.ops import update",
+    "foreign.py": "def update(x, scale=1):\n    return 'theirs'",
 }
 
 
@@ -179,7 +180,7 @@ def test_somebody_elses_function_in_a_holder_is_left_alone_and_said(acme):
 def test_somebody_elses_function_in_the_defining_module(acme):
     ops, one = acme("acme.ops"), acme("acme.one")
     upstream = ops.update
-    ops.update = theirs = functools.wraps(upstream)(lambda x, scale=1: "theirs")
+    ops.update = theirs = acme("foreign").update
     with pytest.warns(PatchWarning, match="acme.ops.update is"):
         patch.apply([RECORD])
     assert one.update(1) == ("ours", 1)
@@ -190,7 +191,7 @@ def test_somebody_elses_function_in_the_defining_module(acme):
 
 def test_upstreams_function_gone_everywhere(acme):
     ops = acme("acme.ops")
-    ops.update = lambda x, scale=1: "theirs"
+    ops.update = acme("foreign").update
     with pytest.warns(PatchWarning, match="nowhere to be found"):
         report = patch.apply([RECORD])
     assert ops.update(1) == "theirs"

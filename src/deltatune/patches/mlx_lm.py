@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import backend
 from ..ops import segments
 from ..ops.causal_conv import causal_conv
 from . import recurrence
@@ -102,22 +103,32 @@ def _attention_mask(upstream: Function) -> Function:
 def _conv1d(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
         documents = segments.current()
-        width = self.weight.shape[1]
-        if documents is None or width == 1:
-            return upstream(self, x)
-        channels = self.weight.shape[0]
-        depthwise = self.groups == channels == x.shape[-1]
+        before = self.weight.shape[1] - 1
         plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
-        if not (depthwise and plain and x.shape[1] == documents.shape[1] + width - 1):
+        causal = plain and before > 0 and self.groups == self.weight.shape[0] == x.shape[-1]
+        if documents is None:
+            return _taps(self, x) if causal and self.training and backend.device() == "cpu" else upstream(self, x)
+        if before == 0:
+            return upstream(self, x)
+        if not (causal and x.shape[1] == documents.shape[1] + before):
             raise ValueError(
-                f"packed documents cannot be kept apart in Conv1d {self!r} on input {x.shape}: only causal depthwise "
+                f"packed documents cannot be kept apart in {self!r} on input {x.shape}: only causal depthwise "
                 "convolutions on [state, x] know how to restart. Train this model without packing."
             )
-        # The leading width - 1 rows are the empty state; each document starts from zeros of its own.
-        bias = self.bias if "bias" in self else None
-        return causal_conv(x[:, width - 1 :], self.weight[..., 0], bias, segments=documents)[0]
+        # The rows before the first token are the empty state; each document starts from zeros of its own.
+        return causal_conv(x[:, before:], self.weight[..., 0], _bias(self), segments=documents)[0]
 
     return __call__
+
+
+def _taps(conv: Any, x: mx.array) -> mx.array:
+    """The same sums as conv(x) [B, T, C], in fewer passes over memory than MLX's grouped convolution on a CPU."""
+    before = conv.weight.shape[1] - 1
+    return causal_conv(x[:, before:], conv.weight[..., 0], _bias(conv), initial_state=x[:, :before])[0]
+
+
+def _bias(conv: Any) -> mx.array | None:
+    return conv.bias if "bias" in conv else None
 
 
 def _fresh_product(*caches: str) -> Any:
@@ -193,7 +204,7 @@ PATCHES = (
         name="Conv1d.__call__",
         signature="(self, x)",
         holders=(),
-        reason="the short convolution of a packed document must not see the document before it",
+        reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
         without=_PACKING,
         replacement=_conv1d,
     ),
