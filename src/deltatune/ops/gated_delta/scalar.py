@@ -29,13 +29,11 @@ def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """from_start, to_end and decay, each a product of the gates of its span alone: exact zeros, no cancelling."""
     size = log_g.shape[-1]
     gate = mx.exp(log_g)
-    rows = mx.arange(size)[:, None]
-    columns = mx.arange(size)[None, :]
-    spans = mx.where(columns <= rows, gate[..., None, :], 1.0)
+    lower = mx.tri(size)
+    spans = mx.where(lower.astype(mx.bool_), gate[..., None, :], 1.0)
     products = mx.cumprod(spans, axis=-1, reverse=True, inclusive=False)
-    lower = mx.where(columns <= rows, products, 0.0)
-    strict = mx.where(columns < rows, products, 0.0)
-    return mx.cumprod(gate, axis=-1), lower[..., -1, :], mx.concatenate([lower, strict], axis=-2)
+    decay = products[..., None, :, :] * mx.stack([lower, mx.tri(size, k=-1)])
+    return mx.cumprod(gate, axis=-1), products[..., -1, :], mx.flatten(decay, -3, -2)
 
 
 def _inside(group: Group) -> _Inside:
