@@ -7,6 +7,7 @@ run forward again and compared, and what does not come back is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +16,9 @@ import numpy as np
 
 from ..errors import UserError
 from .checkpoint_files import WEIGHTS
+
+# Below this, fp32 holds every whole number, and adding one to it is exact.
+_LARGEST_WHOLE = 2**23
 
 
 class StoredNames:
@@ -30,6 +34,8 @@ class StoredNames:
         origin = {id(array): name for name, array in self._stored.items()}
         # An array that comes out as the very object that went in was renamed at most.
         self._renamed = {name: origin[id(array)] for name, array in self._seen.items() if id(array) in origin}
+        self._numbered = self._of_constants(range(1, len(self._stored) + 1))
+        self._offset = self._of_constants([0] * len(self._stored))
 
     def write_back(self, new: dict[str, mx.array], gone: list[str]) -> dict[str, mx.array | None]:
         """{name in the files: new value, or None where removed} for new values of model parameters."""
@@ -53,37 +59,39 @@ class StoredNames:
             "cannot be written back to it. Convert it with mlx_lm.convert first, or merge with mlx_lm.fuse."
         )
 
+    def _of_constants(self, values: Iterable[int]) -> dict[str, mx.array]:
+        """What `sanitize` makes of tensors that hold one number each."""
+        pairs = zip(self._stored.items(), values, strict=True)
+        return self._sanitize({n: mx.broadcast_to(mx.array(float(v)), t.shape) for (n, t), v in pairs})
+
     def _invert(self, name: str, value: mx.array, changes: dict[str, mx.array | None]) -> None:
         """Put `value` of the derived parameter `name` into the tensors that it was derived from."""
-        sources = self._sources(name)
-        zeros = [mx.zeros(self._stored[source].shape) for source in sources]
+        offset = self._offset.pop(name)
+        sources = self._sources(self._numbered.pop(name) - offset, name)
+        kept = [self._stored[source] if (old := changes.get(source)) is None else old for source in sources]
 
         def derive(*tensors: mx.array) -> mx.array:
             given = {**self._stored, **dict(zip(sources, tensors, strict=True))}
             return self._sanitize(given)[name].astype(mx.float32)
 
-        offset = derive(*zeros)
-        wanted = value.astype(mx.float32)
-        _, values = mx.vjp(derive, zeros, [wanted - offset])
-        _, counts = mx.vjp(derive, zeros, [mx.ones(value.shape)])
-        results: list[mx.array] = []
-        for source, put, count in zip(sources, values, counts, strict=True):
-            old = changes.get(source)
-            kept = self._stored[source] if old is None else old
-            results.append(mx.where(count == 1, put.astype(kept.dtype), kept))
-        error = mx.abs(derive(*(result.astype(mx.float32) for result in results)) - wanted)
-        # Taking a shift off and putting it on again rounds once more; where there is none, nothing may change.
-        slack = mx.where(offset == 0, 0, mx.finfo(self._stored[sources[0]].dtype).eps * (1 + mx.abs(wanted)))
-        if not mx.all(error <= slack).item():
-            raise self._one_way(name)
-        changes.update(zip(sources, results, strict=True))
+        def undo(array: mx.array) -> list[mx.array]:
+            return mx.vjp(derive, [mx.zeros(tensor.shape) for tensor in kept], [array])[1]
 
-    def _sources(self, name: str) -> list[str]:
-        """The stored tensors that a derived parameter is made of: each is numbered, and the numbers are looked up."""
+        # Whether elements come back to where they were is a matter of the map alone, so it is tried on numbers.
+        trial = (mx.arange(value.size) % _LARGEST_WHOLE).astype(mx.float32).reshape(value.shape)
+        if not mx.array_equal(derive(*undo(trial)) - offset, trial).item():
+            raise self._one_way(name)
+        whole = [mx.all(count == 1).item() for count in undo(mx.ones(value.shape))]
+        results = zip(
+            sources, undo(value.astype(mx.float32) - offset), undo(mx.ones(value.shape)), whole, kept, strict=True
+        )
+        for source, put, count, all_of_it, old in results:
+            put = put.astype(old.dtype)
+            changes[source] = put if all_of_it else mx.where(count == 1, put, old)
+
+    def _sources(self, numbers: mx.array, name: str) -> list[str]:
+        """The stored tensors that a derived parameter is made of, by the numbers that stand where their values go."""
         names = list(self._stored)
-        numbered = {n: mx.full(self._stored[n].shape, float(i + 1)) for i, n in enumerate(names)}
-        zeros = {n: mx.zeros(self._stored[n].shape) for n in names}
-        numbers = self._sanitize(numbered)[name] - self._sanitize(zeros)[name]
         found = sorted(_distinct(numbers) - {0.0})
         if any(number not in range(1, len(names) + 1) for number in found):
             raise self._one_way(name)
@@ -97,10 +105,11 @@ class StoredNames:
 
 
 def _distinct(array: mx.array) -> set[float]:
-    """The values in an array that is constant in large parts, cheaply."""
-    low, high = array.min().item(), array.max().item()
-    if low == high:
-        return {float(low)}  # type: ignore[arg-type]
-    if array.ndim > 2:
-        return set().union(*(_distinct(array[index]) for index in range(array.shape[0])))
-    return set(np.unique(np.array(array.astype(mx.float32))).tolist())
+    """The values in an array that is constant in large parts, such as one expert after another, cheaply."""
+    axes = tuple(range(1, array.ndim))
+    low, high = array.min(axis=axes), array.max(axis=axes)
+    mx.eval(low, high)
+    values = set(np.array(low).tolist())
+    for row in np.flatnonzero(np.array(low != high)):
+        values |= set(np.unique(np.array(array[int(row)])).tolist())
+    return values
