@@ -44,7 +44,9 @@ class StoredNames:
             changes[self._known(name)] = None
         for name, value in new.items():
             if name in self._renamed:
-                changes[self._renamed[name]] = value
+                stored = self._renamed[name]
+                dtype = self._stored[stored].dtype
+                changes[stored] = value.astype(dtype) if mx.issubdtype(dtype, mx.floating) else value
             elif name in self._seen:
                 self._invert(name, value, changes)
             else:

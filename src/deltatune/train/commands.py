@@ -73,8 +73,7 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
         _unfreeze_beside_layers(model)
     if config.resume_adapter_file is not None:
         load_adapter_weights(model, config.resume_adapter_file)
-    left_out = [f"Left out: {path}: {reason}." for path, reason in report.skipped.items()]
-    return report.notes + left_out
+    return report.summary()
 
 
 def _unfreeze_beside_layers(model: nn.Module) -> None:
