@@ -85,7 +85,7 @@ def test_a_finished_run_can_be_made_longer(make_trainer, tmp_path, read_metrics)
 
 def test_resuming_with_other_options_or_data_names_them(make_trainer, splits):
     make_trainer(iters=2).run()
-    with pytest.raises(UserError, match="grad_clip: was 1.0, now 2.0"):
+    with pytest.raises(UserError, match=r"grad_clip: was 1\.0, now 2\.0"):
         make_trainer(iters=4, resume=True, grad_clip=2.0).run()
     fewer = dataclasses.replace(splits, train=splits.train[:-1])
     with pytest.raises(UserError, match=r"examples was 44 .* is 43 now"):

@@ -71,9 +71,11 @@ def test_read_only_and_misplaced_folders_are_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="part of that path is a file"):
         state.write_atomically(tmp_path / "file" / "state" / "x", lambda file: None)
-    monkeypatch.setattr(
-        Path, "mkdir", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))
-    )
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
     with pytest.raises(UserError, match="the file system is read-only: choose another --adapter-path"):
         state.write_atomically(tmp_path / "x", lambda file: None)
 

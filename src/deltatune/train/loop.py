@@ -68,7 +68,7 @@ class Trainer:
         self.world = world or World()
         self.screen = screen or log.Screen(shown=self.world.main)
         self.outputs = Outputs(model, tokenizer, config, model_config)
-        self.progress = state.Progress()
+        self.progress, self._saved = state.Progress(), -1
         self._check()
         self._optimizer = build_optimizer(config)
         self._identity = state.fingerprint(config, world=self.world.size, model_tensors=announce.structure(model))
@@ -210,8 +210,6 @@ class Trainer:
             if progress.iteration and progress.iteration % config.save_every == 0 and self._saved != progress.iteration:
                 self._save()
             asked = self._iterate(stop)
-
-    _saved = -1
 
     def _evaluation_is_due(self) -> bool:
         config, at = self.config, self.progress.iteration
@@ -382,13 +380,7 @@ class Trainer:
             kept = (
                 f"model and optimizer stand as after iteration {self.progress.iteration}, saved in {self.outputs.state}"
             )
-        cause = "no cause was found in this process's rows when they were run again"
-        for batch in batches:
-            found = nonfinite.find(self.model, self._loss, batch, self._watched)
-            if found is not None:
-                sources = ", ".join(source for row in batch.sources for source in row)
-                cause = f"{found}; batch: {sources}"
-                break
+        cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
         raise UserError(
             f"iteration {at}: {what}: {cause}. The update was not made; {kept}. Look at those lines, lower "
             "--learning-rate or set grad_clip, and start again (--resume-adapter-file continues from saved adapters)."

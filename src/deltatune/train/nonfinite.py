@@ -18,6 +18,15 @@ from .tree import leaves
 Watched = tuple[str, nn.Module]
 
 
+def cause(model: nn.Module, loss: LossFunction, batches: list[Batch], layers: list[Watched]) -> str:
+    """What find() says of the first batch that it finds anything in, and where the rows of that batch came from."""
+    for batch in batches:
+        found = find(model, loss, batch, layers)
+        if found is not None:
+            return f"{found}; batch: {', '.join(source for row in batch.sources for source in row)}"
+    return "no cause was found in this process's rows when they were run again"
+
+
 def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watched]) -> str | None:
     """One sentence about the first place that is not finite, or None where this batch has none.
 
