@@ -20,6 +20,7 @@ from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.select import layer_paths
 from ..models.generate import Sampling, prompt_tokens, stream
 from ..models.load import Loaded, load
+from ..models.packing import check_packing
 from ..patches import patched
 from . import announce
 from .distributed import World
@@ -115,6 +116,8 @@ def _say_loss(
         world=world.size,
     )
     with patched(model):
+        if config.pack:
+            check_packing(model)
         loss = Evaluation(model, announce.choose_loss(model)[0], world)(order, batches)
     assert loss is not None
     perplexity = math.exp(loss) if loss < 700 else math.inf

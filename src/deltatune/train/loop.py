@@ -18,6 +18,7 @@ from ..config import TrainConfig
 from ..data import Batch, BatchOrder, Splits
 from ..errors import UserError
 from ..models.describe import describe
+from ..models.packing import check_packing
 from ..ops.checkpoint import checkpointed
 from ..patches import patched
 from . import announce, log, nonfinite, state
@@ -81,6 +82,8 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             report = stack.enter_context(patched(self.model))
             layers = describe(self.model)
+            if config.pack:
+                check_packing(self.model)
             if config.grad_checkpoint:
                 stack.enter_context(checkpointed([layer.module for layer in layers]))
             loss, how = announce.choose_loss(self.model)
