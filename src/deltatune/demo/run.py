@@ -169,6 +169,11 @@ def _write_data(output: Path, questions: int) -> list[task.Item]:
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output.") from error
 
 
+def _near(path: str | Path) -> str:
+    """The shorter of a path's two names: from the root, and from here."""
+    return min(str(path), os.path.relpath(path), key=len)
+
+
 def _numbers(loaded: Loaded) -> list[Any]:
     return [leaf for _, leaf in leaves(loaded.model.parameters())]
 

@@ -77,7 +77,9 @@ class DemoScreen(Screen):
         """The last lines: the two figures, where the report is, what to try next."""
         self.console.print()
         self.console.rule(style="dim")
-        self.line((before, "bold red"), "  →  ", (after, "bold green"), f"   in {duration(seconds)} min, all told")
+        self.line(
+            (before, "bold red"), "  →  ", (after, "bold green"), f"   exactly right, in {seconds:.0f} s all told"
+        )
         self.line(("report  ", "dim"), report)
         self.line(("try     ", "dim"), again)
         self.console.print()
