@@ -206,3 +206,17 @@ def test_memory_of_the_backward_pass(per_channel):
     per_head = 8 * 4 * 4  # gates, betas and their gradients
     assert long - short <= (6144 - 2048) * (results + states + per_head)
     assert short <= (80e6 if per_channel else 60e6)
+
+
+def test_nothing_of_an_earlier_document_is_left(per_channel, case_named, run, cotangents):
+    """Not even a trace: an enormous first document changes no bit of the second, nor of its gradients."""
+    inputs = case_named("few closed gates").inputs(per_channel, 6)
+    dy, dstate = cotangents(inputs, 6)
+    second = slice(41, None)
+    inputs["segments"] = np.broadcast_to(np.arange(130) >= second.start, inputs["beta"].shape[:2]).astype(np.int32)
+    loud = inputs | {"v": inputs["v"] * np.where(np.arange(130) < second.start, 1e18, 1.0)[:, None, None]}
+    loud["v"] = loud["v"].astype(np.float32)
+    one, other = (run(gated_delta_chunk, given, dy, dstate) for given in (inputs, loud))
+    for name in ("y", "q", "k", "v", "log_g", "beta"):
+        assert mx.array_equal(one[name][:, second], other[name][:, second]), name
+    assert mx.array_equal(one["state"], other["state"])
