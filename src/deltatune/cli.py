@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -144,7 +143,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("deltatune.demo").main(arguments.rest)
+    from .demo import run_demo
+
+    return run_demo(arguments.output)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -159,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     run.set_defaults(call=_run, parser=run)
     demo = commands.add_parser("demo", help="train on the bundled model and data; shows accuracy before and after")
-    demo.add_argument("rest", nargs=argparse.REMAINDER, metavar="...")
+    demo.add_argument("--output", default="demo-out", metavar="DIR", help="folder for its files (default: demo-out)")
     demo.set_defaults(call=_demo, parser=demo)
     return top
 

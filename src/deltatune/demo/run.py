@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,13 +224,3 @@ def _write_report(
             "same through mlx-lm": same,
         },
     )
-
-
-def main(arguments: Sequence[str] = ()) -> int:
-    """`deltatune demo`."""
-    parser = argparse.ArgumentParser(
-        prog="deltatune demo",
-        description="Fine-tune the bundled model on the bundled task: accuracy before and after, and a report.",
-    )
-    parser.add_argument("--output", default="demo-out", metavar="DIR", help="folder for everything it writes")
-    return run_demo(parser.parse_args(list(arguments)).output)
