@@ -104,18 +104,21 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments)
+    # Imported when the options are known to be sound: it takes seconds.
     from .train import commands
 
-    commands.train(config_from(arguments), show=arguments.show_batch)
+    commands.train(config, show=arguments.show_batch)
     return 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from .train import commands
-
     adapter = arguments.adapter_path
     arguments.adapter_path = None
-    commands.evaluate(config_from(arguments), adapter)
+    config = config_from(arguments)
+    from .train import commands
+
+    commands.evaluate(config, adapter)
     return 0
 
 
