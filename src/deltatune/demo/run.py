@@ -216,7 +216,7 @@ def _write_report(
         dataclasses.asdict(result),
         tables=[
             Table("Some held-out messages", columns, rows[:12], "Names and combinations that training never shows."),
-            Table("All of them", columns, rows, wide=True),
+            Table("All of them", columns, rows, folded=True),
         ],
         headline={
             "right before": f"{before.accuracy:.1%}",
