@@ -151,7 +151,8 @@ def test_arrays_that_are_not_contiguous(example, per_channel, case_named):
     expected = gated_delta_chunk(*plain[:-1], initial_state=plain[-1])
     for arrays in (strided, every_second):
         found = gated_delta_chunk(*arrays[:-1], initial_state=arrays[-1])
-        assert all(mx.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+        for one, other in zip(expected, found, strict=True):  # a BLAS may sum a transposed operand in another order
+            assert mx.abs(one - other).max() <= 1e-6 * mx.abs(one).max()
 
 
 def test_batch_rows_do_not_touch(per_channel, case_named, run, cotangents):
