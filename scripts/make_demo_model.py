@@ -140,8 +140,6 @@ def main() -> None:
             adapter_path=str(options.work / "trained"),
             from_scratch=True,
             pack=True,
-            # Questions count too: copying, which the answers need, is learnt from both and comes much sooner.
-            mask_prompt=False,
             max_seq_length=256,
             overlong="skip",
             batch_size=8,
