@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltatune import backend
+from deltatune.errors import UserError
 
 
 def test_automatic_choice(monkeypatch):
@@ -22,7 +23,7 @@ def test_forced_choice(name, monkeypatch):
 @pytest.mark.parametrize("name", ["fused", "native"])
 def test_what_this_version_lacks_is_refused(name, monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", name)
-    with pytest.raises(ValueError, match=f"{name} asks for an implementation that this version.*naive, chunk"):
+    with pytest.raises(UserError, match=f"{name} asks for an implementation that this version.*naive, chunk"):
         backend.gated_delta_implementation()
 
 

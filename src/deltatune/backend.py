@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from . import environment
+from .errors import UserError
 
 AVAILABLE_GATED_DELTA = ("naive", "chunk")
 
@@ -19,13 +20,13 @@ def device() -> str:
 def gated_delta_implementation() -> tuple[str, str]:
     """The implementation of gated_delta to use, and why: DELTATUNE_GATED_DELTA if set, else `chunk`.
 
-    Raises ValueError when an implementation is forced that this version does not have.
+    Raises UserError when an implementation is forced that this version does not have.
     """
     forced = environment.gated_delta()
     if forced is None:
         return "chunk", f"automatic on {device()}"
     if forced not in AVAILABLE_GATED_DELTA:
-        raise ValueError(
+        raise UserError(
             f"{environment.GATED_DELTA}={forced} asks for an implementation that this version of deltatune does not "
             f"have: set it to one of {', '.join(AVAILABLE_GATED_DELTA)}, or unset it for the automatic choice."
         )
