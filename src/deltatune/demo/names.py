@@ -7,6 +7,7 @@ Nobody is on two lists, so an answer about a held-out name can only come from co
 from __future__ import annotations
 
 import random
+import string
 
 BASE = """
 Adam Agnes Alan Alice Amir Amy Anders Andrea Anna Anton Arthur Barbara Basil Beatrice Ben Bianca Bill Boris Brenda
@@ -52,3 +53,15 @@ def invented(rng: random.Random) -> str:
             letters += rng.choice(_CODAS).strip("-")
         if 3 <= len(letters) <= 12 and letters not in _RESERVED:
             return letters.capitalize()
+
+
+def spliced(rng: random.Random) -> str:
+    """The beginning of one known name and the end of another, or a few letters in any order; nobody held out."""
+    while True:
+        if rng.random() < 0.3:
+            name = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 7)))
+        else:
+            first, last = rng.choice((*BASE, *TRAIN)), rng.choice((*BASE, *TRAIN))
+            name = first[: rng.randint(1, len(first))] + last[rng.randint(1, len(last) - 1) :].lower()
+        if 3 <= len(name) <= 11 and name.capitalize() not in HELD_OUT:
+            return name.capitalize()

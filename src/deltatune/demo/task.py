@@ -100,8 +100,11 @@ KINDS: tuple[Callable[[random.Random, str], Item], ...] = (_order, _reserve, _ca
 
 
 def known_name(rng: random.Random) -> str:
-    """A name that training may show: from the lists, or invented, so that names are copied and not remembered."""
-    return rng.choice((*names.TRAIN, *names.BASE)) if rng.random() < 0.5 else names.invented(rng)
+    """A name that training may show: mostly made up anew each time, so that names are copied and not remembered."""
+    kind = rng.random()
+    if kind < 0.6:
+        return names.spliced(rng)
+    return names.invented(rng) if kind < 0.8 else rng.choice((*names.TRAIN, *names.BASE))
 
 
 def held_out_name(rng: random.Random) -> str:
