@@ -13,8 +13,10 @@ from deltatune.train import log
 def test_metrics_are_lines_of_json_cut_where_a_state_stood(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     first = log.Metrics(path)
-    first.write({"iteration": 1, "loss": 1.5})
-    kept = first.sync()
+    kept = first.write({"iteration": 1, "loss": 1.5})
+    first.sync()
+    first.write({"iteration": 9, "loss": 9.5})
+    first.cut(kept)
     first.write({"iteration": 2, "loss": float("nan")})
     first.close()
     assert [json.loads(line) for line in path.read_text().splitlines()][1] == {"iteration": 2, "loss": None}

@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -162,12 +163,95 @@ def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_train
     assert "iteration 4: the loss is nan" in message
     assert "layers.1.mlp.down_proj.linear.weight is not finite" in message
     good = 3 if accumulate == 1 else 2
-    assert f"as after iteration {good}, saved in" in message
+    assert f"the state after iteration {good} is saved in" in message
     after = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
     for left, right in zip(trainer.before, after, strict=True):
         np.testing.assert_array_equal(left, right)
     saved = trainer.outputs.state
     assert json.loads(mx.load(str(saved), return_metadata=True)[1]["deltatune"])["progress"]["iteration"] == good
+
+
+def test_an_error_of_mlx_saves_what_it_leaves_whole(make_trainer, tmp_path, read_metrics, monkeypatch):
+    """Iteration 4 runs out of memory, inside a window of 2 whose first half was reported as iteration 3."""
+    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    trainer = make_trainer(save_every=100)
+    plain = trainer._advance
+
+    def advance(batch):
+        if trainer.progress.iteration == 3:
+            monkeypatch.setattr(trainer._step, "micro_batch", out_of_memory)
+        return plain(batch)
+
+    def out_of_memory(*_):
+        raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")
+
+    monkeypatch.setattr(trainer, "_advance", advance)
+    with pytest.raises(RuntimeError, match="Resource limit") as error:
+        trainer.run()
+    assert "The state after iteration 2 is saved in" in error.value.__notes__[0]
+    make_trainer(resume=True).run()
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+    assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
+
+
+def test_an_error_right_after_resuming_inside_a_window(make_trainer, tmp_path, monkeypatch):
+    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    make_trainer(iters=3).run()
+    trainer = make_trainer(resume=True)
+
+    def out_of_memory(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("deltatune.train.step.Step.micro_batch", out_of_memory)
+    with pytest.raises(RuntimeError, match="no memory") as error:
+        trainer.run()
+    assert "The state after iteration 3 is saved in" in error.value.__notes__[0]
+    monkeypatch.undo()
+    make_trainer(resume=True).run()
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+
+
+def test_an_error_of_a_reporting_service_loses_nothing(make_trainer, tmp_path, read_metrics, monkeypatch):
+    """It breaks at the report of iteration 6, behind an update."""
+    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+
+    class Service:
+        def log(self, record, iteration):
+            if iteration == 6:
+                raise ConnectionError("the service is gone")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("deltatune.train.log.open_services", lambda *_: [Service()])
+    with pytest.raises(ConnectionError) as error:
+        make_trainer(save_every=100).run()
+    assert "The state after iteration 6 is saved in" in error.value.__notes__[0]
+    monkeypatch.undo()
+    make_trainer(resume=True).run()
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+    assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
+
+
+def test_a_disk_that_fills_up_leaves_the_last_save_and_the_model(make_trainer, tmp_path, monkeypatch):
+    trainer = make_trainer(val_batches=0)
+    plain = os.fsync
+
+    def full(descriptor):
+        if trainer.progress.iteration == 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        trainer.run()
+    monkeypatch.undo()
+    trained = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
+    assert all(np.isfinite(leaf).all() for leaf in trained)
+    result = make_trainer(val_batches=0, resume=True).run()
+    make_trainer(val_batches=0, adapter_path=str(tmp_path / "straight")).run()
+    assert result.iterations == 8
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
 
 
 def test_an_unwritable_folder_is_one_message_before_any_step(make_trainer, tmp_path):

@@ -106,22 +106,30 @@ class Metrics:
         except OSError as error:
             raise UserError(refusal(path, error)) from error
 
-    def write(self, record: Record) -> None:
-        """Append a record; numbers that JSON lacks (NaN, infinity) become null. UserError where the disk refuses."""
+    def write(self, record: Record) -> int:
+        """Append a record; numbers that JSON lacks (NaN, infinity) become null. Returns the length in bytes.
+
+        UserError where the disk refuses.
+        """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             self._file.write(json.dumps(finite).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             raise UserError(refusal(self._path, error)) from error
+        return self._file.tell()
 
-    def sync(self) -> int:
-        """Make what was written durable; returns its length in bytes."""
+    def cut(self, length: int) -> None:
+        """Drop what was written after `length` bytes."""
+        os.truncate(self._path, length)
+        self._file.seek(0, os.SEEK_END)
+
+    def sync(self) -> None:
+        """Make what was written durable."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError(refusal(self._path, error)) from error
-        return self._file.tell()
 
     def close(self) -> None:
         self._file.close()

@@ -21,6 +21,7 @@ from ..models.packing import check_packing
 from ..ops.checkpoint import checkpointed
 from ..patches import patched
 from . import announce, log, nonfinite, state
+from .check import check
 from .compiling import without_kernels
 from .distributed import World
 from .evaluate import Evaluation
@@ -29,7 +30,7 @@ from .optimizer import build_optimizer, restore
 from .outputs import Outputs
 from .report import write_report
 from .result import Result
-from .step import LossFunction, Step
+from .step import LossFunction, Step, Sums
 from .tree import number, random_key, set_random_key
 
 
@@ -57,7 +58,7 @@ class Trainer:
         self.screen = screen or log.Screen(shown=self.world.main)
         self.outputs = Outputs(model, tokenizer, config, model_config)
         self.progress, self._saved = state.Progress(), -1
-        self._check()
+        check(model, config, splits)
         self._optimizer = build_optimizer(config)
         self._identity = state.fingerprint(config, world=self.world.size, model_tensors=announce.structure(model))
         self._train_order = self._order(splits.train)
@@ -85,29 +86,13 @@ class Trainer:
             stack.callback(self._close)
             self._open()
             self.screen.start(self.progress.iteration, config.iters)
+            stack.push(self._rescue)
             self._loop(stop)
             self._save(finished=True)
         result = Result.of(self.progress, self._out_of_patience())
         if world.main:
             write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
         return result
-
-    def _check(self) -> None:
-        config = self.config
-        for name in (
-            "iters",
-            "batch_size",
-            "grad_accumulation_steps",
-            "steps_per_report",
-            "steps_per_eval",
-            "save_every",
-        ):
-            if getattr(config, name) < 1:
-                raise UserError(f"{name}: expected 1 or more, got {getattr(config, name)}.")
-        if config.early_stopping is not None and not self.splits.valid:
-            raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
-        if not announce.trainable_count(self.model):
-            raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
 
     def _order(self, examples: Any) -> BatchOrder:
         config, world = self.config, self.world
@@ -139,13 +124,14 @@ class Trainer:
             clip=config.grad_clip,
         )
         self._evaluation = Evaluation(self.model, loss, world)
+        # What a window began with, while no update has ended it: progress, random key, sums (None: nothing yet).
+        self._good: tuple[state.Progress, mx.array, Sums | None] | None = None
         self._start_window()
         self._window: deque[tuple[float, int]] = deque()
         self._recent: deque[float] = deque(maxlen=50)
 
     def _start_window(self) -> None:
-        self._accumulated = self._step.zeros()
-        self._loss_sum, self._weight_sum = mx.array(0.0), mx.array(0.0)
+        self._sums = Sums(self._step.zeros(), mx.array(0.0), mx.array(0.0))
         self._batches: list[Batch] = []
         self.progress.micro_batches = 0
 
@@ -203,6 +189,8 @@ class Trainer:
             if progress.iteration and progress.iteration % config.save_every == 0 and self._saved != progress.iteration:
                 self._save()
             asked = self._iterate(stop)
+            if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
+                self._report_training()
 
     def _evaluation_is_due(self) -> bool:
         config, at = self.config, self.progress.iteration
@@ -245,7 +233,7 @@ class Trainer:
         """One micro-batch, and the update if it completes one; returns whether any rank was asked to stop."""
         progress, started = self.progress, time.perf_counter()
         if progress.micro_batches == 0:
-            self._good = (dataclasses.replace(progress, order=self._train_order.state()), random_key())
+            self._good = (dataclasses.replace(progress, order=self._train_order.state()), random_key(), None)
         batch = next(self._train_order)
         self._batches.append(batch)
         loss, weight, norm = self._advance(batch)
@@ -257,6 +245,7 @@ class Trainer:
         if norm is not None:
             progress.grad_norm = norm
             self._start_window()
+            self._good = None
         progress.window_loss += loss_sum
         progress.window_weight += weight_sum
         progress.trained_tokens += all_tokens
@@ -266,28 +255,24 @@ class Trainer:
         progress.seconds += seconds
         self._window.append((seconds, int(all_tokens)))
         self._recent.append(seconds)
-        at, config = progress.iteration, self.config
-        self.screen.advance(at, f"loss {loss_sum / weight_sum:.4f}" if weight_sum else "")
-        if at % config.steps_per_report == 0 or at >= config.iters:
-            self._report_training()
+        self.screen.advance(progress.iteration, f"loss {loss_sum / weight_sum:.4f}" if weight_sum else "")
         return asked > 0
 
     def _advance(self, batch: Batch) -> tuple[float, float, float | None]:
         """Run the batch: sums of its losses and weights, and the gradient norm if it completed an update."""
         progress = self.progress
-        loss, weight, gradients = self._step.micro_batch(batch, self._accumulated)
-        self._accumulated = None
-        self._loss_sum, self._weight_sum = self._loss_sum + loss, self._weight_sum + weight
+        loss, weight, gradients = self._step.micro_batch(batch, self._sums.gradients)
+        self._sums = Sums(gradients, self._sums.loss + loss, self._sums.weight + weight)
+        del gradients
+        # Before the update: what fails, for want of memory above all, fails while the parameters are still whole.
+        mx.eval(loss, weight, self._sums)
         progress.micro_batches += 1
         norm = None
         if progress.micro_batches >= self.config.grad_accumulation_steps:
-            norm = self._step.update(gradients, self._loss_sum, self._weight_sum)
-        elif self._step.accumulates:
-            self._accumulated = gradients
-        # Only what is kept is referred to while it is evaluated, so that buffers are reused.
-        del gradients
-        kept = [self._loss_sum, self._weight_sum, self._accumulated, norm, random_key()]
-        mx.eval(loss, weight, self.model.trainable_parameters(), self._optimizer.state, kept)
+            norm = self._step.update(*self._sums)
+            # Only what is kept is referred to while it is evaluated, so that buffers are reused.
+            self._sums = self._sums._replace(gradients=None)
+        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, random_key())
         return number(loss), number(weight), None if norm is None else number(norm)
 
     def _report_training(self) -> None:
@@ -313,7 +298,7 @@ class Trainer:
     def _report(self, record: dict[str, Any], line: str) -> None:
         self.screen.say(line)
         if self._metrics is not None:
-            self._metrics.write(record)
+            self.progress.metrics_bytes = self._metrics.write(record)
         numbers = {k: v for k, v in record.items() if k != "iteration" and v is not None}
         for service in self._services:
             service.log(numbers, record["iteration"])
@@ -327,14 +312,14 @@ class Trainer:
         arrays |= state.pack("optimizer", self._optimizer.state)
         arrays["random"] = world.gather(random_key())
         if progress.micro_batches:
-            window = {"gradients": self._accumulated, "loss": self._loss_sum, "weight": self._weight_sum}
-            arrays |= {key: world.gather(leaf) for key, leaf in state.pack("window", window).items()}
+            sums = state.pack("window", self._sums._asdict())
+            arrays |= {key: world.gather(leaf) for key, leaf in sums.items()}
         problem: UserError | None = None
         if world.main:
             try:
                 self.outputs.save_weights(progress.iteration)
                 assert self._metrics is not None
-                progress.metrics_bytes = self._metrics.sync()
+                self._metrics.sync()
                 state.save(self.outputs.state, arrays, progress, self._identity)
             except UserError as error:
                 problem = error
@@ -351,30 +336,48 @@ class Trainer:
         set_random_key(arrays["random"][rank])
         self.progress, self._saved = progress, progress.iteration
         if progress.micro_batches:
-            like = {"gradients": self._step.zeros(), "loss": self._loss_sum, "weight": self._weight_sum}
             mine = {key: leaf[rank] for key, leaf in arrays.items() if key.startswith("window/")}
-            window = state.unpack("window", like, mine, path)
-            self._accumulated = window["gradients"]
-            self._loss_sum, self._weight_sum = window["loss"], window["weight"]
-        mx.eval(self.model.parameters(), self._optimizer.state, self._accumulated)
+            self._sums = Sums(**state.unpack("window", self._sums._asdict(), mine, path))
+            self._good = (dataclasses.replace(progress), random_key(), self._sums)
+        mx.eval(self.model.parameters(), self._optimizer.state, self._sums)
+
+    def _back_to_last_update(self) -> None:
+        """Put everything where the last update left it, and save that. Nothing has moved a parameter since."""
+        if self._good is not None:
+            self.progress, key, sums = self._good
+            inside = self.progress.micro_batches
+            self._start_window()
+            if sums is not None:
+                self._sums, self.progress.micro_batches = sums, inside
+            self._train_order.restore(self.progress.order)
+            set_random_key(key)
+            if self._metrics is not None:
+                self._metrics.cut(self.progress.metrics_bytes)
+        self._save()
+
+    def _rescue(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Save on the way out of an error that is nobody's mistake. With several ranks the last save must do."""
+        if not isinstance(error, Exception) or isinstance(error, UserError) or self.world.size > 1:
+            return
+        try:
+            self._back_to_last_update()
+        except (UserError, RuntimeError) as second:
+            error.add_note(f"Nor could the state be saved: {second}")
+        else:
+            error.add_note(
+                f"The state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}: "
+                "go on with --resume."
+            )
 
     def _fail(self, loss: float, norm: float | None) -> None:
         """Name the cause of a loss or gradient that is not finite, go back to the last good state, save it, raise."""
         at, batches = self.progress.iteration, self._batches
         self.screen.stop()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        kept = "the last saved state is untouched"
-        if self._good is not None:
-            self.progress, key = self._good
-            self._train_order.restore(self.progress.order)
-            set_random_key(key)
-            self._start_window()
-            self._save()
-            kept = (
-                f"model and optimizer stand as after iteration {self.progress.iteration}, saved in {self.outputs.state}"
-            )
+        self._back_to_last_update()
         cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
         raise UserError(
-            f"iteration {at}: {what}: {cause}. The update was not made; {kept}. Look at those lines, lower "
+            f"iteration {at}: {what}: {cause}. The update was not made; the state after iteration "
+            f"{self.progress.iteration} is saved in {self.outputs.state.parent}. Look at those lines, lower "
             "--learning-rate or set grad_clip, and start again (--resume-adapter-file continues from saved adapters)."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,6 +67,14 @@ def mean_loss_and_gradients(model: nn.Module, loss: LossFunction, batch: Arrays)
     return total, weight, gradients
 
 
+class Sums(NamedTuple):
+    """Over the micro-batches since the last update; gradients is None before the first where none accumulate."""
+
+    gradients: Any
+    loss: mx.array
+    weight: mx.array
+
+
 class Step:
     """One training step of `model`, compiled once a batch shape, and its update, compiled once.
 
@@ -87,7 +95,7 @@ class Step:
         self._model, self._optimizer, self._loss, self._world = model, optimizer, loss, world
         self._clip = clip
         self._weighted = accumulate > 1 or world.size > 1
-        self.accumulates = accumulate > 1
+        self._accumulates = accumulate > 1
         optimizer.init(model.trainable_parameters())
         random = mx.random.state
         self._micro_batch = partial(mx.compile, inputs=[model.state, random], outputs=[random])(self._trace_micro_batch)
@@ -96,7 +104,7 @@ class Step:
 
     def zeros(self) -> Any:
         """Where accumulation starts: fp32 zeros, or None where every micro-batch is an update."""
-        if not self.accumulates:
+        if not self._accumulates:
             return None
         return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self._model.trainable_parameters())
 

@@ -1,0 +1,23 @@
+"""What cannot be trained, said before anything is touched."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+
+from ..config import TrainConfig
+from ..data import Splits
+from ..errors import UserError
+from .announce import trainable_count
+
+_COUNTS = ("iters", "batch_size", "grad_accumulation_steps", "steps_per_report", "steps_per_eval", "save_every")
+
+
+def check(model: nn.Module, config: TrainConfig, splits: Splits) -> None:
+    """UserError for counts below 1, early stopping without validation data, a model of which nothing trains."""
+    for name in _COUNTS:
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}: expected 1 or more, got {getattr(config, name)}.")
+    if config.early_stopping is not None and not splits.valid:
+        raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
+    if not trainable_count(model):
+        raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
