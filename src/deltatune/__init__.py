@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import blas as _blas
+from . import subnormals as _subnormals
 
 if TYPE_CHECKING:
     from .config import LoraConfig, TrainConfig
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from .patches import patched
     from .train import Trainer
 
-_blas.load()
+with _subnormals.flushed():
+    _blas.load()
+    _subnormals.start_mlx()
 
 _HOMES = {
     "LoraConfig": "config",
