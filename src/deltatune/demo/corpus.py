@@ -3,7 +3,6 @@
 Plain sentences only: no JSON, no tool, no message of the demo's task, none of its training or held-out names.
 """
 
-# ruff: noqa: SIM905 (lists of words read better as text)
 from __future__ import annotations
 
 import random
@@ -11,17 +10,22 @@ import string
 from collections.abc import Callable
 
 from . import names
-from .task import DAYS, DRINKS, STATES, THINGS
+from .words import (
+    ACTIONS,
+    ANIMALS,
+    COLOURS,
+    DAYS,
+    DRINKS,
+    HOURS,
+    JOBS,
+    LEVELS,
+    NUMBERS,
+    PLACES,
+    SIZES,
+    STATES,
+    THINGS,
+)
 
-NUMBERS = "one two three four five six seven eight nine".split()
-HOURS = [*NUMBERS, "ten", "eleven", "twelve"]
-SIZES = "small medium large".split()
-LEVELS = ("", "very ", "too ", "still ", "not ")
-PLACES = "kitchen garden office school market station library harbour".split()
-ANIMALS = "cat dog horse goat duck parrot turtle rabbit".split()
-COLOURS = "red green blue white black yellow brown grey".split()
-JOBS = "baker doctor singer farmer teacher pilot painter driver".split()
-ACTIONS = "paint clean open close carry move sell repair".split()
 Turn = tuple[str, str]
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import string
 
+from . import words
+
 BASE = """
 Adam Agnes Alan Alice Amir Amy Anders Andrea Anna Anton Arthur Barbara Basil Beatrice Ben Bianca Bill Boris Brenda
 Bruno Carla Carlos Cecil Chloe Clara Colin Conrad Daisy Daniel David Diana Dora Edgar Edith Eli Ella Elmer Emil Emma
@@ -55,13 +57,16 @@ def invented(rng: random.Random) -> str:
             return letters.capitalize()
 
 
+_PARTS = [*BASE, *TRAIN, *words.COMMON, *words.ANIMALS, *words.JOBS, *words.PLACES, *words.STATES, *words.THINGS]
+
+
 def spliced(rng: random.Random) -> str:
-    """The beginning of one known name and the end of another, or a few letters in any order; nobody held out."""
+    """Pieces of two known names or words, or a few letters in any order; nobody held out."""
     while True:
-        if rng.random() < 0.3:
+        if rng.random() < 0.25:
             name = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 7)))
         else:
-            first, last = rng.choice((*BASE, *TRAIN)), rng.choice((*BASE, *TRAIN))
-            name = first[: rng.randint(1, len(first))] + last[rng.randint(1, len(last) - 1) :].lower()
+            first, last = rng.choice(_PARTS), rng.choice(_PARTS)
+            name = first[: rng.randint(1, min(6, len(first)))] + last[rng.randint(0, len(last) - 2) :]
         if 3 <= len(name) <= 11 and name.capitalize() not in HELD_OUT:
             return name.capitalize()

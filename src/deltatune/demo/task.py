@@ -4,7 +4,6 @@ Every message and its answer are drawn from a seed. Held-out messages have names
 cancellations) combinations of the other arguments that it never shows either.
 """
 
-# ruff: noqa: SIM905 (lists of words read better as text)
 from __future__ import annotations
 
 import json
@@ -14,11 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import names
-
-DRINKS = "latte mocha espresso cappuccino tea cocoa lemonade smoothie".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-THINGS = "oven door window fridge kettle lamp radio sink shelf till".split()
-STATES = "broken open closed hot cold dirty empty full loud wet".split()
+from .words import DAYS, DRINKS, STATES, THINGS
 
 
 @dataclass(frozen=True)
