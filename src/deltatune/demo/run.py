@@ -34,7 +34,7 @@ RELOADED = 24
 LONGEST = 72
 RELOAD = Path(__file__).with_name("reload.py")
 ENOUGH = 0.9
-EXAMPLE = "Six small mochas for Zelda, please."
+EXAMPLE = "6 mochas for Zelda, please."
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def run_demo(
         f"{before.accuracy:.1%}",
         f"{after.accuracy:.1%}",
         str(trainer.outputs.report),
-        f'deltatune generate --model {MODEL} --adapter-path {output} --prompt "{EXAMPLE}"',
+        f"{_near(sys.executable)} -m deltatune generate --model {_near(MODEL)} --adapter-path {output} "
+        f'--prompt "{EXAMPLE}"',
         time.perf_counter() - started,
     )
     return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1
