@@ -26,8 +26,8 @@ def main() -> None:
     unknown = set(arguments.cases) - set(CASES)
     if unknown:
         parser.error(f"unknown case {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
-    print("| case | loss falls by | loss differs by at most | final adapters differ by | transformers, nudged by 1e-7 |")
-    print("|---|---|---|---|---|")
+    print("| case | loss falls by | loss | first gradients | final adapters | transformers nudged: loss | adapters |")
+    print("|---|---|---|---|---|---|---|")
     for name in arguments.cases or CASES:
         case = CASES[name]
         if arguments.record:
@@ -36,7 +36,8 @@ def main() -> None:
             reference = record.reference(case)
             drift = record.nudged(case, reference)
         found = record.compare(case, reference)
-        print(f"| {name} | {reference.fall:.0%} | {found.loss:.1e} | {found.adapter:.1e} | {drift:.1e} |", flush=True)
+        errors = (found.loss, found.gradient, found.adapter, drift.loss, drift.adapter)
+        print(f"| {name} | {reference.fall:.0%} | {' | '.join(f'{e:.1e}' for e in errors)} |", flush=True)
 
 
 if __name__ == "__main__":

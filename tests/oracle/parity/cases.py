@@ -16,17 +16,28 @@ BETAS = (0.9, 0.98)
 EPS = 1e-8
 WEIGHT_DECAY = 0.05
 
-# Largest difference of a step's loss, and of an adapter, relative to how far training moved it.
+# Largest difference of a step's loss; of a first gradient, relative to itself; of a final adapter, relative to how
+# far training moved it.
 LOSS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-4
 ADAPTER_TOLERANCE = 1e-3
 # The loss must fall by this share, from the first cycle of batches to the last.
 FALL = 0.3
-# A recording is refused where transformers, its adapters nudged by 1e-7, drifts from itself by more than this, or where
-# the scores of the last expert taken and the first one left out come closer than this: rounding alone would tell.
-NUDGED_LIMIT = 1.5e-5
-ROUTE_LIMIT = 2e-5
+# A recording is refused where transformers, its weights nudged by 1e-7, ends with adapters further than this from its
+# own; or where the score of the last expert taken and of the first left out come closer than this.
+NUDGED_LIMIT = 1e-4
+ROUTE_LIMIT = 1e-5
 
 Adapters = dict[str, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: the loss of every step, the gradients of the first, the adapters after the last."""
+
+    losses: list[float]
+    gradients: Adapters
+    final: Adapters
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ _WIDE_KIMI = {
         "head_dim": 32,
         "num_heads": 2,
         "short_conv_kernel_size": 4,
-        "kda_layers": [1],
+        "kda_layers": [1, 3],
         "full_attn_layers": [2],
     },
 }
@@ -59,8 +70,8 @@ GROUP_SIZE = 32
 
 CASES: dict[str, Case] = {
     **{name: Case(family) for name, family in FAMILIES.items()},
-    "olmo_hybrid-dora": Case(FAMILIES["olmo_hybrid"], dora=True),
-    "kimi_linear-4bit": Case(replace(FAMILIES["kimi_linear"], options=_WIDE_KIMI, draw=3), bits=4),
+    "olmo_hybrid-dora": Case(replace(FAMILIES["olmo_hybrid"], draw=7), dora=True),
+    "kimi_linear-4bit": Case(replace(FAMILIES["kimi_linear"], options=_WIDE_KIMI, draw=0), bits=4),
 }
 
 

@@ -34,7 +34,7 @@ class Family:
     rename: tuple[tuple[str, str], ...] = ()
     centred_norms: bool = False
     embedding_deviation: float = 0.5
-    learning_rate: float = 8e-3
+    learning_rate: float = 4e-3
     not_adapted: tuple[str, ...] = ("lm_head", "kv_b_proj")
     draw: int = 0
 
@@ -147,8 +147,9 @@ _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-_THREE = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+# A delta layer behind another layer with adapters: the gradient of its input counts.
+_ENCLOSED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_STACKED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
 _EXPERTS = {
     "moe_intermediate_size": 28,
     "shared_expert_intermediate_size": 36,
@@ -172,51 +173,51 @@ _MOE_COMMON = {key: value for key, value in _COMMON.items() if key != "intermedi
 FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         "qwen3_5_text",
-        {**_COMMON, **_ATTENTION, **_DELTA, **_THREE},
+        {**_COMMON, **_ATTENTION, **_DELTA, **_STACKED},
         _qwen3_5,
         _LANGUAGE_MODEL,
         centred_norms=True,
-        learning_rate=4e-3,
-        draw=5,
+        draw=15,
     ),
     "qwen3_5_moe": Family(
         "qwen3_5_moe_text",
-        {**_MOE_COMMON, **_ATTENTION, **_DELTA, **_TWO, **_EXPERTS},
+        {**_MOE_COMMON, **_ATTENTION, **_DELTA, **_ENCLOSED, **_EXPERTS},
         _qwen3_5,
         _LANGUAGE_MODEL,
         centred_norms=True,
+        draw=3,
     ),
     "qwen3_next": Family(
         "qwen3_next",
-        {**_COMMON, **_ATTENTION, **_DELTA, **_TWO, **_EXPERTS},
+        {**_COMMON, **_ATTENTION, **_DELTA, **_ENCLOSED, **_EXPERTS},
         _qwen3_next,
         centred_norms=True,
-        draw=1,
+        draw=6,
     ),
     "kimi_linear": Family(
         "kimi_linear",
         {
             **_COMMON,
             **_LATENT,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 3,
             "num_local_experts": 6,
             "linear_attn_config": {
                 "head_dim": 16,
                 "num_heads": 3,
                 "short_conv_kernel_size": 4,
-                "kda_layers": [1],
+                "kda_layers": [1, 3],
                 "full_attn_layers": [2],
             },
         },
         _kimi_linear,
         _FORGET_GATE,
-        draw=1,
+        draw=18,
     ),
     "olmo_hybrid": Family(
         "olmo_hybrid",
         {
             **_COMMON,
-            **_TWO,
+            **_ENCLOSED,
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "linear_num_key_heads": 3,
@@ -225,14 +226,15 @@ FAMILIES: dict[str, Family] = {
             "linear_value_head_dim": 28,
         },
         _olmo_hybrid,
+        draw=2,
     ),
     "bailing_hybrid": Family(
         "bailing_hybrid",
         {
             **_COMMON,
             **_LATENT,
-            "num_hidden_layers": 2,
-            "layer_group_size": 2,
+            "num_hidden_layers": 3,
+            "layer_group_size": 3,
             "head_dim": 16,
             "num_local_experts": 8,
             "n_group": 2,
@@ -241,8 +243,8 @@ FAMILIES: dict[str, Family] = {
             "num_mtp_layers": 0,
         },
         _bailing_hybrid,
-        (*_FORGET_GATE, (r"\.self_attn\.", ".attention."), (r"(layers\.1\.attention)\.o_proj$", r"\1.dense")),
-        draw=4,
+        (*_FORGET_GATE, (r"\.self_attn\.", ".attention."), (r"(layers\.2\.attention)\.o_proj$", r"\1.dense")),
+        draw=37,
     ),
     "qwen3": Family(
         "qwen3",
@@ -263,6 +265,5 @@ FAMILIES: dict[str, Family] = {
         _gemma3,
         centred_norms=True,
         embedding_deviation=0.125,
-        draw=1,
     ),
 }

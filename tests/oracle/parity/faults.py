@@ -48,10 +48,11 @@ def _cut_after(limit: int) -> Plant:
     return lambda monkeypatch: monkeypatch.setattr(recurrence, "gated_delta", faulty)
 
 
-def _norm_eps(module: Any) -> Plant:
-    """q and k normalised with eps on the mean of squares, as mlx-lm did before 0.32."""
+def _norm_eps(module: Any, factor: float) -> Plant:
+    """q and k normalised with an eps too large."""
 
     def faulty(q: mx.array, k: mx.array, *, inv_scale: float, eps: float) -> tuple[mx.array, mx.array]:
+        eps *= factor * inv_scale**2
         return inv_scale**2 * mx.fast.rms_norm(q, None, eps), inv_scale * mx.fast.rms_norm(k, None, eps)
 
     return lambda monkeypatch: monkeypatch.setattr(module, "normalize_qk", faulty)
@@ -108,7 +109,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         "kimi_linear-4bit",
     ),
     "gradient of the state lost between two chunks": (_cut_after(64), "qwen3_next"),
-    "eps of the q and k norm, as before mlx-lm 0.32": (_norm_eps(mlx_lm.models.olmo_hybrid), "olmo_hybrid"),
+    "eps of the q and k norm 1e-4": (_norm_eps(mlx_lm.models.olmo_hybrid, 100), "olmo_hybrid"),
     "padding and prompt count in the loss": (_padding_counts, "qwen3"),
     "adapter scale off by 1 %": (_adapter_scale, "gemma3"),
     "AdamW without bias correction": (_no_bias_correction, "qwen3"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
@@ -24,7 +26,7 @@ from deltatune.train.optimizer import build_optimizer
 from deltatune.train.step import Step, chunked_loss
 
 from . import seeded
-from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Case
+from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Case, Run
 from .families import Config, Weights
 from .quantised import quantise
 
@@ -62,16 +64,30 @@ def _batch(rows: seeded.Rows) -> Batch:
     return Batch(inputs, targets, rows.counts, None, tuple(("",) for _ in inputs), tuple((0,) for _ in inputs))
 
 
-def train(case: Case, model: nn.Module, modules: dict[str, nn.Module]) -> tuple[list[float], Adapters]:
-    """The loss of every step, and the final adapters by transformers path."""
+def _adapters(modules: dict[str, Any]) -> Adapters:
+    keys = ("lora_a", "lora_b", "m")
+    return {path: {key: np.array(m[key]) for key in keys if key in m} for path, m in modules.items()}
+
+
+def _inside(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree[int(part)] if part.isdigit() else tree[part]
+    return tree
+
+
+def train(case: Case, model: nn.Module, modules: dict[str, nn.Module], plant: Callable[[], None]) -> Run:
+    """The recipe, through deltatune's patches, step and loss. `plant` runs once the patches are in force."""
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
     config = TrainConfig(
         optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=case.family.learning_rate
     )
     model.train()
-    keys = {path: [key for key in ("lora_a", "lora_b", "m") if key in module] for path, module in modules.items()}
-    losses = []
-    with patched(model):
+    losses: list[float] = []
+    first: Adapters = {}
+    with patched(model) as report:
+        if not report.complete:
+            raise ValueError(str(report))
+        plant()
         optimizer = build_optimizer(config)
         backbone, head, reason = split_head(model)
         if backbone is None or head is None:
@@ -80,12 +96,16 @@ def train(case: Case, model: nn.Module, modules: dict[str, nn.Module]) -> tuple[
         for index in range(STEPS):
             total, weight, gradients = step.micro_batch(_batch(seeded.batch(index)), None)
             norm = step.update(gradients, total, weight)
-            mx.eval(total, weight, norm, model.parameters(), optimizer.state)
+            mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
             losses.append(total.item() / weight.item())
-    return losses, {path: {key: np.array(modules[path][key]) for key in found} for path, found in keys.items()}
+            if index == 0:
+                first = _adapters({path: _inside(gradients, case.family.mlx_path(path)) for path in modules})
+    return Run(losses, first, _adapters(modules))
 
 
-def run(case: Case, config: Config, weights: Weights, adapters: Adapters) -> tuple[list[float], Adapters]:
-    """Losses and final adapters of the whole recipe."""
+def run(
+    case: Case, config: Config, weights: Weights, adapters: Adapters, plant: Callable[[], None] = lambda: None
+) -> Run:
+    """The whole recipe, from a Hugging Face save."""
     model = load(case, config, weights)
-    return train(case, model, adapt(case, model, adapters))
+    return train(case, model, adapt(case, model, adapters), plant)

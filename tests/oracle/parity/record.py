@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import ours, quantised, recording, theirs
-from .cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, Adapters, Case, initial_adapters
+from .cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, Adapters, Case, Run, initial_adapters
 from .families import Config, Weights
 from .recording import Difference
 
@@ -26,15 +26,14 @@ class Reference:
     config: Config
     weights: Weights
     targets: dict[str, tuple[int, int]]
-    losses: list[float]
     initial: Adapters
-    final: Adapters
+    run: Run
     nearest_route: float
 
     @property
     def fall(self) -> float:
         """The share by which the loss fell, from the first cycle of batches to the last."""
-        return 1 - float(np.mean(self.losses[-3:]) / np.mean(self.losses[:3]))
+        return 1 - float(np.mean(self.run.losses[-3:]) / np.mean(self.run.losses[:3]))
 
 
 @contextlib.contextmanager
@@ -48,56 +47,71 @@ def _one_thread() -> Iterator[None]:
 
 
 def reference(case: Case, nudge: int = 0) -> Reference:
-    """Run transformers and PEFT. nudge: a seed that moves each initial adapter value by about 1e-7 of itself."""
+    """Run transformers and PEFT. nudge: a seed that moves every weight by about 1e-7 of itself."""
     config, shapes = theirs.layout(case)
     weights = case.family.weights(shapes)
     taken = weights
     if case.bits is not None:
         taken = quantised.dequantised(ours.load(case, config, weights), weights, config)
+    if nudge:
+        draw = np.random.default_rng(nudge)
+        taken = {
+            name: (value * (1 + 1e-7 * draw.standard_normal(value.shape))).astype(np.float32)
+            for name, value in taken.items()
+        }
     with _one_thread():
         model = theirs.load(config, taken)
         targets = theirs.targets(case, model)
         adapters = initial_adapters(targets)
-        if nudge:
-            draw = np.random.default_rng(nudge)
-            for values in adapters.values():
-                for key, value in values.items():
-                    values[key] = (value * (1 + 1e-7 * draw.standard_normal(value.shape))).astype(np.float32)
         routes = theirs.Routes(model)
         parameters = theirs.adapt(case, model, adapters)
-        initial = theirs.values(parameters)
-        losses = theirs.train(case, model, parameters)
-    return Reference(config, weights, targets, losses, initial, theirs.values(parameters), routes.nearest)
+        initial = theirs.copied(parameters)
+        run = theirs.train(case, model, parameters)
+    return Reference(config, weights, targets, initial, run, routes.nearest)
 
 
-def compare(case: Case, theirs_run: Reference) -> Difference:
-    """Run deltatune from the same start and say how far it ends from transformers, whole adapters compared."""
-    losses, final = ours.run(case, theirs_run.config, theirs_run.weights, initial_adapters(theirs_run.targets))
-    gaps = np.abs(np.subtract(losses, theirs_run.losses))
-    worst, tensor = 0.0, ""
-    for path, values in theirs_run.final.items():
-        for key, value in values.items():
-            way = np.linalg.norm(value - theirs_run.initial[path][key])
-            relative = float(np.linalg.norm(final[path][key] - value) / way)
-            if not relative <= worst:
-                worst, tensor = relative, f"{path}.{key}"
+def difference(reference: Reference, run: Run) -> Difference:
+    """How far a run is from the reference, whole tensors compared."""
+    gaps = np.abs(np.subtract(run.losses, reference.run.losses))
     step = int(np.argmax(gaps))
-    return Difference(float(gaps[step]), step, worst, tensor)
+    return Difference(
+        float(gaps[step]),
+        step,
+        *_worst(run.gradients, reference.run.gradients, None),
+        *_worst(run.final, reference.run.final, reference.initial),
+    )
 
 
-def nudged(case: Case, base: Reference) -> float:
-    """How far transformers drifts from itself, in loss, when its initial adapters move by 1e-7: two draws."""
-    drifts = [np.abs(np.subtract(reference(case, draw).losses, base.losses)).max() for draw in (1, 2)]
-    return float(max(drifts))
+def compare(case: Case, reference: Reference) -> Difference:
+    """Run deltatune from the same start and say how far it is from transformers."""
+    adapters = initial_adapters(reference.targets)
+    return difference(reference, ours.run(case, reference.config, reference.weights, adapters))
 
 
-def record(name: str, case: Case) -> tuple[Reference, float]:
+def _worst(found: Adapters, expected: Adapters, start: Adapters | None) -> tuple[float, str]:
+    ours_flat, theirs_flat = recording.flat(found), recording.flat(expected)
+    starts = {} if start is None else recording.flat(start)
+    errors = {
+        name: float(np.linalg.norm(ours_flat[name] - value) / np.linalg.norm(value - starts.get(name, 0.0)))
+        for name, value in theirs_flat.items()
+    }
+    name = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
+    return errors[name], name
+
+
+def nudged(case: Case, base: Reference) -> Difference:
+    """How far transformers drifts from itself when its weights move by 1e-7 of themselves: the largest of 3 draws."""
+    drifts = [difference(base, reference(case, draw).run) for draw in (1, 2, 3)]
+    return max(drifts, key=lambda drift: drift.adapter)
+
+
+def record(name: str, case: Case) -> tuple[Reference, Difference]:
     """Write the recording of a case. ValueError where its trajectory could not tell a fault from rounding."""
     base = reference(case)
     drift = nudged(case, base)
-    if base.fall < FALL or drift > NUDGED_LIMIT or base.nearest_route < ROUTE_LIMIT:
+    if base.fall < FALL or drift.adapter > NUDGED_LIMIT or base.nearest_route < ROUTE_LIMIT:
         raise ValueError(
-            f"{name}: loss fell by {base.fall:.0%}, drifts by {drift:.1e} from itself, comes within "
+            f"{name}: loss falls by {base.fall:.0%}, adapters drift by {drift.adapter:.1e}, comes within "
             f"{base.nearest_route:.1e} of another route: take another `draw`."
         )
     recording.write(
@@ -105,14 +119,15 @@ def record(name: str, case: Case) -> tuple[Reference, float]:
         {
             "date": datetime.date.today().isoformat(),
             "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
-            "nudged": drift,
+            "nudged": {"loss": drift.loss, "gradient": drift.gradient, "adapter": drift.adapter},
             "nearest_route": None if base.nearest_route == float("inf") else base.nearest_route,
             "config": base.config,
             "shapes": {key: value.shape for key, value in base.weights.items()},
             "targets": base.targets,
             "checksums": recording.checksums(base.weights),
-            "losses": base.losses,
-            "adapters": {key: vars(value) for key, value in recording.summary(base.initial, base.final).items()},
+            "losses": base.run.losses,
+            "gradients": recording.summary(base.run.gradients),
+            "adapters": recording.summary(base.run.final, base.initial),
         },
     )
     return base, drift

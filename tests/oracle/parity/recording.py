@@ -5,48 +5,77 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import seeded
-from .cases import STEPS, Adapters, Case
+from .cases import ADAPTER_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, Adapters, Case, Run
 from .families import Weights
 
 FOLDER = Path(__file__).parent.parent / "recorded"
-PROJECTIONS = 8
+PROJECTIONS = 6
 
 
 @dataclass(frozen=True)
 class Difference:
-    """loss: largest over the steps. adapter: largest over tensors, relative to how far training moved each."""
+    """How far a run is from the reference: the largest over steps or tensors, and where.
+
+    loss: absolute. gradient: of the first step, relative to itself. adapter: after the last, relative to how far
+    training moved it.
+    """
 
     loss: float
     step: int
+    gradient: float
+    gradient_of: str
     adapter: float
-    tensor: str
+    adapter_of: str
+
+    @property
+    def small(self) -> bool:
+        return self.loss <= LOSS_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE and self.adapter <= ADAPTER_TOLERANCE
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """What is kept of a final adapter: its projections, and the length of its way there."""
+class Tensor(NamedTuple):
+    """What is kept of a tensor: projections on seeded signs, and the length that its error is measured by."""
 
     projections: list[float]
-    moved: float
+    length: float
+
+
+def flat(adapters: Adapters) -> dict[str, np.ndarray]:
+    return {
+        f"{path}.{key}": value.astype(np.float64) for path, found in adapters.items() for key, value in found.items()
+    }
 
 
 def project(name: str, value: np.ndarray) -> np.ndarray:
-    return seeded.signs(name, PROJECTIONS, value.size) @ value.astype(np.float64).ravel()
+    return seeded.signs(name, PROJECTIONS, value.size) @ value.ravel()
 
 
-def summary(initial: Adapters, final: Adapters) -> dict[str, Tensor]:
-    kept = {}
-    for path, values in final.items():
-        for key, value in values.items():
-            way = np.linalg.norm(value.astype(np.float64) - initial[path][key])
-            name = f"{path}.{key}"
-            kept[name] = Tensor([float(f"{x:.9g}") for x in project(name, value)], float(f"{way:.6g}"))
-    return kept
+def summary(adapters: Adapters, start: Adapters | None = None) -> dict[str, Tensor]:
+    """Of every tensor; its length is that of the way from `start`, or its own."""
+    starts = {} if start is None else flat(start)
+    return {
+        name: Tensor(
+            [float(f"{x:.9g}") for x in project(name, value)],
+            float(f"{np.linalg.norm(value - starts.get(name, 0.0)):.6g}"),
+        )
+        for name, value in flat(adapters).items()
+    }
+
+
+def _worst(reference: dict[str, Tensor], adapters: Adapters) -> tuple[float, str]:
+    found = flat(adapters)
+    if set(found) != set(reference):
+        raise ValueError(f"other adapters than recorded: {sorted(set(found) ^ set(reference))}")
+    errors = {
+        name: np.sqrt(np.mean((project(name, found[name]) - kept.projections) ** 2)) / kept.length
+        for name, kept in reference.items()
+    }
+    name = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
+    return float(errors[name]), name
 
 
 def checksums(weights: Weights) -> dict[str, str]:
@@ -74,6 +103,7 @@ class Recording:
     targets: dict[str, tuple[int, int]]
     checksums: dict[str, str]
     losses: list[float]
+    gradients: dict[str, Tensor]
     adapters: dict[str, Tensor]
 
     def weights(self, case: Case) -> Weights:
@@ -83,20 +113,13 @@ class Recording:
             raise ValueError("this machine draws another checkpoint or other batches than the recording had")
         return weights
 
-    def compare(self, losses: list[float], final: Adapters) -> Difference:
-        """How far a run is from the recorded one; ValueError where it has other adapters."""
-        gaps = np.abs(np.subtract(losses, self.losses))
-        found = {f"{path}.{key}": value for path, values in final.items() for key, value in values.items()}
-        if set(found) != set(self.adapters):
-            raise ValueError(f"other adapters than recorded: {sorted(set(found) ^ set(self.adapters))}")
-        worst, tensor = 0.0, ""
-        for name, reference in self.adapters.items():
-            error = project(name, found[name]) - reference.projections
-            relative = float(np.sqrt(np.mean(error**2)) / reference.moved)
-            if not relative <= worst:
-                worst, tensor = relative, name
+    def compare(self, run: Run) -> Difference:
+        """How far a run is from the recorded one; ValueError where it trained other adapters."""
+        gaps = np.abs(np.subtract(run.losses, self.losses))
         step = int(np.argmax(gaps))
-        return Difference(float(gaps[step]), step, worst, tensor)
+        return Difference(
+            float(gaps[step]), step, *_worst(self.gradients, run.gradients), *_worst(self.adapters, run.final)
+        )
 
 
 def read(name: str) -> Recording:
@@ -107,5 +130,6 @@ def read(name: str) -> Recording:
         {key: (value[0], value[1]) for key, value in content["targets"].items()},
         content["checksums"],
         content["losses"],
-        {key: Tensor(**value) for key, value in content["adapters"].items()},
+        {key: Tensor(*value) for key, value in content["gradients"].items()},
+        {key: Tensor(*value) for key, value in content["adapters"].items()},
     )

@@ -40,11 +40,12 @@ def weight(
     if name.endswith("dt_bias"):
         return between(key, shape, -3.0, 0.5)
     if name.endswith(("expert_bias", "e_score_correction_bias")):
-        return spread(key, shape, 0.1)
+        return spread(key, shape, 0.3)
     if "embed" in name:
         return spread(key, shape, embedding_deviation)
     if "conv1d" in name:
-        return spread(key, shape, 0.5)
+        # Wide, so that SiLU makes q and k nearly positive: where q.k crosses zero, the norm of y turns over.
+        return spread(key, shape, 2.0)
     if len(shape) == 1:
         plain = not centred_norms or name.endswith("linear_attn.norm.weight")
         return spread(key, shape, 0.1, 1.0 if plain else 0.0)

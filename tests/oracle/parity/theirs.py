@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from . import seeded
-from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Case
+from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Case, Run
 from .families import Config, Weights
 
 WORDS = {
@@ -43,7 +43,11 @@ def load(config: Config, weights: Weights) -> torch.nn.Module:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         model, notes = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
         )
     wrong = {key: value for key, value in notes.items() if value}
     if wrong:
@@ -82,21 +86,22 @@ def adapt(case: Case, model: torch.nn.Module, adapters: Adapters) -> Parameters:
     return found
 
 
-def values(parameters: Parameters) -> Adapters:
-    """A copy of every adapter, in mlx-lm's layout."""
-    copied: Adapters = {}
-    for (path, key), parameter in parameters.items():
-        copied.setdefault(path, {})[key] = parameter.detach().numpy().T.copy()
-    return copied
+def copied(tensors: dict[tuple[str, str], Any]) -> Adapters:
+    """Copies, in mlx-lm's layout."""
+    found: Adapters = {}
+    for (path, key), tensor in tensors.items():
+        found.setdefault(path, {})[key] = tensor.detach().numpy().T.copy()
+    return found
 
 
-def train(case: Case, model: torch.nn.Module, parameters: Parameters) -> list[float]:
-    """The loss of every step; `parameters` are trained in place."""
+def train(case: Case, model: torch.nn.Module, parameters: Parameters) -> Run:
+    """The recipe; `parameters` are trained in place."""
     model.train()
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=case.family.learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
     )
     losses = []
+    gradients: Adapters = {}
     for step in range(STEPS):
         rows = seeded.batch(step)
         tokens = torch.from_numpy(rows.tokens).long()
@@ -106,9 +111,11 @@ def train(case: Case, model: torch.nn.Module, parameters: Parameters) -> list[fl
         loss = model(input_ids=tokens, attention_mask=present.long(), labels=labels, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
+        if step == 0:
+            gradients = copied({key: parameter.grad for key, parameter in parameters.items()})
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return Run(losses, gradients, copied(parameters))
 
 
 class Routes:
