@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -187,7 +188,8 @@ def _describe(loaded: Loaded) -> str:
 
 def _say_trained(screen: DemoScreen, result: Result, config: TrainConfig) -> None:
     losses = screen.losses
-    screen.line((sparkline(losses, 48), "cyan"), (f"  loss {losses[0]:.2f} → {losses[-1]:.4f}", "dim"))
+    curve = sparkline([math.log(loss) for loss in losses], 40)
+    screen.line((curve, "cyan"), (f"  loss {losses[0]:.2f} → {losses[-1]:.4f} (log scale)", "dim"))
     screen.line(
         f"{result.iterations} iterations of {config.batch_size} messages in {result.seconds:.0f} s; "
         f"{result.tokens_per_second:,.0f} tok/s; peak memory {result.peak_memory:.2f} GB."
