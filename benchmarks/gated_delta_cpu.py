@@ -85,11 +85,14 @@ class Torch:
     peak = None
     numpy = staticmethod(lambda tensor: tensor.numpy())
 
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or int(os.environ.get("DELTATUNE_THREADS") or os.cpu_count() or 1)
+
     def load(self, arrays: dict[str, np.ndarray], dy: np.ndarray) -> None:
         import torch
         from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-        torch.set_num_threads(int(os.environ.get("DELTATUNE_THREADS") or os.cpu_count() or 1))
+        torch.set_num_threads(self.threads)
         self.function = torch_chunk_gated_delta_rule
         self.arrays = [torch.tensor(arrays[name]) for name in FLOATS]
         self.arrays[0] = self.arrays[0] * SIZE**0.5
@@ -160,6 +163,7 @@ def mlx_vlm_chunked() -> MLX:
 IMPLEMENTATIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "deltatune chunk": (deltatune_chunk, "openblas"),
     "transformers chunk (torch)": (Torch, "torch"),
+    "transformers chunk (torch), one thread": (lambda: Torch(1), "torch"),
     "mlx-vlm chunked scan": (mlx_vlm_chunked, "openblas"),
     "mlx-vlm chunked scan, wheel's BLAS": (mlx_vlm_chunked, "system"),
     "mlx-lm loop": (mlx_lm_loop, "openblas"),

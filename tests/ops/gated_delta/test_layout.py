@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from deltatune.ops.gated_delta.layout import Cut, chunked, cut, write
+from deltatune.ops.gated_delta.layout import Cut, blank, chunked, cut, tokens, write
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 500])
@@ -13,12 +13,12 @@ from deltatune.ops.gated_delta.layout import Cut, chunked, cut, write
 def test_groups_cover_the_sequence_once_and_come_back(length, trailing):
     plan = Cut(length, 16, 3)
     x = mx.random.normal((2, length, 4, *trailing))
-    whole = mx.full(x.shape, mx.nan)
+    whole = blank(x, plan, 2) * mx.nan
     for span in plan.groups():
         part = chunked(x, span, plan.size, key_heads=2)
         assert part.shape[:5] == (span.chunks, 2, 2, 2, 16)
-        write(whole, part, span)
-    assert mx.array_equal(whole, x)
+        write(whole, part, span, plan)
+    assert mx.array_equal(tokens(whole, plan), x)
 
 
 def test_value_head_reads_its_key_head():

@@ -14,11 +14,11 @@ def forward_across(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """(states before each chunk [n, ..., Dv, Dk], deltas [n, ..., C, Dv], the state after the last)."""
     states, deltas = [], []
-    for n in range(written.shape[0]):
+    for u, w, k, g in zip(*map(_chunks, (written, removed, kept_k, total)), strict=True):
         states.append(state)
-        delta = mx.addmm(written[n], removed[n], state.swapaxes(-1, -2), alpha=-1.0)
+        delta = mx.addmm(u, w, state.swapaxes(-1, -2), alpha=-1.0)
         deltas.append(delta)
-        state = mx.addmm(state * total[n], delta.swapaxes(-1, -2), kept_k[n])
+        state = mx.addmm(state * g, delta.swapaxes(-1, -2), k)
     return mx.stack(states), mx.stack(deltas), state
 
 
@@ -30,9 +30,15 @@ def backward_across(
     from_y [n, ..., C, Dv] and recalled [n, ..., Dv, Dk] are what the outputs alone give to delta and to the state.
     """
     ddeltas, dafters = [], []
-    for n in reversed(range(from_y.shape[0])):
+    parts = list(zip(*map(_chunks, (from_y, recalled, removed, kept_k, total)), strict=True))
+    for y, read, w, k, g in reversed(parts):
         dafters.append(dstate)
-        ddelta = mx.addmm(from_y[n], kept_k[n], dstate.swapaxes(-1, -2))
+        ddelta = mx.addmm(y, k, dstate.swapaxes(-1, -2))
         ddeltas.append(ddelta)
-        dstate = mx.addmm(recalled[n] + dstate * total[n], ddelta.swapaxes(-1, -2), removed[n], alpha=-1.0)
+        dstate = mx.addmm(read + dstate * g, ddelta.swapaxes(-1, -2), w, alpha=-1.0)
     return mx.stack(ddeltas[::-1]), mx.stack(dafters[::-1]), dstate
+
+
+def _chunks(x: mx.array) -> list[mx.array]:
+    """Views of the chunks; indexing with a number would gather, that is copy, each."""
+    return [part.squeeze(0) for part in mx.split(x, x.shape[0])]

@@ -16,7 +16,7 @@ from . import channel, scalar
 from .batching import over_batch
 from .gates import effective_gates
 from .group import Group
-from .layout import Cut, Span, chunked, cut, write
+from .layout import Cut, Span, blank, chunked, cut, tokens, write
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -97,16 +97,16 @@ def _forward(
 ) -> _Arrays:
     inside = channel if log_g.ndim == 4 else scalar
     carry = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
-    outputs = mx.zeros(v.shape, dtype=q.dtype)
+    outputs = blank(v.astype(q.dtype), plan, k.shape[2])
     saved: list[mx.array] = []
     after = [carry]
     for span in plan.groups():
         group, _ = _group((q, k, v, log_g, beta), span, plan.size, after)
         y, before, carry = inside.forward(group, carry)
-        write(outputs, y, span)
+        write(outputs, y, span, plan)
         saved.append(before)
         after = [outputs, before, carry]
-    return outputs, carry.reshape(state.shape), *saved
+    return tokens(outputs, plan), carry.reshape(state.shape), *saved
 
 
 def _backward(
@@ -123,12 +123,12 @@ def _backward(
     """Gradients of q, k, v, log_g, beta and the initial state, in their dtypes."""
     inside = channel if log_g.ndim == 4 else scalar
     carry = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
-    results = [mx.zeros_like(x) for x in (q, k, v, log_g, beta)]
+    results = [blank(x, plan, k.shape[2]) for x in (q, k, v, log_g, beta)]
     after = [carry]
     for span, before in zip(reversed(plan.groups()), reversed(saved), strict=True):
         group, (dy_part,) = _group((q, k, v, log_g, beta, dy), span, plan.size, after)
         *parts, carry = inside.backward(group, before, dy_part, carry)
         for whole, part in zip(results, parts, strict=True):
-            write(whole, part, span)
+            write(whole, part, span, plan)
         after = [*results, carry]
-    return *results, carry.reshape(dstate.shape)
+    return *(tokens(whole, plan) for whole in results), carry.reshape(dstate.shape)

@@ -54,13 +54,25 @@ def chunked(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
     return part.transpose(1, 0, 3, 4, 2, *range(5, part.ndim))
 
 
-def write(whole: mx.array, part: mx.array, span: Span) -> None:
-    """Put the tokens of one group, laid out by `chunked`, into their place in `whole` [B, T, H, ...].
+def blank(like: mx.array, plan: Cut, key_heads: int) -> mx.array:
+    """Room for a whole sequence like `like` [B, T, H, ...], in chunks: zeros [B, chunks, C, K, H / K, ...].
 
-    Writing into one array, which MLX does without a copy as long as nothing else reads it, halves the peak of
+    Writing groups into one array, which MLX does without a copy as long as nothing else reads it, halves the peak of
     keeping the parts and joining them.
     """
+    batch, length, heads, *rest = like.shape
+    chunks = -(-length // plan.size)
+    return mx.zeros((batch, chunks, plan.size, key_heads, heads // key_heads, *rest), dtype=like.dtype)
+
+
+def write(whole: mx.array, part: mx.array, span: Span, plan: Cut) -> None:
+    """Put one group, laid out by `chunked`, into its place in `whole`."""
+    first = span.start // plan.size
     part = part.transpose(1, 0, 4, 2, 3, *range(5, part.ndim))
-    batch, count, size, key_heads, repeats, *rest = part.shape
-    part = part.reshape(batch, count * size, key_heads * repeats, *rest)
-    whole[:, span.start : span.stop] = part[:, : span.stop - span.start].astype(whole.dtype)
+    whole[:, first : first + span.chunks] = part.astype(whole.dtype)
+
+
+def tokens(whole: mx.array, plan: Cut) -> mx.array:
+    """`whole` as [B, T, H, ...]."""
+    batch, chunks, size, key_heads, repeats, *rest = whole.shape
+    return whole.reshape(batch, chunks * size, key_heads * repeats, *rest)[:, : plan.length]
