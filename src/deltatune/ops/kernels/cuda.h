@@ -2,7 +2,7 @@
 // bf16 inputs are exact operands; what the kernels compute is held as a pair of bf16 (high and low part, 16 bits of
 // mantissa), so a product with it takes two or three instructions and keeps near-fp32 accuracy. fp32 inputs use FMA.
 
-#define device
+#define GLOBAL
 #define threadgroup
 #define constant
 #define thread
@@ -106,7 +106,7 @@ inline void load_matrices(unsigned (&r)[4], const __nv_bfloat16* p, bool transpo
 }
 
 inline void multiply_accumulate(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -125,7 +125,7 @@ struct PrepareMemory {
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED, typename PK,
           typename PL, typename PB, typename PM, typename PZ, typename PS>
 inline void gated_delta_prepare(Place at, threadgroup char* memory, PK k, PL log_g, PB beta, PM mask, PZ segments,
-                                PS sizes, device float* inverse_out, device float* factors) {
+                                PS sizes, GLOBAL float* inverse_out, GLOBAL float* factors) {
   using Memory = PrepareMemory<In, C, DK>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16;
   const int length = sizes[0], chunks = sizes[1], t0 = at.x * C, chunk = (at.z * HV + at.y) * chunks + at.x;
@@ -212,8 +212,8 @@ struct ScanMemory {
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, typename PK,
           typename PV, typename PB, typename PM, typename PI, typename PS, typename PT, typename PF>
 inline void gated_delta_scan(Place at, threadgroup char* memory, PK k, PV v, PB beta, PM mask, PI initial, PS sizes,
-                             PT inverse_in, PF factors, device float* states, device float* delta_out,
-                             device float* last) {
+                             PT inverse_in, PF factors, GLOBAL float* states, GLOBAL float* delta_out,
+                             GLOBAL float* last) {
   using Memory = ScanMemory<In, C, DK, SLICE>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8;
   constexpr int across = padded(DK) / 16, tiles = SLICE / 16 * across, mine = (tiles + GROUPS - 1) / GROUPS;
@@ -426,7 +426,7 @@ struct LocalMemory {
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED,
           typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PS, typename PY>
 inline void gated_delta_local(Place at, threadgroup char* memory, PQ q, PK k, PL log_g, PM mask, PZ segments, PS sizes,
-                              PY dy, device float* d_delta) {
+                              PY dy, GLOBAL float* d_delta) {
   using Memory = LocalMemory<In, C, DK, SLICE>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8;
   static_assert(C * (SLICE + 8) * 4 <= 2 * C * stride_of(DK) * Exact<In>::bytes, "dY's slice fits where Q and K stood");
@@ -495,8 +495,8 @@ template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GRO
           typename PK, typename PB, typename PM, typename PS, typename PT, typename PF, typename PY, typename PE,
           typename PC>
 inline void gated_delta_reverse(Place at, threadgroup char* memory, PQ q, PK k, PB beta, PM mask, PS sizes,
-                                PT inverse_in, PF factors, PY dy_in, PE d_last, PC local, device float* d_states,
-                                device float* d_right, device float* d_initial) {
+                                PT inverse_in, PF factors, PY dy_in, PE d_last, PC local, GLOBAL float* d_states,
+                                GLOBAL float* d_right, GLOBAL float* d_initial) {
   using Memory = ReverseMemory<In, C, DK, SLICE>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8;
   constexpr int across = padded(DK) / 16, tiles = SLICE / 16 * across, mine = (tiles + GROUPS - 1) / GROUPS;
@@ -636,7 +636,7 @@ template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GRO
           typename OV>
 inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k, PV v, PL log_g, PB beta, PM mask,
                                   PZ segments, PS sizes, PF factors, PT states, PU d_states, PD delta_in, PR right_in,
-                                  PY dy_in, OQ dq, OK dk, OV dv, device float* d_log_g, device float* d_beta) {
+                                  PY dy_in, OQ dq, OK dk, OV dv, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using Memory = GradientMemory<In, C, DK, SLICE>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16;
   constexpr int across = padded(DK) / 16, tiles = blocks * across, mine = (tiles + GROUPS - 1) / GROUPS;

@@ -6,6 +6,8 @@
 #ifndef DELTATUNE_SHARED
 #define DELTATUNE_SHARED(name, bytes) threadgroup char name[bytes]
 #endif
+// CUDA keeps the word `device` for itself.
+#define GLOBAL device
 #define DELTATUNE_EXP(x) metal::exp(x)
 #define DELTATUNE_UNROLL _Pragma("unroll")
 
