@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from . import environment
 
-AVAILABLE_GATED_DELTA = ("naive",)
+AVAILABLE_GATED_DELTA = ("naive", "chunk")
 
 
 def device() -> str:
@@ -17,13 +17,13 @@ def device() -> str:
 
 
 def gated_delta_implementation() -> tuple[str, str]:
-    """The implementation of gated_delta to use, and why: DELTATUNE_GATED_DELTA if set, else `naive`.
+    """The implementation of gated_delta to use, and why: DELTATUNE_GATED_DELTA if set, else `chunk`.
 
     Raises ValueError when an implementation is forced that this version does not have.
     """
     forced = environment.gated_delta()
     if forced is None:
-        return "naive", f"automatic on {device()}"
+        return "chunk", f"automatic on {device()}"
     if forced not in AVAILABLE_GATED_DELTA:
         raise ValueError(
             f"{environment.GATED_DELTA}={forced} asks for an implementation that this version of deltatune does not "

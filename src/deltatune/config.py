@@ -17,6 +17,11 @@ import yaml
 from .errors import UserError
 
 
+def _about(group: str, text: str, *, flag: bool = True, choices: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A field's metadata: help `text`, the `group` it is shown in, whether the command line has it too."""
+    return {"group": group, "help": text, "flag": flag, "choices": choices}
+
+
 @dataclass
 class LoraConfig:
     """YAML key `lora_parameters`. `keys` are name patterns (fnmatch) of modules; None means every linear."""
@@ -31,50 +36,125 @@ class LoraConfig:
     rslora: bool = False
 
 
+_MODEL, _DATA, _TUNE = "model", "data", "what trains"
+_OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
+
+
 @dataclass
 class TrainConfig:
     """One training run. Lengths in tokens, rates per optimizer step, counts in iterations (micro-batches)."""
 
-    model: str = "Qwen/Qwen3-0.6b"
-    data: str = "mlx-community/WikiSQL"
-    hf_dataset: Any = None
-    train: bool = True
-    test: bool = False
-    fine_tune_type: str = "lora"
-    from_scratch: bool = False
-    optimizer: str = "adam"
-    optimizer_config: dict[str, dict[str, Any]] = field(default_factory=dict)
-    learning_rate: float = 1e-5
-    lr_schedule: dict[str, Any] | None = None
-    grad_clip: float | None = None
-    seed: int = 0
-    num_layers: int = 16
-    lora_parameters: LoraConfig = field(default_factory=LoraConfig)
-    batch_size: int = 4
-    iters: int = 1000
-    grad_accumulation_steps: int = 1
-    grad_checkpoint: bool = False
-    max_seq_length: int = 2048
-    overlong: str = "truncate"
-    mask_prompt: bool | None = None
-    pack: bool = False
-    val_batches: int = 25
-    test_batches: int = 500
-    steps_per_report: int = 10
-    steps_per_eval: int = 200
-    save_every: int = 100
-    early_stopping: int | None = None
-    adapter_path: str = "adapters"
-    resume: bool = False
-    resume_adapter_file: str | None = None
-    clear_cache_threshold: int = 0
-    report_to: str | None = None
-    project_name: str | None = None
-    trust_remote_code: bool = False
-    prompt_feature: str | None = None
-    text_feature: str | None = None
-    completion_feature: str | None = None
-    chat_feature: str | None = None
+    model: str = field(
+        default="Qwen/Qwen3-0.6b", metadata=_about(_MODEL, "folder of the model, or its name on the Hugging Face hub")
+    )
+    data: str = field(
+        default="mlx-community/WikiSQL",
+        metadata=_about(
+            _DATA, "folder with train.jsonl, valid.jsonl and test.jsonl, or the name of a Hugging Face data set"
+        ),
+    )
+    hf_dataset: Any = field(
+        default=None, metadata=_about(_DATA, "a Hugging Face data set, or several: mlx_lm.lora's mapping", flag=False)
+    )
+    train: bool = field(
+        default=True, metadata=_about(_RUN, "accepted for mlx_lm.lora's sake: this command always trains")
+    )
+    test: bool = field(default=False, metadata=_about(_RUN, "evaluate on the test set after training"))
+    fine_tune_type: str = field(
+        default="lora",
+        metadata=_about(
+            _TUNE, "lora, dora (adapters), or full (the layers themselves)", choices=("lora", "dora", "full")
+        ),
+    )
+    from_scratch: bool = field(
+        default=False,
+        metadata=_about(
+            _TUNE, "random weights drawn from the model's config.json; trains all of them and writes a checkpoint"
+        ),
+    )
+    optimizer: str = field(
+        default="adam", metadata=_about(_OPTIMIZER, "any optimizer of MLX: adam, adamw, muon, sgd, adafactor, lion ...")
+    )
+    optimizer_config: dict[str, dict[str, Any]] = field(
+        default_factory=dict,
+        metadata=_about(_OPTIMIZER, "settings by optimizer name, such as {adamw: {weight_decay: 0.01}}", flag=False),
+    )
+    learning_rate: float = field(default=1e-5, metadata=_about(_OPTIMIZER, "step size, where no lr_schedule is given"))
+    lr_schedule: dict[str, Any] | None = field(
+        default=None,
+        metadata=_about(_OPTIMIZER, "name, arguments, warmup, warmup_init; in optimizer steps", flag=False),
+    )
+    grad_clip: float | None = field(
+        default=None, metadata=_about(_OPTIMIZER, "largest global gradient norm; longer gradients are scaled")
+    )
+    grad_accumulation_steps: int = field(
+        default=1, metadata=_about(_OPTIMIZER, "iterations whose gradients make one update, weighted by their tokens")
+    )
+    seed: int = field(default=0, metadata=_about(_RUN, "seed of weights, dropout and data order"))
+    num_layers: int = field(
+        default=16, metadata=_about(_TUNE, "how many layers train, from the last; -1 for all, as when there are fewer")
+    )
+    lora_parameters: LoraConfig = field(
+        default_factory=LoraConfig,
+        metadata=_about(_TUNE, "rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora", flag=False),
+    )
+    batch_size: int = field(default=4, metadata=_about(_RUN, "rows of a batch, over all ranks"))
+    iters: int = field(default=1000, metadata=_about(_RUN, "iterations to train for"))
+    grad_checkpoint: bool = field(
+        default=False, metadata=_about(_RUN, "recompute each layer in the backward pass: less memory, more time")
+    )
+    max_seq_length: int = field(default=2048, metadata=_about(_DATA, "longest row, in tokens"))
+    overlong: str = field(
+        default="truncate",
+        metadata=_about(_DATA, "what to do with an example longer than that", choices=("truncate", "skip")),
+    )
+    mask_prompt: bool | None = field(
+        default=None,
+        metadata=_about(
+            _DATA, "loss on completions only: the default for prompts and chats; --no-mask-prompt: on every token"
+        ),
+    )
+    pack: bool = field(
+        default=False,
+        metadata=_about(_DATA, "several documents to a row, kept apart in attention, recurrence and convolution"),
+    )
+    val_batches: int = field(
+        default=25, metadata=_about(_RUN, "batches of an evaluation; -1 for the whole validation set, 0 for none")
+    )
+    test_batches: int = field(default=500, metadata=_about(_RUN, "batches of the test; -1 for the whole test set"))
+    steps_per_report: int = field(default=10, metadata=_about(_SAVE, "iterations between reports of the training loss"))
+    steps_per_eval: int = field(default=200, metadata=_about(_RUN, "iterations between evaluations"))
+    save_every: int = field(default=100, metadata=_about(_SAVE, "iterations between saves"))
+    early_stopping: int | None = field(
+        default=None, metadata=_about(_RUN, "stop after so many evaluations without a lower loss")
+    )
+    adapter_path: str = field(default="adapters", metadata=_about(_SAVE, "folder for everything that a run writes"))
+    resume: bool = field(
+        default=False, metadata=_about(_SAVE, "continue the run saved in the adapter path, bit for bit")
+    )
+    resume_adapter_file: str | None = field(default=None, metadata=_about(_TUNE, "start from these adapter weights"))
+    clear_cache_threshold: int = field(
+        default=0, metadata=_about(_RUN, "clear MLX's cache between iterations above this size (such as 4GB)")
+    )
+    report_to: str | None = field(default=None, metadata=_about(_SAVE, "any of tensorboard,wandb,swanlab"))
+    project_name: str | None = field(
+        default=None, metadata=_about(_SAVE, "project for those; default: the current folder's name")
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata=_about(_MODEL, "run code that comes with the model or tokenizer")
+    )
+    prompt_feature: str | None = field(
+        default=None, metadata=_about(_DATA, "key of the prompt; default prompt", flag=False)
+    )
+    text_feature: str | None = field(
+        default=None, metadata=_about(_DATA, "key of a plain text; default text", flag=False)
+    )
+    completion_feature: str | None = field(
+        default=None, metadata=_about(_DATA, "key of the completion; default completion", flag=False)
+    )
+    chat_feature: str | None = field(
+        default=None, metadata=_about(_DATA, "key of a chat; default messages", flag=False)
+    )
 
 
 class _Loader(yaml.SafeLoader):

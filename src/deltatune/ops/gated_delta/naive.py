@@ -25,7 +25,8 @@ def gated_delta_naive(
     q32, k32 = (mx.repeat(x.astype(mx.float32), value_heads // key_heads, axis=2) for x in (q, k))
     v32, beta32 = v.astype(mx.float32), beta.astype(mx.float32)
     gate = mx.exp(log_g.astype(mx.float32))
-    gate = gate[..., None, :] if gate.ndim == 4 else gate[..., None, None]
+    if gate.ndim == 3:
+        gate = mx.broadcast_to(gate[..., None], (*gate.shape, key_size))
     state = mx.zeros((batch, value_heads, value_size, key_size), dtype=mx.float32)
     if initial_state is not None:
         state = initial_state.astype(mx.float32)
@@ -48,8 +49,8 @@ def gated_delta_naive(
 def _step(
     state: mx.array, q: mx.array, k: mx.array, v: mx.array, gate: mx.array, beta: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """One token: state [B,H,Dv,Dk]; q, k [B,H,Dk]; v [B,H,Dv]; gate broadcasts over state; beta [B,H]."""
-    state = state * gate
+    """One token: state [B,H,Dv,Dk]; q, k [B,H,Dk]; v [B,H,Dv]; gate [B,H,Dk]; beta [B,H]."""
+    state = state * gate[..., None, :]
     predicted = (state * k[..., None, :]).sum(axis=-1)
     delta = beta[..., None] * (v - predicted)
     state = state + delta[..., None] * k[..., None, :]

@@ -7,11 +7,12 @@ import logging
 import mlx.core as mx
 
 from ... import backend
+from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 
 logger = logging.getLogger(__name__)
 
-_IMPLEMENTATIONS = {"naive": gated_delta_naive}
+_IMPLEMENTATIONS = {"naive": gated_delta_naive, "chunk": gated_delta_chunk}
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _announced: set[str] = set()
 

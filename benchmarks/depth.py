@@ -1,0 +1,180 @@
+"""Peak memory of a training step against depth: does checkpointing hold one layer at a time?
+
+usage: python benchmarks/depth.py [--family qwen3_5] [--depths 2 4 8 16] [--tokens 512] [--eager] [--limit]
+
+Every figure is the peak of one process: LoRA r=8 on every linear, AdamW, chunked vocabulary loss, deltatune's gated
+delta; the second step is measured. Beyond what is there before the step (weights, adapters, moments), the gradients
+and one activation a layer, it should not grow. Gradients must be those of a run without checkpoints, or no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from datetime import date
+from importlib.metadata import version
+from typing import Any
+
+HIDDEN = 256
+MEBI = 1e6
+METHODS = ("none", "mx.checkpoint", "deltatune")
+WIDTHS = (20, 1)
+
+
+def config(family: str, depth: int) -> dict[str, Any]:
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 256,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    }
+    text = {
+        "model_type": f"{family}_text",
+        "vocab_size": 512,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 1024,
+        "num_hidden_layers": depth,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": 100000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+        },
+    }
+    return {"model_type": family, "text_config": text | (experts if family.endswith("moe") else {})}
+
+
+def worker(options: dict[str, Any]) -> dict[str, float]:
+    import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+    # isort: split
+    import mlx.core as mx
+    import mlx.nn as nn
+    import mlx.optimizers as optim
+    from mlx.utils import tree_flatten
+
+    from deltatune.config import LoraConfig
+    from deltatune.lora import convert_to_lora
+    from deltatune.models.head import split_head
+    from deltatune.models.load import new_model
+    from deltatune.ops.cross_entropy import linear_cross_entropy
+    from deltatune.patches import patched
+
+    model = new_model(config(options["family"], options["depth"]))
+    convert_to_lora(model, LoraConfig(rank=8))
+    model.train()
+    split = split_head(model)
+    tokens = mx.random.randint(0, 512, (1, options["tokens"]))
+
+    def loss() -> mx.array:
+        total, count = linear_cross_entropy(split.head, split.backbone(tokens), tokens, mx.ones(tokens.shape))
+        return total / count
+
+    def gradients(method: str) -> list[mx.array]:
+        with recomputing(method, model):
+            return [grad for _, grad in tree_flatten(nn.value_and_grad(model, loss)())]
+
+    optimizer = optim.AdamW(1e-5, bias_correction=True)
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state]
+    mx.eval(state, tokens)
+    with patched(model):
+        if options["check"]:
+            for got, expected in zip(gradients(options["method"]), gradients("none"), strict=True):
+                if not mx.array_equal(got, expected):
+                    raise SystemExit(f"{options}: a gradient differs from the one without checkpoints")
+        with recomputing(options["method"], model):
+
+            def step() -> mx.array:
+                value, grads = nn.value_and_grad(model, loss)()
+                optimizer.update(model, grads)
+                return value
+
+            if not options["eager"]:
+                step = mx.compile(step, inputs=state, outputs=state)
+            if options["limit"]:
+                mx.set_memory_limit(1)
+            for _ in range(2):
+                mx.clear_cache()
+                mx.reset_peak_memory()
+                before = mx.get_active_memory()
+                mx.eval(step(), state)
+    adapters = sum(array.nbytes for _, array in tree_flatten(model.trainable_parameters()))
+    activations = options["depth"] * options["tokens"] * HIDDEN * 4
+    peak = mx.get_peak_memory() - before
+    return {"peak": peak, "gradients": adapters, "activations": activations}
+
+
+def recomputing(method: str, model: Any) -> AbstractContextManager:
+    if method == "none":
+        return nullcontext()
+    if method == "deltatune":
+        from deltatune.ops.checkpoint import checkpointed
+
+        return checkpointed(model.layers)
+    from mlx_lm.tuner.trainer import grad_checkpoint
+
+    grad_checkpoint(model.layers[0])
+    return nullcontext()
+
+
+def measure(family: str, depth: int, method: str, width: int, arguments: argparse.Namespace) -> float:
+    """MB beyond what was there before the step, gradients and one activation a layer, in a process of its own."""
+    options = {"family": family, "depth": depth, "method": method, "tokens": arguments.tokens}
+    options |= {"eager": arguments.eager, "limit": arguments.limit, "check": depth == min(arguments.depths)}
+    command = [sys.executable, __file__, "--worker", json.dumps(options)]
+    environment = os.environ | {"MLX_BFS_MAX_WIDTH": str(width)}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return (found["peak"] - found["gradients"] - found["activations"]) / MEBI
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", default=["qwen3_5", "qwen3_5_moe"])
+    parser.add_argument("--depths", nargs="+", type=int, default=[2, 4, 8, 16])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS))
+    parser.add_argument("--eager", action="store_true", help="do not compile the step")
+    parser.add_argument("--limit", action="store_true", help="mx.set_memory_limit(1): do not run ahead on a CPU")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(worker(json.loads(arguments.worker))))
+        return
+    versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
+    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}; T={arguments.tokens}")
+    print("MB beyond weights, optimizer, gradients and one activation a layer\n")
+    header = " | ".join(f"{depth} layers" for depth in arguments.depths)
+    print(f"| family | width | checkpoint | {header} | growth |")
+    print("|---" * (len(arguments.depths) + 4) + "|")
+    for family in arguments.family:
+        for width in arguments.widths:
+            for method in arguments.methods:
+                peaks = [measure(family, depth, method, width, arguments) for depth in arguments.depths]
+                cells = " | ".join(f"{peak:.1f}" for peak in peaks)
+                print(f"| {family} | {width} | {method} | {cells} | {max(peaks) - peaks[0]:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Data: JSONL files and Hugging Face data sets to examples, and examples to batches of few shapes."""
+
+from .batch import Batch, bucket_widths, collate
+from .example import Example, Splits
+from .load import load_datasets
+from .order import BatchOrder
+from .packing import pack
+from .show import show_batch
+
+__all__ = [
+    "Batch",
+    "BatchOrder",
+    "Example",
+    "Splits",
+    "bucket_widths",
+    "collate",
+    "load_datasets",
+    "pack",
+    "show_batch",
+]

@@ -1,0 +1,73 @@
+"""--show-batch: the tokens of a batch as text, those that count in the loss marked."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from .batch import Batch
+
+COUNTED, MASKED, SPECIAL = "bold green", "dim", "bold magenta"
+OPEN, CLOSE = "⟦", "⟧"
+
+
+def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> None:
+    """Print every document of `batch`: source, token counts, and its text with what counts in the loss marked.
+
+    On a terminal by colour (special tokens in one of their own), elsewhere by ⟦ ⟧ around what counts. Special tokens
+    are written out; control characters are escaped, so nothing in the data reaches the terminal as a command.
+    """
+    console = console or Console()
+    rows, width = batch.inputs.shape
+    console.print(Text(f"First batch: {rows} row{'s' * (rows > 1)} of {width} positions.", style="bold"))
+    for row, (sources, sizes) in enumerate(zip(batch.sources, batch.positions, strict=True)):
+        start = 0
+        if not sources:
+            console.print(Text(f"row {row + 1}: blank (weight 0)"))
+        for source, size in zip(sources, sizes, strict=True):
+            end = start + size
+            tokens = [int(batch.inputs[row, start]), *batch.targets[row, start:end].tolist()]
+            counts = [False, *(batch.weights[row, start:end] > 0).tolist()]
+            head = f"row {row + 1}: {printable(source)}: {size + 1} tokens, {sum(counts)} count in the loss"
+            console.print(Text(head, style="bold"), soft_wrap=True)
+            console.print(_marked(tokens, counts, tokenizer, console.is_terminal), soft_wrap=True)
+            start = end
+
+
+def _marked(tokens: list[int], counts: list[bool], tokenizer: Any, coloured: bool) -> Text:
+    shown = Text()
+    for counted, text, special in _pieces(tokens, counts, tokenizer):
+        if coloured:
+            shown.append(
+                text, style=SPECIAL + (" underline" if counted else "") if special else COUNTED if counted else MASKED
+            )
+        else:
+            shown.append(f"{OPEN}{text}{CLOSE}" if counted else text)
+    return shown
+
+
+def _pieces(tokens: list[int], counts: list[bool], tokenizer: Any) -> Iterator[tuple[bool, str, bool]]:
+    """(counted, text, special) for each longest run of like tokens: a character may take several of them."""
+    special = set(tokenizer.all_special_ids)
+    keys = [(counted, token in special) for token, counted in zip(tokens, counts, strict=True)]
+    for (counted, is_special), group in groupby(zip(keys, tokens, strict=True), key=lambda pair: pair[0]):
+        text = tokenizer.decode([token for _, token in group], skip_special_tokens=False)
+        yield counted, printable(text), is_special
+
+
+def printable(text: str) -> str:
+    r"""`text` with control and format characters (categories Cc, Cf, Cs, Co, Zl, Zp) as escapes; "\n" also breaks."""
+    return "".join(_escape(character) for character in text)
+
+
+def _escape(character: str) -> str:
+    if character == "\n":
+        return "\\n\n"
+    if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}:
+        return character.encode("unicode_escape").decode("ascii")
+    return character

@@ -1,0 +1,101 @@
+"""Where rows come from: JSONL files, and data sets on the Hugging Face hub or on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+Rows = Iterator[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one split: `rows()` yields (source, row), `count` of them or a few less; `name` is for messages."""
+
+    name: str
+    count: int
+    rows: Callable[[], Rows]
+
+
+def jsonl(path: Path) -> Table:
+    """The lines of a JSONL file, in order; blank lines are passed over. UserError names file and line of a bad one."""
+    try:
+        with path.open("rb") as file:
+            count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+    return Table(str(path), count, lambda: _lines(path))
+
+
+def _lines(path: Path) -> Rows:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            source = f"{path}:{number}"
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{source}: not UTF-8 (byte {raw[error.start]:#04x} at column {error.start + 1}); "
+                    "save the file as UTF-8."
+                ) from error
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                # JSON can spell half a surrogate pair (\ud83d), which is no character and has no tokens.
+                if "\\u" in line:
+                    json.dumps(row, ensure_ascii=False).encode()
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{source}: not JSON: {error.msg} at column {error.colno}; expected one object a line."
+                ) from error
+            except UnicodeEncodeError as error:
+                raise UserError(f"{source}: a \\u escape that is half of a character ({error.reason}).") from error
+            except RecursionError as error:
+                raise UserError(f"{source}: JSON nested too deeply.") from error
+            yield source, row
+
+
+def saved(folder: Path) -> bool:
+    """Whether the folder was written by `save_to_disk` of the datasets library."""
+    return any((folder / mark).exists() for mark in ("dataset_dict.json", "state.json"))
+
+
+def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | None = None) -> dict[str, Table]:
+    """The splits of a data set by name: one of the hub, or a folder that `datasets` reads or has saved.
+
+    split: one split, `datasets` slices allowed ("train[:80%]"), given as {split: table}; None gives all of them.
+    options: further arguments of `datasets.load_dataset`. UserError where there is no such data set, split or option.
+    """
+    import datasets
+
+    options = options or {}
+    if "trust_remote_code" in options:
+        raise UserError(f"hf_dataset {name}: trust_remote_code is refused: no code of a data set is ever run.")
+    if name == "pandas":
+        raise UserError(
+            "hf_dataset pandas: refused: it unpickles files, and a pickle can run code; use parquet or JSON."
+        )
+    try:
+        if split is None and saved(Path(name)):
+            loaded = datasets.load_from_disk(name)
+        else:
+            loaded = datasets.load_dataset(name, split=split, **options)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{name}{f' ({split})' if split else ''}: no such data, neither a folder here nor a data set of the "
+            f"Hugging Face hub that can be reached: {reason}"
+        ) from error
+    if isinstance(loaded, datasets.Dataset):
+        loaded = {split or "train": loaded}
+    return {key: _table(f"{name} [{key}]", dataset) for key, dataset in loaded.items()}
+
+
+def _table(name: str, dataset: Any) -> Table:
+    return Table(name, len(dataset), lambda: ((f"{name} row {index}", row) for index, row in enumerate(dataset)))

@@ -1,0 +1,120 @@
+"""What a person sees of the demo: four numbered parts, a progress bar, answers side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..train.log import Screen, duration
+
+INDENT = 4
+WIDEST = 112
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as at most `width` blocks, each the mean of an equal stretch, from the lowest mean to the highest."""
+    count = min(width, len(values))
+    cuts = [round(index * len(values) / count) for index in range(count + 1)] if count else []
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join(_BLOCKS[round((mean - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for mean in means)
+
+
+class DemoScreen(Screen):
+    """The demo's view of a run. The trainer's own lines stay out of sight; the report has their content."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+        self.console.width = min(self.console.width, WIDEST)
+        super().__init__(console=self.console)
+        self.losses: list[float] = []
+        self._began = 0.0
+
+    def title(self, text: str, below: str) -> None:
+        """The first two lines."""
+        self.console.print()
+        self.console.print(Text(f"  {text}", style="bold"))
+        self._padded(Text(below, style="dim"), 2)
+
+    def part(self, number: int, heading: str) -> None:
+        """Begin a numbered part."""
+        self.console.print()
+        self.console.print(Text.assemble(" ", (f" {number} ", "reverse cyan"), "  ", (heading, "bold")))
+
+    def line(self, *parts: str | tuple[str, str]) -> None:
+        """A paragraph of the part; a pair is a text and its style."""
+        self._padded(Text.assemble(*parts), INDENT + 1)
+
+    def working(self, text: str) -> AbstractContextManager:
+        """A spinner beside `text` for as long as the work takes; a plain line where the output is no terminal."""
+        if not self.console.is_terminal:
+            self.line((text, "dim"))
+            return nullcontext()
+        return self.console.status(Text(f"{text} …", style="dim"), spinner="dots", spinner_style="cyan")
+
+    def answers(self, rows: Sequence[tuple[str, str, str, bool]]) -> None:
+        """Message, answer before, answer after, and whether the latter is right."""
+        table = Table.grid(padding=(0, 1))
+        table.add_column(style="dim", width=6)
+        table.add_column(overflow="fold")
+        for message, before, after, right in rows:
+            table.add_row("", "")
+            table.add_row("", Text(message, style="bold"))
+            table.add_row("before", Text(before or "(nothing)", style="red"))
+            table.add_row("after", Text.assemble((after, "green" if right else "red"), "  ✓" if right else "  ✗"))
+        self._padded(table, INDENT + 1)
+
+    def end(self, before: str, after: str, report: str, again: str, seconds: float) -> None:
+        """The last lines: the two figures, where the report is, what to try next."""
+        self.console.print()
+        self.console.rule(style="dim")
+        self.line(
+            (before, "bold red"), "  →  ", (after, "bold green"), f"   exactly right, in {seconds:.0f} s all told"
+        )
+        self.line(("report  ", "dim"), report)
+        self.line(("try     ", "dim"), again)
+        self.console.print()
+
+    def say(self, text: str) -> None:
+        """Leave out a line of the trainer's."""
+
+    def start(self, done: int, total: int) -> None:
+        """Show the bar, on a terminal."""
+        self._began = time.perf_counter()
+        if not self.console.is_terminal:
+            return
+        self._bar = Progress(
+            TextColumn(" " * INDENT),
+            BarColumn(bar_width=30, complete_style="cyan", finished_style="cyan"),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}", style="dim"),
+            console=self.console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=total, completed=done, note="compiling the step")
+        self._bar.start()
+
+    def advance(self, done: int, note: str) -> None:
+        """Move the bar to `done` iterations; note: the trainer's `loss 0.1234`."""
+        self.losses.append(float(note.removeprefix("loss ")))
+        if self._bar is not None:
+            total = self._bar.tasks[0].total or done
+            left = (time.perf_counter() - self._began) / done * (total - done)
+            self._bar.update(self._task, completed=done, note=f"{note}  {duration(left)} left")
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Validation is quick: say only that it is going on."""
+        if self._bar is not None:
+            self._bar.update(self._task, note="validation")
+
+    def _padded(self, what: Text | Table, left: int) -> None:
+        self.console.print(Padding(what, (0, 1, 0, left)))

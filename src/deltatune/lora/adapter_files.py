@@ -1,0 +1,220 @@
+"""Saves and loads adapters in mlx-lm's format: adapters.safetensors beside adapter_config.json.
+
+mlx-lm rebuilds the adapters from `lora_parameters` (one rank, scale, dropout and kind for all) and `keys`; ours are
+always explicit full paths. Reading, the tensors themselves say which modules carry an adapter and of what rank, so
+whatever mlx_lm.lora wrote is understood without repeating its defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import UserError
+from .adapter import Adapter
+from .convert import FINE_TUNE_TYPES, Report, adapters, install_adapters, make_adapters
+from .tensor_files import read_header, replace_file, write_tensors
+
+WEIGHTS = "adapters.safetensors"
+CONFIG = "adapter_config.json"
+
+_LEAF = re.compile(r"^(?P<path>.+)\.(?P<leaf>lora_a|lora_b|m)(\.\d+)?$")
+_NAMED = 3
+
+
+def save_adapters(
+    model: nn.Module, directory: str | Path, config: Mapping[str, Any], *, weights: str = WEIGHTS
+) -> Path:
+    """Write what `model` trains into `directory`; `config` (options of the run) is kept in adapter_config.json.
+
+    Unequal ranks are padded with zeros and unequal scales folded into lora_b. UserError for what the format cannot
+    say (LoRA and DoRA in one adapter, trained tensors outside adapters) and for a disk that refuses. Each file is
+    replaced in one move. Returns the path of the weights.
+    """
+    directory = Path(directory)
+    tensors, described = adapter_state(model)
+    content = {**config, **described}
+    content.setdefault("num_layers", -1)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(content, indent=4, sort_keys=True, default=str)
+        replace_file(directory / weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
+        replace_file(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{directory}: the adapter cannot be written ({error.strerror}).") from error
+    return directory / weights
+
+
+def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """The tensors to save, by full path, and the part of adapter_config.json that says how to rebuild them."""
+    trained = _flat(model.trainable_parameters())
+    found = adapters(model)
+    if not found:
+        return trained, {"fine_tune_type": "full", "lora_parameters": None}
+    outside = [name for name in trained if not name.startswith(tuple(f"{path}." for path in found))]
+    if outside:
+        raise UserError(f"{_some(outside)} is trained beside adapters: mlx-lm's format has no place for it.")
+    kinds = {getattr(adapter, "kind", "lora"): path for path, adapter in found.items()}
+    if len(kinds) > 1:
+        raise UserError(
+            f"LoRA ({kinds['lora']}) and DoRA ({kinds['dora']}) in one adapter: mlx-lm's format has one kind for all."
+        )
+    dropouts = {adapter.dropout._p_1: path for path, adapter in found.items()}
+    if len(dropouts) > 1:
+        raise UserError(f"{_some(list(dropouts.values()))} differ in dropout: mlx-lm's format has one for all.")
+    rank = max(_rank(adapter) for adapter in found.values())
+    scale = next(iter(found.values())).scale
+    tensors = {}
+    for path, adapter in found.items():
+        tensors.update({f"{path}.{leaf}": value for leaf, value in _unified(path, adapter, rank, scale).items()})
+    parameters = {"rank": rank, "scale": scale, "dropout": round(1 - next(iter(dropouts)), 12), "keys": list(found)}
+    return tensors, {"fine_tune_type": next(iter(kinds)), "lora_parameters": parameters}
+
+
+def _flat(tree: Any) -> dict[str, mx.array]:
+    return tree_flatten(tree, destination={})  # type: ignore[return-value]
+
+
+def _rank(adapter: nn.Module) -> int:
+    factor = adapter["lora_a"]
+    return (factor[0] if isinstance(factor, list) else factor).shape[1]
+
+
+def _unified(path: str, adapter: nn.Module, rank: int, scale: float) -> dict[str, mx.array]:
+    """The adapter's tensors at the common rank and scale."""
+    leaves = {key: adapter[key] for key in ("lora_a", "lora_b", "m") if key in adapter}
+    if _rank(adapter) == rank and adapter.scale == scale:
+        return _flat(leaves)
+    if not isinstance(adapter, Adapter):
+        raise UserError(f"{path}: {type(adapter).__name__} has another rank or scale than the rest; give all the same.")
+    leaves["lora_a"] = _padded(leaves["lora_a"], 1, rank)
+    leaves["lora_b"] = _padded(leaves["lora_b"], 2 if leaves["lora_b"].ndim == 3 else 0, rank)
+    leaves["lora_b"] = leaves["lora_b"] * (adapter.scale / scale)
+    return leaves
+
+
+def _padded(factor: mx.array, axis: int, rank: int) -> mx.array:
+    widths = [(0, 0)] * factor.ndim
+    widths[axis] = (0, rank - factor.shape[axis])
+    return mx.pad(factor, widths)
+
+
+def load_adapters(model: nn.Module, directory: str | Path) -> Report:
+    """Put the adapter saved in `directory`, by us or by mlx_lm.lora, on `model`, in place, ready to train or to use.
+
+    UserError for a missing or damaged adapter, and for one of another model, with the first tensors that do not fit.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in FINE_TUNE_TYPES:
+        raise UserError(f"{directory / CONFIG}: fine_tune_type {kind!r} is not known; expected {FINE_TUNE_TYPES}.")
+    if adapters(model):
+        raise ValueError("The model already carries adapters: load the base model again, or merge them first.")
+    tensors = read_weights(directory / WEIGHTS)
+    if kind == "full":
+        _check_shapes(directory, tensors, _flat(model.parameters()))
+        model.load_weights(list(tensors.items()), strict=False)
+        return Report(converted=sorted(tensors))
+    made = _rebuilt(model, directory, config, tensors, dora=kind == "dora")
+    install_adapters(model, made)
+    model.load_weights(list(tensors.items()), strict=False)
+    return Report(converted=list(made))
+
+
+def load_adapter_weights(model: nn.Module, path: str | Path) -> None:
+    """Load a file of adapter tensors into a model that was converted alike. UserError for tensors that do not fit."""
+    tensors = read_weights(Path(path))
+    _check_shapes(Path(path), tensors, _flat(model.trainable_parameters()))
+    model.load_weights(list(tensors.items()), strict=False)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """adapter_config.json as a mapping. UserError where it is missing or no JSON object."""
+    path = directory / CONFIG
+    if not directory.is_dir():
+        raise UserError(f"adapter {directory}: no such directory.")
+    if not path.is_file():
+        raise UserError(
+            f"adapter {directory}: no {CONFIG} in it; expected a directory written by deltatune or mlx_lm.lora."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: not JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(content).__name__}.")
+    return content
+
+
+def read_weights(path: Path) -> dict[str, mx.array]:
+    """The tensors of an adapter file, checked before MLX reads it."""
+    if not path.is_file():
+        raise UserError(f"adapter {path}: no such file.")
+    if not read_header(path).tensors:
+        raise UserError(f"adapter {path}: holds no tensor.")
+    tensors: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
+    mx.eval(tensors)
+    return tensors
+
+
+def _rebuilt(
+    model: nn.Module, directory: Path, config: dict[str, Any], tensors: dict[str, mx.array], *, dora: bool
+) -> dict[str, nn.Module]:
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("scale"), int | float):
+        raise UserError(f"{directory / CONFIG}: lora_parameters with a number `scale` expected, got {parameters!r}.")
+    modules = dict(model.named_modules())
+    ranks, misfits = {}, []
+    for name, tensor in tensors.items():
+        match = _LEAF.match(name)
+        if match is None:
+            misfits.append(f"{name} is no adapter tensor")
+        elif match["path"] not in modules:
+            misfits.append(f"{name}: the model has no module {match['path']}")
+        elif match["leaf"] == "lora_a" and tensor.ndim > 1:
+            ranks[match["path"]] = tensor.shape[1]
+    if not misfits:
+        made = make_adapters(model, ranks, float(parameters["scale"]), parameters.get("dropout", 0.0), dora=dora)
+        expected = {
+            f"{path}.{name}": value
+            for path, adapter in made.items()
+            for name, value in _flat(adapter.parameters()).items()
+            if _LEAF.match(f"{path}.{name}") and not name.startswith(("linear.", "embedding."))
+        }
+        misfits = _misfits(tensors, expected) + [f"{name} is missing" for name in expected if name not in tensors]
+    _refuse(directory, misfits, len(tensors))
+    return made
+
+
+def _check_shapes(where: Path, tensors: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+    _refuse(where, _misfits(tensors, expected), len(tensors))
+
+
+def _misfits(tensors: dict[str, mx.array], expected: dict[str, mx.array]) -> list[str]:
+    found = []
+    for name, tensor in tensors.items():
+        if name not in expected:
+            found.append(f"the model has no {name}")
+        elif tensor.shape != expected[name].shape:
+            found.append(f"{name} has shape {tensor.shape}, the model's is {expected[name].shape}")
+    return found
+
+
+def _refuse(where: Path, misfits: list[str], count: int) -> None:
+    if misfits:
+        raise UserError(
+            f"adapter {where} is for another model: {len(misfits)} of its {count} tensors do not fit: {_some(misfits)}."
+        )
+
+
+def _some(items: list[str]) -> str:
+    rest = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return "; ".join(items[:_NAMED]) + rest

@@ -1,0 +1,84 @@
+"""LoRA and DoRA on a linear layer, plain or quantised at any width and mode.
+
+LoRA: Hu et al., https://arxiv.org/abs/2106.09685. DoRA: Liu et al., https://arxiv.org/abs/2402.09353. Names and
+shapes as in mlx_lm.tuner: lora_a [in, r], lora_b [r, out], m [out].
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .adapter import Adapter, uniform
+from .weights import dense_weight, input_size, is_quantized, with_weight
+
+
+class LoRALinear(Adapter):
+    """y = linear(x) + scale * dropout(x) A B, for x [..., in]; the update is added in x's dtype."""
+
+    base_name = "linear"
+    kind = "lora"
+
+    def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+        super().__init__(linear, scale, dropout)
+        inputs, outputs = input_size(linear), linear["weight"].shape[0]
+        self.lora_a = uniform(inputs, (inputs, rank))
+        self.lora_b = mx.zeros((rank, outputs))
+
+    @property
+    def rank(self) -> int:
+        return self.lora_a.shape[1]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        update = (self.dropout(x) @ self.lora_a) @ self.lora_b
+        return self.linear(x) + (self.scale * update).astype(x.dtype)
+
+    def fuse(self, dequantize: bool = False) -> nn.Module:
+        return with_weight(self.linear, self._fused_weight(), nn.Linear, dequantize)
+
+    def _adapted(self) -> mx.array:
+        weight = dense_weight(self.linear).astype(mx.float32)
+        return weight + (self.scale * self.lora_b.T) @ self.lora_a.T
+
+    def _fused_weight(self) -> mx.array:
+        return self._adapted().astype(dense_weight(self.linear).dtype)
+
+
+class DoRALinear(LoRALinear):
+    """y = m / |W + scale (A B)^T| * (x W^T + scale * dropout(x) A B) + bias; norms by row, no gradient through them.
+
+    The norm is expanded, |w|^2 + 2 w.d + |d|^2, so that no matrix of W's size is made in a step.
+    """
+
+    kind = "dora"
+
+    def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+        super().__init__(linear, rank, scale, dropout)
+        self.m = mx.linalg.norm(dense_weight(linear).astype(mx.float32), axis=1)
+        # Private, so no parameter: m is trained, this stays the norm of the base.
+        self._base_norm = self.m
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self._without_bias(x)
+        update = (self.dropout(x) @ self.lora_a) @ self.lora_b
+        y = y + (self.scale * update).astype(x.dtype)
+        y = (self.m / self._adapted_norm()).astype(x.dtype) * y
+        return y + self.linear.bias if "bias" in self.linear else y
+
+    def _without_bias(self, x: mx.array) -> mx.array:
+        linear = self.linear
+        if not is_quantized(linear):
+            return x @ linear["weight"].T
+        settings = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
+        return mx.quantized_matmul(x, linear["weight"], linear["scales"], linear.get("biases"), **settings)
+
+    def _adapted_norm(self) -> mx.array:
+        a, b = mx.stop_gradient(self.lora_a), self.scale * mx.stop_gradient(self.lora_b)
+        cross = (self._without_bias(a.T).astype(mx.float32) * b).sum(axis=0)
+        own = (((a.T @ a) @ b) * b).sum(axis=0)
+        return mx.sqrt(mx.maximum(self._base_norm**2 + 2 * cross + own, 0))
+
+    def _fused_weight(self) -> mx.array:
+        adapted = self._adapted()
+        rescaled = (self.m / mx.linalg.norm(adapted, axis=1))[:, None] * adapted
+        return rescaled.astype(dense_weight(self.linear).dtype)

@@ -1,0 +1,185 @@
+"""safetensors files: a checked header, bytes carried as they are, and writing that notices a full disk.
+
+Format: https://huggingface.co/docs/safetensors. MLX's own reader and writer neither check a file's extents nor keep
+types that MLX lacks (8-bit floats), and a checkpoint's untouched tensors must survive a merge bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import UserError
+
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+_NAMES = {
+    mx.float64: "F64",
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.int64: "I64",
+    mx.int32: "I32",
+    mx.int16: "I16",
+    mx.int8: "I8",
+    mx.uint64: "U64",
+    mx.uint32: "U32",
+    mx.uint16: "U16",
+    mx.uint8: "U8",
+    mx.bool_: "BOOL",
+    mx.complex64: "C64",
+}
+_LARGEST_HEADER = 100_000_000
+_COPY_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a file: its type as named in the format, its shape, where its bytes lie in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+    path: Path
+
+    def write(self, out: BinaryIO) -> None:
+        """Copy the bytes as they are."""
+        with self.path.open("rb") as source:
+            source.seek(self.start)
+            left = self.size
+            while left:
+                piece = source.read(min(left, _COPY_BYTES))
+                if not piece:
+                    raise UserError(f"{self.path}: ends early; it changed while it was read.")
+                out.write(piece)
+                left -= len(piece)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself: free-text metadata and its tensors, in the file's order."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, Stored]
+
+
+def read_header(path: Path) -> Header:
+    """The checked header of a safetensors file. UserError where the file is truncated, corrupt or unreadable."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+                raise UserError(f"{path}: not a safetensors file, or cut short ({size} bytes); download it again.")
+            content = json.loads(file.read(length))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: corrupt safetensors header ({error}); download it again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: corrupt safetensors header (a table of tensors was expected); download it again.")
+    metadata = content.pop("__metadata__", None) or {}
+    entries = [(name, _stored(path, name, entry, 8 + length)) for name, entry in content.items()]
+    entries.sort(key=lambda item: item[1].start)
+    _check_extents(path, entries, 8 + length, size)
+    return Header(metadata, dict(entries))
+
+
+def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        bits = _BITS[dtype] * math.prod(shape)
+        sound = all(isinstance(n, int) and n >= 0 for n in (start, end, *shape)) and (end - start) * 8 == bits
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: tensor {name!r} has a corrupt entry ({error!r}); download the file again.") from error
+    if not sound:
+        raise UserError(
+            f"{path}: tensor {name!r} of type {dtype} and shape {shape} cannot fill its {end - start} bytes."
+        )
+    return Stored(dtype, shape, base + start, end - start, path)
+
+
+def _check_extents(path: Path, entries: list[tuple[str, Stored]], begin: int, size: int) -> None:
+    expected = begin
+    for name, stored in entries:
+        if stored.start != expected:
+            raise UserError(f"{path}: tensor {name!r} overlaps another or leaves a gap; the file is corrupt.")
+        expected = stored.start + stored.size
+    if expected != size:
+        what = "is cut short" if size < expected else "has bytes that belong to no tensor"
+        raise UserError(f"{path}: {what}: {expected} bytes expected, {size} found; download it again.")
+
+
+@dataclass(frozen=True)
+class _Computed:
+    array: mx.array
+
+    @property
+    def dtype(self) -> str:
+        return _NAMES[self.array.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def size(self) -> int:
+        return self.array.nbytes
+
+    def write(self, out: BinaryIO) -> None:
+        array = self.array.view(mx.uint16) if self.array.dtype == mx.bfloat16 else self.array
+        out.write(np.ascontiguousarray(np.array(array)).tobytes())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, mx.array | Stored], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file: arrays, or tensors of other files byte for byte. OSError where the disk refuses.
+
+    The file is on the disk, not in a cache, when this returns.
+    """
+    entries = {
+        name: t if isinstance(t, Stored) else _Computed(t() if callable(t) else t) for name, t in tensors.items()
+    }
+    # Wide types first, as the reference writer does, so that every tensor is aligned.
+    order = sorted(entries, key=lambda name: -_BITS[entries[name].dtype])
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in order:
+        entry = entries[name]
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.size]}
+        offset += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)))
+        out.write(text)
+        for name in order:
+            entries.pop(name).write(out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write(temporary)` make a file beside `path`, then put it there in one move: the old one, or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

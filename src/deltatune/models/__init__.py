@@ -1,0 +1,1 @@
+"""Everything that knows upstream models: loading, describing, splitting before the head, writing."""

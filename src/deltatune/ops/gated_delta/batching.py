@@ -1,0 +1,32 @@
+"""A vmap rule for functions that already have a batch axis: the mapped axis is folded into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+
+def over_batch(
+    function: Callable[..., Sequence[mx.array]], batch_in: Sequence[int], batch_out: Sequence[int]
+) -> Callable[..., tuple[list[mx.array], list[int]]]:
+    """The rule for `function`, whose n-th input and output have their batch at axis batch_in[n] and batch_out[n]."""
+
+    def rule(inputs: Sequence[mx.array], axes: Sequence[int | None]) -> tuple[list[mx.array], list[int]]:
+        mapped = next(x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None)
+        folded = [_fold(x, axis, at, mapped) for x, axis, at in zip(inputs, axes, batch_in, strict=True)]
+        outputs = function(*folded)
+        unfolded = [mx.unflatten(x, at, (mapped, -1)) for x, at in zip(outputs, batch_out, strict=True)]
+        return unfolded, list(batch_out)
+
+    return rule
+
+
+def _fold(x: mx.array, axis: int | None, batch: int, mapped: int) -> mx.array:
+    """Merge the mapped axis, or `mapped` copies where there is none, into the batch axis."""
+    if axis is None:
+        shape = (*x.shape[:batch], mapped, *x.shape[batch:])
+        x = mx.broadcast_to(mx.expand_dims(x, batch), shape)
+    else:
+        x = mx.moveaxis(x, axis, batch)
+    return mx.flatten(x, batch, batch + 1)

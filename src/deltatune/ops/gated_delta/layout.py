@@ -1,0 +1,66 @@
+"""How a sequence is cut into chunks, chunks into groups, and how a group lies in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+# Chunk-heads (chunks x batch x value heads) worked on at once: enough for the device, few enough for its memory.
+_GROUP_CPU = 16
+_GROUP_GPU = 1024
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) of one group, in that many chunks; the last chunk may be short of tokens."""
+
+    start: int
+    stop: int
+    chunks: int
+
+
+class Cut(NamedTuple):
+    """A sequence of `length` tokens in chunks of `size`, `group` chunks at a time."""
+
+    length: int
+    size: int
+    group: int
+
+    def groups(self) -> list[Span]:
+        tokens = self.size * self.group
+        starts = range(0, self.length, tokens)
+        stops = [min(start + tokens, self.length) for start in starts]
+        return [Span(start, stop, -(-(stop - start) // self.size)) for start, stop in zip(starts, stops, strict=True)]
+
+
+def cut(length: int, heads: int, key_size: int) -> Cut:
+    """Chunk and group sizes for `heads` = batch x value heads. Measured on a CPU (docs/log.md)."""
+    size = 64 if key_size > 64 else 32
+    while size > 16 and size // 2 >= length:
+        size //= 2
+    room = _GROUP_CPU if mx.default_device() == mx.Device(mx.cpu) else _GROUP_GPU
+    return Cut(length, size, max(1, min(16, room // heads)))
+
+
+def chunked(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
+    """Tokens [start, stop) of x [B, T, H, ...] as [n, B, K, H / K, C, ...] in fp32, zeros after the last token."""
+    start, stop, count = span
+    part = x[:, start:stop].astype(mx.float32)
+    missing = count * size - (stop - start)
+    if missing:
+        part = mx.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))
+    batch, _, heads, *rest = part.shape
+    part = part.reshape(batch, count, size, key_heads, heads // key_heads, *rest)
+    return part.transpose(1, 0, 3, 4, 2, *range(5, part.ndim))
+
+
+def write(whole: mx.array, part: mx.array, span: Span) -> None:
+    """Put the tokens of one group, laid out by `chunked`, into their place in `whole` [B, T, H, ...].
+
+    Writing into one array, which MLX does without a copy as long as nothing else reads it, halves the peak of
+    keeping the parts and joining them.
+    """
+    part = part.transpose(1, 0, 4, 2, 3, *range(5, part.ndim))
+    batch, count, size, key_heads, repeats, *rest = part.shape
+    part = part.reshape(batch, count * size, key_heads * repeats, *rest)
+    whole[:, span.start : span.stop] = part[:, : span.stop - span.start].astype(whole.dtype)

@@ -1,0 +1,71 @@
+"""Patches that bring deltatune's gradients into other packages' models: applied explicitly, reverted exactly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import mlx.nn as nn
+
+from . import mlx_lm, patch
+from .patch import Patch, PatchWarning, Report
+from .recurrence import served
+from .structure import gated_delta_layers, is_gated_delta
+from .verify import explain, reached
+
+__all__ = [
+    "PATCHES",
+    "Patch",
+    "PatchWarning",
+    "Report",
+    "apply",
+    "gated_delta_layers",
+    "is_gated_delta",
+    "patched",
+    "reached",
+    "revert",
+    "served",
+]
+
+PATCHES: tuple[Patch, ...] = mlx_lm.PATCHES
+
+_depth = 0
+
+
+def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Report:
+    """Put every patch in force; harmless when they are. With `model`, trace it to see that each layer is reached.
+
+    `announce` gets a report for each target whose module is imported only later. Warns (PatchWarning) about whatever
+    stays on other code.
+    """
+    report = patch.apply(PATCHES, announce)
+    if model is not None:
+        layers = gated_delta_layers(model)
+        report.unreached += [explain(path, layers[path]) for path, ours in reached(model).items() if not ours]
+        for message in report.unreached:
+            warnings.warn(message, PatchWarning, stacklevel=2)
+    return report
+
+
+def revert() -> None:
+    """Undo apply(): every holder gets upstream's own object back."""
+    patch.revert()
+
+
+@contextmanager
+def patched(model: nn.Module | None = None) -> Iterator[Report]:
+    """Within it, gated-delta layers of any imported or later imported model train with deltatune's gradients.
+
+    With `model`, each of its gated-delta layers is traced and reported if it is not reached. Nests; the outermost
+    exit reverts.
+    """
+    global _depth
+    report = apply(model)
+    _depth += 1
+    try:
+        yield report
+    finally:
+        _depth -= 1
+        if _depth == 0:
+            revert()

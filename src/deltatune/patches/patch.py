@@ -1,0 +1,270 @@
+"""A patch is a record: what it replaces, in which versions, why. Apply, and revert exactly.
+
+Consumers import the function by value, so every module that holds the very object is rebound, known or not, and on
+revert every module that holds ours gets upstream's back. A target that is not what a record knows is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from .importing import ImportWatch
+
+Function = Callable[..., Any]
+OWN = __name__.partition(".")[0]
+
+
+class PatchWarning(UserWarning):
+    """Something stays on upstream's code; the message says what, why, and what that means for the training."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replacement. `module` and `name` say where it is defined (`name` may be `Class.method`)."""
+
+    package: str
+    versions: str
+    module: str
+    name: str
+    signature: str
+    holders: tuple[str, ...]
+    reason: str
+    without: str
+    replacement: Callable[[Function], Function]
+    check: Callable[[Function, Function], str | None] | None = None
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A record in force: `holders` are the modules that hold the replacement now."""
+
+    patch: Patch
+    version: str
+    holders: tuple[str, ...]
+
+    def __str__(self) -> str:
+        held = f" in {len(self.holders)} modules" if len(self.holders) > 1 else ""
+        return f"{self.patch.name}{held} ({self.patch.package} {self.version})"
+
+
+@dataclass
+class Report:
+    """What apply() did. `left_alone` and `unreached` hold messages for a person; `waiting` modules not imported yet."""
+
+    applied: list[Applied] = field(default_factory=list)
+    left_alone: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    unreached: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing that is loaded stays on somebody else's code."""
+        return not self.left_alone and not self.unreached
+
+    def __str__(self) -> str:
+        parts = [str(each) for each in self.applied] or ["nothing patched yet"]
+        return "; ".join(parts + self.left_alone + self.unreached)
+
+
+@dataclass
+class _InForce:
+    patch: Patch
+    version: str
+    upstream: Function
+    ours: Function
+
+
+_in_force: dict[str, _InForce] = {}
+_watches: list[ImportWatch] = []
+
+
+def apply(patches: Sequence[Patch], announce: Callable[[Report], None] | None = None) -> Report:
+    """Put `patches` in force; applying twice only reaches holders that appeared since.
+
+    Targets in modules not imported yet follow when those are imported; `announce` gets the report of each such one.
+    Warns (PatchWarning) about everything that is left on other code.
+    """
+    report = Report()
+    targets: dict[str, list[Patch]] = {}
+    for patch in patches:
+        targets.setdefault(patch.target, []).append(patch)
+    for records in targets.values():
+        module = records[0].module
+        if module in sys.modules:
+            _apply_target(records, report)
+        else:
+            report.waiting.append(module)
+            _watch(module, records, announce)
+    return report
+
+
+def _watch(module: str, records: list[Patch], announce: Callable[[Report], None] | None) -> None:
+    if any(watch.name == module for watch in _watches):
+        return
+
+    def then() -> None:
+        late = Report()
+        _apply_target(records, late)
+        if announce is not None:
+            announce(late)
+
+    _watches.append(ImportWatch(module, then))
+
+
+def revert() -> None:
+    """Take everything out of force: each module and class that holds a replacement gets upstream's object back."""
+    for watch in _watches:
+        watch.stop()
+    _watches.clear()
+    for entry in _in_force.values():
+        _rebind(entry.patch, entry.ours, entry.upstream)
+    _in_force.clear()
+
+
+def in_force(target: str) -> Function | None:
+    """The replacement now in force for `target`, or None."""
+    entry = _in_force.get(target)
+    return entry.ours if entry else None
+
+
+def _apply_target(records: list[Patch], report: Report) -> None:
+    target = records[0].target
+    if target not in _in_force:
+        found = _known(records)
+        if isinstance(found, str):
+            _leave(report, f"{target} stays as it is: {found} {records[0].without}")
+            return
+        _in_force[target] = found
+    entry = _in_force[target]
+    _rebind(entry.patch, entry.upstream, entry.ours)
+    report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch))))
+    for where, value in _foreign(entry):
+        origin = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
+        _leave(
+            report,
+            f"{where} is {origin}, neither {entry.patch.package}'s nor deltatune's: left alone. "
+            f"{entry.patch.without} To hand it over, undo that replacement before deltatune's patches are applied.",
+        )
+
+
+def _leave(report: Report, message: str) -> None:
+    report.left_alone.append(message)
+    warnings.warn(message, PatchWarning, stacklevel=4)
+
+
+def _known(records: list[Patch]) -> _InForce | str:
+    """The record that fits what is installed, checked against it; or why none does."""
+    first = records[0]
+    version = _version(first.package)
+    fitting = [p for p in records if version and SpecifierSet(p.versions).contains(Version(version), prereleases=True)]
+    if version is None or not fitting:
+        return f"{first.package} {version} is not a version that deltatune knows ({_versions(records)})."
+    patch = fitting[0]
+    upstream = _upstream(patch)
+    if upstream is None:
+        return f"it was replaced by somebody else, and {patch.package}'s own function is nowhere to be found."
+    signature = _signature(upstream)
+    if signature != patch.signature:
+        return f"its signature is {signature}, and {patch.package} {version} was expected to have {patch.signature}."
+    ours = functools.wraps(upstream)(patch.replacement(upstream))
+    problem = patch.check(upstream, ours) if patch.check else None
+    return problem if problem else _InForce(patch, version, upstream, ours)
+
+
+def _version(package: str) -> str | None:
+    """What the imported package says of itself (mlx says it in mlx.core), not what some metadata on the path says."""
+    for name in (package, f"{package}.core"):
+        if hasattr(sys.modules.get(name), "__version__"):
+            return str(sys.modules[name].__version__)
+    return None
+
+
+def _versions(records: list[Patch]) -> str:
+    return " or ".join(patch.versions for patch in records)
+
+
+def _signature(function: Function) -> str:
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def _upstream(patch: Patch) -> Function | None:
+    """The function that `patch.module` itself defines, wherever it is still held under its name."""
+    defining = sys.modules[patch.module]
+    for namespace in [_owner(patch)] + [module.__dict__ for module in _modules()]:
+        value: Any = namespace.get(_attribute(patch))
+        plain = isinstance(value, FunctionType) and value.__code__.co_name == _attribute(patch)
+        if plain and value.__globals__ is defining.__dict__:
+            return value
+    return None
+
+
+def _attribute(patch: Patch) -> str:
+    return patch.name.rpartition(".")[2]
+
+
+def _owner(patch: Patch) -> dict[str, Any]:
+    """The namespace in which the target is defined: its module's, or its class's (a copy, for reading)."""
+    owner: Any = sys.modules[patch.module]
+    for part in patch.name.split(".")[:-1]:
+        owner = getattr(owner, part)
+    return dict(vars(owner))
+
+
+def _modules() -> Iterator[ModuleType]:
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != OWN:
+            yield module
+
+
+def holders(function: Function, patch: Patch) -> list[str]:
+    """Names of the modules that hold `function` itself; for a method, its class."""
+    if "." in patch.name:
+        return [patch.target] if _owner(patch).get(_attribute(patch)) is function else []
+    return sorted(m.__name__ for m in _modules() if any(value is function for value in list(m.__dict__.values())))
+
+
+def _rebind(patch: Patch, old: Function, new: Function) -> None:
+    if "." in patch.name:
+        owner: Any = sys.modules[patch.module]
+        for part in patch.name.split(".")[:-1]:
+            owner = getattr(owner, part)
+        if vars(owner).get(_attribute(patch)) is old:
+            setattr(owner, _attribute(patch), new)
+        return
+    for module in _modules():
+        for name, value in list(module.__dict__.items()):
+            if value is old:
+                module.__dict__[name] = new
+
+
+def _foreign(entry: _InForce) -> Iterator[tuple[str, Any]]:
+    """Places under the package that hold another object by the target's name."""
+    patch = entry.patch
+    if "." in patch.name:
+        value = _owner(patch).get(_attribute(patch))
+        if value is not entry.ours:
+            yield patch.target, value
+        return
+    for module in _modules():
+        value = module.__dict__.get(patch.name)
+        inside = module.__name__.partition(".")[0] == patch.package or module.__name__ in patch.holders
+        # A function of that name which the module defines itself is the package's own, and another one.
+        own = getattr(value, "__globals__", None) is module.__dict__ and module.__name__ != patch.module
+        if inside and value is not None and value is not entry.ours and not own:
+            yield f"{module.__name__}.{patch.name}", value

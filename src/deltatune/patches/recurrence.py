@@ -1,0 +1,146 @@
+"""What a patched gated_delta_update does: gates in log space, routing, and a count of who served the calls."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..ops import segments
+from ..ops.gated_delta import gated_delta
+
+OURS = "deltatune"
+BACKWARD = "upstream forward, deltatune backward"
+UPSTREAM = "upstream"
+
+Update = Callable[..., tuple[mx.array, mx.array]]
+
+_served: Counter[str] = Counter()
+_callers: list[list[int]] | None = None
+
+
+def served() -> Counter[str]:
+    """Traced calls of the patched function since the last reset(), by who serves them."""
+    return Counter(_served)
+
+
+def reset() -> None:
+    """Start counting from nothing."""
+    _served.clear()
+
+
+@contextmanager
+def trace() -> Iterator[list[list[int]]]:
+    """Collects, for every call that reaches a patched function, the ids of the `self` of each frame above it."""
+    global _callers
+    outer, counts = _callers, Counter(_served)
+    found: list[list[int]] = []
+    _callers = found
+    try:
+        yield found
+    finally:
+        _callers = outer
+        _served.clear()
+        _served.update(counts)
+
+
+def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float | None = None) -> mx.array:
+    """Log of the decay, fp32, shaped as `a` [B, T, Hv] or [B, T, Hv, Dk] (mlx-lm: compute_g, compute_lower_bound_g).
+
+    -exp(A_log) softplus(a + dt_bias), or with `lower_bound` (<= 0) lower_bound sigmoid(exp(A_log) (a + dt_bias)).
+    """
+    rate = mx.exp(A_log.astype(mx.float32))
+    step = a.astype(mx.float32) + dt_bias.astype(mx.float32)
+    if lower_bound is None:
+        return -rate * nn.softplus(step)
+    return lower_bound * mx.sigmoid(rate * step)
+
+
+def route(
+    upstream: Update,
+    arrays: tuple[mx.array, ...],
+    state: mx.array | None,
+    mask: mx.array | None,
+    use_kernel: bool,
+    options: dict[str, Any],
+) -> tuple[mx.array, mx.array]:
+    """One call of gated_delta_update with arrays (q, k, v, a, b, A_log, dt_bias), served by ours or by upstream.
+
+    Training (`use_kernel` False) is ours. Otherwise the forward pass is upstream's, with our backward behind it.
+    A call that carries a state goes to upstream untouched when it decodes: one token, or `use_kernel`.
+    """
+    documents = segments.current()
+    if documents is not None:
+        if state is not None:
+            raise ValueError("gated_delta_update: packed documents start without a state; pass no cache with segments.")
+        return _count(OURS, _ours(*arrays, state=None, mask=mask, documents=documents, **options))
+    if state is not None and (use_kernel or arrays[0].shape[1] == 1):
+        return _count(UPSTREAM, upstream(*arrays, state, mask, use_kernel=use_kernel, **options))
+    if use_kernel:
+        return _count(BACKWARD, _upstream_forward(upstream, arrays, mask, options))
+    return _count(OURS, _ours(*arrays, state=state, mask=mask, documents=None, **options))
+
+
+def _count(who: str, result: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+    _served[who] += 1
+    if _callers is not None:
+        _callers.append(_selves())
+    return result
+
+
+def _selves() -> list[int]:
+    found: list[int] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if "self" in frame.f_code.co_varnames:
+            found.append(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    return found
+
+
+def _ours(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    *,
+    state: mx.array | None,
+    mask: mx.array | None,
+    documents: mx.array | None,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+) -> tuple[mx.array, mx.array]:
+    beta = mx.sigmoid(b)
+    if allow_neg_eigval:
+        beta = beta * 2.0
+    log_g = log_gate(A_log, a, dt_bias, lower_bound)
+    return gated_delta(q, k, v, log_g, beta, initial_state=state, mask=mask, segments=documents)
+
+
+def _upstream_forward(
+    upstream: Update, arrays: tuple[mx.array, ...], mask: mx.array | None, options: dict[str, Any]
+) -> tuple[mx.array, mx.array]:
+    def forward(*primals: mx.array) -> tuple[mx.array, mx.array]:
+        return upstream(*primals, None, mask, use_kernel=True, **options)
+
+    def ours(*primals: mx.array) -> tuple[mx.array, mx.array]:
+        return _ours(*primals, state=None, mask=mask, documents=None, **options)
+
+    # One argument a primal: custom functions count cotangents by position and check none of them.
+    call: Any = mx.custom_function(forward)
+
+    @call.vjp
+    def backward(primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], _: Any) -> tuple[mx.array, ...]:
+        _, gradients = mx.vjp(ours, list(primals), list(cotangents))
+        return tuple(gradients)
+
+    return call(*arrays)

@@ -1,0 +1,102 @@
+"""What is said before the first step: model, layers, what trains, on which code, on which tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+
+from .. import backend, blas
+from ..config import TrainConfig
+from ..data import BatchOrder, Splits
+from ..models.describe import LayerInfo
+from ..models.head import split_head
+from ..patches import Report
+from .distributed import World
+from .step import LossFunction, chunked_loss, full_loss
+from .tree import leaves
+
+
+def choose_loss(model: nn.Module) -> tuple[LossFunction, str]:
+    """The chunked vocabulary loss where the model can be split before its head, else the full one; and which it is."""
+    split = split_head(model)
+    if split.backbone is None or split.head is None:
+        return full_loss(model), f"over all logits at once: {split.reason}"
+    return chunked_loss(split.backbone, split.head), "chunked over the vocabulary, logits never held whole"
+
+
+def trainable_count(model: nn.Module) -> int:
+    """How many numbers train."""
+    return sum(leaf.size for _, leaf in leaves(model.trainable_parameters()))
+
+
+def structure(model: nn.Module) -> str:
+    """A digest of every parameter's name, shape and type, and of which of them train."""
+    trains = {name for name, _ in leaves(model.trainable_parameters())}
+    digest = hashlib.sha256()
+    for name, leaf in sorted(leaves(model.parameters())):
+        digest.update(f"{name} {leaf.shape} {leaf.dtype} {name in trains}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def layer_summary(layers: Sequence[LayerInfo]) -> str:
+    """`24 layers: 18 delta, 6 attention; experts in 24`."""
+    kinds = Counter(layer.kind for layer in layers)
+    text = f"{len(layers)} layers: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    experts = sum(layer.experts for layer in layers)
+    return f"{text}; experts in {experts}" if experts else text
+
+
+def lines(
+    model: nn.Module,
+    config: TrainConfig,
+    splits: Splits,
+    layers: Sequence[LayerInfo],
+    patches: Report,
+    loss: str,
+    order: BatchOrder,
+    world: World,
+) -> list[str]:
+    """The opening lines of a run, each a fact that decides what the numbers below them mean."""
+    total = _stored_numbers(model)
+    trains = trainable_count(model)
+    said = [f"Model: {config.model}; {layer_summary(layers)}."]
+    said.append(f"Training: {config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%}).")
+    if any(layer.kind == "delta" for layer in layers):
+        name, why = backend.gated_delta_implementation()
+        said.append(f"Gated delta: {name} ({why}). Patches: {patches}.")
+    status = blas.status()
+    threads = f", {status.threads} threads" if status.threads else ""
+    said.append(f"Device: {backend.device()}; BLAS: {status.detail}{threads}.")
+    said.append(f"Loss: {splits.rule or 'on the tokens that the examples name'}; {loss}.")
+    widths = ", ".join(str(width) for width in order.widths)
+    share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
+    said.append(
+        f"Data: {len(splits.train)} training, {len(splits.valid)} validation examples; {order.rows} rows an epoch, "
+        f"{config.batch_size} a batch{share}; compiled once for each width of {widths} tokens."
+    )
+    said += splits.notes
+    left_over = config.iters % config.grad_accumulation_steps
+    if left_over:
+        said.append(
+            f"Note: {config.iters} iterations are no multiple of {config.grad_accumulation_steps} accumulation steps: "
+            f"the last {left_over} will wait in the state for an update that a longer run would make."
+        )
+    return said
+
+
+def _stored_numbers(model: nn.Module) -> int:
+    """Parameters of the model; packed ones count as the numbers they stand for."""
+
+    def count(module: Any) -> int:
+        own = {key: leaf for key, leaf in module.items() if hasattr(leaf, "size") and not key.startswith("_")}
+        packed = "scales" in own and hasattr(module, "bits")
+        if packed:
+            own = {key: leaf for key, leaf in own.items() if key not in ("scales", "biases")}
+        factor = 32 // module.bits if packed else 1
+        return sum(leaf.size * (factor if key == "weight" and packed else 1) for key, leaf in own.items())
+
+    return sum(count(module) for module in model.modules())

@@ -1,0 +1,200 @@
+"""What the command line's train, eval, generate and merge do, as functions of their options."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..config import TrainConfig
+from ..data import BatchOrder
+from ..data.load import load_datasets
+from ..data.show import show_batch
+from ..errors import UserError
+from ..lora import convert_to_lora, load_adapter_weights, load_adapters
+from ..lora.select import layer_paths
+from ..models.generate import Sampling, prompt_tokens, stream
+from ..models.load import Loaded, load
+from ..models.packing import check_packing
+from ..patches import patched
+from . import announce
+from .distributed import World
+from .evaluate import Evaluation
+from .log import Screen
+from .loop import Result, Trainer
+
+
+def train(config: TrainConfig, *, show: bool = False) -> Result | None:
+    """A whole run: load, convert, train, save; then the test where asked for. `show` prints the first batch instead."""
+    world = World()
+    screen = Screen(shown=world.main)
+    if config.from_scratch:
+        config = dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
+    screen.say(f"Loading {config.model}")
+    loaded = load(
+        config.model,
+        trust_remote_code=config.trust_remote_code,
+        from_scratch=config.from_scratch,
+        seed=config.seed,
+    )
+    splits = load_datasets(config, loaded.tokenizer)
+    if show:
+        order = BatchOrder(splits.train, config.batch_size, config.max_seq_length, seed=config.seed, packed=config.pack)
+        if world.main:
+            show_batch(next(order), loaded.tokenizer)
+        return None
+    for line in prepare(loaded.model, config):
+        screen.say(line)
+    trainer = Trainer(
+        loaded.model, loaded.tokenizer, config, splits, model_config=loaded.config, world=world, screen=screen
+    )
+    result = trainer.run()
+    if config.test:
+        _say_loss("Test", loaded.model, config, splits.test, config.test_batches, world, screen)
+    screen.say(f"Saved in {config.adapter_path}; report: {trainer.outputs.report}")
+    return result
+
+
+def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
+    """Make the part of `model` trainable that `config` asks for, in place; returns what a person should know of it.
+
+    The random state is set from `config.seed` first, so that adapters start the same on every rank.
+    """
+    mx.random.seed(config.seed)
+    layers = config.num_layers
+    if layers == TrainConfig.num_layers and len(layer_paths(model)) < layers:
+        layers = -1
+    report = convert_to_lora(model, config.lora_parameters, fine_tune_type=config.fine_tune_type, num_layers=layers)
+    if config.from_scratch:
+        _unfreeze_beside_layers(model)
+    if config.resume_adapter_file is not None:
+        load_adapter_weights(model, config.resume_adapter_file)
+    return report.summary()
+
+
+def _unfreeze_beside_layers(model: nn.Module) -> None:
+    """Embeddings, norms and heads: what full fine-tuning leaves as the checkpoint has it, and scratch cannot."""
+    inside = tuple(layer_paths(model))
+    for path, module in model.named_modules():
+        if path not in inside and not path.startswith(tuple(f"{layer}." for layer in inside)):
+            module.unfreeze(recurse=False)
+
+
+def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
+    """Print and return the loss per token on the test set, of the model with the adapter or without one."""
+    world = World()
+    screen = Screen(shown=world.main)
+    loaded = _load_with_adapter(config.model, adapter_path, config.trust_remote_code)
+    config = dataclasses.replace(config, train=False, test=True)
+    splits = load_datasets(config, loaded.tokenizer)
+    for line in [splits.rule, *splits.notes]:
+        screen.say(line)
+    with patched(loaded.model):
+        return _say_loss("Test", loaded.model, config, splits.test, config.test_batches, world, screen)
+
+
+def _say_loss(
+    name: str,
+    model: nn.Module,
+    config: TrainConfig,
+    examples: Any,
+    batches: int,
+    world: World,
+    screen: Screen,
+) -> float:
+    order = BatchOrder(
+        examples,
+        config.batch_size,
+        config.max_seq_length,
+        packed=config.pack,
+        rank=world.rank,
+        world=world.size,
+    )
+    with patched(model):
+        if config.pack:
+            check_packing(model)
+        loss = Evaluation(model, announce.choose_loss(model)[0], world)(order, batches)
+    assert loss is not None
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity:.4g}.")
+    return loss
+
+
+def _load_with_adapter(model: str, adapter_path: str | None, trust_remote_code: bool) -> Loaded:
+    loaded = load(model, trust_remote_code=trust_remote_code)
+    if adapter_path:
+        load_adapters(loaded.model, adapter_path)
+        loaded.model.eval()
+    return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """The options of `generate`, by mlx_lm.generate's names."""
+
+    model: str
+    prompt: str
+    adapter_path: str | None = None
+    system_prompt: str | None = None
+    prefill_response: str | None = None
+    max_tokens: int = 100
+    temp: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_chat_template: bool = False
+    chat_template_config: str | None = None
+    extra_eos_token: tuple[str, ...] = ()
+    verbose: bool = True
+    trust_remote_code: bool = False
+
+
+def generate(options: GenerateOptions) -> str:
+    """Print, as it comes, what the model answers; returns it."""
+    if options.seed is not None:
+        mx.random.seed(options.seed)
+    template_options = _template_options(options.chat_template_config)
+    loaded = _load_with_adapter(options.model, options.adapter_path, options.trust_remote_code)
+    for token in options.extra_eos_token:
+        loaded.tokenizer.add_eos_token(token)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    tokens = prompt_tokens(
+        loaded.tokenizer,
+        prompt.replace("\\n", "\n").replace("\\t", "\t"),
+        system_prompt=options.system_prompt,
+        prefill_response=options.prefill_response,
+        chat_template=not options.ignore_chat_template,
+        template_options=template_options,
+    )
+    if not tokens:
+        raise UserError("--prompt: nothing is left of it after the chat template; give a text.")
+    sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
+    parts, last = [], None
+    for last in stream(loaded, tokens, options.max_tokens, sampling):
+        print(last.text, end="", flush=True)
+        parts.append(last.text)
+    print()
+    if options.verbose and last is not None:
+        print(
+            f"[{last.prompt_tokens} prompt tokens at {last.prompt_tps:.1f}/s; {last.generation_tokens} generated at "
+            f"{last.generation_tps:.1f}/s; peak memory {last.peak_memory:.2f} GB]"
+        )
+    return "".join(parts)
+
+
+def _template_options(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--chat-template-config: not JSON ({error}).") from error
+    if not isinstance(options, dict):
+        raise UserError(f"--chat-template-config: expected a JSON object, got {text!r}.")
+    return options

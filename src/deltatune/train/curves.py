@@ -1,0 +1,118 @@
+"""Curves as inline SVG, coloured by the page's own style, light or dark."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WIDTH, HEIGHT = 460, 220
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 30
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line: `points` (x, y), `mark` a or b (the two colours of the page), dots as well where `dots`."""
+
+    name: str
+    points: Points
+    mark: str = "a"
+    dots: bool = False
+
+
+def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(title, SVG) of every curve that the records of a metrics.jsonl hold."""
+    loss = [
+        Curve("training", _series(metrics, "train_loss")),
+        Curve("validation", _series(metrics, "val_loss"), "b", dots=True),
+    ]
+    wanted = [
+        ("Loss per token", loss),
+        ("Gradient norm, before clipping", [Curve("", _series(metrics, "grad_norm"))]),
+        ("Learning rate", [Curve("", _series(metrics, "learning_rate"))]),
+        ("Tokens per second", [Curve("", _series(metrics, "tokens_per_second"))]),
+        ("Peak memory, GB", [Curve("", _series(metrics, "peak_memory"))]),
+    ]
+    return [(title, plot(shown)) for title, lines in wanted if (shown := [line for line in lines if line.points])]
+
+
+def _series(metrics: Sequence[dict[str, Any]], name: str) -> Points:
+    return [(record["iteration"], record[name]) for record in metrics if record.get(name) is not None]
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers that lie in [low, high]."""
+    step = _round_step((high - low) / count)
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step))
+    return power * next(factor for factor in (1, 2, 2.5, 5, 10) if step <= factor * power * (1 + 1e-9))
+
+
+def plot(lines: Sequence[Curve]) -> str:
+    """One set of axes with every line on it. Points must be finite."""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    left, right = _range(min(xs), max(xs), 0.0)
+    low, high = _range(min(ys), max(ys), 0.06)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+        return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [_axes(left, right, low, high, place)]
+    for line in lines:
+        at = [place(x, y) for x, y in line.points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+        parts.append(f'<polyline class="line {line.mark}" points="{path}"/>')
+        if line.dots or len(at) == 1:
+            parts += [f'<circle class="dot {line.mark}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at]
+    parts.append(_legend([line for line in lines if line.name]))
+    label = ", ".join(line.name for line in lines if line.name) or "curve"
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+
+
+def _range(low: float, high: float, margin: float) -> tuple[float, float]:
+    if high - low <= 1e-9 * max(abs(high), abs(low)):
+        pad = abs(high) * 0.1 or 1.0
+        return low - pad, high + pad
+    room = (high - low) * margin
+    # A figure that is never negative gets no negative part of the axis.
+    return (max(0.0, low - room) if low >= 0 else low - room), high + room
+
+
+def _axes(left: float, right: float, low: float, high: float, place: Any) -> str:
+    parts = []
+    for y in ticks(low, high):
+        across, down = place(left, y)
+        parts.append(f'<line class="grid" x1="{across:.1f}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 7}" y="{down + 4:.1f}" text-anchor="end">{_number(y)}</text>')
+    for x in ticks(left, right):
+        across, _ = place(x, low)
+        if abs(x - round(x)) < 1e-9:
+            parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 9}" text-anchor="middle">{round(x):,}</text>')
+    return "".join(parts)
+
+
+def _number(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:,.6g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.2g}"
+
+
+def _legend(lines: Sequence[Curve]) -> str:
+    parts = []
+    across = WIDTH - RIGHT - 6
+    for line in reversed(lines):
+        across -= 7 * len(line.name)
+        parts.append(f'<text x="{across}" y="{TOP + 10}">{html.escape(line.name)}</text>')
+        across -= 22
+        parts.append(f'<line class="line {line.mark}" x1="{across}" x2="{across + 16}" y1="{TOP + 6}" y2="{TOP + 6}"/>')
+        across -= 14
+    return "".join(parts)

@@ -1,0 +1,72 @@
+"""Loss and perplexity over a split, token by token, whatever the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..data import BatchOrder
+from ..ops.segments import segments
+from ..patches import gated_delta_layers
+from .distributed import World
+from .step import Arrays, LossFunction, arrays
+from .tree import number
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode: no dropout. Every module's mode is as before afterwards.
+
+    Gated-delta mixers stay in training mode, which for them chooses the implementation: ours, chunkwise.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    mixers = list(gated_delta_layers(model).values())
+    try:
+        model.eval()
+        for mixer in mixers:
+            mixer._set_training_mode(True)
+        yield
+    finally:
+        for module, mode in before:
+            module._set_training_mode(mode)
+
+
+class Evaluation:
+    """The loss per token of `model` by `loss`, compiled once a batch shape."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction, world: World):
+        self._model, self._loss, self._world = model, loss, world
+        self._compiled = partial(mx.compile, inputs=[model.state])(self._trace)
+
+    def __call__(
+        self,
+        order: BatchOrder,
+        batches: int = -1,
+        between: Callable[[int, int], bool] | None = None,
+    ) -> float | None:
+        """Mean loss over the targets of the first `batches` batches (-1: all), over all ranks; nan without targets.
+
+        `between(done, total)` is called after each batch; when it returns True the evaluation ends with None.
+        """
+        total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
+        loss_sum = weight_sum = 0.0
+        with evaluating(self._model):
+            for done, batch in enumerate(islice(order.epoch(), total), start=1):
+                loss, weight = self._compiled(arrays(batch))
+                mx.eval(loss, weight)
+                loss_sum += number(loss)
+                weight_sum += number(weight)
+                if between is not None and between(done, total):
+                    return None
+        loss_sum, weight_sum = self._world.sum_numbers(loss_sum, weight_sum)
+        return loss_sum / weight_sum if weight_sum else float("nan")
+
+    def _trace(self, batch: Arrays) -> tuple[mx.array, mx.array]:
+        inputs, targets, weights, packed = batch
+        with segments(packed):
+            return self._loss(inputs, targets, weights)

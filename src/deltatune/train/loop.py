@@ -1,0 +1,403 @@
+"""The training loop: iterations, evaluations, reports and saves, in an order that a kill anywhere cannot change."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..config import TrainConfig
+from ..data import Batch, BatchOrder, Splits
+from ..errors import UserError
+from ..models.describe import describe
+from ..models.packing import check_packing
+from ..ops.checkpoint import checkpointed
+from ..patches import patched
+from . import announce, log, nonfinite, state
+from .distributed import World
+from .evaluate import Evaluation
+from .interrupt import StoppedError, StopRequest
+from .optimizer import build_optimizer, restore
+from .outputs import Outputs
+from .report import write_report
+from .step import LossFunction, Step
+from .tree import number, random_key, set_random_key
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. Losses per token; seconds of training, over every part of a resumed run."""
+
+    iterations: int
+    train_loss: float | None
+    val_loss: float | None
+    best_val_loss: float | None
+    seconds: float
+    tokens_per_second: float
+    peak_memory: float
+    stopped_early: bool
+
+
+class Trainer:
+    """Trains what is trainable in `model` on `splits.train`, as `config` says; run() does it.
+
+    model: converted (convert_to_lora) or unfrozen; its parameters change in place. Files go to `config.adapter_path`;
+    a fully fine-tuned model is written as a checkpoint, with `tokenizer` and `model_config`, its config.json.
+    UserError for anything the user can mend; StoppedError after Ctrl-C, with the state saved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: TrainConfig,
+        splits: Splits,
+        *,
+        model_config: dict[str, Any] | None = None,
+        world: World | None = None,
+        screen: log.Screen | None = None,
+    ):
+        self.model, self.config, self.splits = model, config, splits
+        self.world = world or World()
+        self.screen = screen or log.Screen(shown=self.world.main)
+        self.outputs = Outputs(model, tokenizer, config, model_config)
+        self.progress, self._saved = state.Progress(), -1
+        self._check()
+        self._optimizer = build_optimizer(config)
+        self._identity = state.fingerprint(config, world=self.world.size, model_tensors=announce.structure(model))
+        self._train_order = self._order(splits.train)
+        self._valid_order = self._order(splits.valid) if splits.valid else None
+
+    def run(self) -> Result:
+        """Train to `config.iters`, or until validation stops improving; returns the final figures."""
+        config, world = self.config, self.world
+        with contextlib.ExitStack() as stack:
+            report = stack.enter_context(patched(self.model))
+            layers = describe(self.model)
+            if config.pack:
+                check_packing(self.model)
+            if config.grad_checkpoint:
+                stack.enter_context(checkpointed([layer.module for layer in layers]))
+            loss, how = announce.choose_loss(self.model)
+            for line in announce.lines(self.model, config, self.splits, layers, report, how, self._train_order, world):
+                self.screen.say(line)
+            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in layers]
+            self._prepare(loss)
+            stop = stack.enter_context(StopRequest())
+            stack.callback(self._close)
+            self._open()
+            self.screen.start(self.progress.iteration, config.iters)
+            self._loop(stop)
+            self._save(finished=True)
+        result = self._result()
+        if world.main:
+            write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
+        return result
+
+    def _check(self) -> None:
+        config = self.config
+        for name in (
+            "iters",
+            "batch_size",
+            "grad_accumulation_steps",
+            "steps_per_report",
+            "steps_per_eval",
+            "save_every",
+        ):
+            if getattr(config, name) < 1:
+                raise UserError(f"{name}: expected 1 or more, got {getattr(config, name)}.")
+        if config.early_stopping is not None and not self.splits.valid:
+            raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
+        if not announce.trainable_count(self.model):
+            raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
+
+    def _order(self, examples: Any) -> BatchOrder:
+        config, world = self.config, self.world
+        return BatchOrder(
+            examples,
+            config.batch_size,
+            config.max_seq_length,
+            seed=config.seed,
+            packed=config.pack,
+            rank=world.rank,
+            world=world.size,
+        )
+
+    def _prepare(self, loss: LossFunction) -> None:
+        config, world = self.config, self.world
+        self.model.train()
+        if mx.metal.is_available():
+            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        if world.size > 1:
+            # Dropout differs between ranks; the parameters were drawn before, from the same key.
+            set_random_key(mx.random.split(random_key(), world.size)[world.rank])
+        self._loss = loss
+        self._step = Step(
+            self.model,
+            self._optimizer,
+            loss,
+            world,
+            accumulate=config.grad_accumulation_steps,
+            clip=config.grad_clip,
+        )
+        self._evaluation = Evaluation(self.model, loss, world)
+        self._start_window()
+        self._window: deque[tuple[float, int]] = deque()
+        self._recent: deque[float] = deque(maxlen=50)
+
+    def _start_window(self) -> None:
+        self._accumulated = self._step.zeros()
+        self._loss_sum, self._weight_sum = mx.array(0.0), mx.array(0.0)
+        self._batches: list[Batch] = []
+        self.progress.micro_batches = 0
+
+    def _open(self) -> None:
+        """Continue a saved run, or start one; then open the metrics where it stands."""
+        path, config, world = self.outputs.state, self.config, self.world
+        found = path.is_file()
+        everywhere = world.sum_numbers(float(found))[0]
+        if config.resume and 0 < everywhere < world.size:
+            raise UserError(f"--resume: {path} is not on every machine; share the folder, or copy it to all of them.")
+        if world.main:
+            self.outputs.prepare()
+        if config.resume and found:
+            self._restore(path)
+            self.screen.say(f"Resuming after iteration {self.progress.iteration} of {config.iters}.")
+        elif config.resume:
+            self.screen.say(f"--resume: no state in {path.parent} yet; starting from the first iteration.")
+        elif found and (before := state.peek(path)) and not before.finished:
+            self.screen.say(
+                f"{path.parent} holds a run stopped after iteration {before.iteration}; this run will replace it "
+                "at its first save. Stop and use --resume to continue that one."
+            )
+        self._metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
+        options = dataclasses.asdict(config)
+        self._services = (
+            log.open_services(config.report_to, self.outputs.directory, config.project_name, options)
+            if world.main
+            else []
+        )
+
+    def _close(self) -> None:
+        self.screen.stop()
+        for service in getattr(self, "_services", []):
+            service.close()
+        metrics = getattr(self, "_metrics", None)
+        if metrics is not None:
+            metrics.close()
+
+    def _loop(self, stop: StopRequest) -> None:
+        config, progress = self.config, self.progress
+        asked = False
+        while True:
+            asked = asked or (stop.asked and self.world.size == 1)
+            if not asked and self._evaluation_is_due() and not self._evaluate(stop):
+                asked = True
+            done = progress.iteration >= config.iters or self._out_of_patience()
+            if asked and not done:
+                self._save()
+                raise StoppedError(
+                    f"stopped after iteration {progress.iteration} of {config.iters}; the state is saved in "
+                    f"{self.outputs.state.parent}. Run the same command with --resume to continue."
+                )
+            if done:
+                return
+            if progress.iteration and progress.iteration % config.save_every == 0 and self._saved != progress.iteration:
+                self._save()
+            asked = self._iterate(stop)
+
+    def _evaluation_is_due(self) -> bool:
+        config, at = self.config, self.progress.iteration
+        if self._valid_order is None or config.val_batches == 0 or self.progress.evaluated == at:
+            return False
+        return at == 0 or at % config.steps_per_eval == 0 or at >= config.iters
+
+    def _evaluate(self, stop: StopRequest) -> bool:
+        """Evaluate and report; False when interrupted, so that a resumed run evaluates here first."""
+        assert self._valid_order is not None
+        started, progress = time.perf_counter(), self.progress
+
+        def between(done: int, total: int) -> bool:
+            self.screen.evaluating(done, total)
+            return stop.asked and self.world.size == 1
+
+        loss = self._evaluation(self._valid_order, self.config.val_batches, between)
+        if loss is None:
+            return False
+        progress.evaluated = progress.iteration
+        record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
+        progress.val_loss = loss
+        self._report(record, log.validation_line(record))
+        if progress.best_loss is None or loss < progress.best_loss:
+            progress.best_loss, progress.evaluations_without_gain = loss, 0
+        else:
+            progress.evaluations_without_gain += 1
+        if self._out_of_patience():
+            self.screen.say(
+                f"Stopping early after iteration {progress.iteration}: {progress.evaluations_without_gain} evaluations "
+                f"without a loss below {progress.best_loss:.4f}."
+            )
+        return True
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.early_stopping
+        return patience is not None and self.progress.evaluations_without_gain >= patience
+
+    def _iterate(self, stop: StopRequest) -> bool:
+        """One micro-batch, and the update if it completes one; returns whether any rank was asked to stop."""
+        progress, started = self.progress, time.perf_counter()
+        if progress.micro_batches == 0:
+            self._good = (dataclasses.replace(progress, order=self._train_order.state()), random_key())
+        batch = next(self._train_order)
+        self._batches.append(batch)
+        loss, weight, norm = self._advance(batch)
+        progress.iteration += 1
+        tokens = sum(sum(row) for row in batch.positions)
+        loss_sum, weight_sum, all_tokens, asked = self.world.sum_numbers(loss, weight, tokens, float(stop.asked))
+        if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
+            self._fail(loss_sum, norm)
+        if norm is not None:
+            progress.grad_norm = norm
+            self._start_window()
+        progress.window_loss += loss_sum
+        progress.window_weight += weight_sum
+        progress.trained_tokens += all_tokens
+        if mx.get_cache_memory() > self.config.clear_cache_threshold:
+            mx.clear_cache()
+        seconds = time.perf_counter() - started
+        progress.seconds += seconds
+        self._window.append((seconds, int(all_tokens)))
+        self._recent.append(seconds)
+        at, config = progress.iteration, self.config
+        self.screen.advance(at, f"loss {loss_sum / weight_sum:.4f}" if weight_sum else "")
+        if at % config.steps_per_report == 0 or at >= config.iters:
+            self._report_training()
+        return asked > 0
+
+    def _advance(self, batch: Batch) -> tuple[float, float, float | None]:
+        """Run the batch: sums of its losses and weights, and the gradient norm if it completed an update."""
+        progress = self.progress
+        loss, weight, gradients = self._step.micro_batch(batch, self._accumulated)
+        self._accumulated = None
+        self._loss_sum, self._weight_sum = self._loss_sum + loss, self._weight_sum + weight
+        progress.micro_batches += 1
+        norm = None
+        if progress.micro_batches >= self.config.grad_accumulation_steps:
+            norm = self._step.update(gradients, self._loss_sum, self._weight_sum)
+        elif self._step.accumulates:
+            self._accumulated = gradients
+        # Only what is kept is referred to while it is evaluated, so that buffers are reused.
+        del gradients
+        kept = [self._loss_sum, self._weight_sum, self._accumulated, norm, random_key()]
+        mx.eval(loss, weight, self.model.trainable_parameters(), self._optimizer.state, kept)
+        return number(loss), number(weight), None if norm is None else number(norm)
+
+    def _report_training(self) -> None:
+        progress = self.progress
+        seconds = sum(s for s, _ in self._window) or 1e-9
+        loss = progress.window_loss / progress.window_weight if progress.window_weight else math.nan
+        record = {
+            "iteration": progress.iteration,
+            "train_loss": loss,
+            "grad_norm": progress.grad_norm,
+            "learning_rate": self._optimizer.learning_rate.item(),
+            "iterations_per_second": len(self._window) / seconds,
+            "tokens_per_second": sum(t for _, t in self._window) / seconds,
+            "trained_tokens": int(progress.trained_tokens),
+            "peak_memory": mx.get_peak_memory() / 1e9,
+        }
+        left = sum(self._recent) / len(self._recent) * (self.config.iters - progress.iteration)
+        progress.window_loss = progress.window_weight = 0.0
+        self._window.clear()
+        progress.train_loss = loss
+        self._report(record, log.train_line(record, self.config.iters, left))
+
+    def _report(self, record: dict[str, Any], line: str) -> None:
+        self.screen.say(line)
+        if self._metrics is not None:
+            self._metrics.write(record)
+        numbers = {k: v for k, v in record.items() if k != "iteration" and v is not None}
+        for service in self._services:
+            service.log(numbers, record["iteration"])
+
+    def _save(self, finished: bool = False) -> None:
+        """Write weights, then the state; every rank takes part, rank 0 writes. UserError where it cannot."""
+        progress, world = self.progress, self.world
+        progress.finished = finished
+        progress.order = self._train_order.state()
+        arrays = state.pack("trainable", self.model.trainable_parameters())
+        arrays |= state.pack("optimizer", self._optimizer.state)
+        arrays["random"] = world.gather(random_key())
+        if progress.micro_batches:
+            window = {"gradients": self._accumulated, "loss": self._loss_sum, "weight": self._weight_sum}
+            arrays |= {key: world.gather(leaf) for key, leaf in state.pack("window", window).items()}
+        problem: UserError | None = None
+        if world.main:
+            try:
+                self.outputs.save_weights(progress.iteration)
+                assert self._metrics is not None
+                progress.metrics_bytes = self._metrics.sync()
+                state.save(self.outputs.state, arrays, progress, self._identity)
+            except UserError as error:
+                problem = error
+        if world.sum_numbers(float(problem is not None))[0]:
+            raise problem or UserError("rank 0 could not save; its message says why.")
+        self._saved = progress.iteration
+
+    def _restore(self, path: Path) -> None:
+        arrays, progress = state.load(path, self._identity)
+        self.model.update(state.unpack("trainable", self.model.trainable_parameters(), arrays, path))
+        restore(self._optimizer, state.unpack("optimizer", self._optimizer.state, arrays, path))
+        self._train_order.restore(progress.order)
+        rank = self.world.rank
+        set_random_key(arrays["random"][rank])
+        self.progress, self._saved = progress, progress.iteration
+        if progress.micro_batches:
+            like = {"gradients": self._step.zeros(), "loss": self._loss_sum, "weight": self._weight_sum}
+            mine = {key: leaf[rank] for key, leaf in arrays.items() if key.startswith("window/")}
+            window = state.unpack("window", like, mine, path)
+            self._accumulated = window["gradients"]
+            self._loss_sum, self._weight_sum = window["loss"], window["weight"]
+        mx.eval(self.model.parameters(), self._optimizer.state, self._accumulated)
+
+    def _fail(self, loss: float, norm: float | None) -> None:
+        """Name the cause of a loss or gradient that is not finite, go back to the last good state, save it, raise."""
+        at, batches = self.progress.iteration, self._batches
+        self.screen.stop()
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        kept = "the last saved state is untouched"
+        if self._good is not None:
+            self.progress, key = self._good
+            self._train_order.restore(self.progress.order)
+            set_random_key(key)
+            self._start_window()
+            self._save()
+            kept = (
+                f"model and optimizer stand as after iteration {self.progress.iteration}, saved in {self.outputs.state}"
+            )
+        cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
+        raise UserError(
+            f"iteration {at}: {what}: {cause}. The update was not made; {kept}. Look at those lines, lower "
+            "--learning-rate or set grad_clip, and start again (--resume-adapter-file continues from saved adapters)."
+        )
+
+    def _result(self) -> Result:
+        progress = self.progress
+        return Result(
+            iterations=progress.iteration,
+            train_loss=progress.train_loss,
+            val_loss=progress.val_loss,
+            best_val_loss=progress.best_loss,
+            seconds=progress.seconds,
+            tokens_per_second=progress.trained_tokens / progress.seconds if progress.seconds else 0.0,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            stopped_early=self._out_of_patience(),
+        )

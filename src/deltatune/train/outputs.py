@@ -1,0 +1,70 @@
+"""The files of a run: adapters or a whole checkpoint, the state, metrics and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from ..config import TrainConfig
+from ..errors import UserError
+from ..lora import save_adapters
+from ..lora.tensor_files import replace_file, write_tensors
+from . import state
+from .tree import leaves
+
+
+class Outputs:
+    """Everything a run writes lies in `config.adapter_path`.
+
+    With adapters: adapters.safetensors and adapter_config.json, and a numbered copy at every save, as mlx_lm.lora has
+    them. Fully fine-tuned: model.safetensors, config.json and the tokenizer's files.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, config: TrainConfig, model_config: dict[str, Any] | None = None
+    ):
+        self.directory = Path(config.adapter_path)
+        self.state = state.state_path(self.directory)
+        self.metrics = self.directory / "metrics.jsonl"
+        self.report = self.directory / "report.html"
+        self._model, self._tokenizer, self._config, self._model_config = model, tokenizer, config, model_config
+        if config.fine_tune_type == "full" and model_config is None:
+            raise ValueError("fine_tune_type full writes a checkpoint: give Trainer its config.json, model_config=.")
+
+    def prepare(self) -> None:
+        """Make the folders, see that they can be written, remove what a killed run left half-written."""
+        try:
+            self.state.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.directory, self.state.parent):
+                for pattern in (".*.partial", ".*.tmp"):
+                    for leftover in folder.glob(pattern):
+                        leftover.unlink()
+            probe = self.state.parent / ".probe.partial"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(state.refusal(self.directory, error)) from error
+
+    def save_weights(self, iteration: int) -> None:
+        """Write what was trained so far, so that mlx_lm can load it. UserError where the disk refuses."""
+        if self._config.fine_tune_type == "full":
+            self._save_checkpoint()
+            return
+        options = dataclasses.asdict(self._config)
+        save_adapters(self._model, self.directory, options, weights=f"{iteration:07d}_adapters.safetensors")
+        save_adapters(self._model, self.directory, options)
+
+    def _save_checkpoint(self) -> None:
+        weights = self.directory / "model.safetensors"
+        tensors: dict[str, Any] = dict(leaves(self._model.parameters()))
+        try:
+            replace_file(weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
+            self._tokenizer.save_pretrained(str(self.directory))
+            text = json.dumps(self._model_config, indent=4, sort_keys=True)
+            replace_file(self.directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+        except OSError as error:
+            raise UserError(state.refusal(weights, error)) from error

@@ -1,0 +1,189 @@
+"""A self-contained HTML report of a run: nothing in it is fetched from anywhere, every text in it is escaped."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.metadata
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import backend, blas
+from ..config import TrainConfig
+from . import curves
+from .state import write_atomically
+
+Row = Sequence[Any]
+_PACKAGES = ("deltatune", "mlx", "mlx-lm", "numpy", "transformers")
+
+
+@dataclass
+class Table:
+    """A table of the report: `columns` heads, `rows` of anything that str() can show; `wide` for long texts."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    note: str = ""
+    wide: bool = False
+
+
+@dataclass
+class Report:
+    """What a report shows. headline: the few figures on top, name -> value. tables: in order, below the curves."""
+
+    title: str
+    subtitle: str = ""
+    headline: dict[str, str] = field(default_factory=dict)
+    metrics: Sequence[dict[str, Any]] = ()
+    tables: Sequence[Table] = ()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those that decide the numbers."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def environment() -> dict[str, str]:
+    """Where the run happened."""
+    found = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    found["device"] = backend.device()
+    found["BLAS"] = blas.status().detail
+    return found
+
+
+def write_report(
+    path: Path,
+    metrics: Path,
+    config: TrainConfig,
+    result: dict[str, Any],
+    tables: Sequence[Table] = (),
+    headline: dict[str, str] | None = None,
+) -> None:
+    """Write the report of a run to `path`: curves from `metrics` (metrics.jsonl), `tables` and `headline` first.
+
+    result: the fields of a Result. UserError where the disk refuses.
+    """
+    changed = [
+        (f.name, getattr(config, f.name))
+        for f in dataclasses.fields(config)
+        if f.default is dataclasses.MISSING or getattr(config, f.name) != f.default
+    ]
+    same = [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in dict(changed)]
+    facts = [
+        Table("Options that differ from their defaults", ("option", "value"), changed),
+        Table("Options at their defaults", ("option", "value"), same),
+        Table("Versions and machine", ("what", "value"), [*versions().items(), *environment().items()]),
+    ]
+    report = Report(
+        title=f"{Path(config.model).name}, {config.fine_tune_type}",
+        subtitle=f"{result['iterations']} iterations of {config.batch_size} rows",
+        headline={**(headline or {}), **_headline(result)},
+        metrics=read_metrics(metrics),
+        tables=[*tables, *facts],
+    )
+    text = render(report)
+    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def _headline(result: dict[str, Any]) -> dict[str, str]:
+    def number(name: str, form: str) -> str:
+        value = result[name]
+        return "–" if value is None else format(value, form)
+
+    return {
+        "training loss": number("train_loss", ".4f"),
+        "validation loss": number("val_loss", ".4f"),
+        "tokens per second": number("tokens_per_second", ",.0f"),
+        "peak memory": f"{number('peak_memory', '.2f')} GB",
+        "training time": _minutes(result["seconds"]),
+    }
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def render(report: Report) -> str:
+    """The whole page as text."""
+    cards = "".join(
+        f"<div class=card><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
+        for name, value in report.headline.items()
+    )
+    figures = "".join(
+        f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>"
+        for title, svg in curves.draw(report.metrics)
+    )
+    results = [table for table in report.tables if table.wide or table.columns[0] not in ("option", "what")]
+    facts = [table for table in report.tables if table not in results]
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width,initial-scale=1'>"
+        f"<title>{html.escape(report.title)}</title><style>{_STYLE}</style></head><body><main>"
+        f"<header><h1>{html.escape(report.title)}</h1><p>{html.escape(report.subtitle)}</p></header>"
+        f"<section class=cards>{cards}</section>"
+        + "".join(_table(table) for table in results)
+        + f"<section class=figures>{figures}</section>"
+        + "".join(f"<details><summary>{html.escape(t.title)}</summary>{_grid(t)}</details>" for t in facts)
+        + "<footer>deltatune</footer></main></body></html>\n"
+    )
+
+
+def _table(table: Table) -> str:
+    note = f"<p class=note>{html.escape(table.note)}</p>" if table.note else ""
+    return f"<section><h2>{html.escape(table.title)}</h2>{note}{_grid(table)}</section>"
+
+
+def _grid(table: Table) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
+    body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in table.rows)
+    kind = " class=wide" if table.wide else ""
+    return f"<div class=scroll><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return f"<td>{ {True: 'yes', False: 'no', None: '–'}[value] }</td>"
+    if isinstance(value, int | float):
+        return f"<td class=number>{value:,.6g}</td>" if isinstance(value, float) else f"<td class=number>{value:,}</td>"
+    return f"<td>{html.escape(str(value))}</td>"
+
+
+_STYLE = """
+:root{--ground:#fbfbfa;--panel:#fff;--ink:#1d2228;--soft:#68717c;--line:#e3e5e8;--a:#2962b8;--b:#c2571a;color-scheme:light}
+@media(prefers-color-scheme:dark){:root{--ground:#14171b;--panel:#1c2026;--ink:#e6e9ed;--soft:#98a2ad;--line:#2e343c;
+--a:#74a8f5;--b:#f0955a;color-scheme:dark}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1040px;margin:0 auto;padding:36px 20px}
+h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 8px}
+header p,.note{color:var(--soft);margin:4px 0 10px}
+section{margin:26px 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px}
+.card{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px 14px}
+.card b{display:block;font-size:21px;font-variant-numeric:tabular-nums}.card span{color:var(--soft);font-size:13px}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:14px}
+figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px}
+figcaption{font-weight:600;font-size:14px;margin-bottom:4px}
+svg{display:block;width:100%;height:auto}
+svg text{font:11px system-ui,sans-serif;fill:var(--soft);font-variant-numeric:tabular-nums}
+svg .grid{stroke:var(--line);stroke-width:1}svg .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
+svg .a{stroke:var(--a)}svg .b{stroke:var(--b)}svg .dot.a{fill:var(--a)}svg .dot.b{fill:var(--b)}svg .dot{stroke:none}
+.scroll{overflow-x:auto;background:var(--panel);border:1px solid var(--line);border-radius:8px}
+table{border-collapse:collapse;width:100%;font-size:14px}
+th,td{text-align:left;padding:7px 12px;vertical-align:top;border-bottom:1px solid var(--line)}
+tr:last-child td{border-bottom:0}th{color:var(--soft);font-weight:600;white-space:nowrap}
+td{overflow-wrap:anywhere;white-space:pre-wrap}
+.number{font-variant-numeric:tabular-nums;text-align:right}table:not(.wide) .number{text-align:left}
+details{margin:10px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}
+footer{color:var(--soft);font-size:13px;margin-top:30px}
+"""

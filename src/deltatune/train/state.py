@@ -1,0 +1,175 @@
+"""The whole state of a run in one file, replaced atomically: a kill at any instant leaves a loadable one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+from mlx.utils import tree_map_with_path
+
+from ..config import TrainConfig
+from ..errors import UserError
+from .tree import leaves
+
+FORMAT = 1
+# What may differ between a run and its continuation: how long, how often, how it is reported, and memory.
+FREE_OPTIONS = {
+    "train",
+    "test",
+    "iters",
+    "val_batches",
+    "test_batches",
+    "steps_per_report",
+    "steps_per_eval",
+    "save_every",
+    "early_stopping",
+    "adapter_path",
+    "resume",
+    "clear_cache_threshold",
+    "report_to",
+    "project_name",
+    "trust_remote_code",
+}
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Counts in iterations, optimizer steps and loss tokens; `window_*` since the last report."""
+
+    iteration: int = 0
+    micro_batches: int = 0
+    evaluated: int = -1
+    trained_tokens: float = 0.0
+    seconds: float = 0.0
+    train_loss: float | None = None
+    val_loss: float | None = None
+    best_loss: float | None = None
+    evaluations_without_gain: int = 0
+    window_loss: float = 0.0
+    window_weight: float = 0.0
+    grad_norm: float | None = None
+    metrics_bytes: int = 0
+    finished: bool = False
+    order: dict[str, Any] = field(default_factory=dict)
+
+
+def state_path(directory: str | Path) -> Path:
+    """The state file of the run whose output folder is `directory`."""
+    return Path(directory) / "state" / "state.safetensors"
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace `path` by what `write` puts into a file: wholly, or not at all. UserError where the disk refuses."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UserError(refusal(path, error)) from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename in `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refusal(path: Path, error: OSError) -> str:
+    """Why `path` could not be written, and what to do."""
+    remedies = {
+        errno.ENOSPC: "make room on that disk, or choose another --adapter-path",
+        errno.EDQUOT: "your quota is used up: make room, or choose another --adapter-path",
+        errno.EROFS: "the file system is read-only: choose another --adapter-path",
+        errno.EACCES: "you may not write there: choose another --adapter-path",
+        errno.EPERM: "you may not write there: choose another --adapter-path",
+        errno.ENOTDIR: "part of that path is a file: choose another --adapter-path",
+        errno.EEXIST: "part of that path is a file: choose another --adapter-path",
+    }
+    remedy = remedies.get(error.errno or 0, "choose another --adapter-path")
+    return f"{path} cannot be written ({error.strerror or error}); {remedy}. What was saved before is untouched."
+
+
+def fingerprint(config: TrainConfig, **facts: Any) -> dict[str, Any]:
+    """What a continuation must share with its run: every option that is not free, and `facts` about model and data."""
+    options = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE_OPTIONS}
+    return json.loads(json.dumps(options | facts, default=str))
+
+
+def save(path: Path, arrays: dict[str, mx.array], progress: Progress, identity: dict[str, Any]) -> None:
+    """Write `arrays` (exact dtypes) with `progress` and the run's `identity` (see fingerprint)."""
+    content = {"format": FORMAT, "progress": dataclasses.asdict(progress), "identity": identity}
+    write_atomically(path, lambda file: mx.save_safetensors(file, arrays, {"deltatune": json.dumps(content)}))
+
+
+def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Progress]:
+    """The arrays and progress in `path`. UserError for a damaged file, or one of a run with another identity."""
+    try:
+        arrays, content = _read(path)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise UserError(f"{path} is not a state of deltatune ({error}); remove it to start anew.") from error
+    if content["format"] != FORMAT:
+        raise UserError(f"{path} has state format {content['format']}; this deltatune reads {FORMAT}: start anew.")
+    compare(path, content["identity"], identity)
+    mx.eval(arrays)
+    return arrays, Progress(**content["progress"])
+
+
+def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    loaded: Any = mx.load(str(path), return_metadata=True)
+    return loaded[0], json.loads(loaded[1]["deltatune"])
+
+
+def peek(path: Path) -> Progress | None:
+    """The progress stored in `path`, or None where there is no readable state."""
+    try:
+        return Progress(**_read(path)[1]["progress"])
+    except (RuntimeError, KeyError, ValueError, TypeError):
+        return None
+
+
+def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """UserError naming every entry in which the run saved in `path` and this one differ."""
+    changed = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    if changed:
+        lines = "".join(f"\n  {key}: was {saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
+        raise UserError(
+            f"--resume: {path} belongs to a run with other options:{lines}\n"
+            "Give the same options to continue it, or another --adapter-path to start anew."
+        )
+
+
+def pack(prefix: str, tree: Any) -> dict[str, mx.array]:
+    """The leaves of `tree` under `prefix/path`."""
+    return {f"{prefix}/{path}": leaf for path, leaf in leaves(tree)}
+
+
+def unpack(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> Any:
+    """A tree shaped as `like` with the leaves saved under `prefix`; UserError where keys or shapes differ.
+
+    A saved dtype is kept: an optimizer may hold its moments in another one than it started with.
+    """
+    expected = {f"{prefix}/{name}": leaf for name, leaf in leaves(like)}
+    found = {key: value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
+    odd = sorted(expected.keys() ^ found.keys())
+    odd += [key for key in expected.keys() & found.keys() if expected[key].shape != found[key].shape]
+    if odd:
+        raise UserError(f"--resume: {path} does not fit this model: {len(odd)} tensors differ, first {odd[0]}.")
+    return tree_map_with_path(lambda name, _: found[f"{prefix}/{name}"], like)

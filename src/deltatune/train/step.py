@@ -1,0 +1,130 @@
+"""The compiled parts of a step: a micro-batch's loss and gradients, and the update that they go into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers
+from mlx.utils import tree_map
+
+from ..data import Batch
+from ..ops.cross_entropy import linear_cross_entropy
+from ..ops.segments import segments
+from . import optimizer as updates
+from .distributed import World
+
+# (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), fp32 scalars.
+LossFunction = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None]
+
+
+def chunked_loss(backbone: Callable[[mx.array], mx.array], head: nn.Module) -> LossFunction:
+    """Cross entropy that never holds [tokens, vocab], from a model split into `backbone` and `head`."""
+
+    def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        return linear_cross_entropy(head, backbone(inputs), targets, weights)
+
+    return loss
+
+
+def full_loss(model: nn.Module) -> LossFunction:
+    """Cross entropy over the model's own logits, all of them held; for heads that cannot be split off."""
+
+    def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        logits = model(inputs).astype(mx.float32)
+        losses = nn.losses.cross_entropy(logits, targets)
+        return (losses * weights).sum(), weights.sum()
+
+    return loss
+
+
+def arrays(batch: Batch) -> Arrays:
+    """The batch's fields as MLX arrays: inputs, targets, weights, segments (or None)."""
+    packed = None if batch.segments is None else mx.array(batch.segments)
+    return mx.array(batch.inputs), mx.array(batch.targets), mx.array(batch.weights), packed
+
+
+def mean_loss_and_gradients(model: nn.Module, loss: LossFunction, batch: Arrays) -> tuple[mx.array, mx.array, Any]:
+    """The sum of losses, the sum of weights, and the gradients of their quotient (of 0 where no target counts)."""
+    inputs, targets, weights, packed = batch
+
+    def mean(parameters: Any) -> tuple[mx.array, mx.array, mx.array]:
+        model.update(parameters)
+        total, weight = loss(inputs, targets, weights)
+        return total / mx.where(weight > 0, weight, 1.0), total, weight
+
+    trainable = model.trainable_parameters()
+    try:
+        with segments(packed):
+            (_, total, weight), gradients = mx.value_and_grad(mean)(trainable)
+    finally:
+        # The gradient's tracers must not stay in the model: a compiled function's inputs are read from there.
+        model.update(trainable)
+    return total, weight, gradients
+
+
+class Step:
+    """One training step of `model`, compiled once a batch shape, and its update, compiled once.
+
+    micro_batch: adds a batch's gradients to those accumulated. update: divides by the weights, over all ranks, and
+    lets the optimizer act. Both are lazy: evaluate what they return together with the model and optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: mlx.optimizers.Optimizer,
+        loss: LossFunction,
+        world: World,
+        *,
+        accumulate: int = 1,
+        clip: float | None = None,
+    ):
+        self._model, self._optimizer, self._loss, self._world = model, optimizer, loss, world
+        self._clip = clip
+        self._weighted = accumulate > 1 or world.size > 1
+        self.accumulates = accumulate > 1
+        optimizer.init(model.trainable_parameters())
+        random = mx.random.state
+        self._micro_batch = partial(mx.compile, inputs=[model.state, random], outputs=[random])(self._trace_micro_batch)
+        state = [optimizer.state]
+        self._update = partial(mx.compile, inputs=state, outputs=state)(self._trace_update)
+
+    def zeros(self) -> Any:
+        """Where accumulation starts: fp32 zeros, or None where every micro-batch is an update."""
+        if not self.accumulates:
+            return None
+        return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self._model.trainable_parameters())
+
+    def micro_batch(self, batch: Batch, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
+        """Sum of losses, sum of weights, and `accumulated` plus the gradients of the sum of losses."""
+        return self._micro_batch(arrays(batch), accumulated)
+
+    def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
+        """Step the optimizer with gradients / weight, summed over ranks; the norm before clipping (or not finite).
+
+        `loss` and `weight` are sums over the accumulated micro-batches. A loss or norm that is not finite on any rank
+        leaves model and optimizer as they are, on all of them.
+        """
+        parameters, norm = self._update(self._model.trainable_parameters(), gradients, loss, weight)
+        self._model.update(parameters)
+        return norm
+
+    def _trace_micro_batch(self, batch: Arrays, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
+        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch)
+        if self._weighted:
+            gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
+        if accumulated is not None:
+            gradients = tree_map(mx.add, accumulated, gradients)
+        return loss, weight, gradients
+
+    def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, mx.array]:
+        if self._weighted:
+            gradients, loss, weight = self._world.sum_tree((gradients, loss, weight))
+            divisor = mx.where(weight > 0, weight, 1.0)
+            gradients = tree_map(lambda g: g / divisor, gradients)
+        return updates.apply(self._optimizer, parameters, gradients, mx.isfinite(loss), self._clip)

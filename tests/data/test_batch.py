@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from deltatune.data import bucket_widths, collate
+
+
+@pytest.mark.parametrize("limit", [2, 16, 31, 32, 33, 100, 256, 257, 300, 512, 2048, 4096, 5000, 32768, 262144])
+def test_widths_are_few_ascending_and_end_at_the_limit(limit):
+    widths = bucket_widths(limit)
+    assert widths == sorted(set(widths))
+    assert widths[-1] == limit
+    assert len(widths) <= 16
+    assert all(width % 32 == 0 for width in widths[:-1])
+
+
+def test_no_width_is_more_than_twice_the_one_before_up_to_32768():
+    for low, high in itertools.pairwise(bucket_widths(32768)):
+        assert high <= 2 * low
+
+
+def test_shifted_by_one_with_weights_where_targets_count(examples_of):
+    example, other = examples_of([6, 3])
+    batch = collate([[example], [other], []], 8, packed=False)
+    assert batch.inputs.dtype == batch.targets.dtype == np.int32
+    assert batch.weights.dtype == np.float32
+    assert batch.inputs.shape == batch.targets.shape == batch.weights.shape == (3, 8)
+    assert batch.segments is None
+    np.testing.assert_array_equal(batch.inputs[0], [*example.tokens[:-1], 0, 0, 0])
+    np.testing.assert_array_equal(batch.targets[0], [*example.tokens[1:], 0, 0, 0])
+    np.testing.assert_array_equal(batch.weights[0], [*example.targets[1:], 0, 0, 0])
+    assert not batch.weights[2].any()
+    assert batch.sources == (("data:1",), ("data:2",), ())
+    assert batch.positions == ((5,), (2,), ())
+
+
+def test_packed_rows_keep_documents_apart(examples_of):
+    documents = examples_of([5, 3, 4])
+    batch = collate([documents, []], 12, packed=True)
+    np.testing.assert_array_equal(batch.segments, [[0] * 4 + [1] * 2 + [2] * 3 + [3] * 3, [0] * 12])
+    start = 0
+    for document in documents:
+        alone = collate([[document]], document.positions, packed=False)
+        part = slice(start, start + document.positions)
+        for name in ("inputs", "targets", "weights"):
+            np.testing.assert_array_equal(getattr(batch, name)[0, part], getattr(alone, name)[0])
+        start += document.positions
+    assert not batch.weights[0, start:].any()
+
+
+def test_padding_has_a_segment_of_its_own_only_where_there_is_padding(examples_of):
+    batch = collate([examples_of([5, 3])], 6, packed=True)
+    np.testing.assert_array_equal(batch.segments, [[0] * 4 + [1] * 2])
+
+
+def test_rows_that_do_not_fit_are_refused(examples_of):
+    with pytest.raises(ValueError, match="needs 5 positions and has 4"):
+        collate([examples_of([6])], 4, packed=False)
+    with pytest.raises(ValueError, match="2 documents"):
+        collate([examples_of([3, 3])], 8, packed=False)

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+
+from deltatune.config import TrainConfig
+from deltatune.data import load_datasets
+from deltatune.errors import UserError
+
+TEXT = [{"text": f"a line of text, number {number}"} for number in range(4)]
+PAIR = {"prompt": "a question", "completion": "an answer"}
+CHAT = {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]}
+
+
+def test_the_splits_that_the_run_needs(tokenizer, folder):
+    config = folder(train=TEXT, valid=TEXT[:2], test=["not JSON, and not read"])
+    splits = load_datasets(config, tokenizer)
+    assert [len(splits.train), len(splits.valid), len(splits.test)] == [4, 2, 0]
+    assert splits.notes == []
+    assert splits.train[3].source == f"{config.data}/train.jsonl:4"
+    config = folder(test=TEXT[:3])
+    config.train, config.test = False, True
+    splits = load_datasets(config, tokenizer)
+    assert [len(splits.train), len(splits.valid), len(splits.test)] == [0, 0, 3]
+
+
+def test_training_goes_on_without_validation_and_says_so(tokenizer, folder):
+    assert load_datasets(folder(train=TEXT), tokenizer).notes == [
+        "No validation set: training goes on without validation."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask_prompt", "rule"),
+    [
+        (TEXT, None, "Loss on every token."),
+        (TEXT, False, "Loss on every token."),
+        ([PAIR], None, "Loss on completions only; --no-mask-prompt counts every token."),
+        ([CHAT], True, "Loss on every assistant turn only; --no-mask-prompt counts every token."),
+        ([CHAT, PAIR], False, "Loss on every token, prompts included (--no-mask-prompt)."),
+        (
+            [CHAT, PAIR, *TEXT],
+            None,
+            "Loss on completions only, every assistant turn only, every token of text lines; "
+            "--no-mask-prompt counts every token.",
+        ),
+    ],
+)
+def test_the_rule_is_said(tokenizer, folder, rows, mask_prompt, rule):
+    assert load_datasets(folder(train=rows, valid=rows, mask_prompt=mask_prompt), tokenizer).rule == rule
+
+
+def test_long_examples_are_cut_and_counted(tokenizer, folder):
+    long = {"text": "word " * 40}
+    config = folder(train=[long, *TEXT, long], valid=TEXT, max_seq_length=32)
+    splits = load_datasets(config, tokenizer)
+    assert [len(example.tokens) for example in splits.train if example.source[-1] in "16"] == [32, 32]
+    whole = load_datasets(folder(train=[long], max_seq_length=4096), tokenizer).train[0].tokens
+    assert splits.train[0].tokens.tolist() == whole[:32].tolist()
+    assert splits.notes == [
+        f"{config.data}/train.jsonl: 2 of 6 examples are longer than max_seq_length 32 (the longest has {len(whole)} "
+        "tokens) and were truncated; --overlong skip leaves them out."
+    ]
+
+
+def test_long_examples_are_skipped_and_counted(tokenizer, folder):
+    config = folder(train=[{"text": "word " * 40}, *TEXT], valid=TEXT, max_seq_length=32, overlong="skip")
+    splits = load_datasets(config, tokenizer)
+    assert [example.source[-1] for example in splits.train] == ["2", "3", "4", "5"]
+    assert "1 of 5 examples" in splits.notes[0]
+    assert "were skipped; --overlong truncate cuts them" in splits.notes[0]
+    with pytest.raises(UserError, match=r"train\.jsonl: no example left to train on"):
+        load_datasets(folder(train=[{"text": "word " * 40}], max_seq_length=32, overlong="skip"), tokenizer)
+
+
+def test_a_prompt_that_fills_the_limit_leaves_nothing_to_learn(tokenizer, folder):
+    long = {"prompt": "word " * 40, "completion": "yes"}
+    with pytest.raises(UserError, match=r"train.jsonl:2: the prompt alone takes .* max_seq_length 32.*--overlong skip"):
+        load_datasets(folder(train=[PAIR, long], max_seq_length=32), tokenizer)
+    splits = load_datasets(folder(train=[PAIR, long], max_seq_length=32, overlong="skip"), tokenizer)
+    assert len(splits.train) == 1
+
+
+def test_too_little_for_a_batch(tokenizer, folder):
+    with pytest.raises(UserError, match=r"4 example\(s\), fewer than batch_size 5 .*batch_size 4 or less"):
+        load_datasets(folder(train=TEXT, batch_size=5), tokenizer)
+    with pytest.raises(UserError, match=r"1 packed row\(s\) of 2,048 positions, fewer than batch_size 2"):
+        load_datasets(folder(train=TEXT, batch_size=2, pack=True), tokenizer)
+    assert len(load_datasets(folder(train=TEXT, valid=TEXT[:1], batch_size=4), tokenizer).valid) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n"])
+def test_an_empty_file(tokenizer, folder, content):
+    with pytest.raises(UserError, match=r"train\.jsonl: no example left to train on"):
+        load_datasets(folder(train=content, valid=TEXT), tokenizer)
+
+
+def test_a_missing_file(tokenizer, folder):
+    with pytest.raises(UserError, match=r"/train\.jsonl: no such data; it is needed to train"):
+        load_datasets(folder(valid=TEXT), tokenizer)
+    config = folder(train=TEXT)
+    config.test = True
+    with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test"):
+        load_datasets(config, tokenizer)
+
+
+def test_no_such_folder(tokenizer, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
+    (tmp_path / "file.jsonl").write_text("{}")
+    for name, message in {
+        "nowhere": "no such folder; expected one with train.jsonl",
+        "empty": "no train.jsonl in this folder",
+        "file.jsonl": "expected a folder with train.jsonl in it, got a file",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)
+
+
+def test_options_out_of_range(tokenizer, folder):
+    with pytest.raises(UserError, match="overlong: expected one of truncate, skip, got 'drop'"):
+        load_datasets(folder(train=TEXT, overlong="drop"), tokenizer)
+    with pytest.raises(UserError, match="max_seq_length: expected 2 or more, got 1"):
+        load_datasets(folder(train=TEXT, max_seq_length=1), tokenizer)

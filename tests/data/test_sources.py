@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import datasets
+import huggingface_hub
+import pytest
+
+from deltatune.data import load_datasets
+from deltatune.data.sources import hugging_face, jsonl
+from deltatune.errors import UserError
+
+ROWS = [{"text": f"row number {number}", "note": "aside"} for number in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch, tmp_path):
+    """A cache of the test's own, and no hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def lines(tmp_path, content: bytes):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    return [(source.removeprefix(f"{tmp_path}/"), row) for source, row in jsonl(path).rows()]
+
+
+def test_lines_with_their_numbers(tmp_path):
+    content = b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "\xc3\xbc \\ud83d\\ude00"}'
+    assert lines(tmp_path, content) == [
+        ("train.jsonl:1", {"text": "a"}),
+        ("train.jsonl:4", {"text": "ü 😀"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{'text': 'a'}", r"not JSON: .* at column 2; expected one object a line"),
+        (b'{"text": "a"', "not JSON"),
+        (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data at column 15"),
+        (b'{"text": "\xe4"}', "not UTF-8 .byte 0xe4 at column 11.; save the file as UTF-8"),
+        (b'{"text": "\\ud83d"}', "half of a character"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    with pytest.raises(UserError, match=rf"train.jsonl:3: .*{message}"):
+        lines(tmp_path, b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
+
+
+def parquet(folder, **splits):
+    folder.mkdir()
+    for name, rows in splits.items():
+        datasets.Dataset.from_list(rows).to_parquet(str(folder / f"{name}.parquet"))
+    return str(folder)
+
+
+def test_a_folder_that_datasets_reads(tmp_path, tokenizer, folder):
+    config = folder()
+    config.data = parquet(tmp_path / "set", train=ROWS, validation=ROWS[:3], test=ROWS[:2])
+    splits = load_datasets(config, tokenizer)
+    assert [len(splits.train), len(splits.valid), len(splits.test)] == [20, 3, 0]
+    assert splits.train[4].source == f"{config.data} [train] row 4"
+    assert tokenizer.decode(splits.train[4].tokens) == "row number 4<|im_end|>"
+
+
+def test_a_folder_that_datasets_saved(tmp_path, tokenizer, folder):
+    config = folder(test=None)
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "valid": rows.select([0, 1])}).save_to_disk(str(tmp_path / "saved"))
+    config.data = str(tmp_path / "saved")
+    splits = load_datasets(config, tokenizer)
+    assert [len(splits.train), len(splits.valid)] == [20, 2]
+    rows.save_to_disk(str(tmp_path / "single"))
+    config.data = str(tmp_path / "single")
+    assert [len(load_datasets(config, tokenizer).train)] == [20]
+
+
+def test_hf_dataset_with_keys_and_splits_as_mlx_lm_reads_them(tmp_path, tokenizer, folder):
+    path = parquet(tmp_path / "set", train=ROWS, holdout=ROWS[:3])
+    splits = load_datasets(
+        folder(hf_dataset={"path": path, "completion_feature": "note", "prompt_feature": "text"}), tokenizer
+    )
+    assert [len(splits.train), len(splits.valid)] == [16, 2]
+    assert tokenizer.decode(splits.train[0].tokens[splits.train[0].targets]) == "aside<|im_end|>\n"
+    assert splits.train[0].source == f"{path} [train[:80%]] row 0"
+    entry = {"name": path, "train_split": "train[:5]", "valid_split": "train[5:6]", "test_split": "train[6:]"}
+    both = folder(test=None, hf_dataset=[entry, entry | {"train_split": "train[18:]", "text_feature": "note"}])
+    both.test = True
+    splits = load_datasets(both, tokenizer)
+    assert [len(splits.train), len(splits.valid), len(splits.test)] == [7, 2, 28]
+    assert [tokenizer.decode(splits.train[index].tokens) for index in (4, 5)] == [
+        "row number 4<|im_end|>",
+        "aside<|im_end|>",
+    ]
+
+
+def test_config_reaches_load_dataset(tmp_path, tokenizer, folder):
+    (tmp_path / "odd.txt").write_text('{"text": "an odd place"}\n')
+    entry = {
+        "path": "json",
+        "config": {"data_files": str(tmp_path / "odd.txt")},
+        "train_split": "train",
+        "valid_split": "train",
+    }
+    splits = load_datasets(folder(hf_dataset=entry), tokenizer)
+    assert tokenizer.decode(splits.train[0].tokens) == "an odd place<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("billsum", "hf_dataset: expected keys such as path"),
+        ({"path": "a", "text_featur": "b"}, r"unknown key 'text_featur' \(did you mean 'text_feature'\?\)"),
+        ({"text_feature": "b"}, "hf_dataset: expected path"),
+        ({"path": "a", "name": "b"}, "a subset's name goes under config"),
+        ({"path": 3}, "path: expected a string, got 3"),
+        ({"path": "a", "text_feature": 3}, "text_feature: expected a string, got 3"),
+        ({"path": "a", "config": "b"}, "config: expected a mapping"),
+        ({"path": "a", "config": {"trust_remote_code": True}}, "trust_remote_code is refused"),
+        ({"path": "pandas", "config": {"data_files": "a.pkl"}}, "a pickle can run code"),
+        ([{"path": "nobody/nothing"}, {}], r"nobody/nothing \(train\[:80%\]\): no such data"),
+    ],
+)
+def test_mistakes_in_hf_dataset(tokenizer, folder, entry, message):
+    with pytest.raises(UserError, match=message):
+        load_datasets(folder(hf_dataset=entry), tokenizer)
+
+
+def test_splits_that_are_missing(tmp_path, tokenizer, folder):
+    path = parquet(tmp_path / "set", train=ROWS)
+    with pytest.raises(UserError, match=r"\(valid\): no such data.*valid"):
+        load_datasets(folder(hf_dataset={"path": path, "valid_split": "valid"}), tokenizer)
+    config = folder(hf_dataset={"path": path})
+    config.test = True
+    with pytest.raises(UserError, match="test_split is needed to test"):
+        load_datasets(config, tokenizer)
+
+
+def test_a_hub_name_out_of_reach_is_one_message():
+    with pytest.raises(
+        UserError, match="nobody/nothing: no such data, neither a folder here nor a data set of the Hugging"
+    ):
+        hugging_face("nobody/nothing")

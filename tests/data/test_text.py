@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import types
+
+import pytest
+from mlx_lm.tuner import datasets as upstream
+
+from deltatune.data.text import Features, TextEncoder
+from deltatune.errors import UserError
+
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
+ROWS = {
+    "text": {"text": "the quick brown fox\n\njumps, \u00fcber \U0001f600"},
+    "text with its end": {"text": "the lazy dog<|im_end|>"},
+    "completion": {"prompt": "what is the answer?", "completion": " forty two "},
+    "completion with tools": {"prompt": "a question", "completion": "an answer", "tools": TOOLS},
+    "chat": {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "a question"},
+            {"role": "assistant", "content": "an answer"},
+            {"role": "user", "content": "and then?"},
+            {"role": "assistant", "content": "the end"},
+        ]
+    },
+}
+
+
+def encoder(tokenizer, mask_prompt=None, **names) -> TextEncoder:
+    return TextEncoder(tokenizer, Features(**names), mask_prompt)
+
+
+@pytest.mark.parametrize("template", ["plain", "generation", "thinking"])
+@pytest.mark.parametrize("name", ROWS)
+def test_tokens_are_mlx_lms(tokenizers, template, name):
+    tokenizer, row = tokenizers(template), ROWS[name]
+    theirs = upstream.create_dataset([row], tokenizer, types.SimpleNamespace(mask_prompt=False))
+    tokens, offset = theirs.process(row)
+    ours = encoder(tokenizer, False)(row, "file:1")
+    assert ours.tokens.tolist() == tokens
+    assert offset == 0
+    assert ours.targets.tolist() == [False] + [True] * (len(tokens) - 1)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if "text" not in name])
+def test_the_last_turn_starts_where_mlx_lms_does(tokenizer, name):
+    row = ROWS[name]
+    theirs = upstream.create_dataset([row], tokenizer, types.SimpleNamespace(mask_prompt=True))
+    tokens, offset = theirs.process(row)
+    ours = encoder(tokenizer, True)(row, "file:1")
+    assert ours.tokens.tolist() == tokens
+    assert ours.targets[offset:].all()
+    assert not ours.targets[offset - 1]
+
+
+def test_the_end_token_comes_once(tokenizer):
+    end = tokenizer.eos_token_id
+    for name in ("text", "text with its end"):
+        tokens = encoder(tokenizer)(ROWS[name], "file:1").tokens.tolist()
+        assert tokens[-1] == end
+        assert tokens.count(end) == 1
+
+
+def test_text_counts_every_token_but_the_first_by_default(tokenizer):
+    example = encoder(tokenizer)(ROWS["text"], "file:1")
+    assert example.targets[1:].all()
+    assert not example.targets[0]
+    assert example.positions == len(example.tokens) - 1
+
+
+def test_keys_of_the_users_own(tokenizer):
+    named = encoder(tokenizer, prompt="text", completion="summary")({"text": "long", "summary": "short"}, "file:1")
+    usual = encoder(tokenizer)({"prompt": "long", "completion": "short"}, "file:1")
+    assert named.tokens.tolist() == usual.tokens.tolist()
+    assert named.targets.tolist() == usual.targets.tolist()
+    chosen = encoder(tokenizer, chat="chosen")({"chosen": ROWS["chat"]["messages"], "messages": "else"}, "file:1")
+    assert chosen.tokens.tolist() == encoder(tokenizer)(ROWS["chat"], "file:1").tokens.tolist()
+
+
+MISTAKES = {
+    "a list": ([1], "expected an object with"),
+    "no key": ({}, "no known format: .*got no key"),
+    "a near miss": ({"mesages": []}, r"'mesages' \(did you mean 'messages'\?\)"),
+    "half of a pair": ({"prompt": "a", "respons": "b"}, 'expected .*"completion".*got .prompt., .respons.'),
+    "null": ({"text": None}, "'text' is null"),
+    "a number": ({"text": 3}, "'text': expected a string, got int 3"),
+    "a prompt that is a list": ({"prompt": ["a"], "completion": "b"}, "'prompt': expected a string, got list"),
+    "messages in a string": ({"messages": "hello"}, "'messages': expected a list, got str"),
+    "a message in a string": ({"messages": ["hello"]}, "message 1: expected .*role"),
+    "a message without role": ({"messages": [{"content": "a"}]}, "message 1: expected .*role"),
+    "content that is a number": ({"messages": [{"role": "user", "content": 5}]}, "message 1: expected a string"),
+    "tools that are no list": ({"prompt": "a", "completion": "b", "tools": "c"}, "'tools': expected a list"),
+    "empty text": ({"text": ""}, "empty text"),
+    "blank text": ({"text": " \n"}, "empty text"),
+    "nothing but the end": ({"text": "<|im_end|>"}, "nothing to learn from"),
+    "an empty completion": ({"prompt": "a", "completion": " "}, "empty 'completion'"),
+    "no message": ({"messages": []}, "empty conversation"),
+    "messages without content": ({"messages": [{"role": "user", "content": ""}]}, "empty conversation"),
+    "no assistant": ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn counts"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(tokenizer, name):
+    row, message = MISTAKES[name]
+    with pytest.raises(UserError, match=f"^some/train.jsonl:7: .*{message}"):
+        encoder(tokenizer)(row, "some/train.jsonl:7")
+
+
+def test_empty_after_the_template(tokenizers):
+    tokenizer = tokenizers("empty")
+    with pytest.raises(UserError, match="file:1: empty after the chat template"):
+        encoder(tokenizer)(ROWS["chat"], "file:1")
+
+
+def test_a_named_key_that_is_missing_is_not_passed_over(tokenizer):
+    message = (
+        r"""expected "question" and "completion", got 'qestion' \(did you mean 'question'\?\), 'completion', 'text'"""
+    )
+    with pytest.raises(UserError, match=message):
+        encoder(tokenizer, prompt="question")({"qestion": "a", "completion": "b", "text": "c"}, "file:1")
+
+
+def test_mask_prompt_has_no_meaning_for_text(tokenizer):
+    with pytest.raises(
+        UserError, match="file:1: --mask-prompt leaves prompts out of the loss, and a text line has none"
+    ):
+        encoder(tokenizer, True)(ROWS["text"], "file:1")

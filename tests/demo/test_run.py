@@ -1,0 +1,70 @@
+"""The demo, shortened: every part of it runs and says what it is meant to say. How well it learns, it checks itself."""
+
+import io
+import json
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import pytest
+from rich.console import Console
+
+from deltatune import cli
+from deltatune.demo import run, task
+from deltatune.demo.screen import DemoScreen
+from deltatune.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """(exit code, output folder, what the screen showed, losses) of a demo of a few iterations."""
+    output, file = tmp_path_factory.mktemp("demo"), io.StringIO()
+    screen = DemoScreen(Console(file=file, width=100, highlight=False))
+    code = run.run_demo(output, iterations=12, questions=8, screen=screen)
+    return code, output, file.getvalue(), screen.losses
+
+
+def test_a_short_run_learns_too_little_and_says_so_with_its_exit_code(short):
+    code, _, shown, losses = short
+    assert code == 1
+    assert "0.0% exactly right: 0 of 8 held-out messages" in shown
+    assert len(losses) == 12
+    assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
+
+
+def test_mlx_lm_alone_gives_the_same_answers(short):
+    _, output, shown, _ = short
+    assert "8 of 8 answers are the same" in shown
+    assert (output / "adapters.safetensors").is_file()
+    assert json.loads((output / "adapter_config.json").read_text())["model"] == str(run.MODEL)
+
+
+def test_what_mlx_lm_answers_comes_from_the_adapter(short):
+    _, output, _, _ = short
+    items = task.draw(0, 4, ["Zelda"], held=False)
+    assert run.ask_mlx_lm(output, items) != run.ask(run.load(run.MODEL), items).answers
+
+
+def test_the_report_holds_figures_curves_and_every_message(short):
+    _, output, _, _ = short
+    text = (output / "report.html").read_text(encoding="utf-8")
+    for item in task.draw(0, 8, task.names.HELD_OUT, held=True):
+        assert item.message.split(",")[0].split("'")[0] in text
+    assert "right before" in text
+    assert text.count("<svg") >= 3
+    assert "http" not in text.replace("http://www.w3.org", "")
+
+
+def test_right_means_equal_to_the_last_character():
+    item = task.draw(0, 1, ["Zelda"], held=False)[0]
+    score = run.Score([item] * 3, [item.answer, item.answer + " ", item.answer.lower()], 1.0)
+    assert score.right == [True, False, False]
+    assert score.accuracy == pytest.approx(1 / 3)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        run.run_demo(tmp_path / "file" / "out", screen=DemoScreen(Console(file=io.StringIO())))
+    assert cli.main(["demo", "--output", str(tmp_path / "file" / "out")]) == 2
+    assert "choose another --output" in capsys.readouterr().err

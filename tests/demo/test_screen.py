@@ -1,0 +1,47 @@
+import io
+
+import pytest
+from rich.ansi import AnsiDecoder
+from rich.console import Console
+
+from deltatune.demo.screen import DemoScreen, sparkline
+
+
+def test_sparkline_spans_the_blocks_and_keeps_its_width():
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
+    assert sparkline([4, 4, 0, 0], 2) == "█▁"
+    assert len(sparkline(range(1000), 48)) == 48
+    assert sparkline([1.0], 48) == "▁"
+    assert sparkline([], 48) == ""
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_screen(width):
+    file = io.StringIO()
+    screen = DemoScreen(Console(file=file, width=width, force_terminal=True, highlight=False))
+    screen.title("deltatune demo", "word " * 40)
+    screen.part(1, "A part")
+    screen.line("word " * 40, ("12.0%", "bold red"))
+    screen.answers([("a message " * 9, "no idea " * 12, '{"tool":"order"}' * 9, True), ("another", "", "{}", False)])
+    screen.start(0, 100)
+    screen.advance(1, "loss 3.5")
+    screen.stop()
+    screen.end("0.0%", "99.0%", "demo-out/report.html", "a command " * 12, 99.4)
+    lines = _without_escapes(file.getvalue()).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    text = "\n".join(lines)
+    assert "✓" in text
+    assert "✗" in text
+    assert "(nothing)" in text
+
+
+def test_text_with_markup_is_shown_as_it_is():
+    file = io.StringIO()
+    screen = DemoScreen(Console(file=file, width=80))
+    screen.answers([("[red]a[/red]", "[b]", "[/]", True)])
+    assert "[red]a[/red]" in file.getvalue()
+    assert "[/]" in file.getvalue()
+
+
+def _without_escapes(text: str) -> str:
+    return "\n".join(line.plain for line in AnsiDecoder().decode(text.replace("\r", "\n")))

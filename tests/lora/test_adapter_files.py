@@ -1,0 +1,276 @@
+"""Adapters on disk: mlx-lm reads ours, we read mlx-lm's, and what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from deltatune.config import LoraConfig
+from deltatune.errors import UserError
+from deltatune.lora import (
+    LoRALinear,
+    LoRASwitchLinear,
+    adapters,
+    convert_to_lora,
+    load_adapter_weights,
+    load_adapters,
+    save_adapters,
+)
+from deltatune.lora.adapter_files import adapter_state
+from deltatune.lora.convert import install_adapters, make_adapters
+from deltatune.models.load import load_model
+
+TOKENS = mx.array([[5, 6, 7, 8]])
+FAMILIES = [
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "kimi_linear",
+    "olmo_hybrid",
+    "bailing",
+    "kimi_k3",
+    "qwen3",
+    "gemma3_text",
+]
+
+
+def moved(model: nn.Module, seed: int = 3) -> nn.Module:
+    mx.random.seed(seed)
+    model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
+    return model
+
+
+def adapted(path: Path, kind: str = "lora", num_layers: int = -1, **options) -> nn.Module:
+    model, _ = load_model(path)
+    convert_to_lora(
+        model, LoraConfig(**{"rank": 4, "scale": 2.0} | options), fine_tune_type=kind, num_layers=num_layers
+    )
+    return moved(model)
+
+
+def difference(a: mx.array, b: mx.array) -> float:
+    return mx.abs(a - b).max().item()
+
+
+@pytest.mark.parametrize("quantize", [None, {}], ids=["dense", "4bit"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mlx_lm_and_we_read_ours_alike(tiny_checkpoint, tmp_path, family, kind, quantize):
+    path = tiny_checkpoint(family, quantize=quantize)
+    model = adapted(path, kind)
+    expected = model(TOKENS)
+    save_adapters(model, tmp_path, {"model": str(path), "learning_rate": 1e-4, "num_layers": -1})
+    theirs, _ = mlx_lm.utils.load(str(path), adapter_path=str(tmp_path))
+    assert difference(theirs(TOKENS), expected) < 1e-4
+    assert difference(load_model(path)[0](TOKENS), expected) > 0.1
+    ours, _ = load_model(path)
+    load_adapters(ours, tmp_path)
+    assert mx.array_equal(ours(TOKENS), expected)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["fine_tune_type"] == kind
+    assert config["learning_rate"] == 1e-4
+    if kind != "full":
+        assert config["lora_parameters"]["keys"] == list(adapters(model))
+        assert set(dict(tree_flatten(ours.trainable_parameters()))) == set(
+            dict(tree_flatten(model.trainable_parameters()))
+        )
+
+
+@pytest.mark.parametrize("keys", [None, ["mlp.down_proj", "linear_attn.out_proj", "mlp.switch_mlp.up_proj"]])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_we_read_what_mlx_lm_wrote(tiny_checkpoint, tmp_path, family, kind, keys):
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    if kind == "dora" and family == "qwen3_5_moe":
+        pytest.skip("mlx-lm has no DoRA on experts")
+    path = tiny_checkpoint(family)
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.1} | ({"keys": keys} if keys else {})
+    theirs, _ = mlx_lm.utils.load_model(path)
+    theirs.freeze()
+    linear_to_lora_layers(theirs, 2, parameters, use_dora=kind == "dora")
+    moved(theirs)
+    theirs.eval()
+    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
+    mlx_lm.utils.save_config(config | {"model": str(path)}, tmp_path / "adapter_config.json")
+    weights = dict(tree_flatten(theirs.trainable_parameters()))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
+    ours, _ = load_model(path)
+    load_adapters(ours, tmp_path)
+    assert difference(ours(TOKENS), theirs(TOKENS)) < 1e-4
+    assert set(dict(tree_flatten(ours.trainable_parameters()))) == set(weights)
+    assert {round(adapter.dropout_rate, 6) for adapter in adapters(ours).values()} == {0.1}
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+def test_mlx_lm_fuses_ours(tiny_checkpoint, tmp_path, monkeypatch, kind):
+    import mlx_lm.fuse
+
+    path = tiny_checkpoint("qwen3_5_moe")
+    model = adapted(path, kind)
+    save_adapters(model, tmp_path / "adapter", {"model": str(path)})
+    arguments = [
+        "--model",
+        str(path),
+        "--adapter-path",
+        str(tmp_path / "adapter"),
+        "--save-path",
+        str(tmp_path / "fused"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.fuse", *arguments])
+    mlx_lm.fuse.main()
+    fused, _ = mlx_lm.utils.load_model(tmp_path / "fused")
+    assert difference(fused(TOKENS), model(TOKENS)) < 1e-4
+
+
+def test_unequal_ranks_and_scales_become_one(tiny_checkpoint, tmp_path):
+    path = tiny_checkpoint("qwen3_5_moe")
+    model, _ = load_model(path)
+    layer = "language_model.model.layers.3"
+    made = make_adapters(model, {f"{layer}.self_attn.q_proj": 2, f"{layer}.mlp.switch_mlp.up_proj": 3}, 2.0, 0.0)
+    made |= make_adapters(model, {f"{layer}.mlp.switch_mlp.down_proj": 5, f"{layer}.self_attn.o_proj": 1}, 8.0, 0.0)
+    install_adapters(model, made)
+    moved(model)
+    expected = model(TOKENS)
+    save_adapters(model, tmp_path, {})
+    theirs, _ = mlx_lm.utils.load(str(path), adapter_path=str(tmp_path))
+    assert difference(theirs(TOKENS), expected) < 1e-5
+    ours, _ = load_model(path)
+    load_adapters(ours, tmp_path)
+    assert {adapter.rank for adapter in adapters(ours).values()} == {5}
+    assert difference(ours(TOKENS), expected) < 1e-5
+
+
+def test_what_the_format_cannot_say_is_refused_by_name(tiny_checkpoint):
+    path = tiny_checkpoint("qwen3_5")
+    layer = "language_model.model.layers.3"
+
+    def model_with(first: dict, second: dict) -> nn.Module:
+        model, _ = load_model(path)
+        made = make_adapters(
+            model, {f"{layer}.self_attn.q_proj": 2}, 2.0, first.get("dropout", 0.0), dora="dora" in first
+        )
+        made |= make_adapters(
+            model, {f"{layer}.mlp.up_proj": 2}, 2.0, second.get("dropout", 0.0), dora="dora" in second
+        )
+        install_adapters(model, made)
+        return model
+
+    with pytest.raises(UserError, match=r"LoRA \(.*q_proj\) and DoRA \(.*up_proj\) in one adapter"):
+        adapter_state(model_with({}, {"dora": True}))
+    with pytest.raises(UserError, match=r"up_proj differ in dropout"):
+        adapter_state(model_with({}, {"dropout": 0.5}))
+    model = model_with({}, {})
+    model.language_model.model.norm.unfreeze()
+    with pytest.raises(UserError, match=r"language_model.model.norm.weight is trained beside adapters"):
+        adapter_state(model)
+
+
+def test_adapter_of_another_model(tiny_checkpoint, tmp_path):
+    save_adapters(adapted(tiny_checkpoint("qwen3_5")), tmp_path / "hybrid", {})
+    other, _ = load_model(tiny_checkpoint("qwen3"))
+    with pytest.raises(
+        UserError, match=r"62 of its 62 tensors do not fit: language_model\..* no module .* and 59 more"
+    ):
+        load_adapters(other, tmp_path / "hybrid")
+    wider, _ = load_model(tiny_checkpoint("qwen3_5", intermediate_size=192))
+    with pytest.raises(UserError, match=r"mlp\.\w+\.lora_\w has shape \(\d+, \d+\), the model's is \(\d+, \d+\)"):
+        load_adapters(wider, tmp_path / "hybrid")
+    assert not adapters(wider)
+    save_adapters(adapted(tiny_checkpoint("qwen3_5"), "full"), tmp_path / "full", {})
+    with pytest.raises(UserError, match=r"is for another model: .* the model has no language_model"):
+        load_adapters(other, tmp_path / "full")
+
+
+def test_damaged_adapters(tiny_checkpoint, tmp_path):
+    path = tiny_checkpoint("qwen3")
+    folder = tmp_path / "adapter"
+
+    def refused(match: str) -> None:
+        model, _ = load_model(path)
+        with pytest.raises(UserError, match=match) as caught:
+            load_adapters(model, folder)
+        assert "\n" not in str(caught.value)
+
+    refused("no such directory")
+    folder.mkdir()
+    refused("no adapter_config.json in it")
+    save_adapters(adapted(path), folder, {})
+    weights, config = folder / "adapters.safetensors", folder / "adapter_config.json"
+    content, text = weights.read_bytes(), config.read_text()
+    weights.write_bytes(content[:-10])
+    refused("cut short")
+    weights.unlink()
+    refused("adapters.safetensors: no such file")
+    mx.save_safetensors(str(weights), {"model.norm.weight": mx.zeros((2,))})
+    refused("model.norm.weight is no adapter tensor")
+    tensors = {"model.layers.0.mlp.up_proj.lora_a": mx.zeros((64, 4))}
+    mx.save_safetensors(str(weights), tensors)
+    refused("model.layers.0.mlp.up_proj.lora_b is missing")
+    mx.save_safetensors(str(weights), {"model.layers.0.mlp.lora_a": mx.zeros((64, 4))})
+    refused("is no kind of layer that takes an adapter")
+    weights.write_bytes(content)
+    config.write_text("{")
+    refused("adapter_config.json: not JSON")
+    config.write_text("[]")
+    refused("expected a JSON object")
+    config.write_text(json.dumps(json.loads(text) | {"fine_tune_type": "prefix"}))
+    refused("fine_tune_type 'prefix' is not known")
+    config.write_text(json.dumps(json.loads(text) | {"lora_parameters": {"alpha": 8}}))
+    refused("with a number `scale` expected")
+
+
+def test_weights_for_a_model_converted_alike(tiny_checkpoint, tmp_path):
+    path = tiny_checkpoint("qwen3")
+    model = adapted(path)
+    file = save_adapters(model, tmp_path, {}, weights="0000010_adapters.safetensors")
+    again, _ = load_model(path)
+    convert_to_lora(again, LoraConfig(rank=4, scale=2.0))
+    load_adapter_weights(again, file)
+    assert mx.array_equal(again(TOKENS), model(TOKENS))
+    other, _ = load_model(path)
+    convert_to_lora(other, LoraConfig(rank=5))
+    with pytest.raises(UserError, match=r"has shape \(64, 4\), the model's is \(64, 5\)"):
+        load_adapter_weights(other, file)
+
+
+def test_output_that_cannot_be_written(tiny_checkpoint, tmp_path):
+    model = adapted(tiny_checkpoint("qwen3"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="the adapter cannot be written"):
+        save_adapters(model, tmp_path / "file" / "adapter", {})
+
+
+def test_an_interrupted_save_leaves_the_last_one(tiny_checkpoint, tmp_path, monkeypatch):
+    from deltatune.lora import tensor_files
+
+    model = adapted(tiny_checkpoint("qwen3"))
+    file = save_adapters(model, tmp_path, {})
+    before = file.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(tensor_files.os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        save_adapters(moved(model, 5), tmp_path, {})
+    assert file.read_bytes() == before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["adapter_config.json", "adapters.safetensors"]
+
+
+def test_kinds_of_adapters_come_back(tiny_checkpoint, tmp_path):
+    path = tiny_checkpoint("qwen3_5_moe")
+    save_adapters(adapted(path), tmp_path, {})
+    model, _ = load_model(path)
+    with pytest.raises(ValueError, match="already carries adapters"):
+        load_adapters(adapted(path), tmp_path)
+    load_adapters(model, tmp_path)
+    assert {type(adapter) for adapter in adapters(model).values()} == {LoRALinear, LoRASwitchLinear}

@@ -1,0 +1,151 @@
+"""What conversion leaves trainable, and that training moves that and nothing else."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.config import LoraConfig
+from deltatune.errors import UserError
+from deltatune.lora import LoRALinear, adapters, convert_to_lora, merge
+
+TOKENS = mx.array([[5, 6, 7]])
+
+
+def trained(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.trainable_parameters()))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_k3", "bailing", "gemma3_text"])
+def test_only_adapters_train_and_the_model_starts_as_it_was(tiny_model, family, kind):
+    model = tiny_model(family)
+    before = model(TOKENS)
+    model.train()
+    report = convert_to_lora(model, LoraConfig(rank=4), fine_tune_type=kind)
+    leaves = {"lora_a", "lora_b"} | ({"m"} if kind == "dora" else set())
+    assert set(trained(model)) == {f"{path}.{leaf}" for path in report.converted for leaf in leaves}
+    assert all(value.dtype == mx.float32 for value in trained(model).values())
+    assert mx.allclose(model(TOKENS), before, atol=1e-5)
+    assert all(adapter.training for adapter in adapters(model).values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_linear", "kimi_k3"])
+def test_every_adapter_gets_a_gradient(tiny_model, family):
+    model = tiny_model(family)
+    model.train()
+    convert_to_lora(model, LoraConfig(rank=2))
+    tokens = mx.random.randint(0, 320, (2, 24))
+
+    def loss(parameters):
+        model.update(parameters)
+        return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="mean")
+
+    gradients = mx.grad(loss)(model.trainable_parameters())
+    silent = [name for name, g in tree_flatten(gradients) if name.endswith("lora_b") and not mx.any(g != 0).item()]
+    assert not silent
+
+
+def test_rslora_divides_the_scale_by_the_root_of_the_rank(tiny_model):
+    model = tiny_model("qwen3")
+    convert_to_lora(model, LoraConfig(rank=16, scale=8.0, rslora=True))
+    assert {adapter.scale for adapter in adapters(model).values()} == {2.0}
+
+
+def test_ranks_that_do_not_fit(tiny_model):
+    with pytest.raises(UserError, match=r"rank: 65 is above every chosen matrix; the largest, .* has rank 64 at most"):
+        convert_to_lora(tiny_model("qwen3"), LoraConfig(rank=65))
+    with pytest.raises(UserError, match=r"rank: 0 is not a rank"):
+        convert_to_lora(tiny_model("qwen3"), LoraConfig(rank=0))
+    with pytest.raises(UserError, match=r"dropout: 1.0 is not a share"):
+        convert_to_lora(tiny_model("qwen3"), LoraConfig(dropout=1.0))
+    with pytest.raises(UserError, match="fine_tune_type: 'lra' is not known"):
+        convert_to_lora(tiny_model("qwen3"), LoraConfig(), fine_tune_type="lra")
+    # A router of one output beside larger matrices takes the rank of the rest, as in mlx-lm and PEFT.
+    convert_to_lora(tiny_model("qwen3_5_moe"), LoraConfig(rank=8))
+
+
+def test_full_trains_the_last_layers_but_no_router_bias(tiny_model):
+    model = tiny_model("kimi_linear")
+    report = convert_to_lora(model, LoraConfig(), fine_tune_type="full", num_layers=2)
+    assert report.converted == ["model.layers.2", "model.layers.3"]
+    names = {
+        name for name, _ in tree_flatten(model.parameters()) if name.startswith(("model.layers.2", "model.layers.3"))
+    }
+    assert set(trained(model)) == {name for name in names if not name.endswith("e_score_correction_bias")}
+
+
+def test_full_leaves_quantised_weights_frozen_and_says_so(tiny_checkpoint):
+    from deltatune.models.load import load_model
+
+    model, _ = load_model(tiny_checkpoint("qwen3_5_moe", quantize={}))
+    report = convert_to_lora(model, LoraConfig(keys=["*.q_proj"]), fine_tune_type="full")
+    assert report.skipped["language_model.model.layers.3.self_attn.q_proj"] == "quantised weights have no gradient"
+    assert all(mx.issubdtype(value.dtype, mx.floating) for value in trained(model).values())
+    assert "ignores them" in report.notes[0]
+
+
+def test_notes_on_what_cannot_follow(tiny_checkpoint):
+    from deltatune.models.load import load_model
+
+    model, _ = load_model(tiny_checkpoint("qwen3_5", quantize={"bits": 3}))
+    report = convert_to_lora(model, LoraConfig(), fine_tune_type="dora")
+    assert "mlx-lm cannot load DoRA on 31 modules of 3, 5 or 6 bits" in report.notes[0]
+    if mx.default_device() == mx.cpu:
+        model, _ = load_model(tiny_checkpoint("qwen3_5_moe", dtype=mx.bfloat16))
+        assert "needs float32" in convert_to_lora(model, LoraConfig()).notes[0]
+
+
+def test_a_layers_own_to_lora_is_respected():
+    from mlx_lm.models.afm7 import FusedLinear, FusedLoRALinear
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = FusedLinear(8, [8, 4, 4])
+            self.out = nn.Linear(16, 8)
+
+        def __call__(self, x):
+            return self.out(mx.concatenate(self.qkv(x), axis=-1))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(16, 8)
+            self.layers = [Layer()]
+
+        def __call__(self, ids):
+            return self.layers[0](self.embed(ids))
+
+    model = Model()
+    before = model(TOKENS)
+    report = convert_to_lora(model, LoraConfig(rank=2))
+    assert set(report.converted) == {"layers.0.qkv", "layers.0.out"}
+    assert type(model.layers[0].qkv) is FusedLoRALinear
+    assert type(model.layers[0].out) is LoRALinear
+    assert mx.allclose(model(TOKENS), before, atol=1e-6)
+    assert {name for name in trained(model) if "qkv" in name} == {
+        f"layers.0.qkv.{leaf}.{i}" for leaf in ("lora_a", "lora_b") for i in range(3)
+    }
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_merge_in_place(tiny_model, kind):
+    model = tiny_model("qwen3_5_moe")
+    convert_to_lora(model, LoraConfig(rank=4), fine_tune_type=kind)
+    for adapter in adapters(model).values():
+        adapter.lora_b = 0.1 * mx.random.normal(adapter.lora_b.shape)
+    before = model(TOKENS)
+    merged = merge(model)
+    assert len(merged) == (51 if kind == "lora" else 39)
+    assert not adapters(model)
+    assert mx.allclose(model(TOKENS), before, atol=1e-4)
+
+
+def test_the_report_says_alike_things_once(tiny_model):
+    lines = convert_to_lora(tiny_model("kimi_linear"), LoraConfig()).summary()
+    assert len(lines) == len(set(lines)) == 5
+    assert "Left alone: model.layers.*.self_attn.q_conv.conv (3 of them): Conv1d is no kind of layer" in lines[0]
+    assert any(line.startswith("Left alone: model.layers.*.self_attn.embed_q: MultiLinear") for line in lines)

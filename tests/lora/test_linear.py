@@ -1,0 +1,199 @@
+"""LoRA and DoRA on linears, values and gradients, against float64 NumPy and against mlx-lm's own layers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.dora import DoRALinear as UpstreamDoRALinear
+from mlx_lm.tuner.lora import LoRALinear as UpstreamLoRALinear
+
+from deltatune.lora import DoRALinear, LoRALinear
+from deltatune.lora.weights import dense_weight, input_size
+from deltatune.ops.checkpoint import checkpoint
+
+PACKINGS = [
+    None,
+    *({"mode": "affine", "bits": bits, "group_size": 32} for bits in (2, 3, 4, 5, 6, 8)),
+    {"mode": "mxfp4", "bits": 4, "group_size": 32},
+    {"mode": "mxfp8", "bits": 8, "group_size": 32},
+    {"mode": "nvfp4", "bits": 4, "group_size": 16},
+]
+IDS = ["dense", *(f"{p['mode']}{p['bits']}" for p in PACKINGS[1:])]
+INPUTS, OUTPUTS, RANK, SCALE = 96, 40, 5, 1.7
+
+
+def base(packing=None, bias: bool = True, seed: int = 0) -> nn.Module:
+    mx.random.seed(seed)
+    linear = nn.Linear(INPUTS, OUTPUTS, bias=bias)
+    if packing is None:
+        return linear
+    return nn.QuantizedLinear.from_linear(linear, packing["group_size"], packing["bits"], mode=packing["mode"])
+
+
+def adapted(kind, packing=None, bias: bool = True, dropout: float = 0.0) -> nn.Module:
+    adapter = kind.from_base(base(packing, bias), rank=RANK, scale=SCALE, dropout=dropout)
+    adapter.lora_b = 0.2 * mx.random.normal(adapter.lora_b.shape)
+    if "m" in adapter:
+        adapter.m = adapter.m * mx.random.uniform(0.5, 1.5, adapter.m.shape)
+    adapter.unfreeze_adapter()
+    return adapter
+
+
+def float64(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def reference(adapter: nn.Module, x: np.ndarray, dy: np.ndarray) -> dict[str, np.ndarray]:
+    """y and the gradients of sum(y * dy), in float64, the norm of DoRA held constant as its paper has it."""
+    weight, a, b = float64(dense_weight(adapter.linear)), float64(adapter.lora_a), float64(adapter.lora_b)
+    plain = x @ weight.T + SCALE * (x @ a) @ b
+    factor, gradients = np.ones(OUTPUTS), {}
+    if "m" in adapter:
+        norm = np.linalg.norm(weight + SCALE * (a @ b).T, axis=1)
+        factor = float64(adapter.m) / norm
+        gradients["m"] = (plain * dy).sum(0) / norm
+    inner = dy * factor
+    gradients["lora_a"] = SCALE * x.T @ (inner @ b.T)
+    gradients["lora_b"] = SCALE * (x @ a).T @ inner
+    gradients["x"] = inner @ weight + SCALE * (inner @ b.T) @ a.T
+    bias = float64(adapter.linear.bias) if "bias" in adapter.linear else 0.0
+    return {"y": plain * factor + bias, **gradients}
+
+
+def computed(adapter: nn.Module, x: mx.array, dy: mx.array) -> dict[str, mx.array]:
+    def loss(parameters, x):
+        adapter.update(parameters)
+        return (adapter(x) * dy).sum()
+
+    parameters = adapter.trainable_parameters()
+    gradients, dx = mx.grad(loss, argnums=(0, 1))(parameters, x)
+    adapter.update(parameters)
+    return {"y": adapter(x), "x": dx, **dict(tree_flatten(gradients))}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("packing", PACKINGS, ids=IDS)
+@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
+def test_values_and_gradients_against_float64(kind, packing, bias):
+    adapter = adapted(kind, packing, bias)
+    x, dy = mx.random.normal((7, INPUTS)), mx.random.normal((7, OUTPUTS))
+    expected = reference(adapter, float64(x), float64(dy))
+    found = computed(adapter, x, dy)
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert np.abs(float64(found[name]) - value).max() <= 2e-6 * np.abs(value).max(), name
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=IDS)
+@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
+def test_starts_as_the_base_and_fuses_to_what_it_says(kind, packing):
+    linear = base(packing)
+    adapter = kind.from_base(linear, rank=RANK, scale=SCALE)
+    x = mx.random.normal((7, INPUTS))
+    assert mx.allclose(adapter(x), linear(x), atol=1e-6)
+    adapter = adapted(kind, packing)
+    plain = adapter.fuse(dequantize=True)
+    assert type(plain) is nn.Linear
+    # The modes without biases dequantise to bf16, which rounds the fused weight.
+    assert mx.allclose(plain(x), adapter(x), atol=1e-5 if plain.weight.dtype == mx.float32 else 0.05)
+    packed = adapter.fuse()
+    assert type(packed) is type(linear)
+    assert {name: value.shape for name, value in tree_flatten(packed.parameters())} == {
+        name: value.shape for name, value in tree_flatten(linear.parameters())
+    }
+    assert not mx.array_equal(packed.weight, linear.weight)
+    adapter.linear.freeze()
+    adapter.fuse().unfreeze()
+    assert not tree_flatten(adapter.linear.trainable_parameters())
+
+
+@pytest.mark.parametrize("packing", [PACKINGS[0], PACKINGS[3], PACKINGS[7]], ids=[IDS[0], IDS[3], IDS[7]])
+@pytest.mark.parametrize(("kind", "upstream"), [(LoRALinear, UpstreamLoRALinear), (DoRALinear, UpstreamDoRALinear)])
+def test_same_names_shapes_and_values_as_mlx_lm(kind, upstream, packing):
+    adapter = adapted(kind, packing)
+    theirs = upstream.from_base(adapter.linear, r=RANK, scale=SCALE)
+    ours = dict(tree_flatten(adapter.parameters()))
+    assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {
+        name: (value.shape, value.dtype) for name, value in tree_flatten(theirs.parameters())
+    }
+    theirs.load_weights(list(ours.items()))
+    x = mx.random.normal((7, INPUTS))
+    assert mx.allclose(adapter(x), theirs(x), atol=1e-5, rtol=1e-5)
+
+
+def test_sizes_of_odd_widths():
+    for packing in PACKINGS[1:]:
+        assert input_size(base(packing)) == INPUTS
+        assert DoRALinear.from_base(base(packing)).lora_a.shape == (INPUTS, 8)
+
+
+@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
+def test_half_precision_stays_half(kind):
+    adapter = adapted(kind)
+    adapter.linear.set_dtype(mx.bfloat16)
+    x = mx.random.normal((3, INPUTS)).astype(mx.bfloat16)
+    assert adapter(x).dtype == mx.bfloat16
+    assert adapter.lora_a.dtype == mx.float32
+    assert adapter.fuse().weight.dtype == mx.bfloat16
+
+
+def test_dropout_drops_inputs_of_the_update_alone():
+    adapter = adapted(LoRALinear, dropout=0.4)
+    x = mx.ones((2000, INPUTS))
+    assert mx.array_equal(adapter.eval()(x), adapter(x))
+    kept = adapter(x)
+    adapter.train()
+    dropped = adapter(x)
+    assert mx.abs(dropped - kept).max() > 0.1
+    assert mx.abs(dropped.mean(0) - kept.mean(0)).max() < 0.05
+    adapter.lora_b = mx.zeros_like(adapter.lora_b)
+    assert mx.array_equal(adapter(x), adapter.linear(x))
+
+
+@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_dropout_in_steps_checkpointed_and_compiled(kind, compiled):
+    """Each step drops anew, a recomputed layer drops the same again, and compiled or not makes no difference."""
+    x = mx.random.normal((7, INPUTS))
+
+    def steps(checkpointed: bool, compiled: bool) -> list[dict[str, mx.array]]:
+        adapter = adapted(kind, dropout=0.3)
+        adapter.train()
+
+        def loss(parameters):
+            adapter.update(parameters)
+            return (checkpoint(adapter)(x) if checkpointed else adapter(x)).square().sum()
+
+        def step(parameters):
+            return dict(tree_flatten(mx.grad(loss)(parameters)))
+
+        if compiled:
+            step = mx.compile(step, inputs=mx.random.state, outputs=mx.random.state)
+        parameters = adapter.trainable_parameters()
+        mx.random.seed(11)
+        found = [step(parameters) for _ in range(2)]
+        mx.eval(found)
+        return found
+
+    plain, again = steps(False, False), steps(True, compiled)
+    assert not mx.allclose(plain[0]["lora_b"], plain[1]["lora_b"], rtol=1e-2)
+    for expected, found in zip(plain, again, strict=True):
+        for name in expected:
+            assert mx.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4), name
+
+
+def test_quantised_base_gets_the_gradients_of_its_dequantised_self():
+    packed = adapted(LoRALinear, PACKINGS[3])
+    plain = adapted(LoRALinear, PACKINGS[3])
+    plain.linear = nn.Linear(INPUTS, OUTPUTS)
+    plain.linear.weight, plain.linear.bias = dense_weight(packed.linear), packed.linear.bias
+    plain.update(packed.trainable_parameters())
+    plain.unfreeze_adapter()
+    x, dy = mx.random.normal((7, INPUTS)), mx.random.normal((7, OUTPUTS))
+    found, expected = computed(packed, x, dy), computed(plain, x, dy)
+    assert set(found) == {"y", "x", "lora_a", "lora_b"}
+    for name in expected:
+        assert mx.abs(found[name] - expected[name]).max() <= 2e-6 * mx.abs(expected[name]).max(), name

@@ -1,0 +1,208 @@
+"""Which modules get an adapter, and what a person is told when a choice does not fit the model."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.config import LoraConfig
+from deltatune.errors import UserError
+from deltatune.lora import convert_to_lora, layer_kind
+from deltatune.lora.probe import directly_read
+from deltatune.lora.select import layer_paths, select
+
+TOKENS = mx.array([[5, 6, 7]])
+HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3"]
+
+
+def chosen(model: nn.Module, num_layers: int = -1, dora: bool = False, **options) -> list[str]:
+    return list(select(model, LoraConfig(**options), num_layers=num_layers, dora=dora).targets)
+
+
+def refused(match: str, model: nn.Module, num_layers: int = -1, dora: bool = False, **options) -> None:
+    with pytest.raises(UserError, match=match) as caught:
+        select(model, LoraConfig(**options), num_layers=num_layers, dora=dora)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_kinds_of_layers(tiny_model, family):
+    assert [layer_kind(layer) for layer in tiny_model(family).layers] == ["delta", "delta", "delta", "attention"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_kinds_of_plain_layers(tiny_model, family):
+    assert {layer_kind(layer) for layer in tiny_model(family).layers} == {"attention"}
+
+
+def test_mamba_is_not_gated_delta():
+    from mlx_lm.models import mamba2
+
+    arguments = mamba2.ModelArgs(
+        model_type="mamba2",
+        num_heads=4,
+        head_dim=16,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        state_size=16,
+        num_hidden_layers=1,
+        layer_norm_epsilon=1e-5,
+        conv_kernel=4,
+        n_groups=1,
+        use_bias=False,
+        use_conv_bias=True,
+        tie_word_embeddings=True,
+        time_step_limit=(0.0, 100.0),
+        time_step_rank="auto",
+    )
+    layer = mamba2.Model(arguments).layers[0]
+    assert "A_log" in layer.mixer
+    assert "dt_bias" in layer.mixer
+    assert layer_kind(layer) == "mamba"
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, "qwen3", "gemma3_text"])
+def test_default_is_every_linear_and_expert_of_the_layers_as_in_mlx_lm(tiny_model, family):
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    model = tiny_model(family)
+    paths = layer_paths(model)
+    modules = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | SwitchLinear) and path.startswith(tuple(f"{layer}." for layer in paths))
+    }
+    found = select(model, LoraConfig())
+    read = {path for path in found.skipped if "read directly" in found.skipped[path]}
+    assert set(found.targets) | read == set(modules)
+    assert read == {path for path in modules if "_res_proj" in path}
+    assert all(isinstance(reason, str) for reason in found.skipped.values())
+
+
+def test_weights_that_their_owner_reads_are_named(tiny_model):
+    skipped = select(tiny_model("kimi_k3"), LoraConfig()).skipped
+    prefix = "language_model.model.layers.3"
+    assert "weight is read directly by its owner" in skipped[f"{prefix}.self_attention_res_proj"]
+    assert "weight is read directly by its owner" in skipped[f"{prefix}.mlp_res_proj"]
+    assert "MultiLinear" in skipped[f"{prefix}.self_attn.embed_q"]
+    assert any("Conv1d" in reason for reason in skipped.values())
+
+
+def test_probe_sees_aliases_items_and_helpers_and_leaves_the_model_alone():
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            for name in ("called", "aliased", "item", "helped", "tied", "evaluated"):
+                self[name] = nn.Linear(4, 4)
+            self.tied = nn.Embedding(10, 4)
+            self.dropped = nn.Dropout(0.5)
+            self._cache = None
+
+        def __call__(self, ids):
+            alias = self.aliased
+            x = self.called(self.dropped(self.embed(ids))) @ alias.weight @ self.item["weight"]
+            x = x @ _weight_of(self.helped)
+            if not self.training:
+                x = x + self.evaluated.bias
+            self._cache = x
+            return self.tied.as_linear(x)
+
+    def _weight_of(module):
+        return module.get("weight")
+
+    model = Owner()
+    model.eval()
+    model.called.train()
+    candidates = {path: module for path, module in model.named_modules() if "weight" in module}
+    mx.random.seed(4)
+    expected = mx.random.uniform()
+    mx.random.seed(4)
+    found = directly_read(model, candidates)
+    assert mx.array_equal(mx.random.uniform(), expected)
+    assert found == {"aliased": "weight", "item": "weight", "helped": "weight", "evaluated": "bias"}
+    assert model._cache is None
+    assert not model.training
+    assert model.called.training
+    assert type(model.called) is nn.Linear
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_probing_changes_nothing(tiny_model, family):
+    model = tiny_model(family)
+    model.eval()
+    before = {path: (type(m), m.training, sorted(m), sorted(vars(m))) for path, m in model.named_modules()}
+    values = dict(tree_flatten(model.parameters()))
+    select(model, LoraConfig())
+    assert before == {path: (type(m), m.training, sorted(m), sorted(vars(m))) for path, m in model.named_modules()}
+    assert all(value is values[name] for name, value in tree_flatten(model.parameters()))
+
+
+def test_patterns(tiny_model):
+    model = tiny_model("qwen3_5_moe")
+    layers = "language_model.model.layers"
+    assert chosen(model, keys=["self_attn.q_proj"]) == [f"{layers}.3.self_attn.q_proj"]
+    assert chosen(model, keys=["linear_attn.out_*"]) == [f"{layers}.{i}.linear_attn.out_proj" for i in range(3)]
+    assert chosen(model, keys=["*.up_proj"], exclude=["*shared*", f"{layers}.[012].*"]) == [
+        f"{layers}.3.mlp.switch_mlp.up_proj"
+    ]
+    assert chosen(model, keys=["*.k_proj", "*.v_proj"]) == [
+        f"{layers}.3.self_attn.k_proj",
+        f"{layers}.3.self_attn.v_proj",
+    ]
+    assert chosen(model, keys=["language_model.model.embed_tokens"]) == ["language_model.model.embed_tokens"]
+
+
+def test_layers_by_count_index_and_kind(tiny_model):
+    model = tiny_model("qwen3_5")
+
+    def layers(num_layers: int = -1, **options) -> list[int]:
+        return sorted({int(path.split(".")[3]) for path in chosen(model, num_layers, **options)})
+
+    assert layers() == [0, 1, 2, 3]
+    assert layers(2) == [2, 3]
+    assert layers(0) == [0, 1, 2, 3]  # As mlx_lm.lora has it.
+    assert layers(layers=[0, -1]) == [0, 3]
+    assert layers(1, layers=[1]) == [1]
+    assert layers(layer_kinds=["delta"]) == [0, 1, 2]
+    assert layers(2, layer_kinds=["delta"]) == [2]
+    assert layers(layer_kinds=["attention", "delta"]) == [0, 1, 2, 3]
+    # A full path without wildcards counts wherever it lies, so that explicit keys of saved adapters are found.
+    path = "language_model.model.layers.0.mlp.up_proj"
+    assert chosen(model, 1, keys=[path]) == [path]
+
+
+def test_choices_that_do_not_fit(tiny_model):
+    model = tiny_model("qwen3_5_moe")
+    refused(r"keys: 'self_attn.qproj' matches no module \(nearest: .*self_attn.q_proj", model, keys=["self_attn.qproj"])
+    refused(r"keys: 'q_proj' matches no module \(did you mean '\*.q_proj'\?\)", model, keys=["q_proj"])
+    refused("exclude: 'nothing' matches no module", model, exclude=["nothing"])
+    refused("leaves out", model, keys=["linear_attn.out_proj"], layers=[3])
+    refused("'linear_attn.conv1d' matches nothing that takes an adapter: .*Conv1d", model, keys=["linear_attn.conv1d"])
+    refused("DoRA is not defined on experts", model, keys=["*.switch_mlp.*"], dora=True)
+    refused("No module is left", model, exclude=["*"])
+    refused("no layer 4; the model has layers 0 to 3", model, layers=[4])
+    refused("num_layers: 9 asked for, but the model has 4", model, num_layers=9)
+    refused("layer_kinds: 'deltas' is not known", model, layer_kinds=["deltas"])
+    refused("no layer of kind mamba .* they are attention, delta", model, layer_kinds=["mamba"])
+    refused("rank: 0 is not a rank", model, rank=0)
+    refused("has no `layers`", nn.Linear(2, 2))
+
+
+def test_dora_leaves_experts_alone_and_says_so(tiny_model):
+    report = convert_to_lora(tiny_model("qwen3_5_moe"), LoraConfig(), fine_tune_type="dora")
+    assert not any("switch_mlp" in path for path in report.converted)
+    assert "DoRA is not defined on experts" in report.skipped["language_model.model.layers.0.mlp.switch_mlp.up_proj"]
+
+
+def test_an_adapted_model_is_not_adapted_twice_in_one_place(tiny_model):
+    model = tiny_model("qwen3")
+    convert_to_lora(model, LoraConfig(keys=["*.q_proj"]))
+    convert_to_lora(model, LoraConfig(keys=["*.v_proj"]))
+    with pytest.raises(UserError, match="matches no module"):
+        convert_to_lora(model, LoraConfig(keys=["self_attn.q_proj"]))
+    trained = {name.rsplit(".", 2)[-2] for name, _ in tree_flatten(model.trainable_parameters())}
+    assert trained == {"q_proj", "v_proj"}

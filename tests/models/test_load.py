@@ -1,0 +1,291 @@
+"""Loading: what is right loads as mlx-lm loads it; what is wrong gets one message that says what and where."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm.utils
+import pytest
+from jinja2.exceptions import SecurityError
+from mlx.utils import tree_flatten
+
+from deltatune.errors import UserError
+from deltatune.models.load import load, load_model, locate, new_model
+
+TOKENS = mx.array([[5, 6, 7, 8, 9]])
+FAMILIES = [
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "kimi_linear",
+    "olmo_hybrid",
+    "bailing",
+    "kimi_k3",
+    "qwen3",
+    "gemma3_text",
+]
+
+
+@pytest.fixture
+def damaged(tiny_checkpoint, tmp_path):
+    """A copy of a tiny qwen3 checkpoint, to be damaged."""
+
+    def copy(family: str = "qwen3", **options) -> Path:
+        return Path(shutil.copytree(tiny_checkpoint(family, **options), tmp_path / "model"))
+
+    return copy
+
+
+def rewrite(path: Path, **changes) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = mx.load(str(folder / "model.safetensors"))
+    mx.eval(tensors)
+    change(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+
+
+@pytest.mark.parametrize("quantize", [None, {"bits": 4}], ids=["dense", "4bit"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loads_what_mlx_lm_loads(tiny_checkpoint, family, quantize):
+    path = tiny_checkpoint(family, quantize=quantize)
+    model, config = load_model(path)
+    reference, reference_config = mlx_lm.utils.load_model(path)
+    assert type(model) is type(reference)
+    assert config == reference_config
+    assert mx.array_equal(model(TOKENS), reference(TOKENS))
+
+
+def test_loaded_tokenizer_renders_chat(tiny_checkpoint):
+    loaded = load(str(tiny_checkpoint("qwen3")))
+    text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "the dog"}], tokenize=False)
+    assert text == "<|im_start|>user\nthe dog<|im_end|>\n"
+    assert loaded.tokenizer.eos_token_ids == {2}
+    assert loaded.path == tiny_checkpoint("qwen3")
+
+
+def test_from_scratch_needs_no_weights_and_follows_the_seed(damaged):
+    path = damaged("qwen3_5_moe")
+    (path / "model.safetensors").unlink()
+    first, again, other = (load(path, from_scratch=True, seed=seed).model for seed in (1, 1, 2))
+    flat = [dict(tree_flatten(model.parameters())) for model in (first, again, other)]
+    assert all(mx.array_equal(flat[0][name], flat[1][name]) for name in flat[0])
+    name = "language_model.model.embed_tokens.weight"
+    assert not mx.array_equal(flat[0][name], flat[2][name])
+    assert first(TOKENS).shape == (1, 5, 320)
+
+
+def refused(match: str, function, *arguments, **options) -> None:
+    with pytest.raises(UserError, match=match) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_such_model(tmp_path):
+    refused("no such directory, and not a hub name", load, tmp_path / "absent")
+    refused("no such directory, and not a hub name", load, "./absent")
+    refused("no such directory, and not a hub name", load, "absent")
+    file = tmp_path / "file"
+    file.write_text("")
+    refused("a file; expected the folder", load, file)
+
+
+def test_hub_name_that_cannot_be_had(monkeypatch):
+    def offline(name):
+        raise OSError(f"{name} is not a valid model identifier\nmore text")
+
+    monkeypatch.setattr(mlx_lm.utils, "_download", offline)
+    refused("owner/model: no such directory, and not to be had from the hub: owner/model is not", locate, "owner/model")
+
+
+def test_hub_name_is_downloaded_by_mlx_lm(monkeypatch, tiny_checkpoint):
+    monkeypatch.setattr(mlx_lm.utils, "_download", lambda name: str(tiny_checkpoint("qwen3")))
+    assert locate("owner/model") == tiny_checkpoint("qwen3")
+
+
+def test_config_missing_or_not_json(damaged):
+    path = damaged()
+    (path / "config.json").write_text("{not json")
+    refused("config.json: not JSON", load, path)
+    (path / "config.json").write_text("[]")
+    refused("expected a JSON object, got list", load, path)
+    (path / "config.json").write_text("{}")
+    refused("no model_type", load, path)
+    (path / "config.json").unlink()
+    refused("no config.json in it", load, path)
+
+
+def test_unknown_model_type(damaged):
+    path = damaged()
+    rewrite(path / "config.json", model_type="qwen3_6")
+    refused("'qwen3_6' is of a kind that mlx-lm .* does not know; the nearest that it knows is 'qwen3_5'", load, path)
+    rewrite(path / "config.json", model_type="../../evil")
+    refused("does not know", load, path)
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_vision", "depth": 2}))
+    refused("a vision encoder alone", load, path)
+
+
+def test_config_without_a_needed_key(damaged):
+    path = damaged()
+    rewrite(path / "config.json", hidden_size=None)
+    refused("hidden_size", load, path)
+    refused("hidden_size", new_model, path)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named_together(damaged):
+    path = damaged()
+
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.9.extra"] = mx.zeros((2,))
+        tensors["model.norm.weight"] = mx.zeros((3,))
+
+    change_tensors(path, change)
+    with pytest.raises(UserError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert "1 missing (model.layers.1.mlp.up_proj.weight)" in message
+    assert "1 unknown to the model (model.layers.9.extra)" in message
+    assert "1 misshapen (model.norm.weight has shape (3,), (64,) expected)" in message
+
+
+def test_many_tensors_are_counted(damaged):
+    path = damaged()
+    rewrite(path / "config.json", num_hidden_layers=2)
+    refused(r"22 unknown to the model \(.* and 18 more\)", load, path)
+
+
+def test_tensor_that_sanitize_needs(damaged):
+    path = damaged("qwen3_next")
+
+    def change(tensors):
+        prefix = "model.layers.0.mlp"
+        stacked = {name: tensors.pop(f"{prefix}.switch_mlp.{name}.weight") for name in ("up_proj", "down_proj")}
+        for name, weight in stacked.items():
+            for expert in range(7):
+                tensors[f"{prefix}.experts.{expert}.{name}.weight"] = weight[expert]
+
+    change_tensors(path, change)
+    refused("tensor 'model.layers.0.mlp.experts.7.up_proj.weight' is missing", load, path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1000])
+def test_truncated_weights(damaged, keep):
+    path = damaged()
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:keep])
+    refused("cut short|not a safetensors file", load, path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"{broken", "corrupt safetensors header"),
+        (b"[]", "corrupt safetensors header"),
+        (b'{"a": {"dtype": "F32", "shape": [2]}}', "corrupt entry"),
+        (b'{"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}', "corrupt entry"),
+        (b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', "cannot fill its 8 bytes"),
+        (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}', "cannot fill"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "overlaps another or leaves a gap"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', "bytes that belong to no tensor"),
+    ],
+)
+def test_corrupt_headers(damaged, header, message):
+    path = damaged()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    refused(message, load, path)
+
+
+def test_pickled_weights_are_never_loaded(damaged):
+    path = damaged()
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    refused("only pytorch_model.bin .* never loaded", load, path)
+    (path / "pytorch_model.bin").unlink()
+    refused("no weights in it", load, path)
+
+
+def test_index(damaged):
+    path = damaged()
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../etc/model.safetensors"}}))
+    refused("no plain file name", load, path)
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
+    refused("1 weight files of the index are missing, such as model-00002-of-00002", load, path)
+    index.write_text(json.dumps({"weight_map": {"model.absent.weight": "model.safetensors"}}))
+    refused("missing, such as model.absent.weight", load, path)
+    index.write_text("{}")
+    refused("no weight_map", load, path)
+
+
+def test_quantisation_that_config_does_not_know(damaged):
+    path = damaged(quantize={})
+    rewrite(path / "config.json", quantization=None, quantization_config=None)
+    refused("weights are quantised, but config.json has no `quantization`", load, path)
+
+
+def test_tokenizer_missing_or_broken(damaged):
+    path = damaged()
+    (path / "tokenizer.json").write_text("{")
+    refused("tokenizer.json: not JSON", load, path)
+    (path / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}')
+    refused("tokenizer .*: cannot be loaded", load, path)
+    (path / "tokenizer.json").unlink()
+    refused("no tokenizer in it", load, path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_file", "/etc/passwd"),
+        ("tokenizer_file", "../tokenizer.json"),
+        ("fast_tokenizer_files", ["tokenizer.json", "a/../../tokenizer.9.json"]),
+        ("auto_map", {"AutoTokenizer": ["other/repository--code.Tokenizer", None]}),
+        ("auto_map", {"AutoTokenizer": "../code.Tokenizer"}),
+        ("chat_template_type", "..os"),
+        ("tool_parser_type", "a.b"),
+    ],
+)
+def test_names_in_the_tokenizer_config_stay_inside(damaged, key, value):
+    path = damaged()
+    rewrite(path / "tokenizer_config.json", **{key: value})
+    refused(f"tokenizer_config.json: {key}", load, path)
+    refused(f"tokenizer_config.json: {key}", load, path, trust_remote_code=True)
+
+
+CODE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('')\nclass Tokenizer: pass\n"
+
+
+def test_code_in_a_checkpoint_is_not_run(damaged):
+    path = damaged()
+    (path / "code.py").write_text(CODE)
+    rewrite(path / "config.json", model_file="code.py")
+    refused("nothing in a checkpoint is run unless you pass --trust-remote-code", load, path)
+    rewrite(path / "config.json", model_file="../code.py")
+    refused("no plain file name", load, path, trust_remote_code=True)
+    rewrite(path / "config.json", model_file=None)
+    rewrite(path / "tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Tokenizer", None]}, tokenizer_class="Own")
+    assert load(path).tokenizer.encode("the dog")
+    assert not list(path.rglob("ran"))
+
+
+def test_code_in_a_checkpoint_runs_when_trusted(damaged):
+    path = damaged()
+    source = Path(mlx_lm.models.__path__[0]) / "qwen3.py"
+    (path / "code.py").write_text(source.read_text().replace("from .", "from mlx_lm.models."))
+    rewrite(path / "config.json", model_file="code.py")
+    assert load(path, trust_remote_code=True).model(TOKENS).shape == (1, 5, 320)
+
+
+def test_chat_templates_are_sandboxed(tiny_checkpoint):
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer = load(tiny_checkpoint("qwen3", chat_template=template)).tokenizer
+    with pytest.raises(SecurityError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)

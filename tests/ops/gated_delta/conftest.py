@@ -1,0 +1,111 @@
+"""Loads the oracle and the cases beside this file, and runs an implementation on a case."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+
+def _beside(name: str) -> ModuleType:
+    qualified = f"gated_delta_{name}"
+    if qualified not in sys.modules:
+        spec = importlib.util.spec_from_file_location(qualified, Path(__file__).with_name(f"{name}.py"))
+        sys.modules[qualified] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[qualified])
+    return sys.modules[qualified]
+
+
+oracle, cases = _beside("oracle"), _beside("cases")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", cases.CASES, ids=lambda case: case.name)
+    if "per_channel" in metafunc.fixturenames:
+        metafunc.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
+
+
+@pytest.fixture
+def tolerances() -> ModuleType:
+    return cases
+
+
+@pytest.fixture
+def case_named() -> Callable[[str], object]:
+    return {case.name: case for case in cases.CASES}.__getitem__
+
+
+def poison() -> None:
+    """Leave NaN in the buffers that MLX will hand out next, so that reading an unwritten element shows."""
+    mx.clear_cache()
+    buffers = [mx.full((2**power,), mx.nan) for power in range(4, 21) for _ in range(2)]
+    mx.eval(buffers)
+
+
+@pytest.fixture
+def run() -> Callable:
+    """run(implementation, inputs, dy, dstate) -> {"y", "state", gradients by name} as mlx arrays."""
+
+    def differentiate(implementation, inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict[str, mx.array]:
+        poison()
+        constants = {name: inputs[name] for name in ("mask", "segments")}
+        constants = {name: None if value is None else mx.array(value) for name, value in constants.items()}
+        dy, dstate = mx.array(dy), mx.array(dstate)
+
+        def scalar_of(primals: list[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
+            y, state = implementation(*primals[:-1], initial_state=primals[-1], **constants)
+            value = (y.astype(mx.float32) * dy).sum() + (state * dstate).sum()
+            return value, {"y": y, "state": state}
+
+        primals = [mx.array(inputs[name]) for name in oracle.INPUTS]
+        (_, outputs), gradients = mx.value_and_grad(scalar_of)(primals)
+        results = outputs | dict(zip(oracle.INPUTS, gradients, strict=True))
+        mx.eval(results)
+        return results
+
+    return differentiate
+
+
+@pytest.fixture
+def errors() -> Callable[[dict, dict], dict[str, float]]:
+    """errors(results, expected) -> largest error over the largest expected element, by name."""
+
+    def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
+        found = {}
+        for name, reference in expected.items():
+            result = np.array(results[name].astype(mx.float32), dtype=np.float64)
+            assert result.shape == reference.shape, name
+            assert np.isfinite(result).all(), name
+            error, largest = np.abs(result - reference).max(), np.abs(reference).max()
+            # Where the truth is zero throughout, only zero is right.
+            found[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
+        return found
+
+    return relative
+
+
+@pytest.fixture
+def cotangents() -> Callable[[dict, int], tuple[np.ndarray, np.ndarray]]:
+    """cotangents(inputs, seed) -> (dy, dstate), fp32."""
+
+    def draw(inputs: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        generator = np.random.default_rng(seed + 1000)
+        state = generator.normal(size=inputs["initial_state"].shape)
+        return generator.normal(size=inputs["v"].shape).astype(np.float32), state.astype(np.float32)
+
+    return draw
+
+
+@pytest.fixture
+def truth() -> Callable[[dict, np.ndarray, np.ndarray], dict[str, np.ndarray]]:
+    return oracle.recurrence

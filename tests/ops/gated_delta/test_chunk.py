@@ -1,0 +1,222 @@
+"""The chunk form against the float64 oracle: outputs and every gradient, every hard case."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from deltatune.ops.gated_delta import gated_delta_chunk, gated_delta_naive
+
+
+def test_every_gradient(case, per_channel, run, truth, errors, cotangents, request):
+    seed = zlib.crc32(request.node.name.encode())
+    inputs = case.inputs(per_channel, seed)
+    dy, dstate = cotangents(inputs, seed)
+    found = errors(run(gated_delta_chunk, inputs, dy, dstate), truth(inputs, dy, dstate))
+    assert max(found.values()) <= case.bound, found
+
+
+@pytest.fixture
+def example(case_named, cotangents):
+    """A small case with everything in it: heads shared, documents, a masked middle; chunks of 64."""
+    inputs = case_named("documents, masked middle").inputs(False, 7)
+    return inputs, *cotangents(inputs, 7)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_loses_only_the_rounding_of_results(
+    dtype, per_channel, case_named, run, truth, errors, tolerances
+):
+    inputs = case_named("documents").inputs(per_channel, 3)
+    half = {name: mx.array(inputs[name]).astype(getattr(mx, dtype)) for name in ("q", "k", "v", "beta")}
+    exact = inputs | {name: np.array(array.astype(mx.float32)) for name, array in half.items()}
+    generator = np.random.default_rng(5)
+    dy = np.array(mx.array(generator.normal(size=inputs["v"].shape)).astype(getattr(mx, dtype)).astype(mx.float32))
+    dstate = generator.normal(size=inputs["initial_state"].shape).astype(np.float32)
+    results = run(gated_delta_chunk, inputs | half, dy, dstate)
+    assert {name: results[name].dtype for name in half} == {name: array.dtype for name, array in half.items()}
+    assert results["y"].dtype == getattr(mx, dtype)
+    assert results["state"].dtype == results["log_g"].dtype == results["initial_state"].dtype == mx.float32
+    found = errors(results, truth(exact, dy, dstate))
+    rounded = {name: found.pop(name) for name in (*half, "y")}
+    assert max(found.values()) <= tolerances.EASY, found
+    assert max(rounded.values()) <= tolerances.ROUNDING[dtype] + tolerances.EASY, rounded
+
+
+def test_same_bits_every_time(example, per_channel, case_named, run, cotangents):
+    inputs = case_named("500 tokens, chunks of 64").inputs(per_channel, 1)
+    dy, dstate = cotangents(inputs, 1)
+    first = run(gated_delta_chunk, inputs, dy, dstate)
+    for _ in range(2):
+        again = run(gated_delta_chunk, inputs, dy, dstate)
+        assert all(mx.array_equal(first[name], again[name]).item() for name in first)
+
+
+def _upstream_of(inputs: dict, transform=lambda f: f, implementation=gated_delta_chunk):
+    """The gradient of a loss through projections in front of every input and a non-linear step behind."""
+    constants = {name: mx.array(inputs[name]) for name in ("mask", "segments")}
+
+    def loss(x: dict[str, mx.array]) -> mx.array:
+        q, k = mx.tanh(x["q"]), x["k"] / mx.linalg.norm(x["k"], axis=-1, keepdims=True)
+        log_g, beta = -nn.softplus(x["log_g"]), mx.sigmoid(x["beta"])
+        delta = transform(lambda *a: implementation(*a[:-1], initial_state=a[-1], **constants))
+        y, state = delta(q, k, mx.sin(x["v"]), log_g, beta, x["initial_state"] ** 2)
+        return mx.tanh(y).square().sum() + (state**3).sum()
+
+    floats = ("q", "k", "v", "log_g", "beta", "initial_state")
+    return loss, {name: mx.array(inputs[name]) for name in floats}
+
+
+def _same(one: dict, other: dict) -> bool:
+    return all(mx.array_equal(one[name], other[name]).item() for name in one)
+
+
+def test_inside_checkpoint_and_any_nesting_the_same_bits(example):
+    loss, x = _upstream_of(example[0])
+    plain = mx.grad(loss)(x)
+    inside, _ = _upstream_of(example[0], mx.checkpoint)
+    assert _same(plain, mx.grad(inside)(x))
+    assert _same(plain, mx.grad(mx.checkpoint(loss))(x))
+    assert _same(plain, mx.grad(lambda x: mx.checkpoint(loss)(x))(x))
+
+
+def test_inside_compile(example):
+    loss, x = _upstream_of(example[0])
+    plain = mx.grad(loss)(x)
+    for compiled in (mx.compile(mx.grad(loss)), mx.grad(mx.compile(loss)), mx.compile(mx.grad(mx.checkpoint(loss)))):
+        result = compiled(x)
+        again = compiled(x)
+        assert _same(result, again)
+        for name in plain:
+            assert mx.abs(result[name] - plain[name]).max() <= 2e-6 * mx.abs(plain[name]).max(), name
+
+
+def test_gradient_of_a_function_of_anything_upstream(example):
+    loss, x = _upstream_of(example[0])
+    by_autodiff, _ = _upstream_of(example[0], implementation=gated_delta_naive)
+    expected, found = mx.grad(by_autodiff)(x), mx.grad(loss)(x)
+    for name in expected:
+        assert mx.abs(found[name] - expected[name]).max() <= 2e-6 * mx.abs(expected[name]).max(), name
+
+
+def test_vmap_over_the_batch(example, per_channel, case_named):
+    inputs = case_named("64 tokens, batch 3").inputs(per_channel, 4)
+    names = ("q", "k", "v", "log_g", "beta", "initial_state")
+    batch = [mx.array(inputs[name]) for name in names]
+
+    def single(*a):
+        y, state = gated_delta_chunk(*(x[None] for x in a[:-1]), initial_state=a[-1][None])
+        return y[0], state[0]
+
+    def loss_of(f):
+        return lambda *a: sum(x.square().sum() for x in f(*a))
+
+    def together(*a):
+        return gated_delta_chunk(*a[:-1], initial_state=a[-1])
+
+    for one, other in zip(together(*batch), mx.vmap(single)(*batch), strict=True):
+        assert mx.allclose(one, other, rtol=0, atol=1e-6)
+    everything = list(range(6))
+    expected = mx.grad(loss_of(together), argnums=everything)(*batch)
+    of_vmap = mx.grad(loss_of(mx.vmap(single)), argnums=everything)(*batch)
+    vmap_of = mx.vmap(mx.grad(loss_of(single), argnums=everything))(*batch)
+    for name, truth, one, other in zip(names, expected, of_vmap, vmap_of, strict=True):
+        for found in (one, other):
+            assert mx.abs(truth - found).max() <= 2e-6 * mx.abs(truth).max(), name
+    # An argument that is not mapped is shared; another axis than the first may be mapped.
+    moved = [batch[0].moveaxis(0, 1), *batch[1:-1], batch[-1][0]]
+    shared = mx.vmap(single, in_axes=(1, 0, 0, 0, 0, None))(*moved)
+    repeated = together(*batch[:-1], mx.broadcast_to(batch[-1][:1], batch[-1].shape))
+    assert all(mx.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(shared, repeated, strict=True))
+
+
+def test_second_derivatives_are_refused(example):
+    loss, x = _upstream_of(example[0])
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        mx.eval(mx.grad(lambda x: sum(g.square().sum() for g in mx.grad(loss)(x).values()))(x))
+
+
+def test_arrays_that_are_not_contiguous(example, per_channel, case_named):
+    inputs = case_named("64 tokens, batch 3").inputs(per_channel, 4)
+    names = ("q", "k", "v", "log_g", "beta", "initial_state")
+    plain = [mx.array(inputs[name]) for name in names]
+    mx.eval(plain)
+    strided = [mx.stack([x, x * 0 - 7], axis=-1)[..., 0].swapaxes(0, 1).swapaxes(0, 1) for x in plain]
+    every_second = [mx.repeat(x, 2, axis=0)[::2] for x in strided]
+    expected = gated_delta_chunk(*plain[:-1], initial_state=plain[-1])
+    for arrays in (strided, every_second):
+        found = gated_delta_chunk(*arrays[:-1], initial_state=arrays[-1])
+        assert all(mx.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_batch_rows_do_not_touch(per_channel, case_named, run, cotangents):
+    """A row alone gives what it gives in company, other rows poisoned with large values."""
+    inputs = case_named("64 tokens, batch 3").inputs(per_channel, 9)
+    dy, dstate = cotangents(inputs, 9)
+    loud = {name: None if x is None else x.copy() for name, x in inputs.items()}
+    for name in ("q", "v"):
+        loud[name][1:] *= 1e6
+    one, other = (run(gated_delta_chunk, given, dy, dstate) for given in (inputs, loud))
+    assert all(mx.array_equal(one[name][0], other[name][0]) for name in one)
+
+
+def test_packed_documents_get_the_gradients_they_get_alone(per_channel, case_named, run, cotangents):
+    inputs = case_named("few closed gates").inputs(per_channel, 2)
+    dy, dstate = cotangents(inputs, 2)
+    cuts = [0, 37, 64, 101, 130]
+    documents = np.repeat(np.arange(4), np.diff(cuts))
+    packed = inputs | {"segments": np.broadcast_to(documents, inputs["beta"].shape[:2]).astype(np.int32)}
+    together = run(gated_delta_chunk, packed, dy, dstate)
+    for index, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        tokens = slice(start, stop)
+        alone = {name: x if x is None or name == "initial_state" else x[:, tokens] for name, x in inputs.items()}
+        if index:
+            alone["initial_state"] = np.zeros_like(inputs["initial_state"])
+        last = dstate if index == 3 else np.zeros_like(dstate)
+        expected = run(gated_delta_chunk, alone, dy[:, tokens], last)
+        for name in ("y", "q", "k", "v", "log_g", "beta"):
+            difference = mx.abs(together[name][:, tokens] - expected[name]).max().item()
+            assert difference <= 2e-6 * mx.abs(expected[name]).max().item(), (name, index)
+
+
+def _peak(length: int, per_channel: bool) -> float:
+    """Bytes beyond the inputs for every gradient, 4 heads of 128 in fp32."""
+    shape = (1, length, 4, 128)
+    q, k, v, dy = (mx.random.normal(shape, key=mx.random.key(n)) for n in range(4))
+    k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
+    log_g = mx.full(shape if per_channel else shape[:3], -0.1)
+    arguments = [q, k, v, log_g, mx.full(shape[:3], 0.5)]
+    mx.eval(arguments, dy)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.grad(lambda a: (gated_delta_chunk(*a)[0] * dy).sum())(arguments))
+    return mx.get_peak_memory() - before
+
+
+def test_memory_of_the_backward_pass(per_channel):
+    """A state per chunk and what is returned grow with the sequence; a group's working space does not."""
+    short, long = _peak(2048, per_channel), _peak(6144, per_channel)
+    results = 4 * 4 * 128 * (4 + per_channel)  # bytes a token: gradients of q, k, v (and the gates), and of y
+    states = 4 * 4 * 128 * 128 / 64
+    per_head = 8 * 4 * 4  # gates, betas and their gradients
+    assert long - short <= (6144 - 2048) * (results + states + per_head)
+    assert short <= (80e6 if per_channel else 60e6)
+
+
+def test_nothing_of_an_earlier_document_is_left(per_channel, case_named, run, cotangents):
+    """Not even a trace: an enormous first document changes no bit of the second, nor of its gradients."""
+    inputs = case_named("few closed gates").inputs(per_channel, 6)
+    dy, dstate = cotangents(inputs, 6)
+    second = slice(41, None)
+    inputs["segments"] = np.broadcast_to(np.arange(130) >= second.start, inputs["beta"].shape[:2]).astype(np.int32)
+    loud = inputs | {"v": inputs["v"] * np.where(np.arange(130) < second.start, 1e18, 1.0)[:, None, None]}
+    loud["v"] = loud["v"].astype(np.float32)
+    one, other = (run(gated_delta_chunk, given, dy, dstate) for given in (inputs, loud))
+    for name in ("y", "q", "k", "v", "log_g", "beta"):
+        assert mx.array_equal(one[name][:, second], other[name][:, second]), name
+    assert mx.array_equal(one["state"], other["state"])

@@ -1,0 +1,50 @@
+"""The random key can be read, set and lent, also while a step is being compiled."""
+
+import mlx.core as mx
+
+from deltatune.ops.random_state import drawing_from, get_key, set_key
+
+
+def draw():
+    return mx.random.uniform(shape=(4,)).tolist()
+
+
+def test_a_key_set_again_draws_again():
+    mx.random.seed(1)
+    key = get_key()
+    first = [draw(), draw()]
+    set_key(key)
+    assert [draw(), draw()] == first
+    mx.random.seed(1)
+    assert [draw(), draw()] == first
+    assert first[0] != first[1]
+
+
+def test_a_lent_key_leaves_the_state_as_it_was():
+    mx.random.seed(2)
+    expected = [draw(), draw()]
+    mx.random.seed(2)
+    first = draw()
+    with drawing_from(mx.random.key(7)):
+        inside = draw()
+    assert [first, draw()] == expected
+    with drawing_from(mx.random.key(7)):
+        assert draw() == inside
+
+
+def test_a_compiled_step_draws_anew_each_time_and_alike_within():
+    def step():
+        key = get_key()
+        first = mx.random.uniform(shape=(4,))
+        with drawing_from(key):
+            again = mx.random.uniform(shape=(4,))
+        return first, again
+
+    compiled = mx.compile(step, inputs=mx.random.state, outputs=mx.random.state)
+    mx.random.seed(3)
+    eager = [step() for _ in range(3)]
+    mx.random.seed(3)
+    for first, again in (compiled() for _ in range(3)):
+        expected = eager.pop(0)[0]
+        assert mx.array_equal(first, again)
+        assert mx.array_equal(first, expected)

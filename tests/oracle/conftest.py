@@ -1,0 +1,18 @@
+"""Live comparisons run under `pytest -m oracle` alone; the replays of what they recorded, always."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "oracle" in config.getoption("markexpr"):
+        return
+    live = [item for item in items if item.get_closest_marker("oracle")]
+    config.hook.pytest_deselected(items=live)
+    items[:] = [item for item in items if item not in live]

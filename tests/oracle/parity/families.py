@@ -1,0 +1,268 @@
+"""The model families: how each tiny checkpoint is made, and what mlx-lm 0.32.2 needs to read a Hugging Face save."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import seeded
+from .seeded import VOCAB
+
+Weights = dict[str, np.ndarray]
+Config = dict[str, Any]
+
+
+def _same(config: Config, weights: Weights) -> tuple[Config, Weights]:
+    return dict(config), dict(weights)
+
+
+@dataclass(frozen=True)
+class Family:
+    """options: of the transformers config. readable: (config, weights) of a save -> the same, as mlx-lm reads them.
+
+    rename: substitutions that lead from a transformers module path to mlx-lm's. draw: which of the seeded
+    checkpoints; chosen so that training it is well conditioned and no token sits between two experts.
+    """
+
+    model_type: str
+    options: Config
+    readable: Callable[[Config, Weights], tuple[Config, Weights]] = _same
+    rename: tuple[tuple[str, str], ...] = ()
+    centred_norms: bool = False
+    embedding_deviation: float = 0.5
+    learning_rate: float = 8e-3
+    not_adapted: tuple[str, ...] = ("lm_head", "kv_b_proj")
+    draw: int = 0
+
+    def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
+        """The checkpoint, in transformers' names."""
+        stream = f"{self.model_type} {self.draw}"
+        return {
+            name: seeded.weight(stream, name, tuple(shape), self.embedding_deviation, self.centred_norms)
+            for name, shape in shapes.items()
+        }
+
+    def mlx_path(self, module: str) -> str:
+        for pattern, replacement in self.rename:
+            module = re.sub(pattern, replacement, module)
+        return module
+
+
+def pack_experts(weights: Weights) -> Weights:
+    """mlp.experts.N.{gate,up,down}_proj.weight -> mlp.experts.gate_up_proj [E, 2I, H] and .down_proj [E, H, I]."""
+    pattern = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    kept: Weights = {}
+    found: dict[str, dict[tuple[str, int], np.ndarray]] = {}
+    for name, value in weights.items():
+        match = pattern.fullmatch(name)
+        if match:
+            found.setdefault(match[1], {})[match[3], int(match[2])] = value
+        else:
+            kept[name] = value
+    for prefix, parts in found.items():
+        count = len(parts) // 3
+        kept[f"{prefix}.gate_up_proj"] = np.stack(
+            [np.concatenate([parts["gate", i], parts["up", i]]) for i in range(count)]
+        )
+        kept[f"{prefix}.down_proj"] = np.stack([parts["down", i] for i in range(count)])
+    return kept
+
+
+def _qwen3_5(config: Config, weights: Weights) -> tuple[Config, Weights]:
+    interval = config["layer_types"].index("full_attention") + 1
+    model_type = config["model_type"].removesuffix("_text")
+    return {**config, "model_type": model_type, "full_attention_interval": interval}, pack_experts(weights)
+
+
+def _qwen3_next(config: Config, weights: Weights) -> tuple[Config, Weights]:
+    rope = config["rope_parameters"]
+    interval = config["layer_types"].index("full_attention") + 1
+    lifted = {
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": rope["partial_rotary_factor"],
+        "full_attention_interval": interval,
+    }
+    return {**config, **lifted}, dict(weights)
+
+
+def _gemma3(config: Config, weights: Weights) -> tuple[Config, Weights]:
+    rope = config["rope_parameters"]
+    lifted = {
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
+        "sliding_window_pattern": config["layer_types"].index("full_attention") + 1,
+    }
+    return {**config, **lifted}, dict(weights)
+
+
+def _kimi_linear(config: Config, weights: Weights) -> tuple[Config, Weights]:
+    dense = config["mlp_layer_types"].count("dense")
+    lifted = {"rope_theta": 10000.0, "first_k_dense_replace": dense, "mla_use_nope": True}
+    renamed = {
+        re.sub(rf"(layers\.[0-{dense - 1}]\.)block_sparse_moe\.", r"\1mlp.", name): value
+        for name, value in weights.items()
+    }
+    return {**config, **lifted}, renamed
+
+
+def _olmo_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
+    """transformers splits its fused convolution in equal thirds when it saves; K and V widths differ."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    renamed = {}
+    for name, value in weights.items():
+        name = name.replace(".attention_layer_norm.", ".input_layernorm.")
+        renamed[name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")] = value
+    for name in [name for name in renamed if name.endswith("q_conv1d.weight")]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        fused = np.concatenate([renamed[part] for part in names])
+        renamed.update(zip(names, np.split(fused, [keys, 2 * keys]), strict=True))
+    return dict(config), renamed
+
+
+def _bailing_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
+    """transformers saves every output projection as `dense`; in the original, the delta layers say o_proj."""
+    delta = [i for i, kind in enumerate(config["layer_types"]) if kind == "linear_attention"]
+    names = {f"model.layers.{i}.attention.dense.weight": f"model.layers.{i}.attention.o_proj.weight" for i in delta}
+    lifted = {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "n_group": config["num_expert_group"],
+        "num_experts_per_tok": config["num_experts_per_token"],
+        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"],
+        "head_dim": config["linear_head_dim"],
+        "q_lora_rank": None,
+    }
+    return {**config, **lifted}, {names.get(name, name): value for name, value in weights.items()}
+
+
+_BASE = {"vocab_size": VOCAB, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_COMMON = {**_BASE, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 512}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_THREE = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+_EXPERTS = {
+    "moe_intermediate_size": 28,
+    "shared_expert_intermediate_size": 36,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+_LATENT = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "qk_nope_head_dim": 16,
+    "moe_intermediate_size": 28,
+    "num_experts_per_tok": 2,
+}
+_LANGUAGE_MODEL = ((r"^", "language_model."),)
+_FORGET_GATE = ((r"\.forget_gate\.", "."),)
+_MOE_COMMON = {key: value for key, value in _COMMON.items() if key != "intermediate_size"}
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_5": Family(
+        "qwen3_5_text",
+        {**_COMMON, **_ATTENTION, **_DELTA, **_THREE},
+        _qwen3_5,
+        _LANGUAGE_MODEL,
+        centred_norms=True,
+        learning_rate=4e-3,
+        draw=5,
+    ),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe_text",
+        {**_MOE_COMMON, **_ATTENTION, **_DELTA, **_TWO, **_EXPERTS},
+        _qwen3_5,
+        _LANGUAGE_MODEL,
+        centred_norms=True,
+    ),
+    "qwen3_next": Family(
+        "qwen3_next",
+        {**_COMMON, **_ATTENTION, **_DELTA, **_TWO, **_EXPERTS},
+        _qwen3_next,
+        centred_norms=True,
+        draw=1,
+    ),
+    "kimi_linear": Family(
+        "kimi_linear",
+        {
+            **_COMMON,
+            **_LATENT,
+            "num_hidden_layers": 2,
+            "num_local_experts": 6,
+            "linear_attn_config": {
+                "head_dim": 16,
+                "num_heads": 3,
+                "short_conv_kernel_size": 4,
+                "kda_layers": [1],
+                "full_attn_layers": [2],
+            },
+        },
+        _kimi_linear,
+        _FORGET_GATE,
+        draw=1,
+    ),
+    "olmo_hybrid": Family(
+        "olmo_hybrid",
+        {
+            **_COMMON,
+            **_TWO,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 28,
+        },
+        _olmo_hybrid,
+    ),
+    "bailing_hybrid": Family(
+        "bailing_hybrid",
+        {
+            **_COMMON,
+            **_LATENT,
+            "num_hidden_layers": 2,
+            "layer_group_size": 2,
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+        },
+        _bailing_hybrid,
+        (*_FORGET_GATE, (r"\.self_attn\.", ".attention."), (r"(layers\.1\.attention)\.o_proj$", r"\1.dense")),
+        draw=4,
+    ),
+    "qwen3": Family(
+        "qwen3",
+        {**_COMMON, **_ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False},
+    ),
+    # mlx-lm rounds gemma's embedding scale sqrt(hidden_size) to bf16: 64 makes that exact.
+    "gemma3": Family(
+        "gemma3_text",
+        {
+            **_COMMON,
+            **_ATTENTION,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        _gemma3,
+        centred_norms=True,
+        embedding_deviation=0.125,
+        draw=1,
+    ),
+}

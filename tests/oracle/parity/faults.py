@@ -1,0 +1,115 @@
+"""Faults to plant in deltatune: each must turn a replay red, or the replay proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers
+import mlx_lm.models.olmo_hybrid
+import pytest
+
+from deltatune.config import TrainConfig
+from deltatune.lora.linear import LoRALinear
+from deltatune.patches import recurrence
+from deltatune.train import step
+
+from . import ours
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+_gated_delta = recurrence.gated_delta
+_cross_entropy = step.linear_cross_entropy
+
+
+def _scale_gradient(value: mx.array, factor: float) -> mx.array:
+    return factor * value + mx.stop_gradient(value - factor * value)
+
+
+def _operator(change: Callable[..., tuple[Any, ...]]) -> Plant:
+    """Replace the operator's (q, k, v, log_g, beta) by what `change` makes of them."""
+
+    def faulty(*arrays: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
+        return _gated_delta(*change(*arrays), **options)
+
+    return lambda monkeypatch: monkeypatch.setattr(recurrence, "gated_delta", faulty)
+
+
+def _cut_after(limit: int) -> Plant:
+    """A backward pass that forgets the state's gradient at one chunk boundary."""
+
+    def faulty(*arrays: mx.array, initial_state: Any, mask: Any, segments: Any) -> tuple[mx.array, mx.array]:
+        if arrays[0].shape[1] <= limit:
+            return _gated_delta(*arrays, initial_state=initial_state, mask=mask, segments=segments)
+        first, state = _gated_delta(*(a[:, :limit] for a in arrays), initial_state=initial_state)
+        rest, state = _gated_delta(*(a[:, limit:] for a in arrays), initial_state=mx.stop_gradient(state))
+        return mx.concatenate([first, rest], axis=1), state
+
+    return lambda monkeypatch: monkeypatch.setattr(recurrence, "gated_delta", faulty)
+
+
+def _norm_eps(module: Any) -> Plant:
+    """q and k normalised with eps on the mean of squares, as mlx-lm did before 0.32."""
+
+    def faulty(q: mx.array, k: mx.array, *, inv_scale: float, eps: float) -> tuple[mx.array, mx.array]:
+        return inv_scale**2 * mx.fast.rms_norm(q, None, eps), inv_scale * mx.fast.rms_norm(k, None, eps)
+
+    return lambda monkeypatch: monkeypatch.setattr(module, "normalize_qk", faulty)
+
+
+def _no_bias_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(config: TrainConfig) -> mlx.optimizers.Optimizer:
+        return mlx.optimizers.AdamW(
+            config.learning_rate, **{**config.optimizer_config["adamw"], "bias_correction": False}
+        )
+
+    monkeypatch.setattr(ours, "build_optimizer", faulty)
+
+
+def _padding_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(head: Any, hidden: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        return _cross_entropy(head, hidden, targets, mx.ones_like(weights))
+
+    monkeypatch.setattr(step, "linear_cross_entropy", faulty)
+
+
+def _adapter_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = LoRALinear.__call__
+
+    def faulty(self: LoRALinear, x: mx.array) -> mx.array:
+        base = self.linear(x)
+        return base + 1.01 * (call(self, x) - base)
+
+    monkeypatch.setattr(LoRALinear, "__call__", faulty)
+
+
+# name: (how to plant it, the case that must turn red)
+FAULTS: dict[str, tuple[Plant, str]] = {
+    "beta doubled": (_operator(lambda q, k, v, g, b: (q, k, v, g, 2 * b)), "qwen3_5_moe"),
+    "beta not doubled, where the family says so": (
+        _operator(lambda q, k, v, g, b: (q, k, v, g, b / 2)),
+        "olmo_hybrid",
+    ),
+    "log_g off by 0.1 %": (_operator(lambda q, k, v, g, b: (q, k, v, 1.001 * g, b)), "kimi_linear"),
+    "log_g rounded to bf16": (
+        _operator(lambda q, k, v, g, b: (q, k, v, g.astype(mx.bfloat16).astype(mx.float32), b)),
+        "bailing_hybrid",
+    ),
+    "gradient of log_g missing": (
+        _operator(lambda q, k, v, g, b: (q, k, v, mx.stop_gradient(g), b)),
+        "qwen3_next",
+    ),
+    "gradient of k off by 1 %": (
+        _operator(lambda q, k, v, g, b: (q, _scale_gradient(k, 1.01), v, g, b)),
+        "qwen3_5",
+    ),
+    "gradient of beta off by 1 %": (
+        _operator(lambda q, k, v, g, b: (q, k, v, g, _scale_gradient(b, 1.01))),
+        "kimi_linear-4bit",
+    ),
+    "gradient of the state lost between two chunks": (_cut_after(64), "qwen3_next"),
+    "eps of the q and k norm, as before mlx-lm 0.32": (_norm_eps(mlx_lm.models.olmo_hybrid), "olmo_hybrid"),
+    "padding and prompt count in the loss": (_padding_counts, "qwen3"),
+    "adapter scale off by 1 %": (_adapter_scale, "gemma3"),
+    "AdamW without bias correction": (_no_bias_correction, "qwen3"),
+}

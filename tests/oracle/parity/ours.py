@@ -1,0 +1,91 @@
+"""The same run here: mlx-lm's model under deltatune's patches, its adapters, its compiled step and its loss."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.utils import load_model
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.data import Batch
+from deltatune.lora import convert_to_lora
+from deltatune.models.head import split_head
+from deltatune.patches import patched
+from deltatune.train.distributed import World
+from deltatune.train.optimizer import build_optimizer
+from deltatune.train.step import Step, chunked_loss
+
+from . import seeded
+from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Case
+from .families import Config, Weights
+from .quantised import quantise
+
+
+def load(case: Case, config: Config, weights: Weights) -> nn.Module:
+    """mlx-lm's model of a Hugging Face save, made readable; strict: no tensor missing or left over."""
+    config, weights = case.family.readable(config, weights)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        tensors = {name: mx.array(value) for name, value in weights.items()}
+        mx.save_safetensors(str(Path(folder) / "model.safetensors"), tensors, {"format": "pt"})
+        model, _ = load_model(Path(folder))
+    return model if case.bits is None else quantise(model, case.bits)
+
+
+def adapt(case: Case, model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
+    """Convert by deltatune, on exactly these transformers paths, and set the initial values; path -> module."""
+    paths = {path: case.family.mlx_path(path) for path in adapters}
+    lora = LoraConfig(rank=RANK, scale=SCALE, keys=list(paths.values()))
+    report = convert_to_lora(model, lora, fine_tune_type="dora" if case.dora else "lora")
+    if set(report.converted) != set(paths.values()):
+        raise ValueError(f"adapted {report.converted}, skipped {report.skipped}")
+    named = dict(model.named_modules())
+    modules = {path: named[mlx_path] for path, mlx_path in paths.items()}
+    for path, module in modules.items():
+        for key, value in adapters[path].items():
+            if module[key].shape != value.shape:
+                raise ValueError(f"{path}.{key}: {module[key].shape} here, {value.shape} there")
+            module[key] = mx.array(value)
+    return modules
+
+
+def _batch(rows: seeded.Rows) -> Batch:
+    inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
+    return Batch(inputs, targets, rows.counts, None, tuple(("",) for _ in inputs), tuple((0,) for _ in inputs))
+
+
+def train(case: Case, model: nn.Module, modules: dict[str, nn.Module]) -> tuple[list[float], Adapters]:
+    """The loss of every step, and the final adapters by transformers path."""
+    settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
+    config = TrainConfig(
+        optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=case.family.learning_rate
+    )
+    model.train()
+    keys = {path: [key for key in ("lora_a", "lora_b", "m") if key in module] for path, module in modules.items()}
+    losses = []
+    with patched(model):
+        optimizer = build_optimizer(config)
+        backbone, head, reason = split_head(model)
+        if backbone is None or head is None:
+            raise ValueError(reason)
+        step = Step(model, optimizer, chunked_loss(backbone, head), World())
+        for index in range(STEPS):
+            total, weight, gradients = step.micro_batch(_batch(seeded.batch(index)), None)
+            norm = step.update(gradients, total, weight)
+            mx.eval(total, weight, norm, model.parameters(), optimizer.state)
+            losses.append(total.item() / weight.item())
+    return losses, {path: {key: np.array(modules[path][key]) for key in found} for path, found in keys.items()}
+
+
+def run(case: Case, config: Config, weights: Weights, adapters: Adapters) -> tuple[list[float], Adapters]:
+    """Losses and final adapters of the whole recipe."""
+    model = load(case, config, weights)
+    return train(case, model, adapt(case, model, adapters))

@@ -1,0 +1,59 @@
+"""deltatune against the recorded runs of transformers + PEFT: same checkpoint, batches, optimizer; no torch."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from parity import faults, ours, recording
+from parity.cases import ADAPTER_TOLERANCE, CASES, FALL, LOSS_TOLERANCE, STEPS, initial_adapters
+
+
+@functools.cache
+def recorded(name: str) -> recording.Recording:
+    return recording.read(name)
+
+
+def replay(name: str) -> recording.Difference:
+    case, reference = CASES[name], recorded(name)
+    weights = reference.weights(case)
+    return reference.compare(*ours.run(case, reference.config, weights, initial_adapters(reference.targets)))
+
+
+def test_every_case_is_recorded_and_small():
+    files = list(recording.FOLDER.iterdir())
+    assert {file.name for file in files} == {f"{name}.json" for name in CASES}
+    assert sum(file.stat().st_size for file in files) < 300_000
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_loss_falls(name):
+    losses = recorded(name).losses
+    assert len(losses) == STEPS
+    assert np.mean(losses[-3:]) <= (1 - FALL) * np.mean(losses[:3])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_loss_and_the_final_adapters_are_those_of_transformers(name):
+    found = replay(name)
+    assert found.loss <= LOSS_TOLERANCE, found
+    assert found.adapter <= ADAPTER_TOLERANCE, found
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_a_planted_fault_shows(fault, monkeypatch):
+    plant, name = faults.FAULTS[fault]
+    plant(monkeypatch)
+    found = replay(name)
+    assert not (found.loss <= LOSS_TOLERANCE and found.adapter <= ADAPTER_TOLERANCE), found
+
+
+def test_another_checkpoint_is_refused(tmp_path, monkeypatch):
+    content = json.loads(recording.path_of("qwen3").read_text())
+    content["checksums"]["checkpoint"] = "0" * 64
+    monkeypatch.setattr(recording, "FOLDER", tmp_path)
+    recording.write("qwen3", content)
+    with pytest.raises(ValueError, match="another checkpoint"):
+        recording.read("qwen3").weights(CASES["qwen3"])

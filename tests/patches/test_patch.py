@@ -1,0 +1,229 @@
+"""Records applied to a small package made for the purpose: every holder reached, everything given back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+import textwrap
+from types import ModuleType
+
+import deltatune  # noqa: F401
+
+# isort: split
+import pytest
+
+from deltatune.patches import patch
+from deltatune.patches.patch import Patch, PatchWarning
+
+FILES = {
+    "acme/__init__.py": "__version__ = '1.2.3'",
+    "acme/ops.py": """
+        def update(x, scale=1):
+            return x * scale
+        class Layer:
+            def __call__(self, x):
+                return x + 1
+        """,
+    "acme/one.py": "from .ops import update",
+    "acme/two.py": "from .ops import update as renamed",
+    "acme/own.py": "def update(x):\n    return 'its own'",
+    "bystander.py": "from acme.ops import update",
+    "foreign.py": "def update(x, scale=1):\n    return 'theirs'",
+}
+
+
+def replacement(upstream):
+    def update(x, scale=1):
+        return ("ours", upstream(x, scale))
+
+    return update
+
+
+RECORD = Patch(
+    package="acme",
+    versions=">=1.2,<1.3",
+    module="acme.ops",
+    name="update",
+    signature="(x, scale=1)",
+    holders=("acme.one",),
+    reason="to test",
+    without="Training goes slowly.",
+    replacement=replacement,
+)
+
+
+@pytest.fixture
+def acme(tmp_path, monkeypatch):
+    """A function that imports a module of the package; the package and all patches are gone afterwards."""
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield importlib.import_module
+    patch.revert()
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_every_holder_is_reached_and_given_back(acme):
+    ops, one, two, own, bystander = map(acme, ("acme.ops", "acme.one", "acme.two", "acme.own", "bystander"))
+    upstream, theirs = ops.update, own.update
+    report = patch.apply([RECORD])
+    assert one.update(2, scale=3) == two.renamed(2, 3) == bystander.update(2, 3) == ("ours", 6)
+    assert report.applied[0].holders == ("acme.one", "acme.ops", "acme.two", "bystander")
+    assert report.complete
+    assert own.update is theirs
+    assert acme("bystander").update.__wrapped__ is upstream
+    patch.revert()
+    assert [ops.update, one.update, two.renamed, bystander.update] == [upstream] * 4
+
+
+def test_applied_twice_reaches_new_holders_and_reverts_once(acme):
+    ops = acme("acme.ops")
+    upstream = ops.update
+    patch.apply([RECORD])
+    latecomer = ModuleType("latecomer")
+    latecomer.update = upstream
+    sys.modules["latecomer"] = latecomer
+    patch.apply([RECORD])
+    assert latecomer.update(1) == ops.update(1) == ("ours", 1)
+    patch.revert()
+    assert latecomer.update is ops.update is upstream
+    patch.revert()
+
+
+def test_modules_imported_later_are_reached_and_given_back(acme):
+    upstream = acme("acme.ops").update
+    patch.apply([RECORD])
+    one = acme("acme.one")
+    assert one.update(5) == ("ours", 5)
+    patch.revert()
+    assert one.update is upstream
+
+
+def test_a_target_imported_later_is_patched_before_anybody_reads_it(acme):
+    announced = []
+    report = patch.apply([RECORD], announced.append)
+    assert report.waiting == ["acme.ops"]
+    assert not report.applied
+    one = acme("acme.one")
+    assert one.update(5) == ("ours", 5)
+    assert announced[0].applied[0].version == "1.2.3"
+    assert acme("acme.ops").__spec__.loader is acme("acme.ops").__loader__
+    assert acme("acme.ops").__loader__.get_source("acme.ops").strip().startswith("def update")
+    patch.revert()
+    assert one.update(5) == 5
+
+
+def test_revert_stops_waiting(acme):
+    patch.apply([RECORD])
+    patch.revert()
+    assert acme("acme.one").update(5) == 5
+    assert not any(type(finder).__name__ == "ImportWatch" for finder in sys.meta_path)
+
+
+def test_an_import_that_fails_once_is_still_watched(acme, tmp_path):
+    patch.apply([RECORD])
+    good = (tmp_path / "acme/ops.py").read_text()
+    (tmp_path / "acme/ops.py").write_text("raise RuntimeError('not yet')")
+    with pytest.raises(RuntimeError, match="not yet"):
+        acme("acme.ops")
+    (tmp_path / "acme/ops.py").write_text(good + "\n# mended")
+    importlib.invalidate_caches()
+    assert acme("acme.one").update(5) == ("ours", 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"versions": "==1.0"}, r"acme 1.2.3 is not a version that deltatune knows \(==1.0\)"),
+        ({"signature": "(x)"}, r"its signature is \(x, scale=1\), and acme 1.2.3 was expected to have \(x\)"),
+        ({"check": lambda upstream, ours: "on a small case it differs."}, "on a small case it differs"),
+    ],
+    ids=["version", "signature", "check"],
+)
+def test_what_a_record_does_not_know_stays_and_is_said(acme, change, message):
+    one = acme("acme.one")
+    upstream = one.update
+    with pytest.warns(PatchWarning, match=message + ".*Training goes slowly"):
+        report = patch.apply([dataclasses.replace(RECORD, **change)])
+    assert one.update is acme("acme.ops").update is upstream
+    assert not report.applied
+    assert not report.complete
+
+
+def test_the_record_of_the_installed_version_is_chosen(acme):
+    acme("acme.ops")
+    old = dataclasses.replace(RECORD, versions="<1.2", signature="(x)")
+    assert patch.apply([old, RECORD]).applied[0].patch is RECORD
+
+
+def test_somebody_elses_function_in_a_holder_is_left_alone_and_said(acme):
+    ops, one = acme("acme.ops"), acme("acme.one")
+    theirs = functools.wraps(ops.update)(lambda x, scale=1: "theirs")
+    one.update = theirs
+    with pytest.warns(
+        PatchWarning, match=r"acme.one.update is .* neither acme's nor deltatune's.*slowly.*hand it over"
+    ):
+        report = patch.apply([RECORD])
+    assert one.update is theirs
+    assert ops.update(1) == ("ours", 1)
+    assert not report.complete
+    patch.revert()
+    assert one.update is theirs
+
+
+def test_somebody_elses_function_in_the_defining_module(acme):
+    ops, one = acme("acme.ops"), acme("acme.one")
+    upstream = ops.update
+    ops.update = theirs = acme("foreign").update
+    with pytest.warns(PatchWarning, match="acme.ops.update is"):
+        patch.apply([RECORD])
+    assert one.update(1) == ("ours", 1)
+    assert ops.update is theirs
+    patch.revert()
+    assert one.update is upstream
+
+
+def test_upstreams_function_gone_everywhere(acme):
+    ops = acme("acme.ops")
+    ops.update = acme("foreign").update
+    with pytest.warns(PatchWarning, match="nowhere to be found"):
+        report = patch.apply([RECORD])
+    assert ops.update(1) == "theirs"
+    assert not report.applied
+
+
+def test_what_replaced_ours_meanwhile_survives_the_revert(acme):
+    ops, one = acme("acme.ops"), acme("acme.one")
+    upstream = ops.update
+    patch.apply([RECORD])
+    ours = one.update
+    one.update = lambda x, scale=1: ("wrapped", ours(x, scale))
+    patch.revert()
+    assert ops.update is upstream
+    assert one.update(2) == ("wrapped", ("ours", 2))
+
+
+def test_methods(acme):
+    layer = acme("acme.ops").Layer
+    upstream = layer.__call__
+
+    def doubled(upstream):
+        def __call__(self, x):  # noqa: N807
+            return 2 * upstream(self, x)
+
+        return __call__
+
+    record = dataclasses.replace(RECORD, name="Layer.__call__", signature="(self, x)", replacement=doubled)
+    report = patch.apply([record])
+    assert layer()(1) == 4
+    assert report.applied[0].holders == ("acme.ops.Layer.__call__",)
+    patch.apply([record])
+    assert layer()(1) == 4
+    patch.revert()
+    assert layer.__call__ is upstream

@@ -1,0 +1,252 @@
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltatune import cli
+from deltatune.config import TrainConfig
+
+PAIR = {"prompt": "the quick brown fox", "completion": "jumps over"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "valid", "test"):
+        (folder / f"{name}.jsonl").write_text((json.dumps(PAIR) + "\n") * 4)
+    return folder
+
+
+@pytest.fixture
+def run(capsys):
+    """run(*arguments) -> (exit code, standard output, standard error)."""
+
+    def call(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def config(*arguments):
+    return cli.config_from(cli.parser().parse_args(["train", *map(str, arguments)]))
+
+
+def test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning():
+    from mlx_lm import lora
+
+    theirs = lora.build_parser()
+    given = ["--train", "--mask-prompt", "--test", "--grad-checkpoint", "--trust-remote-code"]
+    values = {"--fine-tune-type": "dora", "--optimizer": "adamw", "--clear-cache-threshold": "2GB"}
+    for action in theirs._actions:
+        for flag in action.option_strings[-1:]:
+            if action.nargs == 0 or flag in ("--help", "--config"):
+                continue
+            given += [flag, values.get(flag, "7" if action.type in (int, float) else "word")]
+    ours, reference = config(*given), vars(theirs.parse_args(given))
+    for name, value in reference.items():
+        if name != "config":
+            assert getattr(ours, name) == value, name
+
+
+def test_defaults_are_those_of_mlx_lm_lora_but_for_three():
+    from mlx_lm.lora import CONFIG_DEFAULTS
+
+    ours = dataclasses.asdict(config())
+    differ = {name for name, value in CONFIG_DEFAULTS.items() if name != "config" and ours[name] != value}
+    # train: the command itself says so; mask_prompt: on where there is a prompt; optimizer_config: nothing to list.
+    assert differ == {"train", "mask_prompt", "optimizer_config", "lora_parameters"}
+    assert CONFIG_DEFAULTS["lora_parameters"].items() <= ours["lora_parameters"].items()
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "iters: 5\nbatch_size: 2\nmask_prompt: true\nresume_adapter_file: null\nlora_parameters: {rank: 3}\n"
+    )
+    made = config("-c", file, "--iters", "9", "--no-mask-prompt")
+    assert (made.iters, made.batch_size, made.mask_prompt, made.lora_parameters.rank) == (9, 2, False, 3)
+    assert made.steps_per_eval == TrainConfig().steps_per_eval
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GB", 4 * 10**9), ("1.5 G", 1_500_000_000), ("500mb", 5 * 10**8), ("7", 7)]
+)
+def test_sizes(text, size):
+    assert config("--clear-cache-threshold", text).clear_cache_threshold == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--itres", "3"], r"deltatune train: unknown option --itres \(did you mean '--iters'\?\)"),
+        (["train", "--iter", "3"], r"did you mean '--iters'"),
+        (["train", "--iters", "many"], "argument --iters: invalid int value: 'many'"),
+        (["train", "--clear-cache-threshold", "4XB"], "expected a size such as 4GB"),
+        (["train", "--overlong", "cut"], r"argument --overlong: 'cut' is not one of truncate, skip"),
+        (["trian"], r"'trian' is not one of train, .*did you mean 'train'"),
+        ([], "required: COMMAND"),
+        (["generate", "--model", "m"], "required: --prompt"),
+        (["eval", "--iters", "3"], "deltatune eval: unknown option --iters"),
+        (["train", "-c", "/none.yaml"], "config /none.yaml: cannot be read"),
+        (["train", "--model", "/no/such"], "/no/such"),
+        (["generate", "--model", "/no/such", "--prompt", "x"], "/no/such"),
+        (["merge", "--model", "/no/such"], "/no/such"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert re.search(message, err)
+    assert "Traceback" not in out + err
+    assert len(err.strip().splitlines()) <= 2
+
+
+def test_unknown_yaml_keys_name_the_nearest(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rat: 1e-4\n")
+    code, _, err = run("train", "-c", file)
+    assert code == 2
+    assert "unknown key 'learning_rat' (did you mean 'learning_rate'?)" in err
+
+
+def test_help_is_grouped_and_complete(run):
+    code, out, _ = run("train", "--help")
+    assert code == 0
+    for title in ("model:", "data:", "what trains:", "optimizer:", "run and evaluation:", "saving and reporting:"):
+        assert f"\n{title}\n" in out
+    for field in dataclasses.fields(TrainConfig):
+        assert (f"--{field.name.replace('_', '-')}" in out) == field.metadata["flag"]
+
+
+def test_train_eval_generate_and_merge_work_together(run, checkpoint, data, tmp_path):
+    out, merged = tmp_path / "out", tmp_path / "merged"
+    common = ["--model", checkpoint, "--data", data]
+    quick = ["--iters", "30", "--batch-size", "2", "--learning-rate", "1e-2", "--num-layers", "-1"]
+    code, said, err = run("train", *common, *quick, "--train", "--adapter-path", out, "--test")
+    assert code == 0, err
+    tested = re.search(r"Test loss ([\d.]+), test perplexity", said)[1]
+    assert "completions only" in said
+    assert (out / "report.html").is_file()
+
+    base = run("eval", *common, "--batch-size", "2")[1]
+    with_adapter = run("eval", *common, "--batch-size", "2", "--adapter-path", out)[1]
+    assert f"Test loss {tested}," in with_adapter
+    assert float(re.search(r"loss ([\d.]+)", base)[1]) > float(tested) + 3
+
+    code, answer, _ = run(
+        "generate", "--model", checkpoint, "--adapter-path", out, "--prompt", PAIR["prompt"], "-m", "20"
+    )
+    assert code == 0
+    assert answer.startswith(PAIR["completion"])
+    assert "prompt tokens at" in answer
+
+    code, said, err = run("merge", "--model", checkpoint, "--adapter-path", out, "--save-path", merged)
+    assert code == 0, err
+    assert f"Test loss {tested}," in run("eval", "--model", merged, "--data", data, "--batch-size", "2")[1]
+
+
+def test_from_scratch_writes_a_checkpoint_that_mlx_lm_loads(run, checkpoint, data, tmp_path):
+    import mlx.core as mx
+    import mlx_lm
+
+    out, bare = tmp_path / "out", tmp_path / "bare"
+    bare.mkdir()
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors":
+            (bare / file.name).write_bytes(file.read_bytes())
+    common = ["--data", data, "--batch-size", "2"]
+    flags = ["--from-scratch", "--iters", "15", "--learning-rate", "1e-2", "--adapter-path", out, "--test"]
+    code, said, err = run("train", "--model", bare, *common, *flags)
+    assert code == 0, err
+    assert "(100.000%)" in said
+    tested = float(re.search(r"Test loss ([\d.]+)", said)[1])
+    assert tested < 2
+    model, tokenizer = mlx_lm.load(str(out))
+    assert mx.load(str(out / "model.safetensors"), return_metadata=True)[1]["format"] == "mlx"
+    assert tokenizer.has_chat_template
+    assert model(mx.array([[1, 2, 3]])).shape == (1, 3, 320)
+    again = float(re.search(r"Test loss ([\d.]+)", run("eval", "--model", out, *common)[1])[1])
+    assert again == pytest.approx(tested, abs=2e-4)
+
+
+def test_full_fine_tuning_trains_layers_and_leaves_the_rest(run, checkpoint, data, tmp_path):
+    import mlx.core as mx
+
+    out = tmp_path / "out"
+    code, _, err = run("train", "--model", checkpoint, "--data", data, "--batch-size", "2", "--iters", "2",
+                       "--fine-tune-type", "full", "--num-layers", "1", "--adapter-path", out)  # fmt: skip
+    assert code == 0, err
+    before, after = (mx.load(str(folder / "model.safetensors")) for folder in (checkpoint, out))
+    moved = {name for name in before if not mx.array_equal(before[name], after[name])}
+    assert moved
+    assert all(".layers.1." in name for name in moved)
+
+
+def test_the_first_batch_can_be_seen_without_training(run, checkpoint, data, tmp_path):
+    out = tmp_path / "out"
+    code, said, _ = run("train", "--model", checkpoint, "--data", data, "--adapter-path", out, "--show-batch")
+    assert code == 0
+    assert "⟦jumps over⟧⟦<|im_end|>⟧" in said
+    assert not out.exists()
+
+
+def test_generation_follows_seed_template_and_prefill(run, checkpoint):
+    base = ["generate", "--model", checkpoint, "--prompt", "the fox", "-m", "8", "--verbose", "false"]
+    greedy = run(*base)[1]
+    assert "prompt tokens" not in greedy
+    assert run(*base)[1] == greedy
+    assert run(*base, "--ignore-chat-template")[1] != greedy
+    assert run(*base, "--system-prompt", "be brief")[1] != greedy
+    warm = [*base, "--temp", "1.0", "--top-p", "0.9"]
+    assert run(*warm, "--seed", "1")[1] == run(*warm, "--seed", "1")[1] != run(*warm, "--seed", "2")[1]
+    code, _, err = run(*base, "--chat-template-config", "{not json")
+    assert code == 2
+    assert "--chat-template-config: not JSON" in err
+
+
+def test_a_broken_line_of_data_is_named(run, checkpoint, data, tmp_path):
+    (data / "train.jsonl").write_text(json.dumps(PAIR) + "\n{oops\n")
+    code, _, err = run("train", "--model", checkpoint, "--data", data, "--adapter-path", tmp_path / "out")
+    assert code == 2
+    assert "train.jsonl:2" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_before_the_first_step_is_one_message(monkeypatch, run):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "config_from", interrupted)
+    code, _, err = run("train")
+    assert (code, err) == (2, "deltatune: interrupted.\n")
+
+
+def test_the_console_script_and_the_module_are_the_same(tmp_path):
+    environment = os.environ | {"DELTATUNE_THREADS": "1"}
+    for command in ([Path(sys.executable).with_name("deltatune")], [sys.executable, "-m", "deltatune"]):
+        done = subprocess.run([*command, "train", "-c", "/none"], capture_output=True, text=True, env=environment)
+        assert done.returncode == 2
+        assert done.stderr.startswith("deltatune: config /none: cannot be read")
+
+
+def test_every_option_is_documented():
+    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(TrainConfig):
+        assert f"`{field.name}`" in page, field.name
+        default = field.default
+        if field.metadata["flag"] and default not in (None, True, False):
+            row = next(line for line in page.splitlines() if line.startswith(f"| `{field.name}`"))
+            assert f"| {default} |" in row, row

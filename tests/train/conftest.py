@@ -1,0 +1,111 @@
+"""A small hybrid model (one gated-delta layer, one of attention), a data folder, and trainers made of both."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
+import pytest
+from rich.console import Console
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.data import Splits
+from deltatune.data.load import load_datasets
+from deltatune.models.load import load
+from deltatune.train import Trainer
+from deltatune.train.commands import prepare
+from deltatune.train.log import Screen
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """44 training, 6 validation and 6 test pairs, in two length buckets."""
+    folder = tmp_path_factory.mktemp("data")
+    draw = random.Random(0)
+    rows = [
+        {"prompt": f"question {n} " + "dog " * draw.randint(1, 9), "completion": f"answer {n * 7} fox"}
+        for n in range(56)
+    ]
+    for name, part in (("train", rows[:44]), ("valid", rows[44:50]), ("test", rows[50:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def options(checkpoint: Path, data_folder: Path) -> dict[str, Any]:
+    """A short run that touches everything: accumulation, dropout, a schedule, clipping, saves off the beat."""
+    return {
+        "model": str(checkpoint),
+        "data": str(data_folder),
+        "iters": 8,
+        "batch_size": 4,
+        "max_seq_length": 64,
+        "num_layers": -1,
+        "lora_parameters": {"rank": 2, "scale": 10.0, "dropout": 0.1},
+        "optimizer": "adamw",
+        "optimizer_config": {"adamw": {"bias_correction": True}},
+        "lr_schedule": {"name": "cosine_decay", "arguments": [5e-3, 10], "warmup": 2, "warmup_init": 1e-4},
+        "grad_accumulation_steps": 2,
+        "grad_clip": 1.0,
+        "steps_per_report": 3,
+        "steps_per_eval": 4,
+        "save_every": 3,
+    }
+
+
+@pytest.fixture(scope="session")
+def splits(options: dict[str, Any], checkpoint: Path) -> Splits:
+    config = TrainConfig(**options | {"lora_parameters": LoraConfig(**options["lora_parameters"])})
+    return load_datasets(config, load(checkpoint).tokenizer)
+
+
+@pytest.fixture
+def screen_text() -> SimpleNamespace:
+    """A screen that records: `.screen` to hand to a trainer, `.text()` for what it said."""
+    console = Console(record=True, width=400, force_terminal=False, file=io.StringIO())
+    return SimpleNamespace(screen=Screen(console=console), text=lambda: console.export_text())
+
+
+@pytest.fixture
+def make_trainer(
+    options: dict[str, Any], checkpoint: Path, splits: Splits, tmp_path: Path, screen_text: SimpleNamespace
+) -> Callable[..., Trainer]:
+    """make_trainer(**changes to the options, splits=...) -> a Trainer on a freshly loaded and converted model."""
+
+    def factory(splits: Splits = splits, **changes: Any) -> Trainer:
+        values = {"adapter_path": str(tmp_path / "out")} | options | changes
+        config = TrainConfig(**values | {"lora_parameters": LoraConfig(**values["lora_parameters"])})
+        loaded = load(checkpoint)
+        prepare(loaded.model, config)
+        mx.reset_peak_memory()
+        return Trainer(
+            loaded.model, loaded.tokenizer, config, splits, model_config=loaded.config, screen=screen_text.screen
+        )
+
+    return factory
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, without what the clock and the allocator say."""
+    timed = ("val_time", "iterations_per_second", "tokens_per_second", "peak_memory")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key not in timed} for record in records]
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
+    return metrics

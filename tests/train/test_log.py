@@ -1,0 +1,119 @@
+import io
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from deltatune.errors import UserError
+from deltatune.train import log
+
+
+def test_metrics_are_lines_of_json_cut_where_a_state_stood(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    first = log.Metrics(path)
+    first.write({"iteration": 1, "loss": 1.5})
+    kept = first.sync()
+    first.write({"iteration": 2, "loss": float("nan")})
+    first.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()][1] == {"iteration": 2, "loss": None}
+    second = log.Metrics(path, kept)
+    second.write({"iteration": 2, "loss": 0.5})
+    second.close()
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.5, 0.5]
+
+
+def test_unwritable_metrics_are_the_users_to_mend(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):
+        log.Metrics(tmp_path / "file" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (59.6, "1:00"), (245, "4:05"), (3723, "1:02:03")])
+def test_durations(seconds, text):
+    assert log.duration(seconds) == text
+
+
+def test_lines_hold_every_figure():
+    record = {
+        "iteration": 10,
+        "train_loss": 1.23456,
+        "grad_norm": None,
+        "learning_rate": 1e-5,
+        "iterations_per_second": 2.5,
+        "tokens_per_second": 12345.6,
+        "peak_memory": 1.5,
+    }
+    assert log.train_line(record, 20, 4.0) == (
+        "Iter 10/20: train loss 1.2346, grad norm -, lr 1e-05, 2.5 it/s, 12,346 tok/s, peak 1.5 GB, 0:04 left"
+    )
+    assert "grad norm 0.5," in log.train_line(record | {"grad_norm": 0.5}, 20, 4.0)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(terminal):
+    out = io.StringIO()
+    screen = log.Screen(console=Console(file=out, force_terminal=terminal, width=100))
+    screen.start(3, 10)
+    screen.advance(4, "loss 1.0")
+    screen.evaluating(1, 2)
+    screen.say("[bold]brackets stay[/bold]")
+    screen.stop()
+    screen.stop()
+    assert "[bold]brackets stay[/bold]" in out.getvalue()
+    assert ("4/10" in out.getvalue()) == terminal
+    assert ("\x1b" in out.getvalue()) == terminal
+
+
+def test_other_ranks_are_silent():
+    out = io.StringIO()
+    screen = log.Screen(shown=False, console=Console(file=out, force_terminal=True))
+    screen.start(0, 1)
+    screen.advance(1, "")
+    screen.say("hello")
+    screen.stop()
+    assert out.getvalue() == ""
+
+
+def recorder(calls, name):
+    return lambda *arguments, **options: calls.append((name, arguments, options))
+
+
+def test_services_get_the_metrics_through_their_own_libraries(tmp_path, monkeypatch):
+    calls: list = []
+    for name in ("wandb", "swanlab"):
+        module = ModuleType(name)
+        for function in ("init", "log", "finish"):
+            setattr(module, function, recorder(calls, f"{name}.{function}"))
+        monkeypatch.setitem(sys.modules, name, module)
+    tensorboard = ModuleType("tensorboard.summary")
+    writer = SimpleNamespace(add_scalar=recorder(calls, "scalar"), close=recorder(calls, "tensorboard.close"))
+    tensorboard.Writer = lambda folder: calls.append(("tensorboard", (folder,), {})) or writer
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", tensorboard)
+    services = log.open_services("tensorboard, WandB,swanlab", tmp_path / "run", "mine", {"iters": 3})
+    for service in services:
+        service.log({"train_loss": 1.5}, 7)
+        service.close()
+    assert ("scalar", ("train_loss", 1.5, 7), {}) in calls
+    assert ("wandb.log", ({"train_loss": 1.5},), {"step": 7}) in calls
+    assert ("swanlab.log", ({"train_loss": 1.5},), {"step": 7}) in calls
+    assert ("tensorboard", (str(tmp_path / "run" / "tensorboard"),), {}) in calls
+    opened = {name: options for name, _, options in calls if name.endswith("init")}
+    assert opened["wandb.init"]["project"] == opened["swanlab.init"]["project"] == "mine"
+    assert opened["wandb.init"]["config"] == {"iters": 3}
+    assert {name for name, _, _ in calls} >= {"wandb.finish", "swanlab.finish", "tensorboard.close"}
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "swanlab"])
+def test_a_missing_library_is_named_with_its_remedy(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=f"--report-to {name}: its library is missing .*; pip install {name}"):
+        log.open_services(name, tmp_path, None, {})
+
+
+def test_unknown_services_are_named_before_any_is_opened(tmp_path):
+    with pytest.raises(UserError, match=r"unknown service 'tensorbord' \(did you mean 'tensorboard'\?\)"):
+        log.open_services("wandb,tensorbord", tmp_path, None, {})
+    assert log.open_services(None, tmp_path, None, {}) == []

@@ -1,0 +1,224 @@
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.data import Example, Splits
+from deltatune.errors import UserError
+from deltatune.train import StoppedError
+
+
+def adapters(folder):
+    return (Path(folder) / "adapters.safetensors").read_bytes()
+
+
+def test_a_run_learns_reports_saves_and_says_what_it_does(make_trainer, screen_text, tmp_path, read_metrics):
+    result = make_trainer(grad_accumulation_steps=1, iters=8).run()
+    out = tmp_path / "out"
+    records = read_metrics(out)
+    assert [r["iteration"] for r in records if "val_loss" in r] == [0, 4, 8]
+    assert [r["iteration"] for r in records if "train_loss" in r] == [3, 6, 8]
+    validation = [r["val_loss"] for r in records if "val_loss" in r]
+    assert validation[-1] < validation[0] - 0.5
+    assert result.val_loss == result.best_val_loss == validation[-1]
+    names = {file.name for file in out.iterdir()}
+    saved = {f"000000{n}_adapters.safetensors" for n in (3, 6, 8)}
+    assert names == saved | {"adapters.safetensors", "adapter_config.json", "metrics.jsonl", "report.html", "state"}
+    assert adapters(out) == (out / "0000008_adapters.safetensors").read_bytes()
+    text = screen_text.text()
+    for said in ("1 delta, 1 attention", "Gated delta: ", "gated_delta_update in", "completions only", "32, 64 tokens"):
+        assert said in text
+    assert "Iter 8/8: train loss" in text
+    assert "GB, 0:00 left" in text
+
+
+def test_the_adapter_is_mlx_lms(make_trainer, checkpoint, tmp_path):
+    import mlx_lm
+
+    trainer = make_trainer(iters=3)
+    trainer.run()
+    trainer.model.eval()
+    theirs, _ = mlx_lm.load(str(checkpoint), adapter_path=str(tmp_path / "out"))
+    tokens = mx.array([[5, 9, 200, 31, 7]])
+    assert mx.abs(theirs(tokens) - trainer.model(tokens)).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("stop_at", [3, 5])
+def test_ctrl_c_saves_and_the_resumed_run_gives_the_same_bits(
+    make_trainer, tmp_path, read_metrics, monkeypatch, stop_at
+):
+    """Iterations 3 and 5 lie inside an accumulation of 2 and inside a report window of 3."""
+    straight = make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    trainer = make_trainer()
+    plain = trainer._advance
+
+    def advance(batch):
+        if trainer.progress.iteration == stop_at - 1:
+            os.kill(os.getpid(), signal.SIGTERM if stop_at == 5 else signal.SIGINT)
+        return plain(batch)
+
+    monkeypatch.setattr(trainer, "_advance", advance)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(StoppedError, match=rf"stopped after iteration {stop_at} of 8; the state is saved .*--resume"):
+        trainer.run()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    resumed = make_trainer(resume=True).run()
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+    assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
+    assert resumed.best_val_loss == straight.best_val_loss
+
+
+def test_a_finished_run_can_be_made_longer(make_trainer, tmp_path, read_metrics):
+    make_trainer(adapter_path=str(tmp_path / "straight"), iters=9).run()
+    make_trainer(iters=6).run()
+    make_trainer(iters=9, resume=True).run()
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+    # The shorter run evaluated and reported at its own end, too: the last report of the longer one is the same.
+    assert read_metrics(tmp_path / "out")[-1] == read_metrics(tmp_path / "straight")[-1]
+
+
+def test_resuming_with_other_options_or_data_names_them(make_trainer, splits):
+    make_trainer(iters=2).run()
+    with pytest.raises(UserError, match=r"grad_clip: was 1\.0, now 2\.0"):
+        make_trainer(iters=4, resume=True, grad_clip=2.0).run()
+    fewer = dataclasses.replace(splits, train=splits.train[:-1])
+    with pytest.raises(UserError, match=r"examples was 44 .* is 43 now"):
+        make_trainer(splits=fewer, iters=4, resume=True).run()
+
+
+def test_resume_without_a_state_starts_and_says_so(make_trainer, screen_text):
+    make_trainer(iters=1, resume=True, val_batches=0).run()
+    assert "no state in" in screen_text.text()
+
+
+def test_starting_over_an_unfinished_run_says_so(make_trainer, screen_text, monkeypatch):
+    trainer = make_trainer(val_batches=0)
+    plain = trainer._advance
+    monkeypatch.setattr(trainer, "_advance", lambda b: (os.kill(os.getpid(), signal.SIGINT), plain(b))[1])
+    with pytest.raises(StoppedError):
+        trainer.run()
+    make_trainer(iters=1, val_batches=0).run()
+    assert "holds a run stopped after iteration 1; this run will replace it" in screen_text.text()
+
+
+def test_early_stopping_counts_evaluations_without_gain(make_trainer, screen_text, read_metrics, tmp_path):
+    result = make_trainer(early_stopping=2, steps_per_eval=1, iters=8, optimizer="sgd", optimizer_config={},
+                          lr_schedule=None, learning_rate=0.0).run()  # fmt: skip
+    assert result.stopped_early
+    assert result.iterations == 2
+    assert "2 evaluations without a loss below" in screen_text.text()
+    again = make_trainer(early_stopping=2, steps_per_eval=1, iters=8, optimizer="sgd", optimizer_config={},
+                         lr_schedule=None, learning_rate=0.0, resume=True).run()  # fmt: skip
+    assert again.iterations == 2
+
+
+def test_checkpointing_changes_no_figure(make_trainer, tmp_path, read_metrics):
+    make_trainer(iters=3, adapter_path=str(tmp_path / "plain")).run()
+    make_trainer(iters=3, grad_checkpoint=True).run()
+    for ours, plain in zip(read_metrics(tmp_path / "out"), read_metrics(tmp_path / "plain"), strict=True):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def test_the_model_trains_whatever_mode_it_came_in_and_evaluation_gives_it_back(make_trainer, monkeypatch):
+    trainer = make_trainer(iters=2, steps_per_eval=1)
+    trainer.model.eval()
+    seen = []
+    plain = trainer._advance
+    monkeypatch.setattr(trainer, "_advance", lambda b: (seen.append(all_training(trainer.model)), plain(b))[1])
+    trainer.run()
+    assert seen == [True, True]
+    assert all_training(trainer.model)
+
+
+def all_training(model):
+    return all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_trainer, tmp_path, splits, accumulate):
+    """A weight turned infinite before iteration 4 (in the second window) must stop the run as if it never ran."""
+    trainer = make_trainer(grad_accumulation_steps=accumulate, val_batches=0, save_every=100, lr_schedule=None)
+    plain = trainer._advance
+    broken = trainer.model.layers[1].mlp.down_proj.linear
+
+    def advance(batch):
+        if trainer.progress.iteration == 3:
+            trainer.poisoned = batch
+            trainer.before = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
+            broken.weight = broken.weight * 1e38 * 1e38
+            mx.eval(broken.weight)
+        return plain(batch)
+
+    trainer._advance = advance
+    with pytest.raises(UserError) as error:
+        trainer.run()
+    message = str(error.value)
+    assert "iteration 4: the loss is nan" in message
+    assert "layers.1.mlp.down_proj.linear.weight is not finite" in message
+    good = 3 if accumulate == 1 else 2
+    assert f"as after iteration {good}, saved in" in message
+    after = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
+    for left, right in zip(trainer.before, after, strict=True):
+        np.testing.assert_array_equal(left, right)
+    saved = trainer.outputs.state
+    assert json.loads(mx.load(str(saved), return_metadata=True)[1]["deltatune"])["progress"]["iteration"] == good
+
+
+def test_an_unwritable_folder_is_one_message_before_any_step(make_trainer, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written .*choose another --adapter-path"):
+        make_trainer(adapter_path=str(tmp_path / "file" / "out")).run()
+
+
+def test_leftovers_of_a_killed_save_are_removed(make_trainer, tmp_path):
+    folder = tmp_path / "out" / "state"
+    folder.mkdir(parents=True)
+    (folder / ".state.safetensors.1.partial").write_text("half")
+    (tmp_path / "out" / ".adapters.safetensors.1.tmp").write_text("half")
+    make_trainer(iters=1, val_batches=0).run()
+    assert [file.name for file in folder.iterdir()] == ["state.safetensors"]
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"iters": 0}, "iters: expected 1 or more, got 0"),
+        ({"grad_accumulation_steps": 0}, "grad_accumulation_steps: expected 1 or more"),
+        ({"report_to": "wandbb"}, r"unknown service 'wandbb' \(did you mean 'wandb'\?\)"),
+        ({"optimizer": "sdg"}, "unknown name 'sdg'"),
+    ],
+)
+def test_options_that_cannot_be_are_named(make_trainer, changes, message):
+    with pytest.raises(UserError, match=message):
+        make_trainer(**changes).run()
+
+
+def test_early_stopping_needs_validation_data(make_trainer, splits):
+    with pytest.raises(UserError, match="early_stopping needs validation data"):
+        make_trainer(splits=dataclasses.replace(splits, valid=[]), early_stopping=1)
+
+
+def test_nothing_to_train_is_an_error(make_trainer):
+    trainer = make_trainer()
+    trainer.model.freeze()
+    with pytest.raises(UserError, match="nothing in the model is trainable"):
+        type(trainer)(trainer.model, None, trainer.config, trainer.splits)
+
+
+def test_a_custom_rule_of_loss_without_targets_in_a_batch(make_trainer):
+    """A batch none of whose tokens count reports no loss and moves nothing."""
+    blank = [Example(np.arange(3, 9, dtype=np.int32), np.zeros(6, bool), f"row {n}") for n in range(4)]
+    trainer = make_trainer(splits=Splits(train=blank), iters=1, grad_accumulation_steps=1, lr_schedule=None)
+    before = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
+    result = trainer.run()
+    assert np.isnan(result.train_loss)
+    for (_, leaf), old in zip(tree_flatten(trainer.model.trainable_parameters()), before, strict=True):
+        assert np.isfinite(np.array(leaf)).all()
+        np.testing.assert_array_equal(np.array(leaf)[: len(old)].shape, old.shape)

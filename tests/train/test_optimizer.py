@@ -1,0 +1,108 @@
+import mlx.core as mx
+import mlx.optimizers
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import build_schedule as upstream_schedule
+
+from deltatune.config import TrainConfig
+from deltatune.errors import UserError
+from deltatune.train.optimizer import OPTIMIZERS, apply, build_optimizer, build_schedule, global_norm
+
+
+def tree(seed):
+    mx.random.seed(seed)
+    return {
+        "a": mx.random.normal((4, 6)),
+        "layers": [{"b": mx.random.normal((6,))}, {}, {"c": mx.random.normal((3, 4))}],
+    }
+
+
+def flat(values):
+    return {name: np.array(leaf) for name, leaf in tree_flatten(values)}
+
+
+def test_every_optimizer_of_mlx_is_known_by_its_name():
+    assert {"adam", "adamw", "muon", "sgd", "adafactor", "lion", "rmsprop"} <= OPTIMIZERS.keys()
+    assert isinstance(build_optimizer(TrainConfig(optimizer="AdamW")), mlx.optimizers.AdamW)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "adm"}, r"unknown name 'adm' \(did you mean 'adam'\?\); known: .*lion"),
+        ({"optimizer_config": {"adma": {}}}, r"unknown optimizer 'adma'"),
+        ({"optimizer_config": {"adam": {"esp": 1}}}, r"adam has no setting 'esp' \(did you mean 'eps'\?\)"),
+        ({"optimizer": "rmsprop", "optimizer_config": {"rmsprop": {"eps": -1}}}, "rmsprop: .*epsilon"),
+        ({"lr_schedule": {"name": "cosine", "arguments": [1]}}, r"did you mean 'cosine_decay'\?"),
+        ({"lr_schedule": {"name": "cosine_decay"}}, "must list the arguments of cosine_decay"),
+        ({"lr_schedule": {"name": "cosine_decay", "arguments": [1]}}, "missing 1 required"),
+        ({"lr_schedule": {"nam": "x"}}, r"unknown key 'nam' \(did you mean 'name'\?\)"),
+        ({"lr_schedule": {"name": "step_decay", "arguments": [1, 1, 1], "warmup": -1}}, "warmup must be"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    with pytest.raises(UserError, match=message):
+        build_optimizer(TrainConfig(**options))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "cosine_decay", "arguments": [1e-3, 10, 1e-5]},
+        {"name": "cosine_decay", "arguments": [1e-3, 10], "warmup": 4, "warmup_init": 1e-6},
+        {"name": "linear_schedule", "arguments": [1e-3, 0.0, 7], "warmup": 3},
+        {"name": "exponential_decay", "arguments": [1e-1, 0.9]},
+    ],
+)
+def test_schedules_are_those_of_mlx_lm(settings):
+    ours, theirs = build_schedule(settings), upstream_schedule(settings)
+    for step in range(20):
+        assert mx.array(ours(mx.array(step))).item() == mx.array(theirs(mx.array(step))).item()
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_an_update_is_that_of_mlx(name):
+    parameters, gradients = tree(0), tree(1)
+    config = TrainConfig(optimizer=name, learning_rate=1e-2)
+    reference, ours = build_optimizer(config), build_optimizer(config)
+    reference.init(parameters), ours.init(parameters)
+    expected, got = parameters, parameters
+    for _ in range(3):
+        expected = reference.apply_gradients(gradients, expected)
+        got, norm = apply(ours, got, gradients, mx.array(True), None)
+    assert norm.item() == pytest.approx(np.sqrt(sum((g**2).sum() for g in flat(gradients).values())), rel=1e-6)
+    for key, value in flat(expected).items():
+        np.testing.assert_array_equal(flat(got)[key], value)
+    for key, value in flat(reference.state).items():
+        np.testing.assert_array_equal(flat(ours.state)[key], value)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), None])
+def test_what_is_not_finite_reaches_neither_parameters_nor_optimizer(name, poison):
+    parameters, gradients = tree(0), tree(1)
+    optimizer = build_optimizer(TrainConfig(optimizer=name, learning_rate=1e-2))
+    optimizer.init(parameters)
+    parameters, _ = apply(optimizer, parameters, gradients, mx.array(True), 1.0)
+    before, state = flat(parameters), flat(optimizer.state)
+    if poison is not None:
+        gradients["layers"][2]["c"] = gradients["layers"][2]["c"] * poison
+    got, norm = apply(optimizer, parameters, gradients, mx.array(poison is not None), 1.0)
+    assert bool(mx.isfinite(norm)) == (poison is None)
+    for key, value in before.items():
+        np.testing.assert_array_equal(flat(got)[key], value)
+    for key, value in flat(optimizer.state).items():
+        np.testing.assert_array_equal(value, state[key])
+
+
+@pytest.mark.parametrize(("clip", "scale"), [(0.5, True), (1e6, False)])
+def test_clipping_scales_the_whole_gradient(clip, scale):
+    parameters, gradients = tree(0), tree(1)
+    norm = global_norm(gradients).item()
+    optimizer = build_optimizer(TrainConfig(optimizer="sgd", learning_rate=1.0))
+    optimizer.init(parameters)
+    got, reported = apply(optimizer, parameters, gradients, mx.array(True), clip)
+    assert reported.item() == pytest.approx(norm)
+    moved = np.sqrt(sum(((flat(got)[key] - value) ** 2).sum() for key, value in flat(parameters).items()))
+    assert moved == pytest.approx(clip if scale else norm, rel=1e-5)

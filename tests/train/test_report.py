@@ -1,0 +1,110 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from deltatune.config import TrainConfig
+from deltatune.train import curves
+from deltatune.train.report import Report, Table, render, write_report
+
+RESULT = {
+    "iterations": 30,
+    "train_loss": 1.25,
+    "val_loss": None,
+    "seconds": 150.0,
+    "tokens_per_second": 1234.5,
+    "peak_memory": 2.5,
+}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that closes what is not open."""
+
+    void = frozenset({"meta", "polyline", "line", "circle", "br"})
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.attributes = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.attributes += attributes
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def records():
+    for n in range(0, 31, 5):
+        yield {"iteration": n, "train_loss": 5 / (n + 1), "grad_norm": None, "learning_rate": 1e-5, "peak_memory": 1.0}
+        yield {"iteration": n, "val_loss": 6 / (n + 1), "val_time": 1.0}
+
+
+@pytest.fixture
+def page(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records()))
+    samples = Table(
+        "Answers <b>side by side</b>", ("prompt", "before", "after"), [("<script>alert(1)</script>", "a&b", 7)]
+    )
+    config = TrainConfig(model="some/model<i>", iters=30, project_name="'\"><img src=x>")
+    write_report(tmp_path / "report.html", metrics, config, RESULT, [samples], {"accuracy": "3 % → 97 %"})
+    return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_is_sound_and_fetches_nothing(page):
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert not {name for name, _ in parser.attributes} & {"src", "href", "srcset", "onload", "onerror"}
+    assert not re.search(r"https?:|@import|url\(|<script|<link|<img|<iframe", page)
+    assert "prefers-color-scheme:dark" in page
+
+
+def test_every_text_is_escaped(page):
+    for raw in ("<b>side", "<script>", "model<i>", "<img"):
+        assert raw not in page
+    for escaped in ("&lt;script&gt;alert(1)&lt;/script&gt;", "a&amp;b", "Answers &lt;b&gt;", "model&lt;i&gt;"):
+        assert escaped in page
+
+
+def test_figures_curves_options_and_versions_are_there(page):
+    for shown in ("accuracy", "3 % → 97 %", "1.2500", "1,234", "2.50 GB", "2.5 min", "iters", "mlx-lm", "OpenBLAS"):
+        assert shown in page
+    assert page.count("<svg") == 3
+    assert "Loss per token" in page
+    assert "Gradient norm" not in page
+
+
+def test_curves_lie_where_the_numbers_say():
+    points = [(0.0, 1.0), (10.0, 3.0), (20.0, 2.0)]
+    svg = curves.plot([curves.Curve("x", points)])
+    drawn = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]*)"', svg)[1].split()]
+    (x0, y0), (x1, y1), (x2, y2) = drawn
+    assert (x0, x2) == (curves.LEFT, curves.WIDTH - curves.RIGHT)
+    assert x1 - x0 == pytest.approx(x2 - x1)
+    assert y0 - y2 == pytest.approx(y2 - y1, abs=0.2)
+    assert min(y0, y1, y2) > curves.TOP
+    assert max(y0, y1, y2) < curves.HEIGHT - curves.BOTTOM + 0.1
+
+
+@pytest.mark.parametrize("values", [[2.0], [0.0, 0.0], [1e-5, 1e-5], [-3.0, 4.0], [1e9, 2e9], [5.0, 5.0 + 1e-12]])
+def test_any_range_can_be_drawn(values):
+    svg = curves.plot([curves.Curve("", list(enumerate(values)))])
+    assert "nan" not in svg
+    assert "inf" not in svg
+
+
+def test_ticks_are_round_and_inside():
+    assert curves.ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert curves.ticks(0.13, 0.58) == pytest.approx([0.2, 0.3, 0.4, 0.5])
+    assert all(-2 <= tick <= 7 for tick in curves.ticks(-2, 7))
+
+
+def test_a_report_without_metrics_has_no_curves():
+    assert "<svg" not in render(Report("empty"))

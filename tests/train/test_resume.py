@@ -1,0 +1,80 @@
+"""kill -9 at any instant, then --resume: the bits of the run that was never killed."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# Runs `deltatune train -c FILE ...` and kills itself, without a word, where it is told to.
+DRIVER = """
+import os, signal, sys
+import deltatune
+import mlx.core as mx
+from deltatune.train.loop import Trainer
+
+where, count = sys.argv[1], int(sys.argv[2])
+seen = 0
+
+def killing(plain, after=False):
+    def call(*arguments, **options):
+        global seen
+        seen += 1
+        if seen == count and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = plain(*arguments, **options)
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+
+if where == "iteration":
+    Trainer._advance = killing(Trainer._advance)
+elif where == "write":
+    # Half of the state's bytes are on the disk when the kill comes.
+    plain = mx.save_safetensors
+    def half(file, *arguments):
+        global seen
+        seen += 1
+        plain(file, *arguments)
+        if seen == count:
+            file.truncate(file.tell() // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+    mx.save_safetensors = half
+else:
+    setattr(os, where, killing(getattr(os, where), after=True))
+from deltatune.cli import main
+sys.exit(main(["train", "-c", *sys.argv[3:]]))
+"""
+
+
+@pytest.fixture
+def killed_run(options, tmp_path):
+    """killed_run(where, count, *flags): a run in `out` that SIGKILL ends at the count-th such point."""
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "out")}))
+
+    def run(where, count, *flags):
+        command = [sys.executable, "-c", DRIVER, where, str(count), str(file), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, killed_run, tmp_path, read_metrics):
+    """In the middle of writing the first state; after a state's rename; inside an accumulation; in a second save."""
+    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    killed_run("write", 1)
+    assert not (tmp_path / "out" / "state" / "state.safetensors").exists()
+    # The fifth rename of a run is its first state's: from then on iteration 3, half an accumulation of 2, is safe.
+    killed_run("replace", 5, "--resume")
+    assert "Resuming after iteration 3 of 8" in killed_run("iteration", 3, "--resume")
+    assert "Iter 6/8" in killed_run("write", 1, "--resume")
+    make_trainer(resume=True).run()
+    for name in ("adapters.safetensors", "0000006_adapters.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+    assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
+    assert not list((tmp_path / "out").glob("**/.*"))

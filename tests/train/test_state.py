@@ -1,0 +1,123 @@
+import errno
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.errors import UserError
+from deltatune.train import state
+
+IDENTITY = {"seed": 0}
+
+
+def arrays(value):
+    return {"optimizer/m": mx.full((3, 2), value, mx.bfloat16), "optimizer/step": mx.array(int(value), mx.uint64)}
+
+
+def test_arrays_keep_their_types_and_progress_its_numbers(tmp_path):
+    progress = state.Progress(iteration=3, best_loss=0.1 + 0.2, window_loss=1 / 3, order={"epoch": 1, "step": 2})
+    state.save(tmp_path / "state.safetensors", arrays(5), progress, IDENTITY)
+    found, again = state.load(tmp_path / "state.safetensors", IDENTITY)
+    assert again == progress
+    for name, array in arrays(5).items():
+        assert found[name].dtype == array.dtype
+        assert mx.array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("point", ["write", "fsync", "replace"])
+def test_a_refusing_disk_leaves_the_last_state_and_no_litter(tmp_path, monkeypatch, point):
+    path = tmp_path / "state.safetensors"
+    state.save(path, arrays(1), state.Progress(iteration=1), IDENTITY)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if point == "write":
+        monkeypatch.setattr(mx, "save_safetensors", full)
+    else:
+        monkeypatch.setattr(os, point, full)
+    with pytest.raises(UserError, match=r"state.safetensors cannot be written \(No space left.*make room"):
+        state.save(path, arrays(2), state.Progress(iteration=2), IDENTITY)
+    monkeypatch.undo()
+    assert state.load(path, IDENTITY)[1].iteration == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_a_real_full_disk_is_noticed(tmp_path):
+    # /dev/full takes the open and refuses the bytes, as a full disk does.
+    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        mx.save_safetensors(file, {"a": mx.zeros((1000, 1000))})
+
+
+def test_a_write_cut_short_is_never_seen(tmp_path):
+    path = tmp_path / "state.safetensors"
+    state.save(path, arrays(1), state.Progress(iteration=1), IDENTITY)
+
+    class KilledError(BaseException):
+        pass
+
+    def half(file):
+        file.write(b"half of it")
+        raise KilledError
+
+    with pytest.raises(KilledError):
+        state.write_atomically(path, half)
+    assert state.load(path, IDENTITY)[1].iteration == 1
+
+
+def test_read_only_and_misplaced_folders_are_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="part of that path is a file"):
+        state.write_atomically(tmp_path / "file" / "state" / "x", lambda file: None)
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(UserError, match="the file system is read-only: choose another --adapter-path"):
+        state.write_atomically(tmp_path / "x", lambda file: None)
+
+
+def test_what_is_no_state_is_refused(tmp_path):
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(b"not a state")
+    with pytest.raises(UserError, match="is not a state of deltatune"):
+        state.load(path, IDENTITY)
+    assert state.peek(path) is None
+    mx.save_safetensors(str(path), {"a": mx.zeros(1)})
+    with pytest.raises(UserError, match="is not a state of deltatune"):
+        state.load(path, IDENTITY)
+
+
+def test_options_that_matter_are_named_and_free_ones_are_not():
+    config = TrainConfig(learning_rate=1e-4)
+    saved = state.fingerprint(config, world=1)
+    free = TrainConfig(learning_rate=1e-4, iters=5, report_to="wandb", save_every=1, steps_per_eval=7)
+    state.compare(Path("x"), saved, state.fingerprint(free, world=1))
+    other = TrainConfig(learning_rate=1e-3, lora_parameters=LoraConfig(rank=4))
+    with pytest.raises(UserError) as error:
+        state.compare(Path("x"), saved, state.fingerprint(other, world=2))
+    message = str(error.value)
+    assert "learning_rate: was 0.0001, now 0.001" in message
+    assert "world: was 1, now 2" in message
+    assert "lora_parameters" in message
+    assert "seed" not in message
+
+
+def test_every_option_is_either_free_or_part_of_the_identity():
+    names = set(TrainConfig.__dataclass_fields__)
+    assert names >= state.FREE_OPTIONS
+    assert state.fingerprint(TrainConfig()).keys() == names - state.FREE_OPTIONS
+
+
+def test_unpack_refuses_what_does_not_fit():
+    like = {"a": mx.zeros((2, 2)), "b": [mx.zeros(1)]}
+    saved = state.pack("trainable", like)
+    assert set(saved) == {"trainable/a", "trainable/b.0"}
+    assert mx.array_equal(state.unpack("trainable", like, saved, Path("x"))["a"], like["a"])
+    with pytest.raises(UserError, match="1 tensors differ, first trainable/a"):
+        state.unpack("trainable", like | {"a": mx.zeros(3)}, saved, Path("x"))
+    with pytest.raises(UserError, match="first trainable/c"):
+        state.unpack("trainable", like | {"c": mx.zeros(3)}, saved, Path("x"))

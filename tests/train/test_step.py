@@ -1,0 +1,155 @@
+import dataclasses
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.config import TrainConfig
+from deltatune.data import Batch
+from deltatune.patches import patched
+from deltatune.train.distributed import World
+from deltatune.train.optimizer import build_optimizer
+from deltatune.train.step import Step, full_loss, mean_loss_and_gradients
+
+
+class Tiny(nn.Module):
+    """Embeds, drops, projects: enough for a step, and quick to compile."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(8, 11)
+
+    def __call__(self, tokens):
+        return self.out(self.dropout(self.embed(tokens)))
+
+
+def model(dropout=0.0):
+    mx.random.seed(3)
+    made = Tiny(dropout)
+    made.embed.freeze()
+    mx.eval(made.parameters())
+    return made
+
+
+def batch(seed, rows=2, width=5, counted=None):
+    draw = np.random.default_rng(seed)
+    weights = np.zeros((rows, width), np.float32)
+    weights.flat[: counted if counted is not None else rows * width] = 1
+    tokens = draw.integers(0, 11, (rows, width + 1)).astype(np.int32)
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights, None, (("x",),) * rows, ((width,),) * rows)
+
+
+def joined(*batches):
+    fields = {name: np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets", "weights")}
+    return dataclasses.replace(batches[0], **fields)
+
+
+def run(made, batches, accumulate, loss=None, **options):
+    config = TrainConfig(optimizer="sgd", learning_rate=0.5)
+    step = Step(made, build_optimizer(config), loss or full_loss(made), World(), accumulate=accumulate, **options)
+    norms, accumulated, loss_sum, weight_sum = [], step.zeros(), mx.array(0.0), mx.array(0.0)
+    for index, each in enumerate(batches, 1):
+        loss_value, weight, accumulated = step.micro_batch(each, accumulated)
+        loss_sum, weight_sum = loss_sum + loss_value, weight_sum + weight
+        if index % accumulate == 0:
+            norms.append(step.update(accumulated, loss_sum, weight_sum))
+            accumulated, loss_sum, weight_sum = step.zeros(), mx.array(0.0), mx.array(0.0)
+        mx.eval(made.parameters(), norms, accumulated)
+    return norms
+
+
+def test_accumulation_weighs_by_tokens():
+    """Micro-batches of 1 and 9 counted tokens make the update of one batch with all ten, not the mean of two."""
+    parts = [batch(0, counted=1), batch(1, counted=9)]
+    whole, split = model(), model()
+    run(whole, [joined(*parts)], 1)
+    run(split, parts, 2)
+    np.testing.assert_allclose(split.out.weight, whole.out.weight, rtol=0, atol=1e-6)
+    assert mx.abs(split.out.weight - model().out.weight).max() > 1e-2
+
+
+def test_a_batch_without_targets_changes_nothing():
+    made = model()
+    norms = run(made, [batch(0, counted=0)], 1)
+    assert norms[0].item() == 0
+    assert mx.array_equal(made.out.weight, model().out.weight)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_compilation_a_width(accumulate):
+    made, traced = model(), []
+    plain = full_loss(made)
+
+    def counting(*arguments):
+        traced.append(arguments[0].shape)
+        return plain(*arguments)
+
+    run(made, [batch(i, width=[5, 7, 9][i % 3]) for i in range(12)], accumulate, counting)
+    assert sorted(traced) == [(2, 5), (2, 7), (2, 9)]
+
+
+def test_dropout_is_drawn_anew_each_step_from_the_random_state():
+    runs = []
+    for _ in range(2):
+        made = model(dropout=0.5)
+        mx.random.seed(7)
+        step = Step(made, build_optimizer(TrainConfig()), full_loss(made), World())
+        losses = [step.micro_batch(batch(0), None)[0].item() for _ in range(3)]
+        runs.append(losses)
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 3
+
+
+def test_a_loss_that_is_not_finite_leaves_everything():
+    made, poisoned = model(), []
+    plain = full_loss(made)
+
+    def loss(inputs, targets, weights):
+        total, weight = plain(inputs, targets, weights)
+        return mx.where(inputs[0, 0] == poisoned[0], mx.array(float("inf")), total), weight
+
+    first = batch(0)
+    poisoned.append(int(first.inputs[0, 0]))
+    before = dict(tree_flatten(made.parameters()))
+    run(made, [first], 1, loss)
+    for name, leaf in tree_flatten(made.parameters()):
+        assert mx.array_equal(leaf, before[name])
+
+
+def test_the_model_keeps_its_own_arrays_after_a_gradient():
+    made = model()
+    held = {name: id(leaf) for name, leaf in tree_flatten(made.parameters())}
+    example = batch(0)
+    arrays = (mx.array(example.inputs), mx.array(example.targets), mx.array(example.weights), None)
+    mean_loss_and_gradients(made, full_loss(made), arrays)
+    assert {name: id(leaf) for name, leaf in tree_flatten(made.parameters())} == held
+
+
+def test_packed_documents_get_the_gradients_they_get_alone(tiny_model):
+    """Two documents in one row against one in each of two rows, through recurrence, convolution and attention."""
+    made = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+    made.train()
+    draw = np.random.default_rng(0)
+    first, second = draw.integers(3, 300, 9).astype(np.int32), draw.integers(3, 300, 14).astype(np.int32)
+    rows = np.zeros((2, 13), np.int32), np.zeros((2, 13), np.int32), np.zeros((2, 13), np.float32)
+    for row, tokens in enumerate((first, second)):
+        size = len(tokens) - 1
+        for target, value in zip(rows, (tokens[:-1], tokens[1:], 1), strict=True):
+            target[row, :size] = value
+    alone = (*map(mx.array, rows), None)
+    packed = (
+        mx.array(np.concatenate([first[:-1], second[:-1]])[None]),
+        mx.array(np.concatenate([first[1:], second[1:]])[None]),
+        mx.ones((1, 21)),
+        mx.array([[0] * 8 + [1] * 13], mx.int32),
+    )
+    with patched(made):
+        results = [mean_loss_and_gradients(made, full_loss(made), each) for each in (alone, packed)]
+    assert results[0][0].item() == pytest.approx(results[1][0].item(), rel=1e-5)
+    expected, got = (dict(tree_flatten(gradients)) for _, _, gradients in results)
+    for name, value in expected.items():
+        assert mx.abs(got[name] - value).max() <= 2e-5 * mx.abs(value).max() + 1e-7, name
