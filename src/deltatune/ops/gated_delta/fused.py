@@ -1,4 +1,4 @@
-"""Launches the fused kernels of ops/kernels: six a layer, three forward and three backward, for scalar gates."""
+"""Launches the fused kernels of ops/kernels: four a layer for scalar gates, two forward and two backward."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import mlx.core as mx
 
 from ..kernels.launch import Launch
 
+# What one block may hold in shared memory.
+METAL_BYTES = 32 * 1024
+CUDA_BYTES = 227 * 1024
+# Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state.
+_FULL = 64
+
 
 def _padded(n: int) -> int:
     return (n + 15) // 16 * 16
 
 
-def _aligned(n: int) -> int:
-    return (n + 15) // 16 * 16
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of one call, and how a machine cuts it: `chunk` positions, `slice` rows of the state at a time."""
+    """Sizes of one call, and how a machine cuts it.
+
+    `chunk` positions at a time; the scans give a block `slice` rows of the state, the gradients read
+    `gradient_slice` rows at a time; `stages` of a pipeline in shared memory; `overlay`: q and k come only after
+    the slices, where memory is short.
+    """
 
     batch: int
     length: int
@@ -28,10 +35,13 @@ class Plan:
     key_size: int
     value_size: int
     dtype: mx.Dtype
+    machine: str
     chunk: int
     slice: int
-    exact_bytes: int
+    gradient_slice: int
     gradient_groups: int
+    stages: int
+    overlay: bool
     masked: bool
     segmented: bool
 
@@ -40,52 +50,84 @@ class Plan:
         return -(-self.length // self.chunk)
 
     @property
-    def slices(self) -> int:
-        return -(-self.value_size // self.slice)
+    def exact_bytes(self) -> int:
+        """Of an input's element in shared memory: fp16 stands as a pair of bf16 on CUDA."""
+        return 4 if self.machine == "cuda" and self.dtype == mx.float16 else self.dtype.size
 
     @property
-    def stride(self) -> int:
-        return _padded(self.key_size) + 8
+    def saved(self) -> mx.Dtype:
+        """How states and their gradients are kept between kernels."""
+        return mx.bfloat16 if self.dtype == mx.bfloat16 else mx.float32
 
     @property
-    def rows(self) -> int:
-        """Bytes of one chunk of keys in shared memory."""
-        return self.chunk * self.stride * self.exact_bytes
+    def keys(self) -> int:
+        return self.chunk * (_padded(self.key_size) + 8) * self.exact_bytes
 
     @property
     def square(self) -> int:
-        return self.chunk * (self.chunk + 8) * 4
-
-    @property
-    def thin(self) -> int:
-        return self.chunk * (self.slice + 8) * 4
-
-    @property
-    def state(self) -> int:
-        return self.slice * self.stride * 4
+        return self.chunk * (self.chunk + 8)
 
     @property
     def decay(self) -> int:
-        return _aligned(self.chunk * (self.chunk + 1) * 4)
+        return (4 * (self.chunk * 19 + self.chunk // 16) + 15) // 16 * 16
 
-    def values(self, groups: int) -> dict:
-        return {
-            "In": self.dtype,
-            "C": self.chunk,
-            "DK": self.key_size,
-            "DV": self.value_size,
-            "SLICE": self.slice,
-            "HK": self.key_heads,
-            "HV": self.value_heads,
-            "GROUPS": groups,
-            "MASKED": self.masked,
-            "SEGMENTED": self.segmented,
-        }
+    @property
+    def prepare_bytes(self) -> int:
+        return max(2 * self.keys, 8 * self.square) + 4 * self.square + 76 * self.chunk + self.decay
+
+    @property
+    def scan_bytes(self) -> int:
+        thin = self.chunk * (self.slice + 8) * self.exact_bytes
+        return self.stages * (2 * self.keys + 8 * self.square + thin + 12 * self.chunk)
+
+    @property
+    def gradient_bytes(self) -> int:
+        c, rows, saved = self.chunk, self.gradient_slice, self.saved.size
+        stage = 2 * rows * (_padded(self.key_size) + 8) * saved + rows * (c + 8) * (4 + saved)
+        stage += c * (rows + 8) * self.exact_bytes
+        pairs = 2 * self.keys + self.square * (4 + saved)
+        slices = (0 if self.overlay else 2 * self.keys) + self.stages * stage
+        return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 32 * c + 128
+
+    @property
+    def fits(self) -> bool:
+        most = METAL_BYTES if self.machine == "metal" else CUDA_BYTES
+        return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes) <= most
+
+
+def plan(
+    machine: str,
+    shape: tuple[int, int, int, int, int, int],
+    dtype: mx.Dtype,
+    *,
+    masked: bool,
+    segmented: bool,
+) -> Plan | None:
+    """How `machine` (metal or cuda) cuts a call of shape (B, T, Hk, Hv, Dk, Dv); None where memory cannot hold it."""
+    batch, _, _, value_heads, key_size, value_size = shape
+    if machine == "metal":
+        cuts = [(chunk, 16 * groups, 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
+    else:
+        slices = [size for size in (128, 64, 32) if size <= max(32, _padded(value_size))]
+        full = [size for size in slices if batch * value_heads * -(-value_size // size) >= _FULL] or slices[-1:]
+        chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
+        cuts = [(c, s, 64, 2, False) for c in chunks for s in (*full[:1], 32)]
+        cuts += [(16, 32, 32, 2, False), (16, 32, 16, 1, True)]
+    for chunk, rows, gradient_rows, stages, overlay in cuts:
+        if dtype == mx.float32 and machine == "metal" and chunk > 16:
+            continue
+        groups = chunk // 16 * (2 if chunk == 64 else 4)
+        made = Plan(
+            *(*shape, dtype, machine, chunk, rows, gradient_rows, groups, stages, overlay, masked, segmented)
+        )
+        if made.fits:
+            return made
+    return None
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The contract's inputs, with arrays in place of what was left out."""
+    """The contract's inputs, with arrays in place of what was left out; sizes: int32, T and the number of chunks."""
 
     q: mx.array
     k: mx.array
@@ -98,19 +140,33 @@ class Arguments:
     sizes: mx.array
 
 
-_ALL = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "MASKED", "SEGMENTED")
-_SCAN = _ALL[:-1]
+_BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 
 
-def _launch(name, memory, plan, inputs, outputs, blocks, size, order=_ALL, memory_order=None, groups=4) -> Launch:
+def _launch(name, memory, plan, inputs, outputs, blocks, size, groups, order, memory_order, rows=None) -> Launch:
+    values = {
+        "In": plan.dtype,
+        "C": plan.chunk,
+        "DK": plan.key_size,
+        "DV": plan.value_size,
+        "SLICE": rows or plan.slice,
+        "HK": plan.key_heads,
+        "HV": plan.value_heads,
+        "GROUPS": groups,
+        "STAGES": plan.stages,
+        "OVERLAY": plan.overlay,
+        "MASKED": plan.masked,
+        "SEGMENTED": plan.segmented,
+    }
+    used = {name: value for name, value in values.items() if name in order}
     return Launch(
         name=f"gated_delta_{name}",
         memory=memory,
         inputs=inputs,
         outputs=outputs,
-        values=plan.values(groups),
+        values=used,
         order=order,
-        memory_order=memory_order or ("In", "C", "DK", "SLICE"),
+        memory_order=memory_order,
         blocks=blocks,
         bytes=size,
         groups=groups,
@@ -118,115 +174,85 @@ def _launch(name, memory, plan, inputs, outputs, blocks, size, order=_ALL, memor
 
 
 def prepare(plan: Plan, x: Arguments) -> Launch:
-    """inverse [B,Hv,chunks,C,C] and factors [B,Hv,chunks,2,C]."""
+    """solve and scores [B,Hv,chunks,C,C], opaque to others, and factors [B,Hv,chunks,3,C]."""
     shape = (plan.batch, plan.value_heads, plan.chunks)
+    names = ("q", "k", "log_g", "beta", "mask", "segments", "sizes")
+    square = ((*shape, plan.chunk, plan.chunk), mx.float32)
     return _launch(
         "prepare",
         "PrepareMemory",
         plan,
-        {"k": x.k, "log_g": x.log_g, "beta": x.beta, "mask": x.mask, "segments": x.segments, "sizes": x.sizes},
-        {
-            "inverse": ((*shape, plan.chunk, plan.chunk), mx.float32),
-            "factors": ((*shape, 2, plan.chunk), mx.float32),
-        },
+        {name: getattr(x, name) for name in names},
+        {"solve": square, "scores": square, "factors": ((*shape, 3, plan.chunk), mx.float32)},
         (plan.chunks, plan.value_heads, plan.batch),
-        plan.rows + plan.decay + 2 * plan.square + 12 * plan.chunk,
+        plan.prepare_bytes,
+        groups=4,
         order=("In", "C", "DK", "HK", "HV", "GROUPS", "MASKED", "SEGMENTED"),
         memory_order=("In", "C", "DK"),
     )
 
 
-def scan(plan: Plan, x: Arguments, inverse: mx.array, factors: mx.array) -> Launch:
-    """states [B,Hv,chunks,Dv,Dk], delta [B,T,Hv,Dv] and last [B,Hv,Dv,Dk]."""
-    heads = (plan.batch, plan.value_heads)
-    inputs = {"k": x.k, "v": x.v, "beta": x.beta, "mask": x.mask, "initial": x.initial, "sizes": x.sizes}
+def _scan(name, plan: Plan, inputs, outputs) -> Launch:
     return _launch(
-        "scan",
+        name,
         "ScanMemory",
         plan,
-        inputs | {"inverse": inverse, "factors": factors},
-        {
-            "states": ((*heads, plan.chunks, plan.value_size, plan.key_size), mx.float32),
-            "delta": ((plan.batch, plan.length, plan.value_heads, plan.value_size), mx.float32),
-            "last": ((*heads, plan.value_size, plan.key_size), mx.float32),
-        },
-        (plan.slices, plan.value_heads, plan.batch),
-        plan.rows + plan.state + plan.square + 2 * plan.thin + 16 * plan.chunk,
-        order=_SCAN,
+        inputs,
+        outputs,
+        (-(-plan.value_size // plan.slice), plan.value_heads, plan.batch),
+        plan.scan_bytes,
+        groups=plan.slice // 16,
+        order=(*_BASE, "MASKED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES"),
     )
 
 
-def output(plan: Plan, x: Arguments, factors: mx.array, states: mx.array, delta: mx.array) -> Launch:
-    """y [B,T,Hv,Dv]."""
-    inputs = {"q": x.q, "k": x.k, "log_g": x.log_g, "mask": x.mask, "segments": x.segments, "sizes": x.sizes}
-    return _launch(
-        "output",
-        "OutputMemory",
-        plan,
-        inputs | {"factors": factors, "states": states, "delta": delta},
-        {"y": (x.v.shape, plan.dtype)},
-        (plan.chunks, plan.value_heads, plan.batch),
-        plan.rows + max(plan.rows, plan.state) + max(plan.thin, plan.decay) + plan.square + 12 * plan.chunk,
-    )
-
-
-def local(plan: Plan, x: Arguments, dy: mx.array) -> Launch:
-    """P^T dY, [B,T,Hv,Dv]."""
-    inputs = {"q": x.q, "k": x.k, "log_g": x.log_g, "mask": x.mask, "segments": x.segments, "sizes": x.sizes}
-    return _launch(
-        "local",
-        "LocalMemory",
-        plan,
-        inputs | {"dy": dy},
-        {"d_delta": (x.v.shape, mx.float32)},
-        (plan.chunks, plan.value_heads, plan.batch),
-        2 * plan.rows + plan.decay + plan.square + 8 * plan.chunk,
-    )
-
-
-def reverse(plan: Plan, x: Arguments, inverse, factors, dy, d_last, d_delta) -> Launch:
-    """d_states [B,Hv,chunks,Dv,Dk], d_right [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
+def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: mx.array) -> Launch:
+    """y [B,T,Hv,Dv], states [B,Hv,chunks,Dv,Dk], u [B,Hv,chunks,Dv,C] and last [B,Hv,Dv,Dk]; the second and third
+    are opaque to others."""
     heads = (plan.batch, plan.value_heads)
-    inputs = {"q": x.q, "k": x.k, "beta": x.beta, "mask": x.mask, "sizes": x.sizes, "inverse": inverse}
-    return _launch(
-        "reverse",
-        "ReverseMemory",
-        plan,
-        inputs | {"factors": factors, "dy": dy, "d_last": d_last, "local": d_delta},
-        {
-            "d_states": ((*heads, plan.chunks, plan.value_size, plan.key_size), mx.float32),
-            "d_right": (x.v.shape, mx.float32),
-            "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
-        },
-        (plan.slices, plan.value_heads, plan.batch),
-        plan.rows + plan.state + max(plan.rows, plan.square) + 2 * plan.thin + 16 * plan.chunk,
-        order=_SCAN,
-    )
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "initial": x.initial, "sizes": x.sizes}
+    outputs = {
+        "y": (x.v.shape, plan.dtype),
+        "states": ((*heads, plan.chunks, plan.value_size, plan.key_size), plan.saved),
+        "u": ((*heads, plan.chunks, plan.value_size, plan.chunk), mx.float32),
+        "last": ((*heads, plan.value_size, plan.key_size), mx.float32),
+    }
+    return _scan("scan", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
 
 
-def gradients(plan: Plan, x: Arguments, factors, states, d_states, delta, d_right, dy) -> Launch:
-    """dq, dk, dv, d_log_g and d_beta, in their inputs' shapes; the last two fp32."""
-    across = _padded(plan.key_size) // 16
-    slices = 2 * plan.state + 3 * plan.thin
-    pairs = 2 * plan.rows + plan.square
-    shared = max(plan.chunk * (plan.chunk + 1) * 4, 3 * plan.chunk * across * 4)
-    scalars = (9 * plan.chunk + plan.chunk * (plan.chunk // 16) + 32) * 4
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "log_g": x.log_g, "beta": x.beta, "mask": x.mask, "segments": x.segments}
+def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Launch:
+    """d_states [B,Hv,chunks,Dv,Dk], d_right [B,Hv,chunks,Dv,C], dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
+    heads = (plan.batch, plan.value_heads)
+    inputs = {"q": x.q, "k": x.k, "dy": dy, "mask": x.mask, "d_last": d_last, "sizes": x.sizes}
+    outputs = {
+        "d_states": ((*heads, plan.chunks, plan.value_size, plan.key_size), plan.saved),
+        "d_right": ((*heads, plan.chunks, plan.value_size, plan.chunk), plan.saved),
+        "dv": (x.v.shape, plan.dtype),
+        "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
+    }
+    return _scan("reverse", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
+
+
+def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
+    """dq, dk, d_log_g and d_beta, in their inputs' shapes; the last two fp32."""
+    names = ("q", "k", "log_g", "mask", "segments", "sizes")
     return _launch(
         "gradients",
         "GradientMemory",
         plan,
-        inputs
-        | {"sizes": x.sizes, "factors": factors, "states": states, "d_states": d_states}
-        | {"delta": delta, "d_right": d_right, "dy": dy},
+        {name: getattr(x, name) for name in names}
+        | {"factors": factors, "states": states, "d_states": d_states, "u": u, "d_right": d_right, "dy": dy},
         {
             "dq": (x.q.shape, plan.dtype),
             "dk": (x.k.shape, plan.dtype),
-            "dv": (x.v.shape, plan.dtype),
             "d_log_g": (x.log_g.shape, mx.float32),
             "d_beta": (x.beta.shape, mx.float32),
         },
         (plan.chunks, plan.key_heads, plan.batch),
-        max(slices, pairs) + _aligned(shared) + scalars,
+        plan.gradient_bytes,
         groups=plan.gradient_groups,
+        order=(*_BASE, "OVERLAY", "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "OVERLAY"),
+        rows=plan.gradient_slice,
     )

@@ -1,6 +1,7 @@
 // The vocabulary of the kernel bodies on CUDA: Metal's names, and 16x16 tiles on the tensor cores.
-// bf16 inputs are exact operands; what the kernels compute is held as a pair of bf16 (high and low part, 16 bits of
-// mantissa), so a product with it takes two or three instructions and keeps near-fp32 accuracy. fp32 inputs use FMA.
+// bf16 inputs are exact operands. What the kernels compute is held as a pair of bf16 (high and low part, 16 bits of
+// mantissa), so a product with it takes two or three instructions and keeps near-fp32 accuracy; where one part is
+// enough (Rough, Saved), one. fp16 inputs are pairs throughout; fp32 inputs use FMA.
 
 #define GLOBAL
 #define threadgroup
@@ -17,10 +18,17 @@
 #define DELTATUNE_UNROLL _Pragma("unroll")
 
 #define barrier() __syncthreads()
+#define group_barrier() __syncwarp()
 
-inline float to_float(float x) { return x; }
-inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-inline float to_float(__half x) { return __half2float(x); }
+using bf16 = __nv_bfloat16;
+
+inline unsigned pack(float low, float high) {
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+inline float unpack_low(unsigned r) { return __uint_as_float(r << 16); }
+inline float unpack_high(unsigned r) { return __uint_as_float(r & 0xffff0000u); }
 
 struct PlainFloat {
   static constexpr int bytes = 4, planes = 0;
@@ -31,45 +39,48 @@ struct PlainFloat {
 
 struct Single {
   static constexpr int bytes = 2, planes = 1;
-  __nv_bfloat16* elements;
+  bf16* elements;
   inline void put(int i, float x) const { elements[i] = __float2bfloat16_rn(x); }
   inline float get(int i) const { return __bfloat162float(elements[i]); }
-  inline __nv_bfloat16* plane(int) const { return elements; }
+  inline bf16* plane(int) const { return elements; }
 };
 
 struct Pair {
   static constexpr int bytes = 4, planes = 2;
-  __nv_bfloat16* elements;
+  bf16* elements;
   int count;
   inline void put(int i, float x) const {
-    const __nv_bfloat16 high = __float2bfloat16_rn(x);
+    const bf16 high = __float2bfloat16_rn(x);
     elements[i] = high;
     elements[i + count] = __float2bfloat16_rn(x - __bfloat162float(high));
   }
   inline float get(int i) const { return __bfloat162float(elements[i]) + __bfloat162float(elements[i + count]); }
-  inline __nv_bfloat16* plane(int p) const { return elements + p * count; }
+  inline bf16* plane(int p) const { return elements + p * count; }
 };
 
-template <typename In> struct Storage { using exact = Single; using wide = Pair; };
-template <> struct Storage<__half> { using exact = Pair; using wide = Pair; };
-template <> struct Storage<float> { using exact = PlainFloat; using wide = PlainFloat; };
+template <typename In> struct Storage { using exact = Single; using wide = Pair; using saved = Single; };
+template <> struct Storage<__half> { using exact = Pair; using wide = Pair; using saved = Pair; };
+template <> struct Storage<float> { using exact = PlainFloat; using wide = PlainFloat; using saved = PlainFloat; };
 template <typename In> using Exact = typename Storage<In>::exact;
 template <typename In> using Wide = typename Storage<In>::wide;
+template <typename In> using Saved = typename Storage<In>::saved;
 
-inline void place(PlainFloat& s, char* p, int) { s.elements = reinterpret_cast<float*>(p); }
-inline void place(Single& s, char* p, int) { s.elements = reinterpret_cast<__nv_bfloat16*>(p); }
-inline void place(Pair& s, char* p, int count) { s.elements = reinterpret_cast<__nv_bfloat16*>(p); s.count = count; }
+inline void place(PlainFloat& s, const void* p, int) { s.elements = (float*)p; }
+inline void place(Single& s, const void* p, int) { s.elements = (bf16*)p; }
+inline void place(Pair& s, const void* p, int count) { s.elements = (bf16*)p; s.count = count; }
 
-template <typename In>
-inline Exact<In> exact_at(char* memory, int offset, int count) {
-  Exact<In> s;
+// A matrix of `count` elements in shared memory.
+template <typename Store>
+inline Store shared_at(char* memory, int offset, int count) {
+  Store s;
   place(s, memory + offset, count);
   return s;
 }
-template <typename In>
-inline Wide<In> wide_at(char* memory, int offset, int count) {
-  Wide<In> s;
-  place(s, memory + offset, count);
+// Block number `block` of `count` elements in device memory, stored as Store stores them.
+template <typename Store, typename P>
+inline Store stored_at(P* p, long block, int count) {
+  Store s;
+  place(s, reinterpret_cast<const char*>(p) + block * count * Store::bytes, count);
   return s;
 }
 
@@ -89,12 +100,18 @@ inline float lane_sum(float x) {
   return x;
 }
 
+// Sums over the lanes that hold the same rows of a tile, and over those that hold the same columns.
 inline float row_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
+inline float column_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 4);
+  x += __shfl_xor_sync(0xffffffffu, x, 8);
+  return x + __shfl_xor_sync(0xffffffffu, x, 16);
+}
 
-inline void load_matrices(unsigned (&r)[4], const __nv_bfloat16* p, bool transposed) {
+inline void load_matrices(unsigned (&r)[4], const bf16* p, bool transposed) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(p));
   if (transposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -107,69 +124,296 @@ inline void load_matrices(unsigned (&r)[4], const __nv_bfloat16* p, bool transpo
 
 inline void multiply_accumulate(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Registers 0 to 3 of a 16x16 operand: rows 0-7 and 8-15 of its first eight columns, then of its last eight.
+// Operands of a 16x16x16 product. On the left, from shared memory or from a tile; on the right, from shared memory.
+template <int Planes>
+struct Left {
+  static constexpr int planes = Planes;
+  unsigned r[Planes][4];
+};
+template <int Planes>
+struct Right {
+  static constexpr int planes = Planes;
+  unsigned r[Planes][4];
+};
+struct LeftFloat {
+  float x[8];
+};
 template <typename View>
-inline void left_operand(unsigned (&r)[4], View v, int k, int plane, int lane) {
-  const int row = (lane & 7) + (lane & 8), column = k + (lane & 16) / 2;
-  const int row_t = (lane & 7) + (lane & 16) / 2, column_t = (lane & 8);
-  const auto* p = v.store.plane(plane) + v.offset;
-  if (View::is_transposed) {
-    load_matrices(r, p + (k + row_t) * v.stride + column_t, true);
-  } else {
-    load_matrices(r, p + row * v.stride + column, false);
+struct LazyRight {
+  View view;
+};
+
+template <typename In> struct Operands { using precise = Left<2>; using rough = Left<1>; };
+template <> struct Operands<__half> { using precise = Left<2>; using rough = Left<2>; };
+template <> struct Operands<float> { using precise = LeftFloat; using rough = LeftFloat; };
+template <typename In> using Precise = typename Operands<In>::precise;
+template <typename In> using Rough = typename Operands<In>::rough;
+
+inline void hold(Left<1>& a, const Tile& t) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a.r[0][i] = pack(t.x[2 * i], t.x[2 * i + 1]);
+}
+inline void hold(Left<2>& a, const Tile& t) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned high = pack(t.x[2 * i], t.x[2 * i + 1]);
+    a.r[0][i] = high;
+    a.r[1][i] = pack(t.x[2 * i] - unpack_low(high), t.x[2 * i + 1] - unpack_high(high));
   }
+}
+inline void hold(LeftFloat& a, const Tile& t) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) a.x[e] = t.x[e];
+}
+
+// Registers 0 to 3: rows 0-7 and 8-15 of the first eight columns, then of the last eight.
+template <typename View, int Planes>
+inline void left_of(Left<Planes>& a, View v, int lane) {
+  static_assert(Planes == View::store_type::planes, "as many planes as the matrix has");
+#pragma unroll
+  for (int plane = 0; plane < Planes; ++plane) {
+    const bf16* p = v.store.plane(plane) + v.offset;
+    if (View::is_transposed) {
+      load_matrices(a.r[plane], p + ((lane & 7) + (lane & 16) / 2) * v.stride + (lane & 8), true);
+    } else {
+      load_matrices(a.r[plane], p + ((lane & 7) + (lane & 8)) * v.stride + (lane & 16) / 2, false);
+    }
+  }
+}
+template <typename View>
+inline void left_of(LeftFloat& a, View v, int lane) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) a.x[e] = v.get(tile_row(e, lane), tile_column(e, lane));
+}
+template <typename Store, bool Float = Store::planes == 0> struct LeftFor { using type = Left<Store::planes>; };
+template <typename Store> struct LeftFor<Store, true> { using type = LeftFloat; };
+template <typename View>
+inline typename LeftFor<typename View::store_type>::type left(View v, int lane) {
+  typename LeftFor<typename View::store_type>::type a;
+  left_of(a, v, lane);
+  return a;
 }
 
 // Registers 0, 1: k 0-7 and 8-15 of the first eight columns; 2, 3: of the last eight.
+template <typename View, bool Float = View::store_type::planes == 0>
+struct RightOf {
+  using type = Right<View::store_type::planes>;
+  static inline type of(View v, int lane) {
+    type b;
+#pragma unroll
+    for (int plane = 0; plane < type::planes; ++plane) {
+      const bf16* p = v.store.plane(plane) + v.offset;
+      if (View::is_transposed) {
+        load_matrices(b.r[plane], p + ((lane & 7) + (lane & 16) / 2) * v.stride + (lane & 8), false);
+      } else {
+        load_matrices(b.r[plane], p + ((lane & 7) + (lane & 8)) * v.stride + (lane & 16) / 2, true);
+      }
+    }
+    return b;
+  }
+};
 template <typename View>
-inline void right_operand(unsigned (&r)[4], View v, int k, int plane, int lane) {
-  const auto* p = v.store.plane(plane) + v.offset;
-  if (View::is_transposed) {
-    const int column = (lane & 7) + (lane & 16) / 2, row = k + (lane & 8);
-    load_matrices(r, p + column * v.stride + row, false);
-  } else {
-    const int row = k + (lane & 7) + (lane & 8), column = (lane & 16) / 2;
-    load_matrices(r, p + row * v.stride + column, true);
+struct RightOf<View, true> {
+  using type = LazyRight<View>;
+  static inline type of(View v, int) { return type{v}; }
+};
+template <typename View>
+inline typename RightOf<View>::type right(View v, int lane) {
+  return RightOf<View>::of(v, lane);
+}
+
+// tile += a b. Smallest products first; low times low is below fp32's last place of the sum.
+template <int PlanesA, int PlanesB>
+inline void multiply(Tile& tile, const Left<PlanesA>& a, const Right<PlanesB>& b, int) {
+#pragma unroll
+  for (int p = PlanesA + PlanesB - 2; p >= 0; --p) {
+#pragma unroll
+    for (int i = 0; i < PlanesA; ++i) {
+      const int j = p - i;
+      if (j < 0 || j >= PlanesB || p > 1) continue;
+      multiply_accumulate(tile.x, a.r[i], b.r[j][0], b.r[j][1]);
+      multiply_accumulate(tile.x + 4, a.r[i], b.r[j][2], b.r[j][3]);
+    }
+  }
+}
+template <typename View>
+inline void multiply(Tile& tile, const LeftFloat& a, const LazyRight<View>& b, int lane) {
+  const int column = (lane % 4) * 2;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    const int from = (lane & ~3) + (k % 8) / 2, e = (k & 1) + k / 8 * 4;
+    const float a0 = __shfl_sync(0xffffffffu, a.x[e], from), a1 = __shfl_sync(0xffffffffu, a.x[e + 2], from);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float b0 = b.view.get(k, column + 8 * j), b1 = b.view.get(k, column + 8 * j + 1);
+      tile.x[4 * j] += a0 * b0;
+      tile.x[4 * j + 1] += a0 * b1;
+      tile.x[4 * j + 2] += a1 * b0;
+      tile.x[4 * j + 3] += a1 * b1;
+    }
   }
 }
 
-template <typename A, typename B>
-inline void tile_multiply(Tile& tile, A a, B b, int n, int lane) {
-  constexpr int planes_a = A::store_type::planes, planes_b = B::store_type::planes;
-  if constexpr (planes_a == 0) {
-    const int row = lane / 4, column = (lane % 4) * 2;
-    for (int k = 0; k < n; ++k) {
-      const float a0 = a.get(row, k), a1 = a.get(row + 8, k);
-      for (int j = 0; j < 2; ++j) {
-        const float b0 = b.get(k, column + 8 * j), b1 = b.get(k, column + 8 * j + 1);
-        tile.x[4 * j] += a0 * b0;
-        tile.x[4 * j + 1] += a0 * b1;
-        tile.x[4 * j + 2] += a1 * b0;
-        tile.x[4 * j + 3] += a1 * b1;
-      }
-    }
+// A lane's share of the sum of products of two operands' elements.
+inline float right_dot(const Right<1>& a, const Right<1>& b, int) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    sum += unpack_low(a.r[0][i]) * unpack_low(b.r[0][i]) + unpack_high(a.r[0][i]) * unpack_high(b.r[0][i]);
+  return sum;
+}
+inline float right_dot(const Right<2>& a, const Right<2>& b, int) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    sum += (unpack_low(a.r[0][i]) + unpack_low(a.r[1][i])) * (unpack_low(b.r[0][i]) + unpack_low(b.r[1][i])) +
+           (unpack_high(a.r[0][i]) + unpack_high(a.r[1][i])) * (unpack_high(b.r[0][i]) + unpack_high(b.r[1][i]));
+  return sum;
+}
+template <typename V, typename W>
+inline float right_dot(const LazyRight<V>& a, const LazyRight<W>& b, int lane) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    sum += a.view.get(tile_row(e, lane), tile_column(e, lane)) * b.view.get(tile_row(e, lane), tile_column(e, lane));
+  return sum;
+}
+
+template <typename View>
+inline Tile tile_of(View v, int lane) {
+  Tile t;
+  if constexpr (View::store_type::planes == 0) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) t.x[e] = v.get(tile_row(e, lane), tile_column(e, lane));
   } else {
-    for (int k = 0; k < n; k += 16) {
-      unsigned left[planes_a][4], right[planes_b][4];
+    Left<View::store_type::planes> a;
+    left_of(a, v, lane);
 #pragma unroll
-      for (int p = 0; p < planes_a; ++p) left_operand(left[p], a, k, p, lane);
-#pragma unroll
-      for (int p = 0; p < planes_b; ++p) right_operand(right[p], b, k, p, lane);
-      // Smallest products first; low times low is below fp32's last place of the sum.
-#pragma unroll
-      for (int p = planes_a + planes_b - 2; p >= 0; --p) {
-#pragma unroll
-        for (int i = 0; i < planes_a; ++i) {
-          const int j = p - i;
-          if (j < 0 || j >= planes_b || p > 1) continue;
-          multiply_accumulate(tile.x, left[i], right[j][0], right[j][1]);
-          multiply_accumulate(tile.x + 4, left[i], right[j][2], right[j][3]);
-        }
+    for (int i = 0; i < 4; ++i) {
+      t.x[2 * i] = unpack_low(a.r[0][i]);
+      t.x[2 * i + 1] = unpack_high(a.r[0][i]);
+      if constexpr (View::store_type::planes == 2) {
+        t.x[2 * i] += unpack_low(a.r[1][i]);
+        t.x[2 * i + 1] += unpack_high(a.r[1][i]);
       }
     }
+  }
+  return t;
+}
+
+// A tile into a matrix (shared or stored) from `offset` on; rows and columns past the given ones stay out.
+template <bool Even, typename Store>
+inline void put_tile(Store s, long offset, int stride, const Tile& t, int rows, int columns, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = tile_row(2 * i, lane), column = tile_column(2 * i, lane);
+    if (row >= rows) continue;
+    const long to = offset + (long)row * stride + column;
+    if constexpr (Even && Store::planes > 0) {
+      if (column >= columns) continue;
+      const unsigned high = pack(t.x[2 * i], t.x[2 * i + 1]);
+      *reinterpret_cast<unsigned*>(s.plane(0) + to) = high;
+      if constexpr (Store::planes == 2)
+        *reinterpret_cast<unsigned*>(s.plane(1) + to) =
+            pack(t.x[2 * i] - unpack_low(high), t.x[2 * i + 1] - unpack_high(high));
+    } else if constexpr (Even) {
+      if (column < columns) *reinterpret_cast<float2*>(s.elements + to) = make_float2(t.x[2 * i], t.x[2 * i + 1]);
+    } else {
+      if (column < columns) s.put(to, t.x[2 * i]);
+      if (column + 1 < columns) s.put(to + 1, t.x[2 * i + 1]);
+    }
+  }
+}
+
+// Copies from device to shared memory run on by themselves until copies_done.
+inline void copies_done() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+inline void copy16(void* to, const void* from, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+inline void copy4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
+
+template <int Count, int Threads>
+inline void copy_floats(float* to, const float* from, int index) {
+  for (int i = index; i < Count; i += Threads) copy4(to + i, from + i);
+}
+
+// Rows of an input, zeros where a row is not live or a column lies past `width`.
+template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
+inline void copy_rows(Store s, int stride, const Source* from, int row_stride, int width, Live live, int index) {
+  if constexpr (sizeof(Source) == 2 && Store::planes == 1) {
+    if (width % 8 == 0 && row_stride % 8 == 0 && aligned16(from)) {
+      constexpr int vectors = Columns / 8;
+#pragma unroll 4
+      for (int i = index; i < Rows * vectors; i += Threads) {
+        const int row = i / vectors, column = i % vectors * 8;
+        const bool on = column < width && live(row);
+        copy16(s.elements + row * stride + column, on ? from + (long)row * row_stride + column : from, on);
+      }
+      return;
+    }
+  }
+  for (int i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    const bool on = column < width && live(row);
+    s.put(row * stride + column, on ? static_cast<float>(from[(long)row * row_stride + column]) : 0.0f);
+  }
+}
+
+// Rows of a stored matrix, `limit` of them and `width` columns; zeros past these. A triangle ends at the diagonal's tile.
+template <int Rows, int Columns, int Threads, bool Triangle, typename Store>
+inline void copy_stored(Store s, int stride, Store from, long offset, int row_stride, int limit, int width, int index) {
+  constexpr int each = Store::planes == 0 ? 4 : 8, planes = Store::planes == 2 ? 2 : 1;
+  constexpr int vectors = Columns / each;
+  if (width % each == 0 && row_stride % each == 0) {
+#pragma unroll 4
+    for (int i = index; i < planes * Rows * vectors; i += Threads) {
+      const int plane = i / (Rows * vectors), row = i / vectors % Rows, column = i % vectors * each;
+      if (Triangle && column / 16 > row / 16) continue;
+      const bool on = row < limit && column < width;
+      const int skip = plane * (planes == 2 ? 1 : 0);
+      const long at = on ? offset + (long)row * row_stride + column : 0;
+      if constexpr (Store::planes == 0) copy16(s.elements + row * stride + column, from.elements + at, on);
+      else copy16(s.plane(skip) + row * stride + column, from.plane(skip) + at, on);
+    }
+    return;
+  }
+  for (int i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    if (Triangle && column / 16 > row / 16) continue;
+    s.put(row * stride + column, row < limit && column < width ? from.get(offset + (long)row * row_stride + column) : 0.0f);
+  }
+}
+
+// Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
+template <int Rows, int Columns, int Threads, typename Store, typename Target>
+inline void write_rows(Store s, int offset, int stride, Target* to, int row_stride, int rows, int columns, int index) {
+  if constexpr (sizeof(Target) == 2 && Store::planes == 1) {
+    if (columns % 8 == 0 && row_stride % 8 == 0) {
+      constexpr int vectors = Columns / 8;
+#pragma unroll
+      for (int i = index; i < Rows * vectors; i += Threads) {
+        const int row = i / vectors, column = i % vectors * 8;
+        if (row < rows && column < columns)
+          *reinterpret_cast<uint4*>(to + (long)row * row_stride + column) =
+              *reinterpret_cast<const uint4*>(s.elements + offset + row * stride + column);
+      }
+      return;
+    }
+  }
+  for (int i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    if (row < rows && column < columns)
+      to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));
   }
 }

@@ -1,9 +1,10 @@
 // gated_delta with one gate a head: forward and backward, one body for every machine.
-// Symbols are those of ops/gated_delta/README.md. A chunk is C positions of one (batch, value head).
+// A chunk is C positions of one (batch, value head); i and j are positions in it.
 //   G_i  product of the gates of 0..i        E_i  product of the gates of i+1..C-1
-//   D_ij product of the gates of j+1..i      A_ij = beta_i D_ij <k_i, k_j>, i > j;   T = (I + A)^-1
-//   X = K S^T,  d = T (beta (V - G X)),  Y = G (Q S^T) + P d with P_ij = D_ij <q_i, k_j>, i >= j
-//   S' = G_last S + d^T (E K)
+//   D_ij product of the gates of j+1..i      P_ij = D_ij <q_i, k_j>, i >= j      N_ij = D_ij <k_i, k_j>, i > j
+//   r = V - G K S^T,  u = r - N (beta u),  Y = G Q S^T + P (beta u),  S' = G_last S + (E beta u)^T K
+// u is what beta scales, so its gradient needs no division. With Z = N (I + beta N)^-1, strictly lower triangular,
+//   u = r - Z (beta r)   and backward, from w = P^T dY + E K dS^T,   R = w - Z^T (beta w),   dr = beta R.
 // Products of gates run over their own segment only: a gate of 0 (a document's start, log_g = -inf) stays exact.
 
 struct Place {
@@ -33,6 +34,15 @@ inline void tile_clear(thread Tile& tile) {
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) tile.set(e, 0.0f);
 }
+inline void tile_scale(thread Tile& tile, float factor) {
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) tile.set(e, factor * tile.get(e));
+}
+// Each column times its own factor.
+inline void tile_scale_columns(thread Tile& tile, threadgroup const float* factors, int lane) {
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) tile.set(e, factors[tile_column(e, lane)] * tile.get(e));
+}
 
 inline constexpr int padded(int n) {
   return (n + 15) / 16 * 16;
@@ -41,628 +51,645 @@ inline constexpr int padded(int n) {
 inline constexpr int stride_of(int n) {
   return padded(n) + 8;
 }
-
-// Rows of a global matrix into shared memory, zeros where a row is not live or a column lies past `width`.
-template <int Rows, int Width, int Threads, typename Store, typename Source>
-inline void load_rows(Store store, int stride, Source source, int row_stride, threadgroup const float* live,
-                      int index) {
-  constexpr int columns = padded(Width);
-  for (int i = index; i < Rows * columns; i += Threads) {
-    const int row = i / columns, column = i % columns;
-    const bool inside = live[row] != 0.0f && column < Width;
-    store.put(row * stride + column, inside ? static_cast<float>(source[row * row_stride + column]) : 0.0f);
-  }
+inline constexpr int align16(int n) {
+  return (n + 15) / 16 * 16;
 }
 
-// live is 1 inside the sequence and the mask, 0 elsewhere; every thread calls, a barrier must follow.
-template <int C, bool Masked, typename M>
-inline void load_live(threadgroup float* live, M mask, int row, int t0, int length, int index) {
-  if (index < C) {
-    const int t = t0 + index;
-    bool on = t < length;
-    if (Masked) on = on && mask[row * length + (on ? t : 0)];
-    live[index] = on ? 1.0f : 0.0f;
-  }
+// Whether a chunk's position lies inside the sequence and the mask.
+template <bool Masked, typename M>
+struct Alive {
+  M mask;
+  long start;
+  int left;
+  inline bool operator()(int i) const { return i < left && (!Masked || mask[start + i]); }
+};
+template <bool Masked, typename M>
+inline Alive<Masked, M> alive(M mask, int row, int t0, int length) {
+  return Alive<Masked, M>{mask, (long)row * length + t0, length - t0};
 }
 
-// The gate of each position: exp(log_g), 1 where the step is not live, 0 where a document starts.
-template <int C, bool Segmented, typename L, typename Z>
-inline void load_gates(threadgroup float* gate, threadgroup const float* live, L log_g, Z segments, int row, int head,
-                       int heads, int t0, int length, int index) {
-  if (index < C) {
-    const int t = t0 + index;
-    float g = 1.0f;
-    if (t < length) {
-      if (live[index] != 0.0f) g = DELTATUNE_EXP(static_cast<float>(log_g[(row * length + t) * heads + head]));
-      if (Segmented && t > 0 && segments[row * length + t] != segments[row * length + t - 1]) g = 0.0f;
-    }
-    gate[index] = g;
-  }
+// The gate of a position: exp(log_g), 1 where the step is not live, 0 where a document starts.
+template <bool Segmented, typename Live, typename L, typename Z>
+inline float gate_of(int i, Live live, L log_g, Z segments, int row, int head, int heads, int t0, int length) {
+  const int t = t0 + i;
+  if (t >= length) return 1.0f;
+  const long at = (long)row * length + t;
+  if (Segmented && t > 0 && segments[at] != segments[at - 1]) return 0.0f;
+  return live(i) ? DELTATUNE_EXP(static_cast<float>(log_g[at * heads + head])) : 1.0f;
 }
 
-// D, zero above the diagonal; a thread a column, products only.
+// D by tiles: whole tables on the diagonal, and across tiles prefix_i (tiles between) suffix_j.
 template <int C>
-inline void fill_decay(threadgroup float* decay, threadgroup const float* gate, int index) {
-  if (index < C) {
-    for (int i = 0; i < index; ++i) decay[i * (C + 1) + index] = 0.0f;
+struct Decay {
+  static constexpr constant int floats = C * 17 + 2 * C + C / 16;
+  threadgroup float* diagonal;
+  threadgroup float* prefix;
+  threadgroup float* suffix;
+  threadgroup float* whole;
+  // Product of the gates of the tiles between two tiles.
+  inline float between(int row_tile, int column_tile) const {
     float product = 1.0f;
-    decay[index * (C + 1) + index] = product;
-    for (int i = index + 1; i < C; ++i) {
-      product *= gate[i];
-      decay[i * (C + 1) + index] = product;
-    }
+    for (int b = column_tile + 1; b < row_tile; ++b) product *= whole[b];
+    return product;
   }
+  inline float at(int i, int j, float middle) const {
+    if (i / 16 == j / 16) return i >= j ? diagonal[i * 17 + j % 16] : 0.0f;
+    return prefix[i] * middle * suffix[j];
+  }
+  inline float before(int i) const { return between(i / 16, -1) * prefix[i]; }
+  inline float after(int j) const { return suffix[j] * between(C / 16, j / 16); }
+};
+template <int C>
+inline Decay<C> decay_at(threadgroup float* p) {
+  return Decay<C>{p, p + C * 17, p + C * 18, p + C * 19};
 }
-
-// One 16x16 diagonal block of the inverse, by forward substitution: a lane a column.
-template <typename Store>
-inline void invert_diagonal(Store a, Store inverse, int stride, int origin, int lane) {
-  if (lane < 16) {
-    float x[16];
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      float sum = i == lane ? 1.0f : 0.0f;
-      DELTATUNE_UNROLL
-      for (int j = 0; j < i; ++j) sum -= a.get((origin + i) * stride + origin + j) * x[j];
-      x[i] = sum;
+template <int C>
+inline void fill_decay(Decay<C> d, threadgroup const float* gate, int index) {
+  if (index < C) {
+    const int first = index / 16 * 16, column = index % 16;
+    float product = 1.0f;
+    d.diagonal[index * 17 + column] = product;
+    const float leading = gate[first];
+    if (column == 0) d.prefix[first] = leading;
+    for (int i = column + 1; i < 16; ++i) {
+      product *= gate[first + i];
+      d.diagonal[(first + i) * 17 + column] = product;
+      if (column == 0) d.prefix[first + i] = leading * product;
     }
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) inverse.put((origin + i) * stride + origin + lane, x[i]);
+    d.suffix[index] = product;
+    if (column == 0) d.whole[first / 16] = leading * product;
   }
 }
 
 template <typename In, int C, int DK>
 struct PrepareMemory {
   static constexpr constant int k = 0;
-  static constexpr constant int decay = k + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int a = decay + (C * (C + 1) * 4 + 15) / 16 * 16;
-  static constexpr constant int inverse = a + C * (C + 8) * 4;
-  static constexpr constant int scalars = inverse + C * (C + 8) * 4;
-  static constexpr constant int bytes = scalars + 3 * C * 4;
+  static constexpr constant int q = k + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int q_end = q + C * stride_of(DK) * Exact<In>::bytes;
+  // Once N and P stand, Q and K make room for Z and the rows that wait.
+  static constexpr constant int z = 0;
+  static constexpr constant int waiting = z + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int waiting_end = waiting + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int n = q_end > waiting_end ? q_end : waiting_end;
+  static constexpr constant int blocks = n + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int decay = blocks + C * 17 * 4;
+  static constexpr constant int gate = decay + align16(Decay<C>::floats * 4);
+  static constexpr constant int rate = gate + C * 4;
+  static constexpr constant int bytes = rate + C * 4;
 };
 
-// inverse [B,Hv,chunks,C,C], factors [B,Hv,chunks,2,C] (G, then E). Grid: chunks, Hv, B.
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED, typename PK,
-          typename PL, typename PB, typename PM, typename PZ, typename PS>
-inline void gated_delta_prepare(Place at, threadgroup char* memory, PK k, PL log_g, PB beta, PM mask, PZ segments,
-                                PS sizes, GLOBAL float* inverse_out, GLOBAL float* factors) {
-  using Memory = PrepareMemory<In, C, DK>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16;
-  const int length = sizes[0], chunks = sizes[1], t0 = at.x * C, chunk = (at.z * HV + at.y) * chunks + at.x;
-  const Exact<In> keys = exact_at<In>(memory, Memory::k, C * stride);
-  const Wide<In> a = wide_at<In>(memory, Memory::a, C * square);
-  const Wide<In> inverse = wide_at<In>(memory, Memory::inverse, C * square);
-  threadgroup float* decay = reinterpret_cast<threadgroup float*>(memory + Memory::decay);
-  threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
-  threadgroup float* rate = gate + C;
-  threadgroup float* live = rate + C;
-
-  load_live<C, MASKED>(live, mask, at.z, t0, length, at.index);
-  barrier();
-  load_gates<C, SEGMENTED>(gate, live, log_g, segments, at.z, at.y, HV, t0, length, at.index);
-  if (at.index < C)
-    rate[at.index] = live[at.index] != 0.0f ? static_cast<float>(beta[(at.z * length + t0 + at.index) * HV + at.y]) : 0.0f;
-  load_rows<C, DK, threads>(keys, stride, k + ((at.z * length + t0) * HK + at.y / (HV / HK)) * DK, HK * DK, live,
-                            at.index);
-  for (int i = at.index; i < C * C; i += threads) inverse.put(i / C * square + i % C, 0.0f);
-  barrier();
-  fill_decay<C>(decay, gate, at.index);
-  barrier();
-  for (int tile_index = at.group; tile_index < blocks * blocks; tile_index += GROUPS) {
-    const int row = tile_index / blocks * 16, column = tile_index % blocks * 16;
-    if (column > row) continue;
-    Tile tile;
-    tile_clear(tile);
-    tile_multiply(tile, straight(keys, stride, row, 0), turned(keys, stride, 0, column), padded(DK), at.lane);
-    for (int e = 0; e < 8; ++e) {
-      const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-      a.put(i * square + j, i > j ? rate[i] * decay[i * (C + 1) + j] * tile.get(e) : 0.0f);
+// One 16x16 block of Z on the diagonal, by forward substitution: a lane a column.
+template <typename Store>
+inline void solve_diagonal(Store z, int stride, threadgroup const float* block, threadgroup const float* rate,
+                           int origin, int lane) {
+  if (lane < 16) {
+    float x[16];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      float sum = i > lane ? block[i * 17 + lane] : 0.0f, other = 0.0f;
+      DELTATUNE_UNROLL
+      for (int j = 0; j < i; ++j) {
+        if (j % 2) other += block[i * 17 + j] * x[j];
+        else sum -= block[i * 17 + j] * x[j];
+      }
+      const float value = sum - other;
+      z.put((origin + i) * stride + origin + lane, value);
+      x[i] = rate[i] * value;
     }
-  }
-  barrier();
-  for (int block = at.group; block < blocks; block += GROUPS) invert_diagonal(a, inverse, square, block * 16, at.lane);
-  barrier();
-  // Row of blocks after row of blocks: T_IJ = -T_II (sum over K of A_IK T_KJ); the sum waits in A's own place.
-  for (int row = 1; row < blocks; ++row) {
-    Tile sum;
-    for (int column = at.group; column < row; column += GROUPS) {
-      tile_clear(sum);
-      tile_multiply(sum, straight(a, square, row * 16, column * 16), straight(inverse, square, column * 16, column * 16),
-                    (row - column) * 16, at.lane);
-      // The decay matrix is no longer read: its memory takes the sums, one a column of blocks.
-      for (int e = 0; e < 8; ++e)
-        decay[column * 256 + tile_row(e, at.lane) * 16 + tile_column(e, at.lane)] = sum.get(e);
-    }
-    barrier();
-    for (int i = at.index; i < row * 256; i += threads)
-      a.put((row * 16 + i % 256 / 16) * square + i / 256 * 16 + i % 16, -decay[i]);
-    barrier();
-    for (int column = at.group; column < row; column += GROUPS) {
-      tile_clear(sum);
-      tile_multiply(sum, straight(inverse, square, row * 16, row * 16), straight(a, square, row * 16, column * 16), 16,
-                    at.lane);
-      for (int e = 0; e < 8; ++e)
-        inverse.put((row * 16 + tile_row(e, at.lane)) * square + column * 16 + tile_column(e, at.lane), sum.get(e));
-    }
-    barrier();
-  }
-  for (int i = at.index; i < C * C; i += threads) inverse_out[chunk * C * C + i] = inverse.get(i / C * square + i % C);
-  if (at.index < C) {
-    float before = 1.0f, after = 1.0f;
-    for (int i = 0; i <= at.index; ++i) before *= gate[i];
-    for (int i = at.index + 1; i < C; ++i) after *= gate[i];
-    factors[chunk * 2 * C + at.index] = before;
-    factors[chunk * 2 * C + C + at.index] = after;
   }
 }
 
-template <typename In, int C, int DK, int SLICE>
+// solve [B,Hv,chunks] blocks of Z, scores of P, factors [B,Hv,chunks,3,C]: G, E, beta (0 where not live).
+// Grid: chunks, Hv, B.
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED, typename PQ,
+          typename PK, typename PL, typename PB, typename PM, typename PZ, typename PS>
+inline void gated_delta_prepare(Place at, threadgroup char* memory, PQ q, PK k, PL log_g, PB beta, PM mask,
+                                PZ segments, PS sizes, GLOBAL float* solve, GLOBAL float* scores,
+                                GLOBAL float* factors) {
+  using Memory = PrepareMemory<In, C, DK>;
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
+  constexpr int pairs = blocks * (blocks + 1) / 2;
+  const int length = sizes[0], chunks = sizes[1], t0 = at.x * C;
+  const long chunk = ((long)at.z * HV + at.y) * chunks + at.x;
+  const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
+  const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
+  const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, C * square);
+  const Wide<In> waiting = shared_at<Wide<In>>(memory, Memory::waiting, C * square);
+  const Wide<In> n = shared_at<Wide<In>>(memory, Memory::n, C * square);
+  const auto solve_out = stored_at<Wide<In>>(solve, chunk, C * C);
+  const auto scores_out = stored_at<Wide<In>>(scores, chunk, C * C);
+  threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::blocks);
+  const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
+  threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::gate);
+  threadgroup float* rate = reinterpret_cast<threadgroup float*>(memory + Memory::rate);
+  const auto live = alive<MASKED>(mask, at.z, t0, length);
+
+  const long from = (((long)at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
+  copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, at.index);
+  copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, at.index);
+  if (at.index < C) {
+    gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, at.y, HV, t0, length);
+    const bool on = live(at.index);
+    rate[at.index] =
+        on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
+  }
+  barrier();
+  fill_decay<C>(decay, gate, at.index);
+  copies_done();
+  barrier();
+  if (at.index < C) {
+    factors[chunk * 3 * C + at.index] = decay.before(at.index);
+    factors[chunk * 3 * C + C + at.index] = decay.after(at.index);
+    factors[chunk * 3 * C + 2 * C + at.index] = rate[at.index];
+  }
+  for (int pair = at.group; pair < pairs; pair += GROUPS) {
+    int row = 0;
+    while ((row + 1) * (row + 2) / 2 <= pair) ++row;
+    const int column = pair - row * (row + 1) / 2;
+    Tile qk, kk;
+    tile_clear(qk);
+    tile_clear(kk);
+    DELTATUNE_UNROLL
+    for (int c = 0; c < columns; c += 16) {
+      const auto b = right(turned(keys, stride, c, column * 16), at.lane);
+      multiply(qk, left(straight(queries, stride, row * 16, c), at.lane), b, at.lane);
+      multiply(kk, left(straight(keys, stride, row * 16, c), at.lane), b, at.lane);
+    }
+    const float middle = decay.between(row, column);
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const int i = row * 16 + tile_row(e, at.lane), j = column * 16 + tile_column(e, at.lane);
+      const float d = decay.at(i, j, middle);
+      qk.set(e, d * qk.get(e));
+      kk.set(e, i > j ? d * kk.get(e) : 0.0f);
+      if (row == column) diagonal[i * 17 + j % 16] = kk.get(e);
+    }
+    put_tile<true>(scores_out, row * 16 * C + column * 16, C, qk, 16, 16, at.lane);
+    if (row != column) put_tile<true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
+  }
+  barrier();
+  for (int b = at.group; b < blocks; b += GROUPS)
+    solve_diagonal(z, square, diagonal + b * 16 * 17, rate + b * 16, b * 16, at.lane);
+  barrier();
+  // Halves merge: with Y = N - N beta Z above, Z = Y - Z_below beta Y. A group a tile, 1, 2, ... tiles a side.
+  DELTATUNE_UNROLL
+  for (int side = 1; side < blocks; side *= 2) {
+    constexpr int most = (blocks * blocks / 4 + GROUPS - 1) / GROUPS;
+    Tile y[most > 0 ? most : 1];
+    DELTATUNE_UNROLL
+    for (int m = 0; m < most; ++m) {
+      const int index = at.group + m * GROUPS;
+      if (index >= blocks / 2 * side) continue;
+      const int top = index / (side * side) * 2 * side;
+      const int row = top + side + index / side % side, column = top + index % side;
+      Tile sum;
+      tile_clear(sum);
+      for (int c = column; c < top + side; ++c) {
+        Tile zt = tile_of(straight(z, square, c * 16, column * 16), at.lane);
+        DELTATUNE_UNROLL
+        for (int e = 0; e < 8; ++e) zt.set(e, rate[c * 16 + tile_row(e, at.lane)] * zt.get(e));
+        put_tile<true>(waiting, column * 16 * square + row * 16, square, zt, 16, 16, at.lane);
+        group_barrier();
+        multiply(sum, left(straight(n, square, row * 16, c * 16), at.lane),
+                 right(straight(waiting, square, column * 16, row * 16), at.lane), at.lane);
+        group_barrier();
+      }
+      y[m] = tile_of(straight(n, square, row * 16, column * 16), at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        y[m].set(e, y[m].get(e) - sum.get(e));
+        sum.set(e, rate[row * 16 + tile_row(e, at.lane)] * y[m].get(e));
+      }
+      put_tile<true>(waiting, row * 16 * square + column * 16, square, sum, 16, 16, at.lane);
+    }
+    barrier();
+    DELTATUNE_UNROLL
+    for (int m = 0; m < most; ++m) {
+      const int index = at.group + m * GROUPS;
+      if (index >= blocks / 2 * side) continue;
+      const int top = index / (side * side) * 2 * side;
+      const int row = top + side + index / side % side, column = top + index % side;
+      Tile sum;
+      tile_clear(sum);
+      for (int c = top + side; c <= row; ++c)
+        multiply(sum, left(straight(z, square, row * 16, c * 16), at.lane),
+                 right(straight(waiting, square, c * 16, column * 16), at.lane), at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) y[m].set(e, y[m].get(e) - sum.get(e));
+      put_tile<true>(z, row * 16 * square + column * 16, square, y[m], 16, 16, at.lane);
+    }
+    barrier();
+  }
+  for (int pair = at.group; pair < pairs; pair += GROUPS) {
+    int row = 0;
+    while ((row + 1) * (row + 2) / 2 <= pair) ++row;
+    const int column = pair - row * (row + 1) / 2;
+    const Tile tile = tile_of(straight(z, square, row * 16, column * 16), at.lane);
+    put_tile<true>(solve_out, row * 16 * C + column * 16, C, tile, 16, 16, at.lane);
+  }
+}
+
+// What the two scans hold of a chunk in shared memory, STAGES times.
+template <typename In, int C, int DK, int SLICE, int STAGES>
 struct ScanMemory {
   static constexpr constant int k = 0;
-  static constexpr constant int state = k + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int inverse = state + SLICE * stride_of(DK) * 4;
-  static constexpr constant int right = inverse + C * (C + 8) * 4;
-  static constexpr constant int delta = right + C * (SLICE + 8) * 4;
-  static constexpr constant int scalars = delta + C * (SLICE + 8) * 4;
-  static constexpr constant int bytes = scalars + 4 * C * 4;
+  static constexpr constant int q = k + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int solve = q + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int scores = solve + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int thin = scores + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int factors = thin + C * (SLICE + 8) * Exact<In>::bytes;
+  static constexpr constant int stage = factors + 3 * C * 4;
+  static constexpr constant int bytes = STAGES * stage;
 };
 
-// Chunk after chunk, for SLICE rows of the state: states [B,Hv,chunks,Dv,Dk] at each chunk's start, delta [B,T,Hv,Dv],
-// last [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, typename PK,
-          typename PV, typename PB, typename PM, typename PI, typename PS, typename PT, typename PF>
-inline void gated_delta_scan(Place at, threadgroup char* memory, PK k, PV v, PB beta, PM mask, PI initial, PS sizes,
-                             PT inverse_in, PF factors, GLOBAL float* states, GLOBAL float* delta_out,
-                             GLOBAL float* last) {
-  using Memory = ScanMemory<In, C, DK, SLICE>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8;
-  constexpr int across = padded(DK) / 16, tiles = SLICE / 16 * across, mine = (tiles + GROUPS - 1) / GROUPS;
-  const int length = sizes[0], chunks = sizes[1], head = at.z * HV + at.y, first = at.x * SLICE;
-  const Exact<In> keys = exact_at<In>(memory, Memory::k, C * stride);
-  const Wide<In> state = wide_at<In>(memory, Memory::state, SLICE * stride);
-  const Wide<In> inverse = wide_at<In>(memory, Memory::inverse, C * square);
-  const Wide<In> right = wide_at<In>(memory, Memory::right, C * thin);
-  const Wide<In> delta = wide_at<In>(memory, Memory::delta, C * thin);
-  threadgroup float* before = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
-  threadgroup float* after = before + C;
-  threadgroup float* rate = after + C;
-  threadgroup float* live = rate + C;
-
-  Tile sums[mine];
-  DELTATUNE_UNROLL
-  for (int m = 0; m < mine; ++m) {
-    const int tile_index = at.group + m * GROUPS;
-    for (int e = 0; e < 8; ++e) {
-      const int row = first + tile_index / across * 16 + tile_row(e, at.lane);
-      const int column = tile_index % across * 16 + tile_column(e, at.lane);
-      const bool inside = tile_index < tiles && row < DV && column < DK;
-      sums[m].set(e, inside ? static_cast<float>(initial[(head * DV + row) * DK + column]) : 0.0f);
-    }
-  }
-  for (int n = 0; n < chunks; ++n) {
-    const int t0 = n * C, chunk = head * chunks + n;
-    load_live<C, MASKED>(live, mask, at.z, t0, length, at.index);
-    barrier();
-    if (at.index < C) {
-      before[at.index] = factors[chunk * 2 * C + at.index];
-      after[at.index] = factors[chunk * 2 * C + C + at.index];
-      rate[at.index] =
-          live[at.index] != 0.0f ? static_cast<float>(beta[(at.z * length + t0 + at.index) * HV + at.y]) : 0.0f;
-    }
-    load_rows<C, DK, threads>(keys, stride, k + ((at.z * length + t0) * HK + at.y / (HV / HK)) * DK, HK * DK, live,
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PV, typename PM, typename PF>
+inline void load_chunk(Place at, threadgroup char* memory, PQ q, PK k, PV thin, PM mask, PF solve, PF scores,
+                       PF factors, int length, int chunks, int n) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, columns = padded(DK);
+  const int t0 = n * C, first = at.x * SLICE;
+  const long chunk = ((long)at.z * HV + at.y) * chunks + n, row = (long)at.z * length + t0;
+  const long from = (row * HK + at.y / (HV / HK)) * DK;
+  const auto live = alive<MASKED>(mask, at.z, t0, length);
+  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::k, C * stride), stride, k + from, HK * DK, DK,
+                                 live, at.index);
+  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::q, C * stride), stride, q + from, HK * DK, DK,
+                                 live, at.index);
+  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::thin, C * (SLICE + 8)), SLICE + 8,
+                               thin + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, at.index);
+  copy_stored<C, C, threads, true>(shared_at<Wide<In>>(memory, Memory::solve, C * square), square,
+                                   stored_at<Wide<In>>(solve, chunk, C * C), 0, C, C, C, at.index);
+  copy_stored<C, C, threads, true>(shared_at<Wide<In>>(memory, Memory::scores, C * square), square,
+                                   stored_at<Wide<In>>(scores, chunk, C * C), 0, C, C, C, at.index);
+  copy_floats<3 * C, threads>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * 3 * C,
                               at.index);
-    for (int i = at.index; i < C * C; i += threads) inverse.put(i / C * square + i % C, inverse_in[chunk * C * C + i]);
-    DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) {
-      const int tile_index = at.group + m * GROUPS;
-      if (tile_index >= tiles) continue;
-      for (int e = 0; e < 8; ++e) {
-        const int row = tile_index / across * 16 + tile_row(e, at.lane);
-        const int column = tile_index % across * 16 + tile_column(e, at.lane);
-        state.put(row * stride + column, sums[m].get(e));
-        if (first + row < DV && column < DK) states[(chunk * DV + first + row) * DK + column] = sums[m].get(e);
-      }
-    }
-    barrier();
-    // right = beta (V - G X)
-    for (int tile_index = at.group; tile_index < C / 16 * (SLICE / 16); tile_index += GROUPS) {
-      const int row = tile_index / (SLICE / 16) * 16, column = tile_index % (SLICE / 16) * 16;
-      Tile x;
-      tile_clear(x);
-      tile_multiply(x, straight(keys, stride, row, 0), turned(state, stride, 0, column), padded(DK), at.lane);
-      for (int e = 0; e < 8; ++e) {
-        const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-        const bool inside = live[i] != 0.0f && first + j < DV;
-        const float value =
-            inside ? static_cast<float>(v[((at.z * length + t0 + i) * HV + at.y) * DV + first + j]) : 0.0f;
-        right.put(i * thin + j, rate[i] * (value - before[i] * x.get(e)));
-      }
-    }
-    barrier();
-    // d = T right, written out as it is and kept scaled by E
-    for (int tile_index = at.group; tile_index < C / 16 * (SLICE / 16); tile_index += GROUPS) {
-      const int row = tile_index / (SLICE / 16) * 16, column = tile_index % (SLICE / 16) * 16;
-      Tile d;
-      tile_clear(d);
-      tile_multiply(d, straight(inverse, square, row, 0), straight(right, thin, 0, column), row + 16, at.lane);
-      for (int e = 0; e < 8; ++e) {
-        const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-        delta.put(i * thin + j, after[i] * d.get(e));
-        if (t0 + i < length && first + j < DV)
-          delta_out[((at.z * length + t0 + i) * HV + at.y) * DV + first + j] = d.get(e);
-      }
-    }
-    barrier();
-    DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) {
-      const int tile_index = at.group + m * GROUPS;
-      if (tile_index >= tiles) continue;
-      const int row = tile_index / across * 16, column = tile_index % across * 16;
-      for (int e = 0; e < 8; ++e) sums[m].set(e, before[C - 1] * sums[m].get(e));
-      tile_multiply(sums[m], turned(delta, thin, row, 0), straight(keys, stride, 0, column), C, at.lane);
-    }
-    barrier();
-  }
+}
+
+// A group's 16 rows of a state matrix in fp32.
+template <int DK, int DV, typename P>
+inline void load_state(thread Tile* state, P from, long head, int first, int lane) {
   DELTATUNE_UNROLL
-  for (int m = 0; m < mine; ++m) {
-    const int tile_index = at.group + m * GROUPS;
+  for (int m = 0; m < padded(DK) / 16; ++m) {
+    DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
-      const int row = first + tile_index / across * 16 + tile_row(e, at.lane);
-      const int column = tile_index % across * 16 + tile_column(e, at.lane);
-      if (tile_index < tiles && row < DV && column < DK) last[(head * DV + row) * DK + column] = sums[m].get(e);
+      const int row = first + tile_row(e, lane), column = m * 16 + tile_column(e, lane);
+      state[m].set(e, row < DV && column < DK ? static_cast<float>(from[(head * DV + row) * DK + column]) : 0.0f);
     }
   }
 }
-
-template <typename In, int C, int DK, int SLICE>
-struct OutputMemory {
-  static constexpr constant int q = 0;
-  static constexpr constant int k = q + C * stride_of(DK) * Exact<In>::bytes;
-  // Once P stands, the keys' memory takes slices of the state.
-  static constexpr constant int state = k;
-  static constexpr constant int state_end = state + SLICE * stride_of(DK) * 4;
-  static constexpr constant int k_end = k + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int decay = state_end > k_end ? state_end : k_end;
-  // And the decay's memory takes slices of d.
-  static constexpr constant int delta = decay;
-  static constexpr constant int delta_end = delta + C * (SLICE + 8) * 4;
-  static constexpr constant int decay_end = decay + (C * (C + 1) * 4 + 15) / 16 * 16;
-  static constexpr constant int p = delta_end > decay_end ? delta_end : decay_end;
-  static constexpr constant int scalars = p + C * (C + 8) * 4;
-  static constexpr constant int bytes = scalars + 3 * C * 4;
-};
-
-// P = D * (Q K^T), zero above the diagonal; keys and queries stand in shared memory.
-template <int C, int DK, int GROUPS, typename Q, typename K, typename P>
-inline void fill_scores(Q queries, K keys, P p, threadgroup const float* decay, int group, int lane) {
-  constexpr int stride = stride_of(DK), square = C + 8, blocks = C / 16;
-  for (int tile_index = group; tile_index < blocks * blocks; tile_index += GROUPS) {
-    const int row = tile_index / blocks * 16, column = tile_index % blocks * 16;
-    Tile tile;
-    tile_clear(tile);
-    if (column <= row)
-      tile_multiply(tile, straight(queries, stride, row, 0), turned(keys, stride, 0, column), padded(DK), lane);
-    for (int e = 0; e < 8; ++e) {
-      const int i = row + tile_row(e, lane), j = column + tile_column(e, lane);
-      p.put(i * square + j, i >= j ? decay[i * (C + 1) + j] * tile.get(e) : 0.0f);
-    }
-  }
-}
-
-// Y = G (Q S^T) + P d. Grid: chunks, Hv, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED,
-          typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PS, typename PF, typename PT,
-          typename PD, typename PY>
-inline void gated_delta_output(Place at, threadgroup char* memory, PQ q, PK k, PL log_g, PM mask, PZ segments,
-                               PS sizes, PF factors, PT states, PD delta_in, PY y) {
-  using Memory = OutputMemory<In, C, DK, SLICE>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8;
-  const int length = sizes[0], chunks = sizes[1], t0 = at.x * C, chunk = (at.z * HV + at.y) * chunks + at.x;
-  const int key_offset = ((at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
-  const Exact<In> queries = exact_at<In>(memory, Memory::q, C * stride);
-  const Exact<In> keys = exact_at<In>(memory, Memory::k, C * stride);
-  const Wide<In> state = wide_at<In>(memory, Memory::state, SLICE * stride);
-  const Wide<In> delta = wide_at<In>(memory, Memory::delta, C * thin);
-  const Wide<In> p = wide_at<In>(memory, Memory::p, C * square);
-  threadgroup float* decay = reinterpret_cast<threadgroup float*>(memory + Memory::decay);
-  threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
-  threadgroup float* before = gate + C;
-  threadgroup float* live = before + C;
-
-  load_live<C, MASKED>(live, mask, at.z, t0, length, at.index);
-  barrier();
-  load_gates<C, SEGMENTED>(gate, live, log_g, segments, at.z, at.y, HV, t0, length, at.index);
-  if (at.index < C) before[at.index] = factors[chunk * 2 * C + at.index];
-  load_rows<C, DK, threads>(queries, stride, q + key_offset, HK * DK, live, at.index);
-  load_rows<C, DK, threads>(keys, stride, k + key_offset, HK * DK, live, at.index);
-  barrier();
-  fill_decay<C>(decay, gate, at.index);
-  barrier();
-  fill_scores<C, DK, GROUPS>(queries, keys, p, decay, at.group, at.lane);
-  for (int first = 0; first < DV; first += SLICE) {
-    barrier();
-    for (int i = at.index; i < SLICE * padded(DK); i += threads) {
-      const int row = i / padded(DK), column = i % padded(DK);
-      const bool inside = first + row < DV && column < DK;
-      state.put(row * stride + column, inside ? states[(chunk * DV + first + row) * DK + column] : 0.0f);
-    }
-    for (int i = at.index; i < C * SLICE; i += threads) {
-      const int row = i / SLICE, column = i % SLICE;
-      const bool inside = t0 + row < length && first + column < DV;
-      delta.put(row * thin + column,
-                inside ? delta_in[((at.z * length + t0 + row) * HV + at.y) * DV + first + column] : 0.0f);
-    }
-    barrier();
-    for (int tile_index = at.group; tile_index < C / 16 * (SLICE / 16); tile_index += GROUPS) {
-      const int row = tile_index / (SLICE / 16) * 16, column = tile_index % (SLICE / 16) * 16;
-      Tile out;
-      tile_clear(out);
-      tile_multiply(out, straight(queries, stride, row, 0), turned(state, stride, 0, column), padded(DK), at.lane);
-      for (int e = 0; e < 8; ++e) out.set(e, before[row + tile_row(e, at.lane)] * out.get(e));
-      tile_multiply(out, straight(p, square, row, 0), straight(delta, thin, 0, column), row + 16, at.lane);
-      for (int e = 0; e < 8; ++e) {
-        const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-        if (t0 + i < length && first + j < DV)
-          y[((at.z * length + t0 + i) * HV + at.y) * DV + first + j] =
-              static_cast<In>(live[i] != 0.0f ? out.get(e) : 0.0f);
-      }
-    }
-  }
-}
-
-template <typename In, int C, int DK, int SLICE>
-struct LocalMemory {
-  static constexpr constant int q = 0;
-  static constexpr constant int k = q + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int k_end = k + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int decay = k_end;
-  static constexpr constant int dy = q;
-  static constexpr constant int p = decay + (C * (C + 1) * 4 + 15) / 16 * 16;
-  static constexpr constant int scalars = p + C * (C + 8) * 4;
-  static constexpr constant int bytes = scalars + 2 * C * 4;
-};
-
-// The part of d's gradient that stays in its chunk: P^T dY, [B,T,Hv,Dv]. Grid: chunks, Hv, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED,
-          typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PS, typename PY>
-inline void gated_delta_local(Place at, threadgroup char* memory, PQ q, PK k, PL log_g, PM mask, PZ segments, PS sizes,
-                              PY dy, GLOBAL float* d_delta) {
-  using Memory = LocalMemory<In, C, DK, SLICE>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8;
-  static_assert(C * (SLICE + 8) * 4 <= 2 * C * stride_of(DK) * Exact<In>::bytes, "dY's slice fits where Q and K stood");
-  const int length = sizes[0], t0 = at.x * C;
-  const int key_offset = ((at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
-  const Exact<In> queries = exact_at<In>(memory, Memory::q, C * stride);
-  const Exact<In> keys = exact_at<In>(memory, Memory::k, C * stride);
-  const Exact<In> dy_slice = exact_at<In>(memory, Memory::dy, C * thin);
-  const Wide<In> p = wide_at<In>(memory, Memory::p, C * square);
-  threadgroup float* decay = reinterpret_cast<threadgroup float*>(memory + Memory::decay);
-  threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
-  threadgroup float* live = gate + C;
-
-  load_live<C, MASKED>(live, mask, at.z, t0, length, at.index);
-  barrier();
-  load_gates<C, SEGMENTED>(gate, live, log_g, segments, at.z, at.y, HV, t0, length, at.index);
-  load_rows<C, DK, threads>(queries, stride, q + key_offset, HK * DK, live, at.index);
-  load_rows<C, DK, threads>(keys, stride, k + key_offset, HK * DK, live, at.index);
-  barrier();
-  fill_decay<C>(decay, gate, at.index);
-  barrier();
-  fill_scores<C, DK, GROUPS>(queries, keys, p, decay, at.group, at.lane);
-  for (int first = 0; first < DV; first += SLICE) {
-    barrier();
-    for (int i = at.index; i < C * SLICE; i += threads) {
-      const int row = i / SLICE, column = i % SLICE;
-      const bool inside = live[row] != 0.0f && first + column < DV;
-      dy_slice.put(row * thin + column,
-                   inside ? static_cast<float>(dy[((at.z * length + t0 + row) * HV + at.y) * DV + first + column])
-                          : 0.0f);
-    }
-    barrier();
-    for (int tile_index = at.group; tile_index < C / 16 * (SLICE / 16); tile_index += GROUPS) {
-      const int row = tile_index / (SLICE / 16) * 16, column = tile_index % (SLICE / 16) * 16;
-      Tile out;
-      tile_clear(out);
-      tile_multiply(out, turned(p, square, row, row), straight(dy_slice, thin, row, column), C - row, at.lane);
-      for (int e = 0; e < 8; ++e) {
-        const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-        if (t0 + i < length && first + j < DV)
-          d_delta[((at.z * length + t0 + i) * HV + at.y) * DV + first + j] = out.get(e);
-      }
-    }
-  }
-}
-
-template <typename In, int C, int DK, int SLICE>
-struct ReverseMemory {
-  static constexpr constant int k = 0;
-  static constexpr constant int state = k + C * stride_of(DK) * Exact<In>::bytes;
-  // T is done with when Q comes: they share their place.
-  static constexpr constant int inverse = state + SLICE * stride_of(DK) * 4;
-  static constexpr constant int q = inverse;
-  static constexpr constant int inverse_end = inverse + C * (C + 8) * 4;
-  static constexpr constant int q_end = q + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int delta = inverse_end > q_end ? inverse_end : q_end;
-  static constexpr constant int dy = delta;
-  static constexpr constant int dx = delta + C * (SLICE + 8) * 4;
-  static constexpr constant int scalars = dx + C * (SLICE + 8) * 4;
-  static constexpr constant int bytes = scalars + 4 * C * 4;
-};
-
-// Chunk before chunk, for SLICE rows of the state's gradient: d_states [B,Hv,chunks,Dv,Dk] at each chunk's end;
-// d_right [B,T,Hv,Dv] = T^T (local + E (K dS^T)); d_initial [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, typename PQ,
-          typename PK, typename PB, typename PM, typename PS, typename PT, typename PF, typename PY, typename PE,
-          typename PC>
-inline void gated_delta_reverse(Place at, threadgroup char* memory, PQ q, PK k, PB beta, PM mask, PS sizes,
-                                PT inverse_in, PF factors, PY dy_in, PE d_last, PC local, GLOBAL float* d_states,
-                                GLOBAL float* d_right, GLOBAL float* d_initial) {
-  using Memory = ReverseMemory<In, C, DK, SLICE>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8;
-  constexpr int across = padded(DK) / 16, tiles = SLICE / 16 * across, mine = (tiles + GROUPS - 1) / GROUPS;
-  const int length = sizes[0], chunks = sizes[1], head = at.z * HV + at.y, first = at.x * SLICE;
-  const Exact<In> keys = exact_at<In>(memory, Memory::k, C * stride);
-  const Exact<In> queries = exact_at<In>(memory, Memory::q, C * stride);
-  const Wide<In> state = wide_at<In>(memory, Memory::state, SLICE * stride);
-  const Wide<In> inverse = wide_at<In>(memory, Memory::inverse, C * square);
-  const Wide<In> delta = wide_at<In>(memory, Memory::delta, C * thin);
-  const Wide<In> dy = wide_at<In>(memory, Memory::dy, C * thin);
-  const Wide<In> dx = wide_at<In>(memory, Memory::dx, C * thin);
-  threadgroup float* before = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
-  threadgroup float* after = before + C;
-  threadgroup float* rate = after + C;
-  threadgroup float* live = rate + C;
-
-  Tile sums[mine];
+template <int DK, int DV>
+inline void store_state(thread const Tile* state, GLOBAL float* to, long head, int first, int lane) {
   DELTATUNE_UNROLL
-  for (int m = 0; m < mine; ++m) {
-    const int tile_index = at.group + m * GROUPS;
+  for (int m = 0; m < padded(DK) / 16; ++m) {
+    DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
-      const int row = first + tile_index / across * 16 + tile_row(e, at.lane);
-      const int column = tile_index % across * 16 + tile_column(e, at.lane);
-      const bool inside = tile_index < tiles && row < DV && column < DK;
-      sums[m].set(e, inside ? static_cast<float>(d_last[(head * DV + row) * DK + column]) : 0.0f);
+      const int row = first + tile_row(e, lane), column = m * 16 + tile_column(e, lane);
+      if (row < DV && column < DK) to[(head * DV + row) * DK + column] = state[m].get(e);
     }
   }
+}
+
+// Chunk after chunk; a group owns 16 rows of the state, in registers, and needs no other group.
+// y [B,T,Hv,Dv]; states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's start; u [B,Hv,chunks] blocks [Dv,C];
+// last [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PS, typename PF, typename OY,
+          typename OS>
+inline void gated_delta_scan(Place at, threadgroup char* memory, PQ q, PK k, PV v, PM mask, PI initial, PS sizes,
+                             PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
+  constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
+  static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
+  const int length = sizes[0], chunks = sizes[1], own = at.group * 16, first = at.x * SLICE + own;
+  const long head = (long)at.z * HV + at.y;
+
+  Tile state[across];
+  load_state<DK, DV>(state, initial, head, first, at.lane);
+  if (STAGES > 1)
+    load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory, q, k, v, mask, solve, scores, factors,
+                                                                     length, chunks, 0);
+  for (int n = 0; n < chunks; ++n) {
+    threadgroup char* stage = memory + (STAGES > 1 ? n % 2 * Memory::stage : 0);
+    if (STAGES > 1) {
+      copies_done();
+      barrier();
+      if (n + 1 < chunks)
+        load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + (n + 1) % 2 * Memory::stage, q, k,
+                                                                         v, mask, solve, scores, factors, length,
+                                                                         chunks, n + 1);
+    } else {
+      barrier();
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, stage, q, k, v, mask, solve, scores, factors,
+                                                                       length, chunks, n);
+      copies_done();
+      barrier();
+    }
+    const Exact<In> keys = shared_at<Exact<In>>(stage, Memory::k, C * stride);
+    const Exact<In> queries = shared_at<Exact<In>>(stage, Memory::q, C * stride);
+    const Exact<In> values = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
+    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, C * square);
+    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, C * square);
+    threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
+    threadgroup const float* after = before + C;
+    threadgroup const float* rate = after + C;
+    const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, DV * DK);
+    const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, DV * C);
+
+    Tile x[blocks], out[blocks];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      tile_clear(x[j]);
+      tile_clear(out[j]);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < across; ++m) {
+      put_tile<DK % 2 == 0>(states_out, (long)first * DK + m * 16, DK, state[m], DV - first, DK - m * 16, at.lane);
+      Rough<In> s;
+      hold(s, state[m]);
+      DELTATUNE_UNROLL
+      for (int j = 0; j < blocks; ++j) {
+        multiply(x[j], s, right(turned(keys, stride, m * 16, j * 16), at.lane), at.lane);
+        multiply(out[j], s, right(turned(queries, stride, m * 16, j * 16), at.lane), at.lane);
+      }
+    }
+    // x: r, then u; held: beta r, then beta u, then E beta u. All of them transposed, rows of Dv by positions.
+    Precise<In> held[blocks];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      const Tile value = tile_of(turned(values, thin, own, j * 16), at.lane);
+      Tile scaled;
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = j * 16 + tile_column(e, at.lane);
+        x[j].set(e, value.get(e) - before[i] * x[j].get(e));
+        out[j].set(e, before[i] * out[j].get(e));
+        scaled.set(e, rate[i] * x[j].get(e));
+      }
+      hold(held[j], scaled);
+    }
+    DELTATUNE_UNROLL
+    for (int i = blocks - 1; i >= 0; --i) {
+      Tile sum;
+      tile_clear(sum);
+      DELTATUNE_UNROLL
+      for (int j = 0; j <= i; ++j) multiply(sum, held[j], right(turned(z, square, j * 16, i * 16), at.lane), at.lane);
+      Tile scaled;
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        x[i].set(e, x[i].get(e) - sum.get(e));
+        scaled.set(e, rate[i * 16 + tile_column(e, at.lane)] * x[i].get(e));
+      }
+      hold(held[i], scaled);
+      put_tile<true>(u_out, (long)first * C + i * 16, C, x[i], DV - first, 16, at.lane);
+    }
+    group_barrier();
+    DELTATUNE_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      DELTATUNE_UNROLL
+      for (int j = 0; j <= i; ++j) multiply(out[i], held[j], right(turned(p, square, j * 16, i * 16), at.lane), at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e)
+        values.put((i * 16 + tile_column(e, at.lane)) * thin + own + tile_row(e, at.lane), out[i].get(e));
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      tile_scale_columns(x[j], rate + j * 16, at.lane);
+      tile_scale_columns(x[j], after + j * 16, at.lane);
+      hold(held[j], x[j]);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < across; ++m) {
+      tile_scale(state[m], before[C - 1]);
+      DELTATUNE_UNROLL
+      for (int j = 0; j < blocks; ++j)
+        multiply(state[m], held[j], right(straight(keys, stride, j * 16, m * 16), at.lane), at.lane);
+    }
+    group_barrier();
+    write_rows<C, 16, 32>(values, own, thin, y + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
+                          length - n * C, DV - first, at.lane);
+  }
+  store_state<DK, DV>(state, last, head, first, at.lane);
+}
+
+// Chunk before chunk, the mirror of the scan. d_states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's end;
+// d_right [B,Hv,chunks] blocks [Dv,C], R; dv [B,T,Hv,Dv]; d_initial [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PS, typename PF, typename OS,
+          typename OR, typename OV>
+inline void gated_delta_reverse(Place at, threadgroup char* memory, PQ q, PK k, PY dy, PM mask, PE d_last, PS sizes,
+                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                                GLOBAL float* d_initial) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
+  constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
+  static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
+  const int length = sizes[0], chunks = sizes[1], own = at.group * 16, first = at.x * SLICE + own;
+  const long head = (long)at.z * HV + at.y;
+
+  Tile state[across];
+  load_state<DK, DV>(state, d_last, head, first, at.lane);
+  if (STAGES > 1)
+    load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + (chunks - 1) % 2 * Memory::stage, q, k,
+                                                                     dy, mask, solve, scores, factors, length, chunks,
+                                                                     chunks - 1);
   for (int n = chunks - 1; n >= 0; --n) {
-    const int t0 = n * C, chunk = head * chunks + n;
-    const int key_offset = ((at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
-    load_live<C, MASKED>(live, mask, at.z, t0, length, at.index);
-    barrier();
-    if (at.index < C) {
-      before[at.index] = factors[chunk * 2 * C + at.index];
-      after[at.index] = factors[chunk * 2 * C + C + at.index];
-      rate[at.index] =
-          live[at.index] != 0.0f ? static_cast<float>(beta[(at.z * length + t0 + at.index) * HV + at.y]) : 0.0f;
+    threadgroup char* stage = memory + (STAGES > 1 ? n % 2 * Memory::stage : 0);
+    if (STAGES > 1) {
+      copies_done();
+      barrier();
+      if (n > 0)
+        load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + (n - 1) % 2 * Memory::stage, q, k,
+                                                                         dy, mask, solve, scores, factors, length,
+                                                                         chunks, n - 1);
+    } else {
+      barrier();
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, stage, q, k, dy, mask, solve, scores,
+                                                                       factors, length, chunks, n);
+      copies_done();
+      barrier();
     }
-    load_rows<C, DK, threads>(keys, stride, k + key_offset, HK * DK, live, at.index);
-    for (int i = at.index; i < C * C; i += threads) inverse.put(i / C * square + i % C, inverse_in[chunk * C * C + i]);
+    const Exact<In> keys = shared_at<Exact<In>>(stage, Memory::k, C * stride);
+    const Exact<In> queries = shared_at<Exact<In>>(stage, Memory::q, C * stride);
+    const Exact<In> slopes = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
+    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, C * square);
+    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, C * square);
+    threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
+    threadgroup const float* after = before + C;
+    threadgroup const float* rate = after + C;
+    const auto states_out = stored_at<Saved<In>>(d_states, head * chunks + n, DV * DK);
+    const auto right_out = stored_at<Saved<In>>(d_right, head * chunks + n, DV * C);
+
+    // x: w, then R; transposed, rows of Dv by positions.
+    Tile x[blocks];
     DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) {
-      const int tile_index = at.group + m * GROUPS;
-      if (tile_index >= tiles) continue;
-      for (int e = 0; e < 8; ++e) {
-        const int row = tile_index / across * 16 + tile_row(e, at.lane);
-        const int column = tile_index % across * 16 + tile_column(e, at.lane);
-        state.put(row * stride + column, sums[m].get(e));
-        if (first + row < DV && column < DK) d_states[(chunk * DV + first + row) * DK + column] = sums[m].get(e);
-      }
-    }
-    barrier();
-    for (int tile_index = at.group; tile_index < C / 16 * (SLICE / 16); tile_index += GROUPS) {
-      const int row = tile_index / (SLICE / 16) * 16, column = tile_index % (SLICE / 16) * 16;
-      Tile x;
-      tile_clear(x);
-      tile_multiply(x, straight(keys, stride, row, 0), turned(state, stride, 0, column), padded(DK), at.lane);
-      for (int e = 0; e < 8; ++e) {
-        const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-        const bool inside = t0 + i < length && first + j < DV;
-        const float own = inside ? local[((at.z * length + t0 + i) * HV + at.y) * DV + first + j] : 0.0f;
-        delta.put(i * thin + j, own + after[i] * x.get(e));
-      }
-    }
-    barrier();
-    for (int tile_index = at.group; tile_index < C / 16 * (SLICE / 16); tile_index += GROUPS) {
-      const int row = tile_index / (SLICE / 16) * 16, column = tile_index % (SLICE / 16) * 16;
-      Tile out;
-      tile_clear(out);
-      tile_multiply(out, turned(inverse, square, row, row), straight(delta, thin, row, column), C - row, at.lane);
-      for (int e = 0; e < 8; ++e) {
-        const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-        dx.put(i * thin + j, -rate[i] * before[i] * out.get(e));
-        if (t0 + i < length && first + j < DV)
-          d_right[((at.z * length + t0 + i) * HV + at.y) * DV + first + j] = out.get(e);
-      }
-    }
-    barrier();
-    load_rows<C, DK, threads>(queries, stride, q + key_offset, HK * DK, live, at.index);
-    for (int i = at.index; i < C * SLICE; i += threads) {
-      const int row = i / SLICE, column = i % SLICE;
-      const bool inside = live[row] != 0.0f && first + column < DV;
-      dy.put(row * thin + column,
-             inside ? before[row] *
-                          static_cast<float>(dy_in[((at.z * length + t0 + row) * HV + at.y) * DV + first + column])
-                    : 0.0f);
-    }
-    barrier();
+    for (int j = 0; j < blocks; ++j) tile_clear(x[j]);
     DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) {
-      const int tile_index = at.group + m * GROUPS;
-      if (tile_index >= tiles) continue;
-      const int row = tile_index / across * 16, column = tile_index % across * 16;
-      for (int e = 0; e < 8; ++e) sums[m].set(e, before[C - 1] * sums[m].get(e));
-      tile_multiply(sums[m], turned(dy, thin, row, 0), straight(queries, stride, 0, column), C, at.lane);
-      tile_multiply(sums[m], turned(dx, thin, row, 0), straight(keys, stride, 0, column), C, at.lane);
+    for (int m = 0; m < across; ++m) {
+      put_tile<DK % 2 == 0>(states_out, (long)first * DK + m * 16, DK, state[m], DV - first, DK - m * 16, at.lane);
+      Precise<In> s;
+      hold(s, state[m]);
+      DELTATUNE_UNROLL
+      for (int j = 0; j < blocks; ++j)
+        multiply(x[j], s, right(turned(keys, stride, m * 16, j * 16), at.lane), at.lane);
     }
-    barrier();
-  }
-  DELTATUNE_UNROLL
-  for (int m = 0; m < mine; ++m) {
-    const int tile_index = at.group + m * GROUPS;
-    for (int e = 0; e < 8; ++e) {
-      const int row = first + tile_index / across * 16 + tile_row(e, at.lane);
-      const int column = tile_index % across * 16 + tile_column(e, at.lane);
-      if (tile_index < tiles && row < DV && column < DK) d_initial[(head * DV + row) * DK + column] = sums[m].get(e);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) tile_scale_columns(x[j], after + j * 16, at.lane);
+    Rough<In> slope[blocks];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      Tile t = tile_of(turned(slopes, thin, own, i * 16), at.lane);
+      Rough<In> exact;
+      hold(exact, t);
+      DELTATUNE_UNROLL
+      for (int j = 0; j <= i; ++j)
+        multiply(x[j], exact, right(straight(p, square, i * 16, j * 16), at.lane), at.lane);
+      tile_scale_columns(t, before + i * 16, at.lane);
+      hold(slope[i], t);
     }
+    group_barrier();
+    Precise<In> held[blocks];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      Tile scaled = x[j];
+      tile_scale_columns(scaled, rate + j * 16, at.lane);
+      hold(held[j], scaled);
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      Tile sum;
+      tile_clear(sum);
+      DELTATUNE_UNROLL
+      for (int i = j; i < blocks; ++i)
+        multiply(sum, held[i], right(straight(z, square, i * 16, j * 16), at.lane), at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = j * 16 + tile_column(e, at.lane);
+        const float r = x[j].get(e) - sum.get(e);
+        x[j].set(e, r);
+        sum.set(e, rate[i] * r);
+        slopes.put(i * thin + own + tile_row(e, at.lane), rate[i] * r);
+      }
+      put_tile<true>(right_out, (long)first * C + j * 16, C, x[j], DV - first, 16, at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) sum.set(e, -before[j * 16 + tile_column(e, at.lane)] * sum.get(e));
+      hold(held[j], sum);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < across; ++m) {
+      tile_scale(state[m], before[C - 1]);
+      DELTATUNE_UNROLL
+      for (int i = 0; i < blocks; ++i) {
+        multiply(state[m], slope[i], right(straight(queries, stride, i * 16, m * 16), at.lane), at.lane);
+        multiply(state[m], held[i], right(straight(keys, stride, i * 16, m * 16), at.lane), at.lane);
+      }
+    }
+    group_barrier();
+    write_rows<C, 16, 32>(slopes, own, thin, dv + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
+                          length - n * C, DV - first, at.lane);
   }
+  store_state<DK, DV>(state, d_initial, head, first, at.lane);
 }
 
-template <typename In, int C, int DK, int SLICE>
+template <typename In, int C, int DK, int SLICE, int STAGES, bool OVERLAY>
 struct GradientMemory {
-  static constexpr constant int across = padded(DK) / 16;
-  // First the slices of the states, of dY, d and d_right; then Q, K and the pairs' weights.
   static constexpr constant int state = 0;
-  static constexpr constant int d_state = state + SLICE * stride_of(DK) * 4;
-  static constexpr constant int dy = d_state + SLICE * stride_of(DK) * 4;
-  static constexpr constant int delta = dy + C * (SLICE + 8) * 4;
-  static constexpr constant int right = delta + C * (SLICE + 8) * 4;
-  static constexpr constant int slices_end = right + C * (SLICE + 8) * 4;
+  static constexpr constant int d_state = state + SLICE * stride_of(DK) * Saved<In>::bytes;
+  static constexpr constant int u = d_state + SLICE * stride_of(DK) * Saved<In>::bytes;
+  static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int dy = right + SLICE * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
   static constexpr constant int q = 0;
   static constexpr constant int k = q + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int weights = k + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int pairs_end = weights + C * (C + 8) * 4;
-  // The row sums' parts stand where the decay comes later.
-  static constexpr constant int decay = slices_end > pairs_end ? slices_end : pairs_end;
-  static constexpr constant int decay_bytes = C * (C + 1) * 4;
-  static constexpr constant int parts_bytes = 3 * C * across * 4;
-  static constexpr constant int scalars = decay + ((decay_bytes > parts_bytes ? decay_bytes : parts_bytes) + 15) / 16 * 16;
-  static constexpr constant int bytes = scalars + (9 * C + C * (C / 16) + 32) * 4;
+  static constexpr constant int k_end = k + C * stride_of(DK) * Exact<In>::bytes;
+  // The pairs' weights come once the slices are done with; so do Q and K where memory is short.
+  static constexpr constant int slices = OVERLAY ? 0 : k_end;
+  static constexpr constant int on_y = k_end;
+  static constexpr constant int on_right = on_y + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int pairs_end = on_right + C * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int slices_end = slices + STAGES * stage;
+  static constexpr constant int diagonal = pairs_end > slices_end ? pairs_end : slices_end;
+  static constexpr constant int decay = diagonal + C * 17 * 4;
+  static constexpr constant int scalars = decay + align16(Decay<C>::floats * 4);
+  static constexpr constant int sums = scalars + 4 * C * 4;
+  static constexpr constant int parts = sums + 2 * C * (C / 16) * 4;
+  static constexpr constant int bytes = parts + 2 * C * 4 * 4 + 32 * 4;
 };
 
-// Gradients of q, k, v, log_g and beta from what the scans left. Grid: chunks, Hk, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED,
-          typename PQ, typename PK, typename PV, typename PL, typename PB, typename PM, typename PZ, typename PS,
-          typename PF, typename PT, typename PU, typename PD, typename PR, typename PY, typename OQ, typename OK,
-          typename OV>
-inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k, PV v, PL log_g, PB beta, PM mask,
-                                  PZ segments, PS sizes, PF factors, PT states, PU d_states, PD delta_in, PR right_in,
-                                  PY dy_in, OQ dq, OK dk, OV dv, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
-  using Memory = GradientMemory<In, C, DK, SLICE>;
+template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, int STAGES, bool OVERLAY, bool MASKED,
+          typename PT, typename PU, typename PR, typename PY, typename PM>
+inline void load_slice(Place at, threadgroup char* memory, PT states, PT d_states, PU u, PR d_right, PY dy, PM mask,
+                       int length, int hv, long chunk, int first) {
+  using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY>;
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, columns = padded(DK);
+  const int limit = DV - first;
+  copy_stored<SLICE, columns, threads, false>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride), stride,
+                                              stored_at<Saved<In>>(states, chunk, DV * DK), (long)first * DK, DK, limit,
+                                              DK, at.index);
+  copy_stored<SLICE, columns, threads, false>(shared_at<Saved<In>>(memory, Memory::d_state, SLICE * stride), stride,
+                                              stored_at<Saved<In>>(d_states, chunk, DV * DK), (long)first * DK, DK,
+                                              limit, DK, at.index);
+  copy_stored<SLICE, C, threads, false>(shared_at<Wide<In>>(memory, Memory::u, SLICE * square), square,
+                                        stored_at<Wide<In>>(u, chunk, DV * C), (long)first * C, C, limit, C, at.index);
+  copy_stored<SLICE, C, threads, false>(shared_at<Saved<In>>(memory, Memory::right, SLICE * square), square,
+                                        stored_at<Saved<In>>(d_right, chunk, DV * C), (long)first * C, C, limit, C,
+                                        at.index);
+  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
+                               dy + (((long)at.z * length + at.x * C) * HV + hv) * DV + first, HV * DV, limit,
+                               alive<MASKED>(mask, at.z, at.x * C, length), at.index);
+}
+
+// The gate's gradient from pairs (i, j) that span position t: rows from t on, columns before t.
+template <int C>
+inline float spanning(threadgroup const float* diagonal, threadgroup const float* on_rows,
+                      threadgroup const float* on_columns, int t) {
+  constexpr int blocks = C / 16;
+  const int own = t / 16, first = own * 16;
+  float sum = 0.0f;
+  for (int i = t; i < first + 16; ++i) {
+    for (int j = first; j < t; ++j) sum += diagonal[i * 17 + j % 16];
+    for (int b = 0; b < own; ++b) sum += on_rows[i * blocks + b];
+  }
+  for (int b = own + 1; b < blocks; ++b) {
+    for (int j = first; j < t; ++j) sum += on_columns[j * blocks + b];
+    for (int c = 0; c < own; ++c)
+      for (int i = b * 16; i < b * 16 + 16; ++i) sum += on_rows[i * blocks + c];
+  }
+  return sum;
+}
+
+// Gradients of q, k, log_g and beta from what the scans left. A group owns 16 positions and a part of Dk.
+// Grid: chunks, Hk, B.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool OVERLAY,
+          bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PS,
+          typename PF, typename PT, typename PR, typename PY, typename OQ, typename OK>
+inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k, PL log_g, PM mask, PZ segments,
+                                  PS sizes, PF factors, PT states, PT d_states, PF u_in, PR d_right, PY dy_in, OQ dq,
+                                  OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
+  using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16;
-  constexpr int across = padded(DK) / 16, tiles = blocks * across, mine = (tiles + GROUPS - 1) / GROUPS;
-  constexpr int pairs = blocks * (blocks + 1) / 2, own_pairs = (pairs + GROUPS - 1) / GROUPS;
+  constexpr int columns = padded(DK), across = columns / 16, parts = GROUPS / blocks;
+  constexpr int mine = (across + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts, members = HV / HK;
+  constexpr int sharers = threads / C;
+  static_assert(GROUPS % blocks == 0 && parts <= 4, "groups share the columns of a row of tiles");
   const int length = sizes[0], chunks = sizes[1], t0 = at.x * C;
-  const int key_offset = ((at.z * length + t0) * HK + at.y) * DK;
-  const Wide<In> state = wide_at<In>(memory, Memory::state, SLICE * stride);
-  const Wide<In> d_state = wide_at<In>(memory, Memory::d_state, SLICE * stride);
-  const Wide<In> dy = wide_at<In>(memory, Memory::dy, C * thin);
-  const Wide<In> delta = wide_at<In>(memory, Memory::delta, C * thin);
-  const Wide<In> right = wide_at<In>(memory, Memory::right, C * thin);
-  const Exact<In> queries = exact_at<In>(memory, Memory::q, C * stride);
-  const Exact<In> keys = exact_at<In>(memory, Memory::k, C * stride);
-  const Wide<In> weights = wide_at<In>(memory, Memory::weights, C * square);
-  threadgroup float* decay = reinterpret_cast<threadgroup float*>(memory + Memory::decay);
-  threadgroup float* parts = decay;
+  const int row = at.group % blocks, part = at.group / blocks, lane = at.lane;
+  const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
+  const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
+  const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
+  const Wide<In> on_y = shared_at<Wide<In>>(memory, Memory::on_y, C * square);
+  const Saved<In> on_right = shared_at<Saved<In>>(memory, Memory::on_right, C * square);
+  threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::diagonal);
+  const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
   threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
   threadgroup float* before = gate + C;
   threadgroup float* after = before + C;
   threadgroup float* rate = after + C;
-  threadgroup float* live = rate + C;
-  threadgroup float* on_before = live + C;
-  threadgroup float* on_after = on_before + C;
-  threadgroup float* on_rate = on_after + C;
-  threadgroup float* on_all = on_rate + C;
-  threadgroup float* rate_parts = on_all + 32;
+  threadgroup float* on_rows = reinterpret_cast<threadgroup float*>(memory + Memory::sums);
+  threadgroup float* on_columns = on_rows + C * blocks;
+  threadgroup float* on_before = reinterpret_cast<threadgroup float*>(memory + Memory::parts);
+  threadgroup float* on_after = on_before + C * 4;
+  threadgroup float* on_all = on_after + C * 4;
+  const auto live = alive<MASKED>(mask, at.z, t0, length);
 
   Tile dq_sums[mine], dk_sums[mine];
   DELTATUNE_UNROLL
@@ -670,221 +697,228 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
     tile_clear(dq_sums[m]);
     tile_clear(dk_sums[m]);
   }
-  for (int member = 0; member < HV / HK; ++member) {
-    const int hv = at.y * (HV / HK) + member, chunk = (at.z * HV + hv) * chunks + at.x;
+  for (int member = 0; member < members; ++member) {
+    const int hv = at.y * members + member;
+    const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
     barrier();
-    load_live<C, MASKED>(live, mask, at.z, t0, length, at.index);
-    barrier();
-    load_gates<C, SEGMENTED>(gate, live, log_g, segments, at.z, hv, HV, t0, length, at.index);
-    if (at.index < C) {
-      before[at.index] = factors[chunk * 2 * C + at.index];
-      after[at.index] = factors[chunk * 2 * C + C + at.index];
-      rate[at.index] = live[at.index] != 0.0f ? static_cast<float>(beta[(at.z * length + t0 + at.index) * HV + hv]) : 0.0f;
-      on_rate[at.index] = 0.0f;
+    if (STAGES > 1)
+      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
+          at, memory + Memory::slices, states, d_states, u_in, d_right, dy_in, mask, length, hv, chunk, 0);
+    if (!OVERLAY && member == 0) {
+      copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, at.index);
+      copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, at.index);
     }
-    for (int i = at.index; i < 3 * C * across; i += threads) parts[i] = 0.0f;
-    Tile dp[own_pairs], da[own_pairs];
+    copy_floats<3 * C, threads>(before, factors + chunk * 3 * C, at.index);
+    if (at.index < C) gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, hv, HV, t0, length);
+
+    Tile from_y[mine], from_right[mine], from_end[mine], dp[own_pairs], da[own_pairs];
+    DELTATUNE_UNROLL
+    for (int m = 0; m < mine; ++m) {
+      tile_clear(from_y[m]);
+      tile_clear(from_right[m]);
+      tile_clear(from_end[m]);
+    }
     DELTATUNE_UNROLL
     for (int m = 0; m < own_pairs; ++m) {
       tile_clear(dp[m]);
       tile_clear(da[m]);
     }
-    float whole = 0.0f;
-    for (int first = 0; first < DV; first += SLICE) {
-      barrier();
-      for (int i = at.index; i < SLICE * padded(DK); i += threads) {
-        const int row = i / padded(DK), column = i % padded(DK);
-        const bool inside = first + row < DV && column < DK;
-        const int from = (chunk * DV + first + row) * DK + column;
-        const float s = inside ? states[from] : 0.0f, ds = inside ? d_states[from] : 0.0f;
-        state.put(row * stride + column, s);
-        d_state.put(row * stride + column, ds);
-        whole += s * ds;
+    float whole = 0.0f, on_rate = 0.0f;
+    for (int n = 0; n < (DV + SLICE - 1) / SLICE; ++n) {
+      threadgroup char* slice = memory + Memory::slices + (STAGES > 1 ? n % 2 * Memory::stage : 0);
+      if (STAGES > 1) {
+        copies_done();
+        barrier();
+        if ((n + 1) * SLICE < DV)
+          load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
+              at, memory + Memory::slices + (n + 1) % 2 * Memory::stage, states, d_states, u_in, d_right, dy_in, mask,
+              length, hv, chunk, (n + 1) * SLICE);
+      } else {
+        barrier();
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
+            at, slice, states, d_states, u_in, d_right, dy_in, mask, length, hv, chunk, n * SLICE);
+        copies_done();
+        barrier();
       }
-      for (int i = at.index; i < C * SLICE; i += threads) {
-        const int row = i / SLICE, column = i % SLICE;
-        const bool inside = t0 + row < length && first + column < DV;
-        const int from = ((at.z * length + t0 + row) * HV + hv) * DV + first + column;
-        dy.put(row * thin + column, inside && live[row] != 0.0f ? static_cast<float>(dy_in[from]) : 0.0f);
-        delta.put(row * thin + column, inside ? delta_in[from] : 0.0f);
-        const float r = inside ? right_in[from] : 0.0f;
-        right.put(row * thin + column, r);
-        if (inside) dv[from] = static_cast<In>(rate[row] * r);
-      }
-      for (int row = at.group; row < C; row += GROUPS) {
-        float sum = 0.0f;
-        for (int column = at.lane; column < SLICE; column += 32) {
-          const int from = ((at.z * length + t0 + row) * HV + hv) * DV + first + column;
-          if (live[row] != 0.0f && first + column < DV) sum += right_in[from] * static_cast<float>(v[from]);
-        }
-        sum = lane_sum(sum);
-        if (at.lane == 0) on_rate[row] += sum;
-      }
-      barrier();
+      if (n == 0) fill_decay<C>(decay, gate, at.index);
+      const Saved<In> state = shared_at<Saved<In>>(slice, Memory::state, SLICE * stride);
+      const Saved<In> d_state = shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride);
+      const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
+      const Saved<In> rest = shared_at<Saved<In>>(slice, Memory::right, SLICE * square);
+      const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
+      for (int s = at.index / C; s < SLICE; s += sharers)
+        on_rate += rest.get(s * square + at.index % C) * u.get(s * square + at.index % C);
       DELTATUNE_UNROLL
-      for (int m = 0; m < own_pairs; ++m) {
-        const int pair = at.group + m * GROUPS;
-        if (pair >= pairs) continue;
-        int row = 0;
-        while ((row + 1) * (row + 2) / 2 <= pair) ++row;
-        const int column = pair - row * (row + 1) / 2;
-        tile_multiply(dp[m], straight(dy, thin, row * 16, 0), turned(delta, thin, 0, column * 16), SLICE, at.lane);
-        tile_multiply(da[m], straight(right, thin, row * 16, 0), turned(delta, thin, 0, column * 16), SLICE, at.lane);
-      }
-      DELTATUNE_UNROLL
-      for (int m = 0; m < mine; ++m) {
-        const int tile_index = at.group + m * GROUPS;
-        if (tile_index >= tiles) continue;
-        const int row = tile_index / across * 16, column = tile_index % across * 16;
-        Tile from_y, from_right, from_end;
-        tile_clear(from_y);
-        tile_clear(from_right);
-        tile_clear(from_end);
-        tile_multiply(from_y, straight(dy, thin, row, 0), straight(state, stride, 0, column), SLICE, at.lane);
-        tile_multiply(from_right, straight(right, thin, row, 0), straight(state, stride, 0, column), SLICE, at.lane);
-        tile_multiply(from_end, straight(delta, thin, row, 0), straight(d_state, stride, 0, column), SLICE, at.lane);
-        float sums[6] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+      for (int s = 0; s < SLICE; s += 16) {
+        const auto left_y = left(straight(dy, thin, row * 16, s), lane);
+        const auto left_right = left(turned(rest, square, row * 16, s), lane);
+        const auto left_u = left(turned(u, square, row * 16, s), lane);
         DELTATUNE_UNROLL
-        for (int e = 0; e < 8; ++e) {
-          const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-          const bool inside = live[i] != 0.0f && j < DK;
-          const int from = key_offset + i * HK * DK + j;
-          const float query = inside ? static_cast<float>(q[from]) : 0.0f;
-          const float key = inside ? static_cast<float>(k[from]) : 0.0f;
-          const float y_part = before[i] * from_y.get(e);
-          const float right_part = -before[i] * from_right.get(e);
-          const float end_part = after[i] * from_end.get(e);
-          dq_sums[m].set(e, dq_sums[m].get(e) + y_part);
-          dk_sums[m].set(e, dk_sums[m].get(e) + rate[i] * right_part + end_part);
-          sums[tile_side(e)] += y_part * query;
-          sums[2 + tile_side(e)] += right_part * key;
-          sums[4 + tile_side(e)] += end_part * key;
+        for (int m = 0; m < mine; ++m) {
+          const int column = (part * mine + m) * 16;
+          if (column >= columns) continue;
+          const auto b = right(straight(state, stride, s, column), lane);
+          const auto db = right(straight(d_state, stride, s, column), lane);
+          multiply(from_y[m], left_y, b, lane);
+          multiply(from_right[m], left_right, b, lane);
+          multiply(from_end[m], left_u, db, lane);
+          if (s / 16 % blocks == row) whole += right_dot(b, db, lane);
         }
         DELTATUNE_UNROLL
-        for (int side = 0; side < 2; ++side) {
-          const int e = side * tile_second, place = (row + tile_row(e, at.lane)) * across + column / 16;
-          const float y_sum = row_sum(sums[side]), right_sum = row_sum(sums[2 + side]), end_sum = row_sum(sums[4 + side]);
-          // One lane a row adds: the one that holds the tile's first column there.
-          if (tile_column(e, at.lane) == 0) {
-            parts[place] += y_sum;
-            parts[C * across + place] += right_sum;
-            parts[2 * C * across + place] += end_sum;
-          }
+        for (int m = 0; m < own_pairs; ++m) {
+          const int column = part + m * parts;
+          if (column > row) continue;
+          const auto b = right(straight(u, square, s, column * 16), lane);
+          multiply(dp[m], left_y, b, lane);
+          multiply(da[m], left_right, b, lane);
         }
       }
     }
     whole = lane_sum(whole);
-    if (at.lane == 0) on_all[at.group] = whole;
     barrier();
-    if (at.index < C) {
-      float on_y = 0.0f, on_right = 0.0f, on_end = 0.0f;
-      for (int c = 0; c < across; ++c) {
-        on_y += parts[at.index * across + c];
-        on_right += parts[(C + at.index) * across + c];
-        on_end += parts[(2 * C + at.index) * across + c];
-      }
-      on_before[at.index] = on_y + rate[at.index] * on_right;
-      on_after[at.index] = on_end;
-      on_rate[at.index] += on_right;
+    if (OVERLAY) {
+      copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, at.index);
+      copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, at.index);
+      copies_done();
+      barrier();
     }
-    barrier();
-    load_rows<C, DK, threads>(queries, stride, q + key_offset, HK * DK, live, at.index);
-    load_rows<C, DK, threads>(keys, stride, k + key_offset, HK * DK, live, at.index);
-    fill_decay<C>(decay, gate, at.index);
-    for (int i = at.index; i < C * square; i += threads) weights.put(i, 0.0f);
-    for (int i = at.index; i < C * blocks; i += threads) rate_parts[i] = 0.0f;
-    barrier();
-    // Pairs: dP's weights go out; the decay's place takes each pair's share of the gates' gradient.
+    if (lane == 0) on_all[at.group] = whole;
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    DELTATUNE_UNROLL
+    for (int m = 0; m < mine; ++m) {
+      const int column = (part * mine + m) * 16;
+      if (column >= columns) continue;
+      const Tile query = tile_of(straight(queries, stride, row * 16, column), lane);
+      const Tile key = tile_of(straight(keys, stride, row * 16, column), lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = row * 16 + tile_row(e, lane);
+        const float y_part = before[i] * from_y[m].get(e);
+        const float right_part = -before[i] * rate[i] * from_right[m].get(e);
+        const float end_part = after[i] * rate[i] * from_end[m].get(e);
+        dq_sums[m].set(e, dq_sums[m].get(e) + y_part);
+        dk_sums[m].set(e, dk_sums[m].get(e) + right_part + end_part);
+        sums[tile_side(e)] += y_part * query.get(e) + right_part * key.get(e);
+        sums[2 + tile_side(e)] += end_part * key.get(e);
+      }
+    }
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      const int e = side * tile_second;
+      const float first_sum = row_sum(sums[side]), last_sum = row_sum(sums[2 + side]);
+      // One lane a row writes: the one that holds the tile's first column there.
+      if (tile_column(e, lane) == 0) {
+        on_before[(row * 16 + tile_row(e, lane)) * 4 + part] = first_sum;
+        on_after[(row * 16 + tile_row(e, lane)) * 4 + part] = last_sum;
+      }
+    }
+    // Pairs: their weights in the gradients of q and k, and what they give the gates.
     DELTATUNE_UNROLL
     for (int m = 0; m < own_pairs; ++m) {
-      const int pair = at.group + m * GROUPS;
-      if (pair >= pairs) continue;
-      int row = 0;
-      while ((row + 1) * (row + 2) / 2 <= pair) ++row;
-      const int column = pair - row * (row + 1) / 2;
+      const int column = part + m * parts;
+      if (column > row) continue;
       Tile qk, kk;
       tile_clear(qk);
       tile_clear(kk);
-      tile_multiply(qk, straight(queries, stride, row * 16, 0), turned(keys, stride, 0, column * 16), padded(DK), at.lane);
-      tile_multiply(kk, straight(keys, stride, row * 16, 0), turned(keys, stride, 0, column * 16), padded(DK), at.lane);
-      float sums[2] = {0.0f, 0.0f};
+      DELTATUNE_UNROLL
+      for (int c = 0; c < columns; c += 16) {
+        const auto b = right(turned(keys, stride, c, column * 16), lane);
+        multiply(qk, left(straight(queries, stride, row * 16, c), lane), b, lane);
+        multiply(kk, left(straight(keys, stride, row * 16, c), lane), b, lane);
+      }
+      const float middle = decay.between(row, column);
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) {
-        const int i = row * 16 + tile_row(e, at.lane), j = column * 16 + tile_column(e, at.lane);
-        const float d = decay[i * (C + 1) + j];
-        const float score = d * dp[m].get(e), solve = i > j ? -d * da[m].get(e) : 0.0f;
-        weights.put(i * square + j, score);
-        da[m].set(e, rate[i] * solve);
-        sums[tile_side(e)] += solve * kk.get(e);
-        decay[i * (C + 1) + j] = i > j ? score * qk.get(e) + rate[i] * solve * kk.get(e) : 0.0f;
+        const int i = row * 16 + tile_row(e, lane), j = column * 16 + tile_column(e, lane);
+        const float d = rate[j] * decay.at(i, j, middle);
+        dp[m].set(e, d * dp[m].get(e));
+        da[m].set(e, i > j ? -rate[i] * d * da[m].get(e) : 0.0f);
+        qk.set(e, i > j ? dp[m].get(e) * qk.get(e) + da[m].get(e) * kk.get(e) : 0.0f);
       }
-      DELTATUNE_UNROLL
-      for (int side = 0; side < 2; ++side) {
-        const int e = side * tile_second;
-        const float sum = row_sum(sums[side]);
-        if (tile_column(e, at.lane) == 0) rate_parts[(row * 16 + tile_row(e, at.lane)) * blocks + column] = sum;
+      put_tile<true>(on_y, row * 16 * square + column * 16, square, dp[m], 16, 16, lane);
+      put_tile<true>(on_right, row * 16 * square + column * 16, square, da[m], 16, 16, lane);
+      if (row == column) {
+        DELTATUNE_UNROLL
+        for (int e = 0; e < 8; ++e)
+          diagonal[(row * 16 + tile_row(e, lane)) * 17 + tile_column(e, lane)] = qk.get(e);
+      } else {
+        DELTATUNE_UNROLL
+        for (int side = 0; side < 2; ++side) {
+          float sum = 0.0f;
+          DELTATUNE_UNROLL
+          for (int e = 0; e < 8; ++e)
+            if (tile_side(e) == side) sum += qk.get(e);
+          sum = row_sum(sum);
+          const int e = side * tile_second;
+          if (tile_column(e, lane) == 0) on_rows[(row * 16 + tile_row(e, lane)) * blocks + column] = sum;
+        }
+        DELTATUNE_UNROLL
+        for (int e = 0; e < 8; ++e) {
+          if (tile_side(e) != 0) continue;
+          const float sum = column_sum(qk.get(e) + qk.get(e + tile_second));
+          if (tile_row(e, lane) == 0) on_columns[(column * 16 + tile_column(e, lane)) * blocks + row] = sum;
+        }
       }
     }
     barrier();
     DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) {
-      const int tile_index = at.group + m * GROUPS;
-      if (tile_index >= tiles) continue;
-      const int row = tile_index / across * 16, column = tile_index % across * 16;
-      tile_multiply(dq_sums[m], straight(weights, square, row, 0), straight(keys, stride, 0, column), row + 16, at.lane);
-      tile_multiply(dk_sums[m], turned(weights, square, row, row), straight(queries, stride, row, column), C - row, at.lane);
-    }
-    // A column's sums over i >= t, then a row's over j < t: only pairs whose decay spans t.
-    if (at.index < C) {
-      float sum = 0.0f;
-      for (int i = C - 1; i > at.index; --i) {
-        sum += decay[i * (C + 1) + at.index];
-        decay[i * (C + 1) + at.index] = sum;
+    for (int t = 0; t < blocks; ++t) {
+      if (t <= row) {
+        const auto w = left(straight(on_y, square, row * 16, t * 16), lane);
+        const auto a = left(straight(on_right, square, row * 16, t * 16), lane);
+        DELTATUNE_UNROLL
+        for (int m = 0; m < mine; ++m) {
+          const int column = (part * mine + m) * 16;
+          if (column >= columns) continue;
+          const auto b = right(straight(keys, stride, t * 16, column), lane);
+          multiply(dq_sums[m], w, b, lane);
+          multiply(dk_sums[m], a, b, lane);
+        }
+      }
+      if (t >= row) {
+        const auto w = left(turned(on_y, square, row * 16, t * 16), lane);
+        const auto a = left(turned(on_right, square, row * 16, t * 16), lane);
+        DELTATUNE_UNROLL
+        for (int m = 0; m < mine; ++m) {
+          const int column = (part * mine + m) * 16;
+          if (column >= columns) continue;
+          multiply(dk_sums[m], w, right(straight(queries, stride, t * 16, column), lane), lane);
+          multiply(dk_sums[m], a, right(straight(keys, stride, t * 16, column), lane), lane);
+        }
       }
     }
+    // The rates' parts wait where the gates stood.
+    threadgroup float* waiting = decay.diagonal;
+    static_assert(sharers <= 17, "the parts of a position fit in a row");
+    waiting[at.index % C * 17 + at.index / C] = on_rate;
     barrier();
-    DELTATUNE_UNROLL
-    for (int m = 0; m < own_pairs; ++m) {
-      const int pair = at.group + m * GROUPS;
-      if (pair >= pairs) continue;
-      int row = 0;
-      while ((row + 1) * (row + 2) / 2 <= pair) ++row;
-      const int column = pair - row * (row + 1) / 2;
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e)
-        weights.put((row * 16 + tile_row(e, at.lane)) * square + column * 16 + tile_column(e, at.lane), da[m].get(e));
-    }
-    barrier();
-    DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) {
-      const int tile_index = at.group + m * GROUPS;
-      if (tile_index >= tiles) continue;
-      const int row = tile_index / across * 16, column = tile_index % across * 16;
-      tile_multiply(dk_sums[m], straight(weights, square, row, 0), straight(keys, stride, 0, column), row + 16, at.lane);
-      tile_multiply(dk_sums[m], turned(weights, square, row, row), straight(keys, stride, row, column), C - row, at.lane);
-    }
     if (at.index < C && t0 + at.index < length) {
-      const int t = at.index, to = (at.z * length + t0 + t) * HV + hv;
-      float on_gate = 0.0f, on_beta = on_rate[t];
+      const int t = at.index;
+      const long to = ((long)at.z * length + t0 + t) * HV + hv;
+      float on_gate = 0.0f, on_beta = 0.0f;
       for (int g = 0; g < GROUPS; ++g) on_gate += on_all[g];
       on_gate *= before[C - 1];
-      for (int i = t; i < C; ++i) on_gate += on_before[i];
-      for (int i = 0; i < t; ++i) on_gate += on_after[i] + decay[t * (C + 1) + i];
-      for (int c = 0; c < blocks; ++c) on_beta += rate_parts[t * blocks + c];
-      d_log_g[to] = live[t] != 0.0f ? on_gate : 0.0f;
-      d_beta[to] = live[t] != 0.0f ? on_beta : 0.0f;
+      for (int p = 0; p < parts; ++p) {
+        for (int i = t; i < C; ++i) on_gate += on_before[i * 4 + p];
+        for (int i = 0; i < t; ++i) on_gate += on_after[i * 4 + p];
+      }
+      for (int p = 0; p < sharers; ++p) on_beta += waiting[t * 17 + p];
+      on_gate += spanning<C>(diagonal, on_rows, on_columns, t);
+      d_log_g[to] = live(t) ? on_gate : 0.0f;
+      d_beta[to] = live(t) ? on_beta : 0.0f;
     }
   }
   DELTATUNE_UNROLL
   for (int m = 0; m < mine; ++m) {
-    const int tile_index = at.group + m * GROUPS;
-    if (tile_index >= tiles) continue;
-    const int row = tile_index / across * 16, column = tile_index % across * 16;
+    const int column = (part * mine + m) * 16, i = t0 + row * 16;
+    if (column >= columns) continue;
+    DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
-      const int i = row + tile_row(e, at.lane), j = column + tile_column(e, at.lane);
-      if (t0 + i < length && j < DK) {
-        dq[key_offset + i * HK * DK + j] = static_cast<In>(dq_sums[m].get(e));
-        dk[key_offset + i * HK * DK + j] = static_cast<In>(dk_sums[m].get(e));
+      const int r = tile_row(e, lane), c = column + tile_column(e, lane);
+      if (i + r < length && c < DK) {
+        const long to = key_offset + (long)(row * 16 + r) * HK * DK + c;
+        dq[to] = static_cast<In>(dq_sums[m].get(e));
+        dk[to] = static_cast<In>(dk_sums[m].get(e));
       }
     }
   }

@@ -250,5 +250,6 @@ using namespace metal;
 #define threadgroup_barrier(flags) host::meet_all(__LINE__ + 0 * (int)(flags))
 #define simdgroup_multiply_accumulate(d, a, b, c) metal::host_multiply(d, a, b, c, __LINE__)
 #define simd_shuffle_xor(x, mask) metal::host_shuffle(x, mask, __LINE__)
+#define simdgroup_barrier(flags) host::meet_group(__LINE__ + 0 * (int)(flags))
 #define simd_sum(x) metal::host_sum(x, __LINE__)
 #define DELTATUNE_SHARED(name, bytes) threadgroup char* name = host::threadgroup_memory(bytes, __LINE__)

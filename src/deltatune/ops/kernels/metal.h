@@ -12,32 +12,38 @@
 #define DELTATUNE_UNROLL _Pragma("unroll")
 
 #define barrier() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define group_barrier() simdgroup_barrier(mem_flags::mem_threadgroup)
 
-// Both kinds of shared matrix hold plain elements here: products are fp32 on every Apple GPU.
-template <typename In>
-struct Exact {
-  static constexpr constant int bytes = sizeof(In);
-  threadgroup In* elements;
-  void put(int i, float x) const { elements[i] = static_cast<In>(x); }
+// Matrices in shared memory: the inputs' own type, what is computed in fp32, and what is saved between kernels.
+template <typename Element>
+struct Matrix {
+  using element = Element;
+  static constexpr constant int bytes = sizeof(Element);
+  threadgroup Element* elements;
+  void put(int i, float x) const { elements[i] = static_cast<Element>(x); }
   float get(int i) const { return static_cast<float>(elements[i]); }
 };
-
-template <typename In>
-struct Wide {
-  static constexpr constant int bytes = 4;
-  threadgroup float* elements;
-  void put(int i, float x) const { elements[i] = x; }
-  float get(int i) const { return elements[i]; }
+// The same in device memory.
+template <typename Element>
+struct Stored {
+  static constexpr constant int bytes = sizeof(Element);
+  device Element* elements;
+  void put(long i, float x) const { elements[i] = static_cast<Element>(x); }
+  float get(long i) const { return static_cast<float>(elements[i]); }
 };
+template <typename In> struct SavedElement { using type = float; };
+template <> struct SavedElement<bfloat16_t> { using type = bfloat16_t; };
+template <typename In> using Exact = Matrix<In>;
+template <typename In> using Wide = Matrix<float>;
+template <typename In> using Saved = Matrix<typename SavedElement<In>::type>;
 
-template <typename In>
-Exact<In> exact_at(threadgroup char* memory, int offset, int) {
-  return Exact<In>{reinterpret_cast<threadgroup In*>(memory + offset)};
+template <typename Store>
+Store shared_at(threadgroup char* memory, int offset, int) {
+  return Store{reinterpret_cast<threadgroup typename Store::element*>(memory + offset)};
 }
-
-template <typename In>
-Wide<In> wide_at(threadgroup char* memory, int offset, int) {
-  return Wide<In>{reinterpret_cast<threadgroup float*>(memory + offset)};
+template <typename Store>
+Stored<typename Store::element> stored_at(const device typename Store::element* p, long block, int count) {
+  return Stored<typename Store::element>{const_cast<device typename Store::element*>(p) + block * count};
 }
 
 // Where a lane's two elements of an 8x8 simdgroup matrix stand.
@@ -48,12 +54,18 @@ inline int fragment_column(int lane) {
   return ((lane >> 2) & 2) * 2 + (lane & 1) * 2;
 }
 
-// A 16x16 tile of fp32, eight elements a lane: get and set take 0 <= e < 8.
+// A 16x16 tile of fp32, eight elements a lane: get and set take 0 <= e < 8. Its four 8x8 parts hold two each.
 struct Tile {
-  simdgroup_matrix<float, 8, 8> part[4];
-  float get(int e) thread { return part[e >> 1].thread_elements()[e & 1]; }
-  void set(int e, float x) thread { part[e >> 1].thread_elements()[e & 1] = x; }
+  float x[8];
+  float get(int e) const { return x[e]; }
+  void set(int e, float value) { x[e] = value; }
 };
+inline simdgroup_matrix<float, 8, 8> part_of(const thread Tile& t, int part) {
+  simdgroup_matrix<float, 8, 8> m;
+  m.thread_elements()[0] = t.x[2 * part];
+  m.thread_elements()[1] = t.x[2 * part + 1];
+  return m;
+}
 
 inline int tile_row(int e, int lane) {
   return (e >> 2) * 8 + fragment_row(lane);
@@ -71,31 +83,103 @@ inline float lane_sum(float x) {
   return simd_sum(x);
 }
 
-// Sum over the lanes that hold the same rows of a tile.
+// Sums over the lanes that hold the same rows of a tile, and over those that hold the same columns.
 inline float row_sum(float x) {
   x += simd_shuffle_xor(x, 1);
   return x + simd_shuffle_xor(x, 8);
 }
-
-template <typename View>
-simdgroup_matrix<float, 8, 8> fragment(View view, int row, int column, int lane) {
-  simdgroup_matrix<float, 8, 8> m;
-  const int r = row + fragment_row(lane);
-  const int c = column + fragment_column(lane);
-  m.thread_elements()[0] = view.get(r, c);
-  m.thread_elements()[1] = view.get(r, c + 1);
-  return m;
+inline float column_sum(float x) {
+  x += simd_shuffle_xor(x, 2);
+  x += simd_shuffle_xor(x, 4);
+  return x + simd_shuffle_xor(x, 16);
 }
 
-// tile += a[0:16, 0:n] b[0:n, 0:16]; n is a multiple of 16.
-template <typename A, typename B>
-void tile_multiply(thread Tile& tile, A a, B b, int n, int lane) {
-  for (int k = 0; k < n; k += 8) {
-    simdgroup_matrix<float, 8, 8> a0 = fragment(a, 0, k, lane), a1 = fragment(a, 8, k, lane);
-    simdgroup_matrix<float, 8, 8> b0 = fragment(b, k, 0, lane), b1 = fragment(b, k, 8, lane);
-    simdgroup_multiply_accumulate(tile.part[0], a0, b0, tile.part[0]);
-    simdgroup_multiply_accumulate(tile.part[1], a0, b1, tile.part[1]);
-    simdgroup_multiply_accumulate(tile.part[2], a1, b0, tile.part[2]);
-    simdgroup_multiply_accumulate(tile.part[3], a1, b1, tile.part[3]);
+// Operands of a product are tiles here, from registers or from a view.
+template <typename In> using Precise = Tile;
+template <typename In> using Rough = Tile;
+
+inline void hold(thread Tile& a, const thread Tile& t) {
+  a = t;
+}
+
+template <typename View>
+Tile tile_of(View view, int lane) {
+  Tile t;
+  for (int e = 0; e < 8; ++e) t.set(e, view.get(tile_row(e, lane), tile_column(e, lane)));
+  return t;
+}
+template <typename View>
+Tile left(View view, int lane) {
+  return tile_of(view, lane);
+}
+template <typename View>
+Tile right(View view, int lane) {
+  return tile_of(view, lane);
+}
+
+// tile += a b.
+inline void multiply(thread Tile& tile, const thread Tile& a, const thread Tile& b, int) {
+  DELTATUNE_UNROLL
+  for (int part = 0; part < 4; ++part) {
+    simdgroup_matrix<float, 8, 8> sum = part_of(tile, part);
+    DELTATUNE_UNROLL
+    for (int k = 0; k < 2; ++k)
+      simdgroup_multiply_accumulate(sum, part_of(a, part / 2 * 2 + k), part_of(b, 2 * k + part % 2), sum);
+    tile.x[2 * part] = sum.thread_elements()[0];
+    tile.x[2 * part + 1] = sum.thread_elements()[1];
+  }
+}
+
+// A lane's share of the sum of products of two operands' elements.
+inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
+  float sum = 0.0f;
+  for (int e = 0; e < 8; ++e) sum += a.get(e) * b.get(e);
+  return sum;
+}
+
+// A tile into a matrix (shared or stored) from `offset` on; rows and columns past the given ones stay out.
+template <bool Even, typename Store>
+void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, int columns, int lane) {
+  for (int e = 0; e < 8; ++e) {
+    const int row = tile_row(e, lane), column = tile_column(e, lane);
+    if (row < rows && column < columns) s.put(offset + (long)row * stride + column, t.get(e));
+  }
+}
+
+inline void copies_done() {}
+
+template <int Count, int Threads>
+void copy_floats(threadgroup float* to, const device float* from, int index) {
+  for (int i = index; i < Count; i += Threads) to[i] = from[i];
+}
+
+// Rows of an input, zeros where a row is not live or a column lies past `width`.
+template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
+void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live live, int index) {
+  for (int i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    const bool on = column < width && live(row);
+    s.put(row * stride + column, on ? static_cast<float>(from[(long)row * row_stride + column]) : 0.0f);
+  }
+}
+
+// Rows of a stored matrix, `limit` of them and `width` columns; zeros past these. A triangle ends at the diagonal's tile.
+template <int Rows, int Columns, int Threads, bool Triangle, typename Store, typename From>
+void copy_stored(Store s, int stride, From from, long offset, int row_stride, int limit, int width, int index) {
+  for (int i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    if (Triangle && column / 16 > row / 16) continue;
+    s.put(row * stride + column,
+          row < limit && column < width ? from.get(offset + (long)row * row_stride + column) : 0.0f);
+  }
+}
+
+// Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
+template <int Rows, int Columns, int Threads, typename Store, typename Target>
+void write_rows(Store s, int offset, int stride, device Target* to, int row_stride, int rows, int columns, int index) {
+  for (int i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    if (row < rows && column < columns)
+      to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));
   }
 }
