@@ -53,14 +53,20 @@ def specialise(index: int, launch: Launch) -> str:
         values.append(TYPES[value] if isinstance(value, mx.Dtype) else str(value).lower())
     if len(launch.inputs) + len(launch.outputs) > MOST_BUFFERS:
         raise HostFault(f"{launch.name}: over {MOST_BUFFERS} buffers")
-    parameters, arguments = [], []
+    parameters, arguments, buffers, shapes = [], [], 0, ""
     for name, array in launch.inputs.items():
         place = "constant" if array.size < 8 else "device"
         parameters.append(f"const {place} {TYPES[array.dtype]}* {name}")
-        arguments.append(f"(const {place} {TYPES[array.dtype]}*)buffers[{len(arguments)}]")
+        arguments.append(f"(const {place} {TYPES[array.dtype]}*)buffers[{buffers}]")
+        buffers += 1
+        if f"{name}_shape" in launch.source:
+            parameters.append(f"const constant int* {name}_shape")
+            arguments.append(f"(const constant int*)shape_of_{name}")
+            shapes += f"const int shape_of_{name}[] = {{{', '.join(map(str, array.shape))}}};\n"
     for name, (_, dtype) in launch.outputs.items():
         parameters.append(f"device {TYPES[dtype]}* {name}")
-        arguments.append(f"(device {TYPES[dtype]}*)buffers[{len(arguments)}]")
+        arguments.append(f"(device {TYPES[dtype]}*)buffers[{buffers}]")
+        buffers += 1
     for name, (kind, value) in ATTRIBUTES.items():
         if name in launch.source:
             parameters.append(f"{kind} {name}")
@@ -70,7 +76,7 @@ namespace space_{index} {{
 template <{", ".join(template)}>
 void run({", ".join(parameters)}) {{
 {launch.source}}}
-void** buffers;
+{shapes}void** buffers;
 void body() {{ run<{", ".join(values)}>({", ".join(arguments)}); }}
 }}
 extern "C" const char* kernel_{index}(void** buffers, int x, int y, int z, int threads, uint64_t seed) {{

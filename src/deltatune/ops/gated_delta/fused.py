@@ -87,7 +87,7 @@ class Plan:
         stage += c * (rows + 8) * self.exact_bytes
         pairs = 2 * self.keys + self.square * (4 + saved)
         slices = (0 if self.overlay else 2 * self.keys) + self.stages * stage
-        return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 32 * c + 128
+        return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 48 * c + 128
 
     @property
     def fits(self) -> bool:
@@ -127,7 +127,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Arguments:
-    """The contract's inputs, with arrays in place of what was left out; sizes: int32, T and the number of chunks."""
+    """The contract's inputs, with arrays in place of what was left out."""
 
     q: mx.array
     k: mx.array
@@ -137,7 +137,7 @@ class Arguments:
     initial: mx.array
     mask: mx.array
     segments: mx.array
-    sizes: mx.array
+    sizes: mx.array | None = None
 
 
 _BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
@@ -176,7 +176,7 @@ def _launch(name, memory, plan, inputs, outputs, blocks, size, groups, order, me
 def prepare(plan: Plan, x: Arguments) -> Launch:
     """solve and scores [B,Hv,chunks,C,C], opaque to others, and factors [B,Hv,chunks,3,C]."""
     shape = (plan.batch, plan.value_heads, plan.chunks)
-    names = ("q", "k", "log_g", "beta", "mask", "segments", "sizes")
+    names = ("q", "k", "log_g", "beta", "mask", "segments")
     square = ((*shape, plan.chunk, plan.chunk), mx.float32)
     return _launch(
         "prepare",
@@ -211,7 +211,7 @@ def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: m
     """y [B,T,Hv,Dv], states [B,Hv,chunks,Dv,Dk], u [B,Hv,chunks,Dv,C] and last [B,Hv,Dv,Dk]; the second and third
     are opaque to others."""
     heads = (plan.batch, plan.value_heads)
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "initial": x.initial, "sizes": x.sizes}
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "initial": x.initial}
     outputs = {
         "y": (x.v.shape, plan.dtype),
         "states": ((*heads, plan.chunks, plan.value_size, plan.key_size), plan.saved),
@@ -224,7 +224,7 @@ def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: m
 def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Launch:
     """d_states [B,Hv,chunks,Dv,Dk], d_right [B,Hv,chunks,Dv,C], dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
     heads = (plan.batch, plan.value_heads)
-    inputs = {"q": x.q, "k": x.k, "dy": dy, "mask": x.mask, "d_last": d_last, "sizes": x.sizes}
+    inputs = {"q": x.q, "k": x.k, "dy": dy, "mask": x.mask, "d_last": d_last}
     outputs = {
         "d_states": ((*heads, plan.chunks, plan.value_size, plan.key_size), plan.saved),
         "d_right": ((*heads, plan.chunks, plan.value_size, plan.chunk), plan.saved),
@@ -236,7 +236,7 @@ def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Lau
 
 def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
     """dq, dk, d_log_g and d_beta, in their inputs' shapes; the last two fp32."""
-    names = ("q", "k", "log_g", "mask", "segments", "sizes")
+    names = ("q", "k", "log_g", "mask", "segments")
     return _launch(
         "gradients",
         "GradientMemory",

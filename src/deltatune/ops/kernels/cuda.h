@@ -10,8 +10,8 @@
 #define metal
 #define threadgroup_position_in_grid blockIdx
 #define thread_index_in_threadgroup ((int)threadIdx.x)
-#define simdgroup_index_in_threadgroup ((int)threadIdx.x / 32)
-#define thread_index_in_simdgroup ((int)threadIdx.x % 32)
+#define simdgroup_index_in_threadgroup ((int)(threadIdx.x >> 5))
+#define thread_index_in_simdgroup ((int)(threadIdx.x & 31))
 #define DELTATUNE_SHARED(name, bytes) extern __shared__ __align__(16) char name[]
 #define DELTATUNE_EXP(x) expf(x)
 #define inline __device__ __forceinline__
@@ -89,8 +89,8 @@ struct Tile {
   inline float get(int e) const { return x[e]; }
   inline void set(int e, float v) { x[e] = v; }
 };
-inline int tile_row(int e, int lane) { return lane / 4 + ((e >> 1) & 1) * 8; }
-inline int tile_column(int e, int lane) { return (lane % 4) * 2 + (e & 1) + (e >> 2) * 8; }
+inline int tile_row(int e, int lane) { return (lane >> 2) + ((e >> 1) & 1) * 8; }
+inline int tile_column(int e, int lane) { return (lane & 3) * 2 + (e & 1) + (e >> 2) * 8; }
 inline int tile_side(int e) { return (e >> 1) & 1; }
 constexpr int tile_second = 2;
 
@@ -178,9 +178,9 @@ inline void left_of(Left<Planes>& a, View v, int lane) {
   for (int plane = 0; plane < Planes; ++plane) {
     const bf16* p = v.store.plane(plane) + v.offset;
     if (View::is_transposed) {
-      load_matrices(a.r[plane], p + ((lane & 7) + (lane & 16) / 2) * v.stride + (lane & 8), true);
+      load_matrices(a.r[plane], p + ((lane & 7) + ((lane & 16) >> 1)) * v.stride + (lane & 8), true);
     } else {
-      load_matrices(a.r[plane], p + ((lane & 7) + (lane & 8)) * v.stride + (lane & 16) / 2, false);
+      load_matrices(a.r[plane], p + ((lane & 7) + (lane & 8)) * v.stride + ((lane & 16) >> 1), false);
     }
   }
 }
@@ -208,9 +208,9 @@ struct RightOf {
     for (int plane = 0; plane < type::planes; ++plane) {
       const bf16* p = v.store.plane(plane) + v.offset;
       if (View::is_transposed) {
-        load_matrices(b.r[plane], p + ((lane & 7) + (lane & 16) / 2) * v.stride + (lane & 8), false);
+        load_matrices(b.r[plane], p + ((lane & 7) + ((lane & 16) >> 1)) * v.stride + (lane & 8), false);
       } else {
-        load_matrices(b.r[plane], p + ((lane & 7) + (lane & 8)) * v.stride + (lane & 16) / 2, true);
+        load_matrices(b.r[plane], p + ((lane & 7) + (lane & 8)) * v.stride + ((lane & 16) >> 1), true);
       }
     }
     return b;
@@ -242,7 +242,7 @@ inline void multiply(Tile& tile, const Left<PlanesA>& a, const Right<PlanesB>& b
 }
 template <typename View>
 inline void multiply(Tile& tile, const LeftFloat& a, const LazyRight<View>& b, int lane) {
-  const int column = (lane % 4) * 2;
+  const int column = (lane & 3) * 2;
 #pragma unroll
   for (int k = 0; k < 16; ++k) {
     const int from = (lane & ~3) + (k % 8) / 2, e = (k & 1) + k / 8 * 4;
@@ -258,7 +258,23 @@ inline void multiply(Tile& tile, const LeftFloat& a, const LazyRight<View>& b, i
   }
 }
 
-// A lane's share of the sum of products of two operands' elements.
+// A lane's share of the sums of products of two operands' elements: by row of left ones, of all of right ones.
+template <int Planes>
+inline float row_element(const Left<Planes>& a, int i, bool high) {
+  float x = high ? unpack_high(a.r[0][i]) : unpack_low(a.r[0][i]);
+  if constexpr (Planes == 2) x += high ? unpack_high(a.r[1][i]) : unpack_low(a.r[1][i]);
+  return x;
+}
+template <int PlanesA, int PlanesB>
+inline void add_row_dots(float (&sums)[2], const Left<PlanesA>& a, const Left<PlanesB>& b, int) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    sums[i & 1] += row_element(a, i, false) * row_element(b, i, false) + row_element(a, i, true) * row_element(b, i, true);
+}
+inline void add_row_dots(float (&sums)[2], const LeftFloat& a, const LeftFloat& b, int) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) sums[tile_side(e)] += a.x[e] * b.x[e];
+}
 inline float right_dot(const Right<1>& a, const Right<1>& b, int) {
   float sum = 0.0f;
 #pragma unroll
@@ -305,27 +321,45 @@ inline Tile tile_of(View v, int lane) {
   return t;
 }
 
-// A tile into a matrix (shared or stored) from `offset` on; rows and columns past the given ones stay out.
-template <bool Even, typename Store>
+// A tile into a matrix (shared or stored) from `offset` on; unless Full, rows and columns past the given ones stay out.
+template <bool Even, bool Full, typename Store>
 inline void put_tile(Store s, long offset, int stride, const Tile& t, int rows, int columns, int lane) {
+  const int first_row = tile_row(0, lane), first_column = tile_column(0, lane);
+  const long first = offset + first_row * stride + first_column;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = tile_row(2 * i, lane), column = tile_column(2 * i, lane);
-    if (row >= rows) continue;
-    const long to = offset + (long)row * stride + column;
+    const int row = first_row + (i & 1) * 8, column = first_column + (i >> 1) * 8;
+    const int on = (i & 1) * 8 * stride + (i >> 1) * 8;
+    if (!Full && row >= rows) continue;
     if constexpr (Even && Store::planes > 0) {
-      if (column >= columns) continue;
+      if (!Full && column >= columns) continue;
       const unsigned high = pack(t.x[2 * i], t.x[2 * i + 1]);
-      *reinterpret_cast<unsigned*>(s.plane(0) + to) = high;
+      *reinterpret_cast<unsigned*>(s.plane(0) + first + on) = high;
       if constexpr (Store::planes == 2)
-        *reinterpret_cast<unsigned*>(s.plane(1) + to) =
+        *reinterpret_cast<unsigned*>(s.plane(1) + first + on) =
             pack(t.x[2 * i] - unpack_low(high), t.x[2 * i + 1] - unpack_high(high));
     } else if constexpr (Even) {
-      if (column < columns) *reinterpret_cast<float2*>(s.elements + to) = make_float2(t.x[2 * i], t.x[2 * i + 1]);
+      if (Full || column < columns)
+        *reinterpret_cast<float2*>(s.elements + first + on) = make_float2(t.x[2 * i], t.x[2 * i + 1]);
     } else {
-      if (column < columns) s.put(to, t.x[2 * i]);
-      if (column + 1 < columns) s.put(to + 1, t.x[2 * i + 1]);
+      if (column < columns) s.put(first + on, t.x[2 * i]);
+      if (column + 1 < columns) s.put(first + on + 1, t.x[2 * i + 1]);
     }
+  }
+}
+
+// The transpose of a tile into a shared matrix.
+template <typename Store>
+inline void put_turned(Store s, int offset, int stride, const Tile& t, int lane) {
+  if constexpr (Store::planes == 1) {
+    const int row = (lane & 7) + ((lane & 16) >> 1), column = lane & 8;
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(s.elements + offset + row * stride + column));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(to), "r"(pack(t.x[0], t.x[1])), "r"(pack(t.x[2], t.x[3])), "r"(pack(t.x[4], t.x[5])),
+                    "r"(pack(t.x[6], t.x[7])) : "memory");
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) s.put(offset + tile_column(e, lane) * stride + tile_row(e, lane), t.x[e]);
   }
 }
 
@@ -345,7 +379,7 @@ inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long lo
 
 template <int Count, int Threads>
 inline void copy_floats(float* to, const float* from, int index) {
-  for (int i = index; i < Count; i += Threads) copy4(to + i, from + i);
+  for (unsigned i = index; i < Count; i += Threads) copy4(to + i, from + i);
 }
 
 // Rows of an input, zeros where a row is not live or a column lies past `width`.
@@ -355,7 +389,7 @@ inline void copy_rows(Store s, int stride, const Source* from, int row_stride, i
     if (width % 8 == 0 && row_stride % 8 == 0 && aligned16(from)) {
       constexpr int vectors = Columns / 8;
 #pragma unroll 4
-      for (int i = index; i < Rows * vectors; i += Threads) {
+      for (unsigned i = index; i < Rows * vectors; i += Threads) {
         const int row = i / vectors, column = i % vectors * 8;
         const bool on = column < width && live(row);
         copy16(s.elements + row * stride + column, on ? from + (long)row * row_stride + column : from, on);
@@ -363,7 +397,7 @@ inline void copy_rows(Store s, int stride, const Source* from, int row_stride, i
       return;
     }
   }
-  for (int i = index; i < Rows * Columns; i += Threads) {
+  for (unsigned i = index; i < Rows * Columns; i += Threads) {
     const int row = i / Columns, column = i % Columns;
     const bool on = column < width && live(row);
     s.put(row * stride + column, on ? static_cast<float>(from[(long)row * row_stride + column]) : 0.0f);
@@ -377,7 +411,7 @@ inline void copy_stored(Store s, int stride, Store from, long offset, int row_st
   constexpr int vectors = Columns / each;
   if (width % each == 0 && row_stride % each == 0) {
 #pragma unroll 4
-    for (int i = index; i < planes * Rows * vectors; i += Threads) {
+    for (unsigned i = index; i < planes * Rows * vectors; i += Threads) {
       const int plane = i / (Rows * vectors), row = i / vectors % Rows, column = i % vectors * each;
       if (Triangle && column / 16 > row / 16) continue;
       const bool on = row < limit && column < width;
@@ -388,7 +422,7 @@ inline void copy_stored(Store s, int stride, Store from, long offset, int row_st
     }
     return;
   }
-  for (int i = index; i < Rows * Columns; i += Threads) {
+  for (unsigned i = index; i < Rows * Columns; i += Threads) {
     const int row = i / Columns, column = i % Columns;
     if (Triangle && column / 16 > row / 16) continue;
     s.put(row * stride + column, row < limit && column < width ? from.get(offset + (long)row * row_stride + column) : 0.0f);
@@ -402,7 +436,7 @@ inline void write_rows(Store s, int offset, int stride, Target* to, int row_stri
     if (columns % 8 == 0 && row_stride % 8 == 0) {
       constexpr int vectors = Columns / 8;
 #pragma unroll
-      for (int i = index; i < Rows * vectors; i += Threads) {
+      for (unsigned i = index; i < Rows * vectors; i += Threads) {
         const int row = i / vectors, column = i % vectors * 8;
         if (row < rows && column < columns)
           *reinterpret_cast<uint4*>(to + (long)row * row_stride + column) =
@@ -411,7 +445,7 @@ inline void write_rows(Store s, int offset, int stride, Target* to, int row_stri
       return;
     }
   }
-  for (int i = index; i < Rows * Columns; i += Threads) {
+  for (unsigned i = index; i < Rows * Columns; i += Threads) {
     const int row = i / Columns, column = i % Columns;
     if (row < rows && column < columns)
       to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));

@@ -92,8 +92,8 @@ struct Decay {
     for (int b = column_tile + 1; b < row_tile; ++b) product *= whole[b];
     return product;
   }
-  inline float at(int i, int j, float middle) const {
-    if (i / 16 == j / 16) return i >= j ? diagonal[i * 17 + j % 16] : 0.0f;
+  inline float at(bool same_tile, int i, int j, float middle) const {
+    if (same_tile) return i >= j ? diagonal[i * 17 + (j & 15)] : 0.0f;
     return prefix[i] * middle * suffix[j];
   }
   inline float before(int i) const { return between(i / 16, -1) * prefix[i]; }
@@ -107,17 +107,18 @@ template <int C>
 inline void fill_decay(Decay<C> d, threadgroup const float* gate, int index) {
   if (index < C) {
     const int first = index / 16 * 16, column = index % 16;
+    float own[16];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) own[i] = gate[first + i];
     float product = 1.0f;
-    d.diagonal[index * 17 + column] = product;
-    const float leading = gate[first];
-    if (column == 0) d.prefix[first] = leading;
-    for (int i = column + 1; i < 16; ++i) {
-      product *= gate[first + i];
-      d.diagonal[(first + i) * 17 + column] = product;
-      if (column == 0) d.prefix[first + i] = leading * product;
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      if (i > column) product *= own[i];
+      if (i >= column) d.diagonal[(first + i) * 17 + column] = product;
+      if (column == 0) d.prefix[first + i] = own[0] * product;
     }
     d.suffix[index] = product;
-    if (column == 0) d.whole[first / 16] = leading * product;
+    if (column == 0) d.whole[first / 16] = own[0] * product;
   }
 }
 
@@ -162,14 +163,14 @@ inline void solve_diagonal(Store z, int stride, threadgroup const float* block, 
 // solve [B,Hv,chunks] blocks of Z, scores of P, factors [B,Hv,chunks,3,C]: G, E, beta (0 where not live).
 // Grid: chunks, Hv, B.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED, typename PQ,
-          typename PK, typename PL, typename PB, typename PM, typename PZ, typename PS>
-inline void gated_delta_prepare(Place at, threadgroup char* memory, PQ q, PK k, PL log_g, PB beta, PM mask,
-                                PZ segments, PS sizes, GLOBAL float* solve, GLOBAL float* scores,
+          typename PK, typename PL, typename PB, typename PM, typename PZ>
+inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta, PM mask,
+                                PZ segments, GLOBAL float* solve, GLOBAL float* scores,
                                 GLOBAL float* factors) {
   using Memory = PrepareMemory<In, C, DK>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
   constexpr int pairs = blocks * (blocks + 1) / 2;
-  const int length = sizes[0], chunks = sizes[1], t0 = at.x * C;
+  const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const long chunk = ((long)at.z * HV + at.y) * chunks + at.x;
   const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
   const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
@@ -219,13 +220,13 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, PQ q, PK k, 
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
       const int i = row * 16 + tile_row(e, at.lane), j = column * 16 + tile_column(e, at.lane);
-      const float d = decay.at(i, j, middle);
+      const float d = decay.at(row == column, i, j, middle);
       qk.set(e, d * qk.get(e));
       kk.set(e, i > j ? d * kk.get(e) : 0.0f);
-      if (row == column) diagonal[i * 17 + j % 16] = kk.get(e);
+      if (row == column) diagonal[i * 17 + (j & 15)] = kk.get(e);
     }
-    put_tile<true>(scores_out, row * 16 * C + column * 16, C, qk, 16, 16, at.lane);
-    if (row != column) put_tile<true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
+    put_tile<true, true>(scores_out, row * 16 * C + column * 16, C, qk, 16, 16, at.lane);
+    if (row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
   }
   barrier();
   for (int b = at.group; b < blocks; b += GROUPS)
@@ -248,7 +249,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, PQ q, PK k, 
         Tile zt = tile_of(straight(z, square, c * 16, column * 16), at.lane);
         DELTATUNE_UNROLL
         for (int e = 0; e < 8; ++e) zt.set(e, rate[c * 16 + tile_row(e, at.lane)] * zt.get(e));
-        put_tile<true>(waiting, column * 16 * square + row * 16, square, zt, 16, 16, at.lane);
+        put_tile<true, true>(waiting, column * 16 * square + row * 16, square, zt, 16, 16, at.lane);
         group_barrier();
         multiply(sum, left(straight(n, square, row * 16, c * 16), at.lane),
                  right(straight(waiting, square, column * 16, row * 16), at.lane), at.lane);
@@ -260,7 +261,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, PQ q, PK k, 
         y[m].set(e, y[m].get(e) - sum.get(e));
         sum.set(e, rate[row * 16 + tile_row(e, at.lane)] * y[m].get(e));
       }
-      put_tile<true>(waiting, row * 16 * square + column * 16, square, sum, 16, 16, at.lane);
+      put_tile<true, true>(waiting, row * 16 * square + column * 16, square, sum, 16, 16, at.lane);
     }
     barrier();
     DELTATUNE_UNROLL
@@ -276,7 +277,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, PQ q, PK k, 
                  right(straight(waiting, square, c * 16, column * 16), at.lane), at.lane);
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) y[m].set(e, y[m].get(e) - sum.get(e));
-      put_tile<true>(z, row * 16 * square + column * 16, square, y[m], 16, 16, at.lane);
+      put_tile<true, true>(z, row * 16 * square + column * 16, square, y[m], 16, 16, at.lane);
     }
     barrier();
   }
@@ -285,7 +286,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, PQ q, PK k, 
     while ((row + 1) * (row + 2) / 2 <= pair) ++row;
     const int column = pair - row * (row + 1) / 2;
     const Tile tile = tile_of(straight(z, square, row * 16, column * 16), at.lane);
-    put_tile<true>(solve_out, row * 16 * C + column * 16, C, tile, 16, 16, at.lane);
+    put_tile<true, true>(solve_out, row * 16 * C + column * 16, C, tile, 16, 16, at.lane);
   }
 }
 
@@ -354,37 +355,33 @@ inline void store_state(thread const Tile* state, GLOBAL float* to, long head, i
 // y [B,T,Hv,Dv]; states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's start; u [B,Hv,chunks] blocks [Dv,C];
 // last [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PS, typename PF, typename OY,
+          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY,
           typename OS>
-inline void gated_delta_scan(Place at, threadgroup char* memory, PQ q, PK k, PV v, PM mask, PI initial, PS sizes,
+inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
                              PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
-  const int length = sizes[0], chunks = sizes[1], own = at.group * 16, first = at.x * SLICE + own;
+  const int chunks = (length + C - 1) / C, own = at.group * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
 
   Tile state[across];
   load_state<DK, DV>(state, initial, head, first, at.lane);
-  if (STAGES > 1)
-    load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory, q, k, v, mask, solve, scores, factors,
-                                                                     length, chunks, 0);
-  for (int n = 0; n < chunks; ++n) {
-    threadgroup char* stage = memory + (STAGES > 1 ? n % 2 * Memory::stage : 0);
-    if (STAGES > 1) {
-      copies_done();
-      barrier();
-      if (n + 1 < chunks)
-        load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + (n + 1) % 2 * Memory::stage, q, k,
-                                                                         v, mask, solve, scores, factors, length,
-                                                                         chunks, n + 1);
-    } else {
-      barrier();
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, stage, q, k, v, mask, solve, scores, factors,
-                                                                       length, chunks, n);
+  // With two stages a chunk is computed while the next one comes; with one, it is waited for.
+  for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
+    const int n = step, coming = STAGES > 1 ? step + 1 : step;
+    if (STAGES > 1) copies_done();
+    barrier();
+    if (coming < chunks)
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(
+          at, memory + (STAGES > 1 ? (coming & 1) * Memory::stage : 0), q, k, v, mask, solve, scores, factors, length,
+          chunks, coming);
+    if (step < 0) continue;
+    if (STAGES == 1) {
       copies_done();
       barrier();
     }
+    threadgroup char* stage = memory + (STAGES > 1 ? (n & 1) * Memory::stage : 0);
     const Exact<In> keys = shared_at<Exact<In>>(stage, Memory::k, C * stride);
     const Exact<In> queries = shared_at<Exact<In>>(stage, Memory::q, C * stride);
     const Exact<In> values = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
@@ -404,7 +401,7 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, PQ q, PK k, PV 
     }
     DELTATUNE_UNROLL
     for (int m = 0; m < across; ++m) {
-      put_tile<DK % 2 == 0>(states_out, (long)first * DK + m * 16, DK, state[m], DV - first, DK - m * 16, at.lane);
+      put_tile<DK % 2 == 0, DK % 16 == 0 && DV % 16 == 0>(states_out, (long)first * DK + m * 16, DK, state[m], DV - first, DK - m * 16, at.lane);
       Rough<In> s;
       hold(s, state[m]);
       DELTATUNE_UNROLL
@@ -413,7 +410,7 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, PQ q, PK k, PV 
         multiply(out[j], s, right(turned(queries, stride, m * 16, j * 16), at.lane), at.lane);
       }
     }
-    // x: r, then u; held: beta r, then beta u, then E beta u. All of them transposed, rows of Dv by positions.
+    // x: r, then u, then beta u; held: -beta r, beta u, E beta u. All of them transposed, rows of Dv by positions.
     Precise<In> held[blocks];
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
@@ -424,45 +421,40 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, PQ q, PK k, PV 
         const int i = j * 16 + tile_column(e, at.lane);
         x[j].set(e, value.get(e) - before[i] * x[j].get(e));
         out[j].set(e, before[i] * out[j].get(e));
-        scaled.set(e, rate[i] * x[j].get(e));
+        scaled.set(e, -rate[i] * x[j].get(e));
       }
       hold(held[j], scaled);
     }
     DELTATUNE_UNROLL
-    for (int i = blocks - 1; i >= 0; --i) {
-      Tile sum;
-      tile_clear(sum);
+    for (int j = 0; j < blocks; ++j) {
       DELTATUNE_UNROLL
-      for (int j = 0; j <= i; ++j) multiply(sum, held[j], right(turned(z, square, j * 16, i * 16), at.lane), at.lane);
-      Tile scaled;
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e) {
-        x[i].set(e, x[i].get(e) - sum.get(e));
-        scaled.set(e, rate[i * 16 + tile_column(e, at.lane)] * x[i].get(e));
-      }
-      hold(held[i], scaled);
-      put_tile<true>(u_out, (long)first * C + i * 16, C, x[i], DV - first, 16, at.lane);
-    }
-    group_barrier();
-    DELTATUNE_UNROLL
-    for (int i = 0; i < blocks; ++i) {
-      DELTATUNE_UNROLL
-      for (int j = 0; j <= i; ++j) multiply(out[i], held[j], right(turned(p, square, j * 16, i * 16), at.lane), at.lane);
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e)
-        values.put((i * 16 + tile_column(e, at.lane)) * thin + own + tile_row(e, at.lane), out[i].get(e));
+      for (int i = j; i < blocks; ++i) multiply(x[i], held[j], right(turned(z, square, j * 16, i * 16), at.lane), at.lane);
     }
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
+      put_tile<true, DV % 16 == 0>(u_out, (long)first * C + j * 16, C, x[j], DV - first, 16, at.lane);
       tile_scale_columns(x[j], rate + j * 16, at.lane);
+      hold(held[j], x[j]);
+    }
+    group_barrier();
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      DELTATUNE_UNROLL
+      for (int i = j; i < blocks; ++i)
+        multiply(out[i], held[j], right(turned(p, square, j * 16, i * 16), at.lane), at.lane);
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      put_turned(values, (j * 16) * thin + own, thin, out[j], at.lane);
       tile_scale_columns(x[j], after + j * 16, at.lane);
       hold(held[j], x[j]);
     }
     DELTATUNE_UNROLL
-    for (int m = 0; m < across; ++m) {
-      tile_scale(state[m], before[C - 1]);
+    for (int m = 0; m < across; ++m) tile_scale(state[m], before[C - 1]);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
       DELTATUNE_UNROLL
-      for (int j = 0; j < blocks; ++j)
+      for (int m = 0; m < across; ++m)
         multiply(state[m], held[j], right(straight(keys, stride, j * 16, m * 16), at.lane), at.lane);
     }
     group_barrier();
@@ -475,39 +467,33 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, PQ q, PK k, PV 
 // Chunk before chunk, the mirror of the scan. d_states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's end;
 // d_right [B,Hv,chunks] blocks [Dv,C], R; dv [B,T,Hv,Dv]; d_initial [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PS, typename PF, typename OS,
+          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS,
           typename OR, typename OV>
-inline void gated_delta_reverse(Place at, threadgroup char* memory, PQ q, PK k, PY dy, PM mask, PE d_last, PS sizes,
+inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
                                 PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
                                 GLOBAL float* d_initial) {
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
-  const int length = sizes[0], chunks = sizes[1], own = at.group * 16, first = at.x * SLICE + own;
+  const int chunks = (length + C - 1) / C, own = at.group * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
 
   Tile state[across];
   load_state<DK, DV>(state, d_last, head, first, at.lane);
-  if (STAGES > 1)
-    load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + (chunks - 1) % 2 * Memory::stage, q, k,
-                                                                     dy, mask, solve, scores, factors, length, chunks,
-                                                                     chunks - 1);
-  for (int n = chunks - 1; n >= 0; --n) {
-    threadgroup char* stage = memory + (STAGES > 1 ? n % 2 * Memory::stage : 0);
-    if (STAGES > 1) {
-      copies_done();
-      barrier();
-      if (n > 0)
-        load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + (n - 1) % 2 * Memory::stage, q, k,
-                                                                         dy, mask, solve, scores, factors, length,
-                                                                         chunks, n - 1);
-    } else {
-      barrier();
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, stage, q, k, dy, mask, solve, scores,
-                                                                       factors, length, chunks, n);
+  for (int step = STAGES > 1 ? chunks : chunks - 1; step >= 0; --step) {
+    const int n = step, coming = STAGES > 1 ? step - 1 : step;
+    if (STAGES > 1) copies_done();
+    barrier();
+    if (coming >= 0)
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(
+          at, memory + (STAGES > 1 ? (coming & 1) * Memory::stage : 0), q, k, dy, mask, solve, scores, factors, length,
+          chunks, coming);
+    if (step == chunks) continue;
+    if (STAGES == 1) {
       copies_done();
       barrier();
     }
+    threadgroup char* stage = memory + (STAGES > 1 ? (n & 1) * Memory::stage : 0);
     const Exact<In> keys = shared_at<Exact<In>>(stage, Memory::k, C * stride);
     const Exact<In> queries = shared_at<Exact<In>>(stage, Memory::q, C * stride);
     const Exact<In> slopes = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
@@ -525,7 +511,7 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, PQ q, PK k, 
     for (int j = 0; j < blocks; ++j) tile_clear(x[j]);
     DELTATUNE_UNROLL
     for (int m = 0; m < across; ++m) {
-      put_tile<DK % 2 == 0>(states_out, (long)first * DK + m * 16, DK, state[m], DV - first, DK - m * 16, at.lane);
+      put_tile<DK % 2 == 0, DK % 16 == 0 && DV % 16 == 0>(states_out, (long)first * DK + m * 16, DK, state[m], DV - first, DK - m * 16, at.lane);
       Precise<In> s;
       hold(s, state[m]);
       DELTATUNE_UNROLL
@@ -550,35 +536,32 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, PQ q, PK k, 
     Precise<In> held[blocks];
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
-      Tile scaled = x[j];
-      tile_scale_columns(scaled, rate + j * 16, at.lane);
+      Tile scaled;
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) scaled.set(e, -rate[j * 16 + tile_column(e, at.lane)] * x[j].get(e));
       hold(held[j], scaled);
     }
     DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      Tile sum;
-      tile_clear(sum);
+    for (int i = blocks - 1; i >= 0; --i) {
       DELTATUNE_UNROLL
-      for (int i = j; i < blocks; ++i)
-        multiply(sum, held[i], right(straight(z, square, i * 16, j * 16), at.lane), at.lane);
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e) {
-        const int i = j * 16 + tile_column(e, at.lane);
-        const float r = x[j].get(e) - sum.get(e);
-        x[j].set(e, r);
-        sum.set(e, rate[i] * r);
-        slopes.put(i * thin + own + tile_row(e, at.lane), rate[i] * r);
-      }
-      put_tile<true>(right_out, (long)first * C + j * 16, C, x[j], DV - first, 16, at.lane);
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e) sum.set(e, -before[j * 16 + tile_column(e, at.lane)] * sum.get(e));
-      hold(held[j], sum);
+      for (int j = 0; j <= i; ++j)
+        multiply(x[j], held[i], right(straight(z, square, i * 16, j * 16), at.lane), at.lane);
     }
     DELTATUNE_UNROLL
-    for (int m = 0; m < across; ++m) {
-      tile_scale(state[m], before[C - 1]);
+    for (int j = 0; j < blocks; ++j) {
+      put_tile<true, DV % 16 == 0>(right_out, (long)first * C + j * 16, C, x[j], DV - first, 16, at.lane);
+      tile_scale_columns(x[j], rate + j * 16, at.lane);
+      put_turned(slopes, (j * 16) * thin + own, thin, x[j], at.lane);
       DELTATUNE_UNROLL
-      for (int i = 0; i < blocks; ++i) {
+      for (int e = 0; e < 8; ++e) x[j].set(e, -before[j * 16 + tile_column(e, at.lane)] * x[j].get(e));
+      hold(held[j], x[j]);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < across; ++m) tile_scale(state[m], before[C - 1]);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      DELTATUNE_UNROLL
+      for (int m = 0; m < across; ++m) {
         multiply(state[m], slope[i], right(straight(queries, stride, i * 16, m * 16), at.lane), at.lane);
         multiply(state[m], held[i], right(straight(keys, stride, i * 16, m * 16), at.lane), at.lane);
       }
@@ -612,7 +595,7 @@ struct GradientMemory {
   static constexpr constant int scalars = decay + align16(Decay<C>::floats * 4);
   static constexpr constant int sums = scalars + 4 * C * 4;
   static constexpr constant int parts = sums + 2 * C * (C / 16) * 4;
-  static constexpr constant int bytes = parts + 2 * C * 4 * 4 + 32 * 4;
+  static constexpr constant int bytes = parts + 3 * C * 4 * 4 + 32 * 4;
 };
 
 template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, int STAGES, bool OVERLAY, bool MASKED,
@@ -638,21 +621,42 @@ inline void load_slice(Place at, threadgroup char* memory, PT states, PT d_state
                                alive<MASKED>(mask, at.z, at.x * C, length), at.index);
 }
 
-// The gate's gradient from pairs (i, j) that span position t: rows from t on, columns before t.
-template <int C>
+// A share of what the gate of position t gets: from rows at or after t, from rows before it, and from pairs (i, j) that
+// span it, i >= t > j. Sums of such terms alone: a difference of running sums would lose small gates.
+template <int C, int Shares>
 inline float spanning(threadgroup const float* diagonal, threadgroup const float* on_rows,
-                      threadgroup const float* on_columns, int t) {
+                      threadgroup const float* on_columns, threadgroup const float* on_before,
+                      threadgroup const float* on_after, int parts, int t, int share) {
   constexpr int blocks = C / 16;
   const int own = t / 16, first = own * 16;
   float sum = 0.0f;
-  for (int i = t; i < first + 16; ++i) {
-    for (int j = first; j < t; ++j) sum += diagonal[i * 17 + j % 16];
-    for (int b = 0; b < own; ++b) sum += on_rows[i * blocks + b];
+  for (int b = share; b < blocks; b += Shares) {
+    for (int p = 0; p < parts; ++p) {
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 16; ++i) sum += b * 16 + i >= t ? on_before[(b * 16 + i) * 4 + p] : on_after[(b * 16 + i) * 4 + p];
+    }
+    if (b < own) {
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        if (first + i >= t) sum += on_rows[(first + i) * blocks + b];
+      }
+      for (int c = own + 1; c < blocks; ++c) {
+        DELTATUNE_UNROLL
+        for (int i = 0; i < 16; ++i) sum += on_rows[(c * 16 + i) * blocks + b];
+      }
+    }
+    if (b > own) {
+      DELTATUNE_UNROLL
+      for (int j = 0; j < 16; ++j) {
+        if (first + j < t) sum += on_columns[(first + j) * blocks + b];
+      }
+    }
   }
-  for (int b = own + 1; b < blocks; ++b) {
-    for (int j = first; j < t; ++j) sum += on_columns[j * blocks + b];
-    for (int c = 0; c < own; ++c)
-      for (int i = b * 16; i < b * 16 + 16; ++i) sum += on_rows[i * blocks + c];
+  for (int j = share; first + j < t && j < 16; j += Shares) {
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      if (first + i >= t) sum += diagonal[(first + i) * 17 + j];
+    }
   }
   return sum;
 }
@@ -660,10 +664,9 @@ inline float spanning(threadgroup const float* diagonal, threadgroup const float
 // Gradients of q, k, log_g and beta from what the scans left. A group owns 16 positions and a part of Dk.
 // Grid: chunks, Hk, B.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool OVERLAY,
-          bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PS,
+          bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, 
           typename PF, typename PT, typename PR, typename PY, typename OQ, typename OK>
-inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k, PL log_g, PM mask, PZ segments,
-                                  PS sizes, PF factors, PT states, PT d_states, PF u_in, PR d_right, PY dy_in, OQ dq,
+inline void gated_delta_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask, PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right, PY dy_in, OQ dq,
                                   OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16;
@@ -671,8 +674,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
   constexpr int mine = (across + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts, members = HV / HK;
   constexpr int sharers = threads / C;
   static_assert(GROUPS % blocks == 0 && parts <= 4, "groups share the columns of a row of tiles");
-  const int length = sizes[0], chunks = sizes[1], t0 = at.x * C;
-  const int row = at.group % blocks, part = at.group / blocks, lane = at.lane;
+  const int chunks = (length + C - 1) / C, t0 = at.x * C;
+  const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
   const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
   const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
@@ -688,7 +691,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
   threadgroup float* on_columns = on_rows + C * blocks;
   threadgroup float* on_before = reinterpret_cast<threadgroup float*>(memory + Memory::parts);
   threadgroup float* on_after = on_before + C * 4;
-  threadgroup float* on_all = on_after + C * 4;
+  threadgroup float* on_rate = on_after + C * 4;
+  threadgroup float* on_all = on_rate + C * 4;
   const auto live = alive<MASKED>(mask, at.z, t0, length);
 
   Tile dq_sums[mine], dk_sums[mine];
@@ -723,7 +727,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
       tile_clear(dp[m]);
       tile_clear(da[m]);
     }
-    float whole = 0.0f, on_rate = 0.0f;
+    float whole = 0.0f, rates[2] = {0.0f, 0.0f};
     for (int n = 0; n < (DV + SLICE - 1) / SLICE; ++n) {
       threadgroup char* slice = memory + Memory::slices + (STAGES > 1 ? n % 2 * Memory::stage : 0);
       if (STAGES > 1) {
@@ -746,17 +750,16 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
       const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
       const Saved<In> rest = shared_at<Saved<In>>(slice, Memory::right, SLICE * square);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
-      for (int s = at.index / C; s < SLICE; s += sharers)
-        on_rate += rest.get(s * square + at.index % C) * u.get(s * square + at.index % C);
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, thin, row * 16, s), lane);
         const auto left_right = left(turned(rest, square, row * 16, s), lane);
         const auto left_u = left(turned(u, square, row * 16, s), lane);
+        if (s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
         for (int m = 0; m < mine; ++m) {
           const int column = (part * mine + m) * 16;
-          if (column >= columns) continue;
+          if (across % parts != 0 && column >= columns) continue;
           const auto b = right(straight(state, stride, s, column), lane);
           const auto db = right(straight(d_state, stride, s, column), lane);
           multiply(from_y[m], left_y, b, lane);
@@ -787,7 +790,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
     DELTATUNE_UNROLL
     for (int m = 0; m < mine; ++m) {
       const int column = (part * mine + m) * 16;
-      if (column >= columns) continue;
+      if (across % parts != 0 && column >= columns) continue;
       const Tile query = tile_of(straight(queries, stride, row * 16, column), lane);
       const Tile key = tile_of(straight(keys, stride, row * 16, column), lane);
       DELTATUNE_UNROLL
@@ -805,11 +808,12 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
       const int e = side * tile_second;
-      const float first_sum = row_sum(sums[side]), last_sum = row_sum(sums[2 + side]);
+      const float first_sum = row_sum(sums[side]), last_sum = row_sum(sums[2 + side]), rate_sum = row_sum(rates[side]);
       // One lane a row writes: the one that holds the tile's first column there.
       if (tile_column(e, lane) == 0) {
         on_before[(row * 16 + tile_row(e, lane)) * 4 + part] = first_sum;
         on_after[(row * 16 + tile_row(e, lane)) * 4 + part] = last_sum;
+        on_rate[(row * 16 + tile_row(e, lane)) * 4 + part] = rate_sum;
       }
     }
     // Pairs: their weights in the gradients of q and k, and what they give the gates.
@@ -830,13 +834,13 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) {
         const int i = row * 16 + tile_row(e, lane), j = column * 16 + tile_column(e, lane);
-        const float d = rate[j] * decay.at(i, j, middle);
+        const float d = rate[j] * decay.at(row == column, i, j, middle);
         dp[m].set(e, d * dp[m].get(e));
         da[m].set(e, i > j ? -rate[i] * d * da[m].get(e) : 0.0f);
         qk.set(e, i > j ? dp[m].get(e) * qk.get(e) + da[m].get(e) * kk.get(e) : 0.0f);
       }
-      put_tile<true>(on_y, row * 16 * square + column * 16, square, dp[m], 16, 16, lane);
-      put_tile<true>(on_right, row * 16 * square + column * 16, square, da[m], 16, 16, lane);
+      put_tile<true, true>(on_y, row * 16 * square + column * 16, square, dp[m], 16, 16, lane);
+      put_tile<true, true>(on_right, row * 16 * square + column * 16, square, da[m], 16, 16, lane);
       if (row == column) {
         DELTATUNE_UNROLL
         for (int e = 0; e < 8; ++e)
@@ -869,7 +873,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
         DELTATUNE_UNROLL
         for (int m = 0; m < mine; ++m) {
           const int column = (part * mine + m) * 16;
-          if (column >= columns) continue;
+          if (across % parts != 0 && column >= columns) continue;
           const auto b = right(straight(keys, stride, t * 16, column), lane);
           multiply(dq_sums[m], w, b, lane);
           multiply(dk_sums[m], a, b, lane);
@@ -881,45 +885,42 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, PQ q, PK k
         DELTATUNE_UNROLL
         for (int m = 0; m < mine; ++m) {
           const int column = (part * mine + m) * 16;
-          if (column >= columns) continue;
+          if (across % parts != 0 && column >= columns) continue;
           multiply(dk_sums[m], w, right(straight(queries, stride, t * 16, column), lane), lane);
           multiply(dk_sums[m], a, right(straight(keys, stride, t * 16, column), lane), lane);
         }
       }
     }
-    // The rates' parts wait where the gates stood.
-    threadgroup float* waiting = decay.diagonal;
-    static_assert(sharers <= 17, "the parts of a position fit in a row");
-    waiting[at.index % C * 17 + at.index / C] = on_rate;
+    // The decay's tables make room for the shares of each position.
+    threadgroup float* shares = decay.diagonal;
+    static_assert(sharers <= 17, "a position's shares fit in a row");
+    const int t = (unsigned)at.index % C, share = (unsigned)at.index / C;
+    shares[t * 17 + share] =
+        spanning<C, sharers>(diagonal, on_rows, on_columns, on_before, on_after, parts, t, share);
     barrier();
-    if (at.index < C && t0 + at.index < length) {
-      const int t = at.index;
+    if (at.index < C && t0 + t < length) {
       const long to = ((long)at.z * length + t0 + t) * HV + hv;
       float on_gate = 0.0f, on_beta = 0.0f;
+      DELTATUNE_UNROLL
       for (int g = 0; g < GROUPS; ++g) on_gate += on_all[g];
       on_gate *= before[C - 1];
-      for (int p = 0; p < parts; ++p) {
-        for (int i = t; i < C; ++i) on_gate += on_before[i * 4 + p];
-        for (int i = 0; i < t; ++i) on_gate += on_after[i * 4 + p];
-      }
-      for (int p = 0; p < sharers; ++p) on_beta += waiting[t * 17 + p];
-      on_gate += spanning<C>(diagonal, on_rows, on_columns, t);
+      DELTATUNE_UNROLL
+      for (int p = 0; p < parts; ++p) on_beta += on_rate[t * 4 + p];
+      DELTATUNE_UNROLL
+      for (int p = 0; p < sharers; ++p) on_gate += shares[t * 17 + p];
       d_log_g[to] = live(t) ? on_gate : 0.0f;
       d_beta[to] = live(t) ? on_beta : 0.0f;
     }
   }
+  barrier();
   DELTATUNE_UNROLL
   for (int m = 0; m < mine; ++m) {
-    const int column = (part * mine + m) * 16, i = t0 + row * 16;
-    if (column >= columns) continue;
-    DELTATUNE_UNROLL
-    for (int e = 0; e < 8; ++e) {
-      const int r = tile_row(e, lane), c = column + tile_column(e, lane);
-      if (i + r < length && c < DK) {
-        const long to = key_offset + (long)(row * 16 + r) * HK * DK + c;
-        dq[to] = static_cast<In>(dq_sums[m].get(e));
-        dk[to] = static_cast<In>(dk_sums[m].get(e));
-      }
-    }
+    const int column = (part * mine + m) * 16;
+    if (across % parts != 0 && column >= columns) continue;
+    put_tile<true, true>(queries, row * 16 * stride + column, stride, dq_sums[m], 16, 16, lane);
+    put_tile<true, true>(keys, row * 16 * stride + column, stride, dk_sums[m], 16, 16, lane);
   }
+  barrier();
+  write_rows<C, columns, threads>(queries, 0, stride, dq + key_offset, HK * DK, length - t0, DK, at.index);
+  write_rows<C, columns, threads>(keys, 0, stride, dk + key_offset, HK * DK, length - t0, DK, at.index);
 }

@@ -42,7 +42,7 @@ class Launch:
         return (
             f'static_assert({memory} == {self.bytes}, "launch and body lay out shared memory alike");\n'
             f"DELTATUNE_SHARED(memory, {self.bytes});\n{PLACE}"
-            f"{self.name}<{', '.join(self.order)}>(at, memory, {arguments});\n"
+            f"{self.name}<{', '.join(self.order)}>(at, memory, (int)q_shape[1], {arguments});\n"
         )
 
     def run(self) -> list[mx.array]:

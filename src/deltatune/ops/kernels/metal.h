@@ -130,7 +130,10 @@ inline void multiply(thread Tile& tile, const thread Tile& a, const thread Tile&
   }
 }
 
-// A lane's share of the sum of products of two operands' elements.
+// A lane's share of the sums of products of two operands' elements: by row of left ones, of all of right ones.
+inline void add_row_dots(thread float* sums, const thread Tile& a, const thread Tile& b, int) {
+  for (int e = 0; e < 8; ++e) sums[tile_side(e)] += a.get(e) * b.get(e);
+}
 inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
   float sum = 0.0f;
   for (int e = 0; e < 8; ++e) sum += a.get(e) * b.get(e);
@@ -138,12 +141,18 @@ inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
 }
 
 // A tile into a matrix (shared or stored) from `offset` on; rows and columns past the given ones stay out.
-template <bool Even, typename Store>
+template <bool Even, bool Full, typename Store>
 void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, int columns, int lane) {
   for (int e = 0; e < 8; ++e) {
     const int row = tile_row(e, lane), column = tile_column(e, lane);
     if (row < rows && column < columns) s.put(offset + (long)row * stride + column, t.get(e));
   }
+}
+
+// The transpose of a tile into a shared matrix.
+template <typename Store>
+void put_turned(Store s, int offset, int stride, const thread Tile& t, int lane) {
+  for (int e = 0; e < 8; ++e) s.put(offset + tile_column(e, lane) * stride + tile_row(e, lane), t.get(e));
 }
 
 inline void copies_done() {}
