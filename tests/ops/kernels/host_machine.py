@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import mlx.core as mx
@@ -29,8 +31,12 @@ ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": ("uint", "(uint)host::current / 32"),
     "thread_index_in_simdgroup": ("uint", "(uint)host::current % 32"),
 }
-GUARD = 64
 MOST_BUFFERS = 31
+SPACES = ("device", "constant", "threadgroup", "thread", "GLOBAL")
+FLAGS = (
+    "-x c++ -std=c++14 -O1 -nostdinc++ -nostdlib++ -shared -fPIC -ffp-contract=off -fno-exceptions -fno-rtti "
+    "-fno-sanitize=all -w -Werror=c++17-extensions -Werror=c++20-extensions -Werror=double-promotion"
+).split()
 
 
 class HostFault(AssertionError):
@@ -39,115 +45,126 @@ class HostFault(AssertionError):
 
 def compiler() -> list[str]:
     clang = shutil.which("clang++")
-    if clang:
-        return [clang]
-    return [sys.executable, "-m", "ziglang", "c++"]
+    return [clang] if clang else [sys.executable, "-m", "ziglang", "c++"]
 
 
-def specialise(index: int, launch: Launch) -> str:
-    """The kernel function that mx.fast.metal_kernel would write, and an entry that runs its blocks."""
-    template, values = [], []
-    for name, value in launch.values.items():
-        kind = "typename" if isinstance(value, mx.Dtype) else "bool" if isinstance(value, bool) else "int"
-        template.append(f"{kind} {name}")
-        values.append(TYPES[value] if isinstance(value, mx.Dtype) else str(value).lower())
-    if len(launch.inputs) + len(launch.outputs) > MOST_BUFFERS:
-        raise HostFault(f"{launch.name}: over {MOST_BUFFERS} buffers")
-    parameters, arguments, buffers, shapes = [], [], 0, ""
+def without_address_space(text: str) -> list[str]:
+    """Pointers and references of `text` that name no address space: an error in Metal, none for clang on a CPU."""
+    text = re.sub(r"//[^\n]*|#[^\n]*", "", text)
+    types = {"void", "bool", "char", "int", "uint", "long", "float", "half", "bfloat16_t", "auto"}
+    types |= set(re.findall(r"\b(?:typename|struct|using)\s+(\w+)", text))
+    named = rf"(?:typename\s+[\w:]+|(?:{'|'.join(sorted(types))})(?:<[^;(){{}}]*?>)?)"
+    pattern = rf"(?:^|[,;({{}}<>])\s*((?:\w+\s+)*?)({named}\s*[*&]+)(?=\s*[A-Za-z_]\w*\s*[,)=;\[]|\s*[,)>])"
+    return [found[1] for found in re.findall(pattern, text, re.MULTILINE) if not set(found[0].split()) & set(SPACES)]
+
+
+def operands(launch: Launch) -> list[tuple[str, str, mx.array]]:
+    """The inputs as mx.fast.metal_kernel passes them: name, type and what it points to."""
+    found = []
     for name, array in launch.inputs.items():
         place = "constant" if array.size < 8 else "device"
-        parameters.append(f"const {place} {TYPES[array.dtype]}* {name}")
-        arguments.append(f"(const {place} {TYPES[array.dtype]}*)buffers[{buffers}]")
-        buffers += 1
-        if f"{name}_shape" in launch.source:
-            parameters.append(f"const constant int* {name}_shape")
-            arguments.append(f"(const constant int*)shape_of_{name}")
-            shapes += f"const int shape_of_{name}[] = {{{', '.join(map(str, array.shape))}}};\n"
-    for name, (_, dtype) in launch.outputs.items():
-        parameters.append(f"device {TYPES[dtype]}* {name}")
-        arguments.append(f"(device {TYPES[dtype]}*)buffers[{buffers}]")
-        buffers += 1
-    for name, (kind, value) in ATTRIBUTES.items():
-        if name in launch.source:
-            parameters.append(f"{kind} {name}")
-            arguments.append(value)
-    return f"""
-namespace space_{index} {{
+        found.append((name, f"const {place} {TYPES[array.dtype]}{'*' if array.ndim else '&'}", array))
+        if array.ndim and f"{name}_shape" in launch.source:
+            found.append((f"{name}_shape", "const constant int*", mx.array(array.shape, dtype=mx.int32)))
+    return found
+
+
+def specialise(launch: Launch) -> tuple[str, str]:
+    """The kernel function that mx.fast.metal_kernel would write, with an entry that runs its blocks; its name."""
+    values = [TYPES[value] if isinstance(value, mx.Dtype) else str(value).lower() for value in launch.values.values()]
+    kinds = {mx.Dtype: "typename", bool: "bool", int: "int"}
+    template = [f"{kinds[type(value)]} {name}" for name, value in launch.values.items()]
+    buffers = [(name, kind) for name, kind, _ in operands(launch)]
+    inputs = len(buffers)
+    buffers += [(name, f"device {TYPES[dtype]}*") for name, (_, dtype) in launch.outputs.items()]
+    if len(buffers) > MOST_BUFFERS:
+        raise HostFault(f"{launch.name}: {len(buffers)} buffers, and Metal has {MOST_BUFFERS}")
+    parameters = [f"{kind} {name}" for name, kind in buffers]
+    arguments = [
+        f"({kind})host::buffers[{index}].start" if kind[-1] == "*" else f"*({kind[:-1]}*)host::buffers[{index}].start"
+        for index, (_, kind) in enumerate(buffers)
+    ]
+    used = [(name, *what) for name, what in ATTRIBUTES.items() if name in launch.source]
+    parameters += [f"{kind} {name}" for name, kind, _ in used]
+    arguments += [value for *_, value in used]
+    names = ", ".join(f'"{name}"' for name, _ in buffers)
+    text = f"""
 template <{", ".join(template)}>
 void run({", ".join(parameters)}) {{
 {launch.source}}}
-{shapes}void** buffers;
-void body() {{ run<{", ".join(values)}>({", ".join(arguments)}); }}
-}}
-extern "C" const char* kernel_{index}(void** buffers, int x, int y, int z, int threads, uint64_t seed) {{
-  space_{index}::buffers = buffers;
-  host::body = &space_{index}::body;
-  host::random_state = seed;
-  host::fault[0] = 0;
-  for (host::block_position.z = 0; host::block_position.z < (uint)z; ++host::block_position.z)
-    for (host::block_position.y = 0; host::block_position.y < (uint)y; ++host::block_position.y)
-      for (host::block_position.x = 0; host::block_position.x < (uint)x; ++host::block_position.x)
-        if (!host::run_block(threads)) return host::fault;
-  return host::fault;
-}}
+static void body() {{ run<{", ".join(values)}>({", ".join(arguments)}); }}
+static const char* const names[] = {{{names}}};
 """
+    entry = f"kernel_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return (
+        entry,
+        f"""
+namespace {entry}_space {{{text}}}
+extern "C" const char* {entry}(void** data, const uint64_t* sizes, int x, int y, int z, int threads, uint64_t seed) {{
+  return host::run_kernel({entry}_space::body, {entry}_space::names, data, sizes, {inputs}, {len(buffers)},
+                          {{(uint)x, (uint)y, (uint)z}}, threads, seed);
+}}
+""",
+    )
 
 
 class HostMachine:
-    """Runs launches; each specialisation is compiled once into `folder`."""
+    """Runs launches of `text`; each specialisation is compiled once, into `folder`, and kept there."""
 
-    def __init__(self, folder: Path | None = None, text: str | None = None):
-        self.folder = Path(folder or tempfile.mkdtemp())
+    def __init__(self, folder: Path, text: str | None = None):
+        self.folder = Path(folder)
         self.text = header("metal") if text is None else text
-        self.built: dict[str, ctypes.CDLL] = {}
+        self.entries: dict[str, ctypes._CFuncPtr] = {}
 
-    def compile(self, launches: list[Launch]) -> list:
-        source = (FOLDER / "host.h").read_text() + self.text
-        source += "".join(specialise(index, launch) for index, launch in enumerate(launches))
-        key = hashlib.sha256(source.encode()).hexdigest()[:16]
-        if key not in self.built:
-            library = self.folder / f"{key}.so"
-            if not library.exists():
-                file = self.folder / f"{key}.cpp"
-                file.write_text(source)
-                flags = ["-x", "c++", "-std=c++17", "-O1", "-nostdinc++", "-nostdlib++", "-shared", "-fPIC", "-w"]
-                flags += ["-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all"]
-                command = [*compiler(), *flags, str(file), "-o", str(library)]
-                result = subprocess.run(command, capture_output=True, text=True)
-                if result.returncode:
-                    raise HostFault(result.stderr[:4000])
-            self.built[key] = ctypes.CDLL(str(library))
-        library = self.built[key]
-        entries = [getattr(library, f"kernel_{index}") for index in range(len(launches))]
-        for entry in entries:
-            entry.restype = ctypes.c_char_p
-            entry.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_uint64]
-        return entries
+    def compile(self, launches: Iterable[Launch]) -> None:
+        """One library of all the launches that are not there yet."""
+        needed = dict(specialise(launch) for launch in launches)
+        needed = {entry: text for entry, text in needed.items() if entry not in self.entries}
+        if not needed:
+            return
+        spaceless = without_address_space(self.text)
+        if spaceless:
+            raise HostFault(f"no address space: {'; '.join(spaceless)}")
+        library = ctypes.CDLL(
+            str(self._library((FOLDER / "host.h").read_text() + self.text + "".join(needed.values())))
+        )
+        for entry in needed:
+            function = getattr(library, entry)
+            function.restype = ctypes.c_char_p
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_uint64]
+            self.entries[entry] = function
+
+    def _library(self, source: str) -> Path:
+        key = hashlib.sha256("\n".join([source, *FLAGS, *compiler()]).encode()).hexdigest()[:16]
+        library = self.folder / f"{key}.so"
+        if not library.exists():
+            file, made = self.folder / f"{key}.cpp", self.folder / f"{key}.{os.getpid()}"
+            file.write_text(source)
+            command = [*compiler(), *FLAGS, str(file), "-o", str(made)]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                raise HostFault(result.stderr[:4000])
+            os.replace(made, library)
+        return library
 
     def run(self, launch: Launch, seed: int = 1) -> list[mx.array]:
-        """Outputs start as NaN between guards; a value left NaN, or a guard written, is for the caller to see."""
-        (entry,) = self.compile([launch])
-        held = [_bytes(array) for array in launch.inputs.values()]
-        outputs = []
-        for shape, dtype in launch.outputs.values():
-            size = int(np.prod(shape)) * dtype.size
-            outputs.append(np.full(size + 2 * GUARD, 0xFF, np.uint8))
-        pointers = [array.ctypes.data + GUARD for array in (*held, *outputs)]
-        buffers = (ctypes.c_void_p * len(pointers))(*pointers)
-        fault = entry(buffers, *launch.blocks, launch.groups * 32, seed)
+        """The outputs, which start as NaN. `seed` decides the order of blocks, groups and lanes."""
+        entry, _ = specialise(launch)
+        self.compile([launch])
+        held = [_bytes(array) for _, _, array in operands(launch)]
+        outputs = [np.empty(int(np.prod(shape)) * dtype.size, np.uint8) for shape, dtype in launch.outputs.values()]
+        held += outputs
+        pointers = (ctypes.c_void_p * len(held))(*[array.ctypes.data for array in held])
+        sizes = (ctypes.c_uint64 * len(held))(*[array.size for array in held])
+        fault = self.entries[entry](pointers, sizes, *launch.blocks, launch.groups * 32, seed)
         if fault:
             raise HostFault(f"{launch.name}: {fault.decode()}")
         results = []
-        for raw, (name, (shape, dtype)) in zip(outputs, launch.outputs.items(), strict=True):
-            if (raw[:GUARD] != 0xFF).any() or (raw[-GUARD:] != 0xFF).any():
-                raise HostFault(f"{launch.name}: a write outside {name}")
-            bits = mx.array(np.frombuffer(raw[GUARD:-GUARD].tobytes(), np.uint16 if dtype.size == 2 else np.uint32))
-            results.append(bits.view(dtype).reshape(shape))
+        for raw, (shape, dtype) in zip(outputs, launch.outputs.values(), strict=True):
+            results.append(mx.array(raw.view(np.uint16 if dtype.size == 2 else np.uint32)).view(dtype).reshape(shape))
         return results
 
 
 def _bytes(array: mx.array) -> np.ndarray:
-    """The array's bytes between guards of NaN."""
     flat = mx.contiguous(array).reshape(-1)
-    raw = np.array(flat.astype(mx.uint8) if array.dtype == mx.bool_ else flat.view(mx.uint8))
-    return np.concatenate([np.full(GUARD, 0xFF, np.uint8), raw.view(np.uint8), np.full(GUARD, 0xFF, np.uint8)])
+    return np.array(flat.astype(mx.uint8) if array.dtype == mx.bool_ else flat.view(mx.uint8))
