@@ -68,17 +68,33 @@ class Plan:
         return self.chunk * (self.chunk + 8)
 
     @property
+    def packed(self) -> int:
+        """Elements of a lower triangle of 16 x 16 tiles, with its padding."""
+        tiles = self.chunk // 16
+        return 128 * tiles * (tiles + 2)
+
+    @property
     def decay(self) -> int:
-        return (4 * (self.chunk * 19 + self.chunk // 16) + 15) // 16 * 16
+        return _padded(4 * (self.chunk * 19 + self.chunk // 16))
 
     @property
     def prepare_bytes(self) -> int:
-        return max(2 * self.keys, 8 * self.square) + 4 * self.square + 76 * self.chunk + self.decay
+        tops = max(2 * self.keys, 4 * (self.packed + self.square))
+        return tops + 4 * self.square + 76 * self.chunk + self.decay + 16
+
+    @property
+    def staging(self) -> int:
+        """Bytes of a group's tiles on their way out of a scan."""
+        if self.machine == "metal" or self.dtype == mx.float32:
+            return 0
+        saved = 2 if self.dtype == mx.bfloat16 else 4
+        return 16 * max(saved * (_padded(self.key_size) + 8), 4 * (self.chunk + 8))
 
     @property
     def scan_bytes(self) -> int:
         thin = self.chunk * (self.slice + 8) * self.exact_bytes
-        return self.stages * (2 * self.keys + 8 * self.square + thin + 12 * self.chunk)
+        stage = 2 * self.keys + 8 * self.packed + thin + 12 * self.chunk
+        return self.stages * stage + self.slice // 16 * self.staging + 16
 
     @property
     def gradient_bytes(self) -> int:
@@ -87,7 +103,7 @@ class Plan:
         stage += c * (rows + 8) * self.exact_bytes
         pairs = 2 * self.keys + self.square * (4 + saved)
         slices = (0 if self.overlay else 2 * self.keys) + self.stages * stage
-        return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 48 * c + 128
+        return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 48 * c + 144
 
     @property
     def fits(self) -> bool:
@@ -105,14 +121,16 @@ def plan(
 ) -> Plan | None:
     """How `machine` (metal or cuda) cuts a call of shape (B, T, Hk, Hv, Dk, Dv); None where memory cannot hold it."""
     batch, _, _, value_heads, key_size, value_size = shape
+    tall = _padded(value_size)
+    whole = [rows for rows in (64, 32, 16) if tall % rows == 0]
     if machine == "metal":
         cuts = [(chunk, 16 * groups, 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
     else:
-        slices = [size for size in (128, 64, 32) if size <= max(32, _padded(value_size))]
+        slices = [size for size in (128, 64, 32) if size <= max(32, tall)]
         full = [size for size in slices if batch * value_heads * -(-value_size // size) >= _FULL] or slices[-1:]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
-        cuts = [(c, s, 64, 2, False) for c in chunks for s in (*full[:1], 32)]
-        cuts += [(16, 32, 32, 2, False), (16, 32, 16, 1, True)]
+        cuts = [(c, s, rows, 2, False) for c in chunks for s in (full[0], 32) for rows in whole[:2]]
+        cuts += [(16, 32, rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
     for chunk, rows, gradient_rows, stages, overlay in cuts:
         if dtype == mx.float32 and machine == "metal" and chunk > 16:
             continue
@@ -174,16 +192,16 @@ def _launch(name, memory, plan, inputs, outputs, blocks, size, groups, order, me
 
 
 def prepare(plan: Plan, x: Arguments) -> Launch:
-    """solve and scores [B,Hv,chunks,C,C], opaque to others, and factors [B,Hv,chunks,3,C]."""
+    """solve and scores, packed triangles a chunk, and factors [B,Hv,chunks,3,C]."""
     shape = (plan.batch, plan.value_heads, plan.chunks)
     names = ("q", "k", "log_g", "beta", "mask", "segments")
-    square = ((*shape, plan.chunk, plan.chunk), mx.float32)
+    triangle = ((*shape, plan.packed), mx.float32)
     return _launch(
         "prepare",
         "PrepareMemory",
         plan,
         {name: getattr(x, name) for name in names},
-        {"solve": square, "scores": square, "factors": ((*shape, 3, plan.chunk), mx.float32)},
+        {"solve": triangle, "scores": triangle, "factors": ((*shape, 3, plan.chunk), mx.float32)},
         (plan.chunks, plan.value_heads, plan.batch),
         plan.prepare_bytes,
         groups=4,
@@ -208,26 +226,25 @@ def _scan(name, plan: Plan, inputs, outputs) -> Launch:
 
 
 def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: mx.array) -> Launch:
-    """y [B,T,Hv,Dv], states [B,Hv,chunks,Dv,Dk], u [B,Hv,chunks,Dv,C] and last [B,Hv,Dv,Dk]; the second and third
-    are opaque to others."""
-    heads = (plan.batch, plan.value_heads)
+    """y [B,T,Hv,Dv], states and u as the kernels keep them, a block a chunk, and last [B,Hv,Dv,Dk]."""
+    heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
     inputs = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "initial": x.initial}
     outputs = {
         "y": (x.v.shape, plan.dtype),
-        "states": ((*heads, plan.chunks, plan.value_size, plan.key_size), plan.saved),
-        "u": ((*heads, plan.chunks, plan.value_size, plan.chunk), mx.float32),
+        "states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
+        "u": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
         "last": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }
     return _scan("scan", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
 
 
 def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Launch:
-    """d_states [B,Hv,chunks,Dv,Dk], d_right [B,Hv,chunks,Dv,C], dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
-    heads = (plan.batch, plan.value_heads)
+    """d_states and d_right as the kernels keep them, dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
+    heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
     inputs = {"q": x.q, "k": x.k, "dy": dy, "mask": x.mask, "d_last": d_last}
     outputs = {
-        "d_states": ((*heads, plan.chunks, plan.value_size, plan.key_size), plan.saved),
-        "d_right": ((*heads, plan.chunks, plan.value_size, plan.chunk), plan.saved),
+        "d_states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
+        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), plan.saved),
         "dv": (x.v.shape, plan.dtype),
         "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }

@@ -363,81 +363,181 @@ inline void put_turned(Store s, int offset, int stride, const Tile& t, int lane)
   }
 }
 
-// Copies from device to shared memory run on by themselves until copies_done.
-inline void copies_done() {
+// Copies from device to shared memory run on by themselves. Whole rows and blocks go in bulk and report to a barrier of
+// the stage that they fill; the rest goes in pieces of 16 bytes. A stage's copies: started, copied, sent; then waited for.
+struct Arrival {
+  unsigned barrier, bytes;
+};
+inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
+
+// Barriers of up to two stages; every thread calls.
+inline void arrivals_start(char* p, int index) {
+  if (index == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(p) + 8 * i) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+}
+inline Arrival arrival_at(char* p, int stage) { return Arrival{shared_address(p) + 8 * stage, 0}; }
+inline void copies_sent(const Arrival& a, int index) {
+  if (index == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(a.barrier), "r"(a.bytes) : "memory");
+}
+// `round` counts a stage's fillings from 0.
+inline void copies_wait(const Arrival& a, int round) {
   asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\n"
+      "DONE:\n}" :: "r"(a.barrier), "r"(round & 1) : "memory");
+}
+// Between ordinary writes to shared memory and bulk copies over them or from them.
+inline void copies_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+inline void copy_bulk(void* to, const void* from, unsigned bytes, const Arrival& a) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(a.barrier) : "memory");
 }
 inline void copy16(void* to, const void* from, bool live) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(live ? 16 : 0) : "memory");
-}
-inline void copy4(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
-
-template <int Count, int Threads>
-inline void copy_floats(float* to, const float* from, int index) {
-  for (unsigned i = index; i < Count; i += Threads) copy4(to + i, from + i);
+               :: "r"(shared_address(to)), "l"(from), "r"(live ? 16 : 0) : "memory");
 }
 
-// Rows of an input, zeros where a row is not live or a column lies past `width`.
-template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
-inline void copy_rows(Store s, int stride, const Source* from, int row_stride, int width, Live live, int index) {
-  if constexpr (sizeof(Source) == 2 && Store::planes == 1) {
-    if (width % 8 == 0 && row_stride % 8 == 0 && aligned16(from)) {
-      constexpr int vectors = Columns / 8;
-#pragma unroll 4
-      for (unsigned i = index; i < Rows * vectors; i += Threads) {
-        const int row = i / vectors, column = i % vectors * 8;
-        const bool on = column < width && live(row);
-        copy16(s.elements + row * stride + column, on ? from + (long)row * row_stride + column : from, on);
-      }
-      return;
-    }
+template <int Count>
+inline void copy_floats(float* to, const float* from, Arrival& a, int index) {
+  if (index == 0) copy_bulk(to, from, Count * 4, a);
+  a.bytes += Count * 4;
+}
+
+// The next `Count` elements of a stored block, from `offset` on, in every plane.
+template <int Count, int Threads, typename Store>
+inline void copy_block(Store s, Store from, long offset, Arrival& a, int index) {
+  if constexpr (Store::planes == 0) {
+    if (index == 0) copy_bulk(s.elements, from.elements + offset, Count * 4, a);
+    a.bytes += Count * 4;
+  } else {
+#pragma unroll
+    for (int plane = 0; plane < Store::planes; ++plane)
+      if (index == plane * 32 % Threads) copy_bulk(s.plane(plane), from.plane(plane) + offset, Count * 2, a);
+    a.bytes += Store::planes * Count * 2;
   }
+}
+
+template <typename Store, typename Source> struct SameBits { static constexpr bool value = false; };
+template <> struct SameBits<Single, bf16> { static constexpr bool value = true; };
+template <> struct SameBits<PlainFloat, float> { static constexpr bool value = true; };
+
+template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
+__device__ __noinline__ void copy_elements(Store s, int stride, const Source* from, int row_stride, int width, Live live,
+                                           int index) {
   for (unsigned i = index; i < Rows * Columns; i += Threads) {
     const int row = i / Columns, column = i % Columns;
     const bool on = column < width && live(row);
     s.put(row * stride + column, on ? static_cast<float>(from[(long)row * row_stride + column]) : 0.0f);
   }
+  copies_fence();
 }
 
-// Rows of a stored matrix, `limit` of them and `width` columns; zeros past these. A triangle ends at the diagonal's tile.
-template <int Rows, int Columns, int Threads, bool Triangle, typename Store>
-inline void copy_stored(Store s, int stride, Store from, long offset, int row_stride, int limit, int width, int index) {
-  constexpr int each = Store::planes == 0 ? 4 : 8, planes = Store::planes == 2 ? 2 : 1;
-  constexpr int vectors = Columns / each;
-  if (width % each == 0 && row_stride % each == 0) {
-#pragma unroll 4
-    for (unsigned i = index; i < planes * Rows * vectors; i += Threads) {
-      const int plane = i / (Rows * vectors), row = i / vectors % Rows, column = i % vectors * each;
-      if (Triangle && column / 16 > row / 16) continue;
-      const bool on = row < limit && column < width;
-      const int skip = plane * (planes == 2 ? 1 : 0);
-      const long at = on ? offset + (long)row * row_stride + column : 0;
-      if constexpr (Store::planes == 0) copy16(s.elements + row * stride + column, from.elements + at, on);
-      else copy16(s.plane(skip) + row * stride + column, from.plane(skip) + at, on);
+// Rows of an input, zeros where a row is not live or a column lies past `width`.
+template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
+inline void copy_rows(Store s, int stride, const Source* from, int row_stride, int width, Live live, Arrival& a,
+                      int index) {
+  if constexpr (SameBits<Store, Source>::value) {
+    constexpr int each = 16 / sizeof(Source);
+    if (row_stride % each == 0 && aligned16(from)) {
+      if (!Live::masked && width >= Columns) {
+        const int rows = live.left < Rows ? live.left : Rows;
+#pragma unroll
+        for (int row = index; row < Rows; row += Threads) {
+          if (row < rows) {
+            copy_bulk(s.elements + row * stride, from + (long)row * row_stride, Columns * sizeof(Source), a);
+          } else {
+            for (int column = 0; column < Columns; column += each)
+              *reinterpret_cast<uint4*>(s.elements + row * stride + column) = make_uint4(0, 0, 0, 0);
+            copies_fence();
+          }
+        }
+        a.bytes += rows * Columns * sizeof(Source);
+        return;
+      }
+      if (width % each == 0) {
+        constexpr int vectors = Columns / each;
+        for (unsigned i = index; i < Rows * vectors; i += Threads) {
+          const int row = i / vectors, column = i % vectors * each;
+          const bool on = column < width && live(row);
+          copy16(s.elements + row * stride + column, on ? from + (long)row * row_stride + column : from, on);
+        }
+        return;
+      }
     }
-    return;
   }
-  for (unsigned i = index; i < Rows * Columns; i += Threads) {
-    const int row = i / Columns, column = i % Columns;
-    if (Triangle && column / 16 > row / 16) continue;
-    s.put(row * stride + column, row < limit && column < width ? from.get(offset + (long)row * row_stride + column) : 0.0f);
+  copy_elements<Rows, Columns, Threads>(s, stride, from, row_stride, width, live, index);
+}
+
+// A group's row of tiles, 16 rows of `stride` elements, out to a stored block. Its last write is waited for first.
+template <int Count, typename Store>
+inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, char* staging, int lane) {
+  if constexpr (Store::planes == 0) {
+#pragma unroll
+    for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
+  } else {
+    bf16* room = reinterpret_cast<bf16*>(staging);
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    __syncwarp();
+    const int place = ((lane & 7) + (lane & 8)) * stride + ((lane & 16) >> 1);
+#pragma unroll
+    for (int m = 0; m < Count; ++m) {
+      unsigned high[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) high[i] = pack(tiles[m].x[2 * i], tiles[m].x[2 * i + 1]);
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                   :: "r"(shared_address(room + place + m * 16)), "r"(high[0]), "r"(high[1]), "r"(high[2]), "r"(high[3])
+                   : "memory");
+      if constexpr (Store::planes == 2) {
+        unsigned low[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          low[i] = pack(tiles[m].x[2 * i] - unpack_low(high[i]), tiles[m].x[2 * i + 1] - unpack_high(high[i]));
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                     :: "r"(shared_address(room + 16 * stride + place + m * 16)), "r"(low[0]), "r"(low[1]), "r"(low[2]),
+                        "r"(low[3]) : "memory");
+      }
+    }
+    copies_fence();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int plane = 0; plane < Store::planes; ++plane)
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                     :: "l"(to.plane(plane) + offset), "r"(shared_address(room + plane * 16 * stride)), "r"(32 * stride)
+                     : "memory");
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
   }
 }
+inline void writes_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
 template <int Rows, int Columns, int Threads, typename Store, typename Target>
+__device__ __noinline__ void write_elements(Store s, int offset, int stride, Target* to, int row_stride, int rows,
+                                            int columns, int index) {
+  for (unsigned i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    if (row < rows && column < columns)
+      to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));
+  }
+}
+template <int Rows, int Columns, int Threads, typename Store, typename Target>
 inline void write_rows(Store s, int offset, int stride, Target* to, int row_stride, int rows, int columns, int index) {
-  if constexpr (sizeof(Target) == 2 && Store::planes == 1) {
-    if (columns % 8 == 0 && row_stride % 8 == 0) {
-      constexpr int vectors = Columns / 8;
+  if constexpr (SameBits<Store, Target>::value) {
+    constexpr int each = 16 / sizeof(Target);
+    if (columns % each == 0 && row_stride % each == 0) {
+      constexpr int vectors = Columns / each;
 #pragma unroll
       for (unsigned i = index; i < Rows * vectors; i += Threads) {
-        const int row = i / vectors, column = i % vectors * 8;
+        const int row = i / vectors, column = i % vectors * each;
         if (row < rows && column < columns)
           *reinterpret_cast<uint4*>(to + (long)row * row_stride + column) =
               *reinterpret_cast<const uint4*>(s.elements + offset + row * stride + column);
@@ -445,9 +545,22 @@ inline void write_rows(Store s, int offset, int stride, Target* to, int row_stri
       return;
     }
   }
-  for (unsigned i = index; i < Rows * Columns; i += Threads) {
-    const int row = i / Columns, column = i % Columns;
-    if (row < rows && column < columns)
-      to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));
-  }
+  write_elements<Rows, Columns, Threads>(s, offset, stride, to, row_stride, rows, columns, index);
+}
+
+// A shared matrix out to a stored block, as it stands.
+template <int Count, int Threads, typename Store>
+inline void write_block(Store to, Store s, int index) {
+  constexpr int bytes = Count * Store::bytes;
+#pragma unroll
+  for (unsigned i = index * 16; i < bytes; i += Threads * 16)
+    *reinterpret_cast<uint4*>(reinterpret_cast<char*>(to.elements) + i) =
+        *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(s.elements) + i);
+}
+
+// Bytes a row of a group's tiles takes on its way out: one plane of a state, or what u takes.
+template <typename In>
+__host__ __device__ constexpr int staged(int state, int chunk) {
+  constexpr int saved = Saved<In>::planes * 2, wide = Wide<In>::planes * 2;
+  return saved * state > wide * chunk ? saved * state : wide * chunk;
 }

@@ -30,6 +30,22 @@ inline View<Store, true> turned(Store store, int stride, int row, int column) {
   return View<Store, true>{store, column * stride + row, stride};
 }
 
+// A lower triangle of 16x16 tiles, packed: row of tiles i has i + 1 of them, and eight elements more a row.
+inline constexpr int packed_offset(int i) {
+  return 128 * i * (i + 2);
+}
+inline constexpr int packed_stride(int i) {
+  return 16 * i + 24;
+}
+template <typename Store>
+inline View<Store, false> packed(Store store, int i, int j) {
+  return View<Store, false>{store, packed_offset(i) + 16 * j, packed_stride(i)};
+}
+template <typename Store>
+inline View<Store, true> packed_turned(Store store, int i, int j) {
+  return View<Store, true>{store, packed_offset(i) + 16 * j, packed_stride(i)};
+}
+
 inline void tile_clear(thread Tile& tile) {
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) tile.set(e, 0.0f);
@@ -58,6 +74,7 @@ inline constexpr int align16(int n) {
 // Whether a chunk's position lies inside the sequence and the mask.
 template <bool Masked, typename M>
 struct Alive {
+  static constexpr constant bool masked = Masked;
   M mask;
   long start;
   int left;
@@ -129,20 +146,20 @@ struct PrepareMemory {
   static constexpr constant int q_end = q + C * stride_of(DK) * Exact<In>::bytes;
   // Once N and P stand, Q and K make room for Z and the rows that wait.
   static constexpr constant int z = 0;
-  static constexpr constant int waiting = z + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int waiting = z + packed_offset(C / 16) * Wide<In>::bytes;
   static constexpr constant int waiting_end = waiting + C * (C + 8) * Wide<In>::bytes;
   static constexpr constant int n = q_end > waiting_end ? q_end : waiting_end;
   static constexpr constant int blocks = n + C * (C + 8) * Wide<In>::bytes;
   static constexpr constant int decay = blocks + C * 17 * 4;
   static constexpr constant int gate = decay + align16(Decay<C>::floats * 4);
   static constexpr constant int rate = gate + C * 4;
-  static constexpr constant int bytes = rate + C * 4;
+  static constexpr constant int arrivals = rate + C * 4;
+  static constexpr constant int bytes = arrivals + 16;
 };
 
 // One 16x16 block of Z on the diagonal, by forward substitution: a lane a column.
 template <typename Store>
-inline void solve_diagonal(Store z, int stride, threadgroup const float* block, threadgroup const float* rate,
-                           int origin, int lane) {
+inline void solve_diagonal(Store z, threadgroup const float* block, threadgroup const float* rate, int b, int lane) {
   if (lane < 16) {
     float x[16];
     DELTATUNE_UNROLL
@@ -154,7 +171,7 @@ inline void solve_diagonal(Store z, int stride, threadgroup const float* block, 
         else sum -= block[i * 17 + j] * x[j];
       }
       const float value = sum - other;
-      z.put((origin + i) * stride + origin + lane, value);
+      z.put(packed_offset(b) + i * packed_stride(b) + b * 16 + lane, value);
       x[i] = rate[i] * value;
     }
   }
@@ -169,16 +186,16 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
                                 GLOBAL float* factors) {
   using Memory = PrepareMemory<In, C, DK>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
-  constexpr int pairs = blocks * (blocks + 1) / 2;
+  constexpr int pairs = blocks * (blocks + 1) / 2, triangle = packed_offset(blocks);
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const long chunk = ((long)at.z * HV + at.y) * chunks + at.x;
   const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
   const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
-  const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, C * square);
+  const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, triangle);
   const Wide<In> waiting = shared_at<Wide<In>>(memory, Memory::waiting, C * square);
   const Wide<In> n = shared_at<Wide<In>>(memory, Memory::n, C * square);
-  const auto solve_out = stored_at<Wide<In>>(solve, chunk, C * C);
-  const auto scores_out = stored_at<Wide<In>>(scores, chunk, C * C);
+  const auto solve_out = stored_at<Wide<In>>(solve, chunk, triangle);
+  const auto scores_out = stored_at<Wide<In>>(scores, chunk, triangle);
   threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::blocks);
   const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
   threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::gate);
@@ -186,8 +203,11 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
   const auto live = alive<MASKED>(mask, at.z, t0, length);
 
   const long from = (((long)at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
-  copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, at.index);
-  copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, at.index);
+  arrivals_start(memory + Memory::arrivals, at.index);
+  Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
+  copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, arrival, at.index);
+  copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, arrival, at.index ^ (threads / 2));
+  copies_sent(arrival, at.index);
   if (at.index < C) {
     gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, at.y, HV, t0, length);
     const bool on = live(at.index);
@@ -196,7 +216,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
   }
   barrier();
   fill_decay<C>(decay, gate, at.index);
-  copies_done();
+  copies_wait(arrival, 0);
   barrier();
   if (at.index < C) {
     factors[chunk * 3 * C + at.index] = decay.before(at.index);
@@ -225,12 +245,12 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
       kk.set(e, i > j ? d * kk.get(e) : 0.0f);
       if (row == column) diagonal[i * 17 + (j & 15)] = kk.get(e);
     }
-    put_tile<true, true>(scores_out, row * 16 * C + column * 16, C, qk, 16, 16, at.lane);
+    put_tile<true, true>(scores_out, packed_offset(row) + column * 16, packed_stride(row), qk, 16, 16, at.lane);
     if (row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
   }
   barrier();
   for (int b = at.group; b < blocks; b += GROUPS)
-    solve_diagonal(z, square, diagonal + b * 16 * 17, rate + b * 16, b * 16, at.lane);
+    solve_diagonal(z, diagonal + b * 16 * 17, rate + b * 16, b, at.lane);
   barrier();
   // Halves merge: with Y = N - N beta Z above, Z = Y - Z_below beta Y. A group a tile, 1, 2, ... tiles a side.
   DELTATUNE_UNROLL
@@ -246,7 +266,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
       Tile sum;
       tile_clear(sum);
       for (int c = column; c < top + side; ++c) {
-        Tile zt = tile_of(straight(z, square, c * 16, column * 16), at.lane);
+        Tile zt = tile_of(packed(z, c, column), at.lane);
         DELTATUNE_UNROLL
         for (int e = 0; e < 8; ++e) zt.set(e, rate[c * 16 + tile_row(e, at.lane)] * zt.get(e));
         put_tile<true, true>(waiting, column * 16 * square + row * 16, square, zt, 16, 16, at.lane);
@@ -273,21 +293,15 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
       Tile sum;
       tile_clear(sum);
       for (int c = top + side; c <= row; ++c)
-        multiply(sum, left(straight(z, square, row * 16, c * 16), at.lane),
+        multiply(sum, left(packed(z, row, c), at.lane),
                  right(straight(waiting, square, c * 16, column * 16), at.lane), at.lane);
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) y[m].set(e, y[m].get(e) - sum.get(e));
-      put_tile<true, true>(z, row * 16 * square + column * 16, square, y[m], 16, 16, at.lane);
+      put_tile<true, true>(z, packed_offset(row) + column * 16, packed_stride(row), y[m], 16, 16, at.lane);
     }
     barrier();
   }
-  for (int pair = at.group; pair < pairs; pair += GROUPS) {
-    int row = 0;
-    while ((row + 1) * (row + 2) / 2 <= pair) ++row;
-    const int column = pair - row * (row + 1) / 2;
-    const Tile tile = tile_of(straight(z, square, row * 16, column * 16), at.lane);
-    put_tile<true, true>(solve_out, row * 16 * C + column * 16, C, tile, 16, 16, at.lane);
-  }
+  write_block<triangle, threads>(solve_out, z, at.index);
 }
 
 // What the two scans hold of a chunk in shared memory, STAGES times.
@@ -296,35 +310,40 @@ struct ScanMemory {
   static constexpr constant int k = 0;
   static constexpr constant int q = k + C * stride_of(DK) * Exact<In>::bytes;
   static constexpr constant int solve = q + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int scores = solve + C * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int thin = scores + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int scores = solve + packed_offset(C / 16) * Wide<In>::bytes;
+  static constexpr constant int thin = scores + packed_offset(C / 16) * Wide<In>::bytes;
   static constexpr constant int factors = thin + C * (SLICE + 8) * Exact<In>::bytes;
   static constexpr constant int stage = factors + 3 * C * 4;
-  static constexpr constant int bytes = STAGES * stage;
+  // A group's tiles on their way out.
+  static constexpr constant int out = 16 * staged<In>(stride_of(DK), C + 8);
+  static constexpr constant int staging = STAGES * stage;
+  static constexpr constant int arrivals = staging + SLICE / 16 * out;
+  static constexpr constant int bytes = arrivals + 16;
 };
 
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
           typename PQ, typename PK, typename PV, typename PM, typename PF>
-inline void load_chunk(Place at, threadgroup char* memory, PQ q, PK k, PV thin, PM mask, PF solve, PF scores,
-                       PF factors, int length, int chunks, int n) {
+inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k, PV thin, PM mask,
+                       PF solve, PF scores, PF factors, int length, int chunks, int n) {
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, columns = padded(DK);
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), columns = padded(DK), triangle = packed_offset(C / 16);
   const int t0 = n * C, first = at.x * SLICE;
   const long chunk = ((long)at.z * HV + at.y) * chunks + n, row = (long)at.z * length + t0;
   const long from = (row * HK + at.y / (HV / HK)) * DK;
   const auto live = alive<MASKED>(mask, at.z, t0, length);
+  copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
+                                stored_at<Wide<In>>(solve, chunk, triangle), 0, arrival, at.index);
+  copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::scores, triangle),
+                                stored_at<Wide<In>>(scores, chunk, triangle), 0, arrival, at.index);
+  copy_floats<3 * C>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * 3 * C, arrival,
+                     at.index);
   copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::k, C * stride), stride, k + from, HK * DK, DK,
-                                 live, at.index);
+                                 live, arrival, at.index);
   copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::q, C * stride), stride, q + from, HK * DK, DK,
-                                 live, at.index);
+                                 live, arrival, at.index ^ (threads / 2));
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::thin, C * (SLICE + 8)), SLICE + 8,
-                               thin + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, at.index);
-  copy_stored<C, C, threads, true>(shared_at<Wide<In>>(memory, Memory::solve, C * square), square,
-                                   stored_at<Wide<In>>(solve, chunk, C * C), 0, C, C, C, at.index);
-  copy_stored<C, C, threads, true>(shared_at<Wide<In>>(memory, Memory::scores, C * square), square,
-                                   stored_at<Wide<In>>(scores, chunk, C * C), 0, C, C, C, at.index);
-  copy_floats<3 * C, threads>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * 3 * C,
-                              at.index);
+                               thin + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, arrival, at.index);
+  copies_sent(arrival, at.index);
 }
 
 // A group's 16 rows of a state matrix in fp32.
@@ -361,6 +380,7 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
                              PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
+  constexpr int triangle = packed_offset(blocks), tall = padded(DV);
   static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
   const int chunks = (length + C - 1) / C, own = at.group * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
@@ -368,31 +388,38 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
   Tile state[across];
   load_state<DK, DV>(state, initial, head, first, at.lane);
   // With two stages a chunk is computed while the next one comes; with one, it is waited for.
+  arrivals_start(memory + Memory::arrivals, at.index);
+  threadgroup char* staging = memory + Memory::staging + at.group * Memory::out;
   for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
-    const int n = step, coming = STAGES > 1 ? step + 1 : step;
-    if (STAGES > 1) copies_done();
+    const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
+    const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
+    if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
     barrier();
-    if (coming < chunks)
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(
-          at, memory + (STAGES > 1 ? (coming & 1) * Memory::stage : 0), q, k, v, mask, solve, scores, factors, length,
-          chunks, coming);
+    if (coming < chunks) {
+      Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + turn * Memory::stage, arrival, q, k,
+                                                                       v, mask, solve, scores, factors, length, chunks,
+                                                                       coming);
+    }
     if (step < 0) continue;
     if (STAGES == 1) {
-      copies_done();
+      copies_wait(here, step);
       barrier();
     }
-    threadgroup char* stage = memory + (STAGES > 1 ? (n & 1) * Memory::stage : 0);
+    const int n = step;
+    threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
     const Exact<In> keys = shared_at<Exact<In>>(stage, Memory::k, C * stride);
     const Exact<In> queries = shared_at<Exact<In>>(stage, Memory::q, C * stride);
     const Exact<In> values = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
-    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, C * square);
-    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, C * square);
+    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
+    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = after + C;
-    const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, DV * DK);
-    const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, DV * C);
+    const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, tall * stride);
+    const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, tall * square);
 
+    if (first < tall) write_tiles<across>(states_out, (long)first * stride, stride, state, staging, at.lane);
     Tile x[blocks], out[blocks];
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
@@ -401,7 +428,6 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
     }
     DELTATUNE_UNROLL
     for (int m = 0; m < across; ++m) {
-      put_tile<DK % 2 == 0, DK % 16 == 0 && DV % 16 == 0>(states_out, (long)first * DK + m * 16, DK, state[m], DV - first, DK - m * 16, at.lane);
       Rough<In> s;
       hold(s, state[m]);
       DELTATUNE_UNROLL
@@ -428,11 +454,11 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
       DELTATUNE_UNROLL
-      for (int i = j; i < blocks; ++i) multiply(x[i], held[j], right(turned(z, square, j * 16, i * 16), at.lane), at.lane);
+      for (int i = j; i < blocks; ++i) multiply(x[i], held[j], right(packed_turned(z, i, j), at.lane), at.lane);
     }
+    if (first < tall) write_tiles<blocks>(u_out, (long)first * square, square, x, staging, at.lane);
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
-      put_tile<true, DV % 16 == 0>(u_out, (long)first * C + j * 16, C, x[j], DV - first, 16, at.lane);
       tile_scale_columns(x[j], rate + j * 16, at.lane);
       hold(held[j], x[j]);
     }
@@ -441,7 +467,7 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
     for (int j = 0; j < blocks; ++j) {
       DELTATUNE_UNROLL
       for (int i = j; i < blocks; ++i)
-        multiply(out[i], held[j], right(turned(p, square, j * 16, i * 16), at.lane), at.lane);
+        multiply(out[i], held[j], right(packed_turned(p, i, j), at.lane), at.lane);
     }
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
@@ -460,7 +486,9 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
     group_barrier();
     write_rows<C, 16, 32>(values, own, thin, y + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
                           length - n * C, DV - first, at.lane);
+    copies_fence();
   }
+  writes_done();
   store_state<DK, DV>(state, last, head, first, at.lane);
 }
 
@@ -474,44 +502,51 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
                                 GLOBAL float* d_initial) {
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
+  constexpr int triangle = packed_offset(blocks), tall = padded(DV);
   static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
   const int chunks = (length + C - 1) / C, own = at.group * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
 
   Tile state[across];
   load_state<DK, DV>(state, d_last, head, first, at.lane);
-  for (int step = STAGES > 1 ? chunks : chunks - 1; step >= 0; --step) {
-    const int n = step, coming = STAGES > 1 ? step - 1 : step;
-    if (STAGES > 1) copies_done();
+  arrivals_start(memory + Memory::arrivals, at.index);
+  threadgroup char* staging = memory + Memory::staging + at.group * Memory::out;
+  for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
+    const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
+    const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
+    if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
     barrier();
-    if (coming >= 0)
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(
-          at, memory + (STAGES > 1 ? (coming & 1) * Memory::stage : 0), q, k, dy, mask, solve, scores, factors, length,
-          chunks, coming);
-    if (step == chunks) continue;
+    if (coming < chunks) {
+      Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + turn * Memory::stage, arrival, q, k,
+                                                                       dy, mask, solve, scores, factors, length, chunks,
+                                                                       chunks - 1 - coming);
+    }
+    if (step < 0) continue;
     if (STAGES == 1) {
-      copies_done();
+      copies_wait(here, step);
       barrier();
     }
-    threadgroup char* stage = memory + (STAGES > 1 ? (n & 1) * Memory::stage : 0);
+    const int n = chunks - 1 - step;
+    threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
     const Exact<In> keys = shared_at<Exact<In>>(stage, Memory::k, C * stride);
     const Exact<In> queries = shared_at<Exact<In>>(stage, Memory::q, C * stride);
     const Exact<In> slopes = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
-    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, C * square);
-    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, C * square);
+    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
+    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = after + C;
-    const auto states_out = stored_at<Saved<In>>(d_states, head * chunks + n, DV * DK);
-    const auto right_out = stored_at<Saved<In>>(d_right, head * chunks + n, DV * C);
+    const auto states_out = stored_at<Saved<In>>(d_states, head * chunks + n, tall * stride);
+    const auto right_out = stored_at<Saved<In>>(d_right, head * chunks + n, tall * square);
 
+    if (first < tall) write_tiles<across>(states_out, (long)first * stride, stride, state, staging, at.lane);
     // x: w, then R; transposed, rows of Dv by positions.
     Tile x[blocks];
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) tile_clear(x[j]);
     DELTATUNE_UNROLL
     for (int m = 0; m < across; ++m) {
-      put_tile<DK % 2 == 0, DK % 16 == 0 && DV % 16 == 0>(states_out, (long)first * DK + m * 16, DK, state[m], DV - first, DK - m * 16, at.lane);
       Precise<In> s;
       hold(s, state[m]);
       DELTATUNE_UNROLL
@@ -528,7 +563,7 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
       hold(exact, t);
       DELTATUNE_UNROLL
       for (int j = 0; j <= i; ++j)
-        multiply(x[j], exact, right(straight(p, square, i * 16, j * 16), at.lane), at.lane);
+        multiply(x[j], exact, right(packed(p, i, j), at.lane), at.lane);
       tile_scale_columns(t, before + i * 16, at.lane);
       hold(slope[i], t);
     }
@@ -545,11 +580,11 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
     for (int i = blocks - 1; i >= 0; --i) {
       DELTATUNE_UNROLL
       for (int j = 0; j <= i; ++j)
-        multiply(x[j], held[i], right(straight(z, square, i * 16, j * 16), at.lane), at.lane);
+        multiply(x[j], held[i], right(packed(z, i, j), at.lane), at.lane);
     }
+    if (first < tall) write_tiles<blocks>(right_out, (long)first * square, square, x, staging, at.lane);
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
-      put_tile<true, DV % 16 == 0>(right_out, (long)first * C + j * 16, C, x[j], DV - first, 16, at.lane);
       tile_scale_columns(x[j], rate + j * 16, at.lane);
       put_turned(slopes, (j * 16) * thin + own, thin, x[j], at.lane);
       DELTATUNE_UNROLL
@@ -569,7 +604,9 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
     group_barrier();
     write_rows<C, 16, 32>(slopes, own, thin, dv + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
                           length - n * C, DV - first, at.lane);
+    copies_fence();
   }
+  writes_done();
   store_state<DK, DV>(state, d_initial, head, first, at.lane);
 }
 
@@ -595,30 +632,32 @@ struct GradientMemory {
   static constexpr constant int scalars = decay + align16(Decay<C>::floats * 4);
   static constexpr constant int sums = scalars + 4 * C * 4;
   static constexpr constant int parts = sums + 2 * C * (C / 16) * 4;
-  static constexpr constant int bytes = parts + 3 * C * 4 * 4 + 32 * 4;
+  static constexpr constant int arrivals = parts + 3 * C * 4 * 4 + 32 * 4;
+  static constexpr constant int bytes = arrivals + 16;
 };
 
 template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, int STAGES, bool OVERLAY, bool MASKED,
           typename PT, typename PU, typename PR, typename PY, typename PM>
-inline void load_slice(Place at, threadgroup char* memory, PT states, PT d_states, PU u, PR d_right, PY dy, PM mask,
+inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arrival, PT states, PT d_states, PU u, PR d_right, PY dy, PM mask,
                        int length, int hv, long chunk, int first) {
   using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, columns = padded(DK);
-  const int limit = DV - first;
-  copy_stored<SLICE, columns, threads, false>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride), stride,
-                                              stored_at<Saved<In>>(states, chunk, DV * DK), (long)first * DK, DK, limit,
-                                              DK, at.index);
-  copy_stored<SLICE, columns, threads, false>(shared_at<Saved<In>>(memory, Memory::d_state, SLICE * stride), stride,
-                                              stored_at<Saved<In>>(d_states, chunk, DV * DK), (long)first * DK, DK,
-                                              limit, DK, at.index);
-  copy_stored<SLICE, C, threads, false>(shared_at<Wide<In>>(memory, Memory::u, SLICE * square), square,
-                                        stored_at<Wide<In>>(u, chunk, DV * C), (long)first * C, C, limit, C, at.index);
-  copy_stored<SLICE, C, threads, false>(shared_at<Saved<In>>(memory, Memory::right, SLICE * square), square,
-                                        stored_at<Saved<In>>(d_right, chunk, DV * C), (long)first * C, C, limit, C,
-                                        at.index);
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8;
+  constexpr int tall = padded(DV);
+  copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
+                                      stored_at<Saved<In>>(states, chunk, tall * stride), (long)first * stride, arrival,
+                                      at.index);
+  copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::d_state, SLICE * stride),
+                                      stored_at<Saved<In>>(d_states, chunk, tall * stride), (long)first * stride,
+                                      arrival, at.index);
+  copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * square),
+                                      stored_at<Wide<In>>(u, chunk, tall * square), (long)first * square, arrival,
+                                      at.index);
+  copy_block<SLICE * square, threads>(shared_at<Saved<In>>(memory, Memory::right, SLICE * square),
+                                      stored_at<Saved<In>>(d_right, chunk, tall * square), (long)first * square,
+                                      arrival, at.index);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
-                               dy + (((long)at.z * length + at.x * C) * HV + hv) * DV + first, HV * DV, limit,
-                               alive<MASKED>(mask, at.z, at.x * C, length), at.index);
+                               dy + (((long)at.z * length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
+                               alive<MASKED>(mask, at.z, at.x * C, length), arrival, at.index);
 }
 
 // A share of what the gate of position t gets: from rows at or after t, from rows before it, and from pairs (i, j) that
@@ -701,18 +740,29 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     tile_clear(dq_sums[m]);
     tile_clear(dk_sums[m]);
   }
+  static_assert(padded(DV) % SLICE == 0 && (STAGES > 1) != OVERLAY, "whole slices; one stage goes with an overlay");
+  arrivals_start(memory + Memory::arrivals, at.index);
+  int loads = 0;
   for (int member = 0; member < members; ++member) {
     const int hv = at.y * members + member;
     const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
     barrier();
-    if (STAGES > 1)
-      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
-          at, memory + Memory::slices, states, d_states, u_in, d_right, dy_in, mask, length, hv, chunk, 0);
-    if (!OVERLAY && member == 0) {
-      copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, at.index);
-      copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, at.index);
+    {
+      // One stage's first load brings only the factors and, where they have room of their own, Q and K.
+      Arrival arrival = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
+      if (STAGES > 1)
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
+            at, memory + Memory::slices + (loads & 1) * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in,
+            mask, length, hv, chunk, 0);
+      if (!OVERLAY && member == 0) {
+        copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
+        copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, arrival,
+                                       at.index ^ (threads / 2));
+      }
+      copy_floats<3 * C>(before, factors + chunk * 3 * C, arrival, at.index);
+      copies_sent(arrival, at.index);
+      if (STAGES == 1) copies_wait(arrival, loads++);
     }
-    copy_floats<3 * C, threads>(before, factors + chunk * 3 * C, at.index);
     if (at.index < C) gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, hv, HV, t0, length);
 
     Tile from_y[mine], from_right[mine], from_end[mine], dp[own_pairs], da[own_pairs];
@@ -729,21 +779,23 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     }
     float whole = 0.0f, rates[2] = {0.0f, 0.0f};
     for (int n = 0; n < (DV + SLICE - 1) / SLICE; ++n) {
-      threadgroup char* slice = memory + Memory::slices + (STAGES > 1 ? n % 2 * Memory::stage : 0);
-      if (STAGES > 1) {
-        copies_done();
-        barrier();
-        if ((n + 1) * SLICE < DV)
-          load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
-              at, memory + Memory::slices + (n + 1) % 2 * Memory::stage, states, d_states, u_in, d_right, dy_in, mask,
-              length, hv, chunk, (n + 1) * SLICE);
-      } else {
-        barrier();
+      threadgroup char* slice = memory + Memory::slices + (STAGES > 1 ? (loads & 1) * Memory::stage : 0);
+      const int coming = STAGES > 1 ? n + 1 : n, turn = STAGES > 1 ? (loads + 1) & 1 : 0;
+      const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
+      if (STAGES > 1) copies_wait(here, loads >> 1);
+      barrier();
+      if (coming * SLICE < DV) {
+        Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
         load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
-            at, slice, states, d_states, u_in, d_right, dy_in, mask, length, hv, chunk, n * SLICE);
-        copies_done();
+            at, memory + Memory::slices + turn * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in, mask,
+            length, hv, chunk, coming * SLICE);
+        copies_sent(arrival, at.index);
+      }
+      if (STAGES == 1) {
+        copies_wait(here, loads);
         barrier();
       }
+      ++loads;
       if (n == 0) fill_decay<C>(decay, gate, at.index);
       const Saved<In> state = shared_at<Saved<In>>(slice, Memory::state, SLICE * stride);
       const Saved<In> d_state = shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride);
@@ -780,9 +832,13 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     whole = lane_sum(whole);
     barrier();
     if (OVERLAY) {
-      copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, at.index);
-      copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, at.index);
-      copies_done();
+      Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
+      copies_fence();
+      copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
+      copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, arrival,
+                                     at.index ^ (threads / 2));
+      copies_sent(arrival, at.index);
+      copies_wait(arrival, loads++);
       barrier();
     }
     if (lane == 0) on_all[at.group] = whole;
@@ -911,6 +967,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       d_log_g[to] = live(t) ? on_gate : 0.0f;
       d_beta[to] = live(t) ? on_beta : 0.0f;
     }
+    copies_fence();
   }
   barrier();
   DELTATUNE_UNROLL

@@ -155,16 +155,32 @@ void put_turned(Store s, int offset, int stride, const thread Tile& t, int lane)
   for (int e = 0; e < 8; ++e) s.put(offset + tile_column(e, lane) * stride + tile_row(e, lane), t.get(e));
 }
 
-inline void copies_done() {}
+// Copies are done where they are called; CUDA's run on by themselves.
+struct Arrival {};
+inline void arrivals_start(threadgroup char*, int) {}
+inline Arrival arrival_at(threadgroup char*, int) {
+  return Arrival{};
+}
+inline void copies_sent(const thread Arrival&, int) {}
+inline void copies_wait(const thread Arrival&, int) {}
+inline void copies_fence() {}
+inline void writes_done() {}
 
-template <int Count, int Threads>
-void copy_floats(threadgroup float* to, const device float* from, int index) {
-  for (int i = index; i < Count; i += Threads) to[i] = from[i];
+template <int Count>
+void copy_floats(threadgroup float* to, const device float* from, thread Arrival&, int index) {
+  if (index < 32)
+    for (int i = index; i < Count; i += 32) to[i] = from[i];
+}
+
+// The next `Count` elements of a stored block, from `offset` on.
+template <int Count, int Threads, typename Store, typename From>
+void copy_block(Store s, From from, long offset, thread Arrival&, int index) {
+  for (int i = index; i < Count; i += Threads) s.elements[i] = from.elements[offset + i];
 }
 
 // Rows of an input, zeros where a row is not live or a column lies past `width`.
 template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
-void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live live, int index) {
+void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live live, thread Arrival&, int index) {
   for (int i = index; i < Rows * Columns; i += Threads) {
     const int row = i / Columns, column = i % Columns;
     const bool on = column < width && live(row);
@@ -172,15 +188,10 @@ void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live
   }
 }
 
-// Rows of a stored matrix, `limit` of them and `width` columns; zeros past these. A triangle ends at the diagonal's tile.
-template <int Rows, int Columns, int Threads, bool Triangle, typename Store, typename From>
-void copy_stored(Store s, int stride, From from, long offset, int row_stride, int limit, int width, int index) {
-  for (int i = index; i < Rows * Columns; i += Threads) {
-    const int row = i / Columns, column = i % Columns;
-    if (Triangle && column / 16 > row / 16) continue;
-    s.put(row * stride + column,
-          row < limit && column < width ? from.get(offset + (long)row * row_stride + column) : 0.0f);
-  }
+// A group's row of tiles out to a stored block.
+template <int Count, typename Store>
+void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, threadgroup char*, int lane) {
+  for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
 }
 
 // Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
@@ -191,4 +202,16 @@ void write_rows(Store s, int offset, int stride, device Target* to, int row_stri
     if (row < rows && column < columns)
       to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));
   }
+}
+
+// A shared matrix out to a stored block, as it stands.
+template <int Count, int Threads, typename To, typename Store>
+void write_block(To to, Store s, int index) {
+  for (int i = index; i < Count; i += Threads) to.elements[i] = s.elements[i];
+}
+
+// Tiles go straight out here.
+template <typename In>
+inline constexpr int staged(int, int) {
+  return 0;
 }
