@@ -363,8 +363,8 @@ inline void put_turned(Store s, int offset, int stride, const Tile& t, int lane)
   }
 }
 
-// Copies from device to shared memory run on by themselves. Whole rows and blocks go in bulk and report to a barrier of
-// the stage that they fill; the rest goes in pieces of 16 bytes. A stage's copies: started, copied, sent; then waited for.
+// Copies from device to shared memory run on by themselves. Whole blocks go in bulk and report to a barrier of the stage
+// that they fill; rows go in pieces of 16 bytes. (A bulk copy a row costs more: its instruction serves one lane.)
 struct Arrival {
   unsigned barrier, bytes;
 };
@@ -447,23 +447,22 @@ inline void copy_rows(Store s, int stride, const Source* from, int row_stride, i
   if constexpr (SameBits<Store, Source>::value) {
     constexpr int each = 16 / sizeof(Source);
     if (row_stride % each == 0 && aligned16(from)) {
-      if (!Live::masked && width >= Columns) {
-        const int rows = live.left < Rows ? live.left : Rows;
+      constexpr int vectors = Columns / each, step = Threads / vectors;
+      // The usual case keeps its addresses: a thread stays in its column.
+      if constexpr (!Live::masked && Threads % vectors == 0 && Rows % (step > 0 ? step : 1) == 0) {
+        if (live.left >= Rows && width >= Columns) {
+          const int row = (unsigned)index / vectors, column = (unsigned)index % vectors * each;
+          const unsigned to = shared_address(s.elements + row * stride + column);
+          const Source* source = from + (long)row * row_stride + column;
 #pragma unroll
-        for (int row = index; row < Rows; row += Threads) {
-          if (row < rows) {
-            copy_bulk(s.elements + row * stride, from + (long)row * row_stride, Columns * sizeof(Source), a);
-          } else {
-            for (int column = 0; column < Columns; column += each)
-              *reinterpret_cast<uint4*>(s.elements + row * stride + column) = make_uint4(0, 0, 0, 0);
-            copies_fence();
-          }
+          for (int i = 0; i < Rows / step; ++i)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         :: "r"(to + i * step * stride * (int)sizeof(Source)), "l"(source + (long)i * step * row_stride)
+                         : "memory");
+          return;
         }
-        a.bytes += rows * Columns * sizeof(Source);
-        return;
       }
       if (width % each == 0) {
-        constexpr int vectors = Columns / each;
         for (unsigned i = index; i < Rows * vectors; i += Threads) {
           const int row = i / vectors, column = i % vectors * each;
           const bool on = column < width && live(row);

@@ -206,7 +206,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
   arrivals_start(memory + Memory::arrivals, at.index);
   Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
   copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, arrival, at.index);
-  copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, arrival, at.index ^ (threads / 2));
+  copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, arrival, at.index);
   copies_sent(arrival, at.index);
   if (at.index < C) {
     gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, at.y, HV, t0, length);
@@ -340,7 +340,7 @@ inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arriv
   copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::k, C * stride), stride, k + from, HK * DK, DK,
                                  live, arrival, at.index);
   copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::q, C * stride), stride, q + from, HK * DK, DK,
-                                 live, arrival, at.index ^ (threads / 2));
+                                 live, arrival, at.index);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::thin, C * (SLICE + 8)), SLICE + 8,
                                thin + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, arrival, at.index);
   copies_sent(arrival, at.index);
@@ -486,7 +486,6 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
     group_barrier();
     write_rows<C, 16, 32>(values, own, thin, y + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
                           length - n * C, DV - first, at.lane);
-    copies_fence();
   }
   writes_done();
   store_state<DK, DV>(state, last, head, first, at.lane);
@@ -604,7 +603,6 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
     group_barrier();
     write_rows<C, 16, 32>(slopes, own, thin, dv + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
                           length - n * C, DV - first, at.lane);
-    copies_fence();
   }
   writes_done();
   store_state<DK, DV>(state, d_initial, head, first, at.lane);
@@ -757,7 +755,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       if (!OVERLAY && member == 0) {
         copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
         copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, arrival,
-                                       at.index ^ (threads / 2));
+                                       at.index);
       }
       copy_floats<3 * C>(before, factors + chunk * 3 * C, arrival, at.index);
       copies_sent(arrival, at.index);
@@ -836,7 +834,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       copies_fence();
       copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
       copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, arrival,
-                                     at.index ^ (threads / 2));
+                                     at.index);
       copies_sent(arrival, at.index);
       copies_wait(arrival, loads++);
       barrier();

@@ -186,7 +186,9 @@ static void lane_main() {
 }
 
 static void start_lane(int i) {
-  uint64_t* top = (uint64_t*)(stacks + (size_t)(i + 1) * (stack_bytes + fence) - 64);
+  char* bottom = stacks + (size_t)i * stack_bytes;
+  memset(bottom, 0xff, 64);
+  uint64_t* top = (uint64_t*)(bottom + stack_bytes - 64);
 #if defined(__x86_64__)
   *--top = 0;
   *--top = (uint64_t)&lane_main;
@@ -254,6 +256,8 @@ static bool run_block(int count) {
     if (site) fail("a barrier or group operation that not all lanes reach", site);
     break;
   }
+  for (int i = 0; i < count && !fault[0]; ++i)
+    if (*(uint64_t*)(stacks + (size_t)i * stack_bytes) != ~(uint64_t)0) fail("a lane's stack ran over", 0);
   for (int i = 0; i < (threadgroup_limit - arena_bytes) / 16 * 16 && !fault[0]; ++i)
     if ((unsigned char)arena.start[i] != 0xff) fail("a write outside threadgroup memory", 0);
   return !fault[0];
@@ -261,11 +265,8 @@ static bool run_block(int count) {
 
 static void prepare_memory() {
   if (stacks) return;
-  const size_t all = most_lanes * (stack_bytes + fence);
-  stacks = (char*)mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0);
+  stacks = (char*)mmap(nullptr, most_lanes * stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
   if (stacks == MAP_FAILED) abort();
-  for (int i = 0; i < most_lanes; ++i)
-    if (mprotect(stacks + i * (stack_bytes + fence) + fence, stack_bytes, PROT_READ | PROT_WRITE)) abort();
   arena = reserve(threadgroup_limit, true, "threadgroup memory");
 }
 
