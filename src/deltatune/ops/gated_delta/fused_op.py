@@ -85,13 +85,13 @@ def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool) -> _F
     """f(q, k, v, log_g, beta, state, mask?, segments?) -> (y, final state, and what the backward pass reads)."""
 
     def prepared(arrays: Sequence[mx.array]) -> tuple[Plan, Arguments]:
-        q, k, v, *_ = arrays
+        q, k, v, log_g, beta, initial = arrays[:_FLOATS]
         plan = cut(shape_of(k, v), q.dtype, masked=masked, segmented=segmented)
         assert plan is not None, "covered: checked before"
         extra = list(arrays[_FLOATS:])
         mask = extra.pop(0) if masked else mx.ones((1,), dtype=mx.bool_)
         segments = extra.pop(0) if segmented else mx.zeros((1,), dtype=mx.int32)
-        return plan, Arguments(*arrays[:_FLOATS], mask, segments)
+        return plan, Arguments(q, k, v, log_g, beta, initial, mask, segments)
 
     def run_forward(*arrays: mx.array) -> _Arrays:
         plan, x = prepared(arrays)
