@@ -177,6 +177,65 @@ inline void solve_diagonal(Store z, threadgroup const float* block, threadgroup 
   }
 }
 
+// Z from N (its diagonal tiles in a table of fp32); a barrier before and one after. `waiting` is room of N's size.
+template <int C, int GROUPS, typename Z, typename N>
+inline void solve_triangle(Place at, Z z, N waiting, N n, threadgroup const float* diagonal,
+                           threadgroup const float* rate) {
+  constexpr int blocks = C / 16, square = C + 8;
+  for (int b = at.group; b < blocks; b += GROUPS)
+    solve_diagonal(z, diagonal + b * 16 * 17, rate + b * 16, b, at.lane);
+  barrier();
+  // Halves merge: with Y = N - N beta Z above, Z = Y - Z_below beta Y. A group a tile, 1, 2, ... tiles a side.
+  DELTATUNE_UNROLL
+  for (int side = 1; side < blocks; side *= 2) {
+    constexpr int most = (blocks * blocks / 4 + GROUPS - 1) / GROUPS;
+    Tile y[most > 0 ? most : 1];
+    DELTATUNE_UNROLL
+    for (int m = 0; m < most; ++m) {
+      const int index = at.group + m * GROUPS;
+      if (index >= blocks / 2 * side) continue;
+      const int top = index / (side * side) * 2 * side;
+      const int row = top + side + index / side % side, column = top + index % side;
+      Tile sum;
+      tile_clear(sum);
+      for (int c = column; c < top + side; ++c) {
+        Tile zt = tile_of(packed(z, c, column), at.lane);
+        DELTATUNE_UNROLL
+        for (int e = 0; e < 8; ++e) zt.set(e, rate[c * 16 + tile_row(e, at.lane)] * zt.get(e));
+        put_tile<true, true>(waiting, column * 16 * square + row * 16, square, zt, 16, 16, at.lane);
+        group_barrier();
+        multiply(sum, left(straight(n, square, row * 16, c * 16), at.lane),
+                 right(straight(waiting, square, column * 16, row * 16), at.lane), at.lane);
+        group_barrier();
+      }
+      y[m] = tile_of(straight(n, square, row * 16, column * 16), at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        y[m].set(e, y[m].get(e) - sum.get(e));
+        sum.set(e, rate[row * 16 + tile_row(e, at.lane)] * y[m].get(e));
+      }
+      put_tile<true, true>(waiting, row * 16 * square + column * 16, square, sum, 16, 16, at.lane);
+    }
+    barrier();
+    DELTATUNE_UNROLL
+    for (int m = 0; m < most; ++m) {
+      const int index = at.group + m * GROUPS;
+      if (index >= blocks / 2 * side) continue;
+      const int top = index / (side * side) * 2 * side;
+      const int row = top + side + index / side % side, column = top + index % side;
+      Tile sum;
+      tile_clear(sum);
+      for (int c = top + side; c <= row; ++c)
+        multiply(sum, left(packed(z, row, c), at.lane),
+                 right(straight(waiting, square, c * 16, column * 16), at.lane), at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) y[m].set(e, y[m].get(e) - sum.get(e));
+      put_tile<true, true>(z, packed_offset(row) + column * 16, packed_stride(row), y[m], 16, 16, at.lane);
+    }
+    barrier();
+  }
+}
+
 // solve [B,Hv,chunks] blocks of Z, scores of P, factors [B,Hv,chunks,3,C]: G, E, beta (0 where not live).
 // Grid: chunks, Hv, B.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED, typename PQ,
@@ -249,71 +308,35 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
     if (row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
   }
   barrier();
-  for (int b = at.group; b < blocks; b += GROUPS)
-    solve_diagonal(z, diagonal + b * 16 * 17, rate + b * 16, b, at.lane);
-  barrier();
-  // Halves merge: with Y = N - N beta Z above, Z = Y - Z_below beta Y. A group a tile, 1, 2, ... tiles a side.
-  DELTATUNE_UNROLL
-  for (int side = 1; side < blocks; side *= 2) {
-    constexpr int most = (blocks * blocks / 4 + GROUPS - 1) / GROUPS;
-    Tile y[most > 0 ? most : 1];
-    DELTATUNE_UNROLL
-    for (int m = 0; m < most; ++m) {
-      const int index = at.group + m * GROUPS;
-      if (index >= blocks / 2 * side) continue;
-      const int top = index / (side * side) * 2 * side;
-      const int row = top + side + index / side % side, column = top + index % side;
-      Tile sum;
-      tile_clear(sum);
-      for (int c = column; c < top + side; ++c) {
-        Tile zt = tile_of(packed(z, c, column), at.lane);
-        DELTATUNE_UNROLL
-        for (int e = 0; e < 8; ++e) zt.set(e, rate[c * 16 + tile_row(e, at.lane)] * zt.get(e));
-        put_tile<true, true>(waiting, column * 16 * square + row * 16, square, zt, 16, 16, at.lane);
-        group_barrier();
-        multiply(sum, left(straight(n, square, row * 16, c * 16), at.lane),
-                 right(straight(waiting, square, column * 16, row * 16), at.lane), at.lane);
-        group_barrier();
-      }
-      y[m] = tile_of(straight(n, square, row * 16, column * 16), at.lane);
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e) {
-        y[m].set(e, y[m].get(e) - sum.get(e));
-        sum.set(e, rate[row * 16 + tile_row(e, at.lane)] * y[m].get(e));
-      }
-      put_tile<true, true>(waiting, row * 16 * square + column * 16, square, sum, 16, 16, at.lane);
-    }
-    barrier();
-    DELTATUNE_UNROLL
-    for (int m = 0; m < most; ++m) {
-      const int index = at.group + m * GROUPS;
-      if (index >= blocks / 2 * side) continue;
-      const int top = index / (side * side) * 2 * side;
-      const int row = top + side + index / side % side, column = top + index % side;
-      Tile sum;
-      tile_clear(sum);
-      for (int c = top + side; c <= row; ++c)
-        multiply(sum, left(packed(z, row, c), at.lane),
-                 right(straight(waiting, square, c * 16, column * 16), at.lane), at.lane);
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e) y[m].set(e, y[m].get(e) - sum.get(e));
-      put_tile<true, true>(z, packed_offset(row) + column * 16, packed_stride(row), y[m], 16, 16, at.lane);
-    }
-    barrier();
-  }
+  solve_triangle<C, GROUPS>(at, z, waiting, n, diagonal, rate);
   write_block<triangle, threads>(solve_out, z, at.index);
 }
 
+template <bool Condition, typename X, typename Y> struct Choose { using type = X; };
+template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
+template <bool Value> struct Flag {};
+
+// What the two scans multiply by the state. One gate a head: K and Q, and the gates scale the products. A gate a channel:
+// G K and G Q, and E K for the state's own end of the chunk.
+template <typename In, bool CHANNEL, bool REVERSE>
+struct ScanTypes {
+  using keys = typename Choose<CHANNEL, typename Choose<REVERSE, Wide<In>, Upper<In>>::type, Exact<In>>::type;
+  using queries = typename Choose<CHANNEL, Saved<In>, Exact<In>>::type;
+  using ends = Wide<In>;
+};
+
 // What the two scans hold of a chunk in shared memory, STAGES times.
-template <typename In, int C, int DK, int SLICE, int STAGES>
+template <typename In, int C, int DK, int SLICE, int STAGES, bool CHANNEL = false, bool REVERSE = false>
 struct ScanMemory {
+  using Types = ScanTypes<In, CHANNEL, REVERSE>;
   static constexpr constant int k = 0;
-  static constexpr constant int q = k + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int solve = q + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int q = k + C * stride_of(DK) * Types::keys::bytes;
+  static constexpr constant int ends = q + C * stride_of(DK) * Types::queries::bytes;
+  static constexpr constant int solve = ends + (CHANNEL ? C * stride_of(DK) * Types::ends::bytes : 0);
   static constexpr constant int scores = solve + packed_offset(C / 16) * Wide<In>::bytes;
   static constexpr constant int thin = scores + packed_offset(C / 16) * Wide<In>::bytes;
   static constexpr constant int factors = thin + C * (SLICE + 8) * Exact<In>::bytes;
-  static constexpr constant int stage = factors + 3 * C * 4;
+  static constexpr constant int stage = factors + (CHANNEL ? C + padded(DK) : 3 * C) * 4;
   // A group's tiles on their way out.
   static constexpr constant int out = 16 * staged<In>(stride_of(DK), C + 8);
   static constexpr constant int staging = STAGES * stage;
@@ -321,26 +344,60 @@ struct ScanMemory {
   static constexpr constant int bytes = arrivals + 16;
 };
 
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PV, typename PM, typename PF>
-inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k, PV thin, PM mask,
+// K and Q come as rows of the inputs, or as blocks that the preparation left.
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
+          typename PE, typename Live>
+inline void load_keys(Flag<false>, Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
+                      PE, Live live, long, long row) {
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), columns = padded(DK);
+  const long from = (row * HK + at.y / (HV / HK)) * DK;
+  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::k, C * stride), stride, k + from, HK * DK, DK,
+                                 live, arrival, at.index);
+  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::q, C * stride), stride, q + from, HK * DK, DK,
+                                 live, arrival, at.index);
+}
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
+          typename PE, typename Live>
+inline void load_keys(Flag<true>, Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
+                      PE ends, Live, long chunk, long) {
+  constexpr int threads = GROUPS * 32, count = C * stride_of(DK);
+  copy_block<count, threads>(shared_at<Upper<In>>(memory, Memory::k, count), upper_at<In>(k, chunk, count), 0, arrival,
+                             at.index);
+  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(q, chunk, count), 0,
+                             arrival, at.index);
+  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count), stored_at<Wide<In>>(ends, chunk, count), 0,
+                             arrival, at.index);
+}
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
+          typename PE, typename Live>
+inline void load_keys(Flag<true>, Flag<true>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
+                      PE ends, Live, long chunk, long) {
+  constexpr int threads = GROUPS * 32, count = C * stride_of(DK);
+  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::k, count), stored_at<Wide<In>>(k, chunk, count), 0,
+                             arrival, at.index);
+  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(q, chunk, count), 0,
+                             arrival, at.index);
+  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count), stored_at<Wide<In>>(ends, chunk, count), 0,
+                             arrival, at.index);
+}
+
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, bool CHANNEL,
+          bool REVERSE, typename Memory, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
+inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k, PE ends, PV thin, PM mask,
                        PF solve, PF scores, PF factors, int length, int chunks, int n) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), columns = padded(DK), triangle = packed_offset(C / 16);
+  constexpr int threads = GROUPS * 32, triangle = packed_offset(C / 16);
+  constexpr int numbers = CHANNEL ? C + padded(DK) : 3 * C;
   const int t0 = n * C, first = at.x * SLICE;
   const long chunk = ((long)at.z * HV + at.y) * chunks + n, row = (long)at.z * length + t0;
-  const long from = (row * HK + at.y / (HV / HK)) * DK;
   const auto live = alive<MASKED>(mask, at.z, t0, length);
   copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
                                 stored_at<Wide<In>>(solve, chunk, triangle), 0, arrival, at.index);
   copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::scores, triangle),
                                 stored_at<Wide<In>>(scores, chunk, triangle), 0, arrival, at.index);
-  copy_floats<3 * C>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * 3 * C, arrival,
-                     at.index);
-  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::k, C * stride), stride, k + from, HK * DK, DK,
-                                 live, arrival, at.index);
-  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::q, C * stride), stride, q + from, HK * DK, DK,
-                                 live, arrival, at.index);
+  copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * numbers,
+                       arrival, at.index);
+  load_keys<In, C, DK, HK, HV, GROUPS, Memory>(Flag<CHANNEL>{}, Flag<CHANNEL && REVERSE>{}, at, memory, arrival, q, k,
+                                               ends, live, chunk, row);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::thin, C * (SLICE + 8)), SLICE + 8,
                                thin + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, arrival, at.index);
   copies_sent(arrival, at.index);
@@ -370,15 +427,23 @@ inline void store_state(thread const Tile* state, GLOBAL float* to, long head, i
   }
 }
 
+// Over a chunk the state shrinks by the product of its gates: one number, or one a channel.
+template <bool CHANNEL, int C>
+inline void scale_state(thread Tile& tile, threadgroup const float* factors, int m, int lane) {
+  if (CHANNEL) tile_scale_columns(tile, factors + C + m * 16, lane);
+  else tile_scale(tile, factors[C - 1]);
+}
+
 // Chunk after chunk; a group owns 16 rows of the state, in registers, and needs no other group.
 // y [B,T,Hv,Dv]; states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's start; u [B,Hv,chunks] blocks [Dv,C];
 // last [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY,
-          typename OS>
-inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
-                             PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
+          bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
+          typename OY, typename OS>
+inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
+                        PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, CHANNEL, false>;
+  using Types = ScanTypes<In, CHANNEL, false>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), tall = padded(DV);
   static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
@@ -397,9 +462,9 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
     barrier();
     if (coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + turn * Memory::stage, arrival, q, k,
-                                                                       v, mask, solve, scores, factors, length, chunks,
-                                                                       coming);
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, MASKED, CHANNEL, false, Memory>(
+          at, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
+          coming);
     }
     if (step < 0) continue;
     if (STAGES == 1) {
@@ -408,14 +473,15 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
     }
     const int n = step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
-    const Exact<In> keys = shared_at<Exact<In>>(stage, Memory::k, C * stride);
-    const Exact<In> queries = shared_at<Exact<In>>(stage, Memory::q, C * stride);
+    const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
+    const auto queries = shared_at<typename Types::queries>(stage, Memory::q, C * stride);
+    const auto end_keys = shared_at<typename Types::ends>(stage, Memory::ends, C * stride);
     const Exact<In> values = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
     const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
-    threadgroup const float* rate = after + C;
+    threadgroup const float* rate = CHANNEL ? before : after + C;
     const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, tall * stride);
     const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, tall * square);
 
@@ -445,8 +511,8 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) {
         const int i = j * 16 + tile_column(e, at.lane);
-        x[j].set(e, value.get(e) - before[i] * x[j].get(e));
-        out[j].set(e, before[i] * out[j].get(e));
+        x[j].set(e, value.get(e) - (CHANNEL ? 1.0f : before[i]) * x[j].get(e));
+        if (!CHANNEL) out[j].set(e, before[i] * out[j].get(e));
         scaled.set(e, -rate[i] * x[j].get(e));
       }
       hold(held[j], scaled);
@@ -472,16 +538,19 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
       put_turned(values, (j * 16) * thin + own, thin, out[j], at.lane);
+      if (CHANNEL) continue;
       tile_scale_columns(x[j], after + j * 16, at.lane);
       hold(held[j], x[j]);
     }
     DELTATUNE_UNROLL
-    for (int m = 0; m < across; ++m) tile_scale(state[m], before[C - 1]);
+    for (int m = 0; m < across; ++m) scale_state<CHANNEL, C>(state[m], before, m, at.lane);
     DELTATUNE_UNROLL
     for (int j = 0; j < blocks; ++j) {
       DELTATUNE_UNROLL
-      for (int m = 0; m < across; ++m)
-        multiply(state[m], held[j], right(straight(keys, stride, j * 16, m * 16), at.lane), at.lane);
+      for (int m = 0; m < across; ++m) {
+        if (CHANNEL) multiply(state[m], held[j], right(straight(end_keys, stride, j * 16, m * 16), at.lane), at.lane);
+        else multiply(state[m], held[j], right(straight(keys, stride, j * 16, m * 16), at.lane), at.lane);
+      }
     }
     group_barrier();
     write_rows<C, 16, 32>(values, own, thin, y + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
@@ -490,16 +559,24 @@ inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ 
   writes_done();
   store_state<DK, DV>(state, last, head, first, at.lane);
 }
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY, typename OS>
+inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
+                             PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
+      at, memory, length, q, k, k, v, mask, initial, solve, scores, factors, y, states, u, last);
+}
 
 // Chunk before chunk, the mirror of the scan. d_states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's end;
 // d_right [B,Hv,chunks] blocks [Dv,C], R; dv [B,T,Hv,Dv]; d_initial [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS,
-          typename OR, typename OV>
-inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
-                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
-                                GLOBAL float* d_initial) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES>;
+          bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
+          typename OS, typename OR, typename OV>
+inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
+                           PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                           GLOBAL float* d_initial) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, CHANNEL, true>;
+  using Types = ScanTypes<In, CHANNEL, true>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), tall = padded(DV);
   static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
@@ -517,9 +594,9 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
     barrier();
     if (coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED>(at, memory + turn * Memory::stage, arrival, q, k,
-                                                                       dy, mask, solve, scores, factors, length, chunks,
-                                                                       chunks - 1 - coming);
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, MASKED, CHANNEL, true, Memory>(
+          at, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
+          chunks - 1 - coming);
     }
     if (step < 0) continue;
     if (STAGES == 1) {
@@ -528,14 +605,15 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
     }
     const int n = chunks - 1 - step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
-    const Exact<In> keys = shared_at<Exact<In>>(stage, Memory::k, C * stride);
-    const Exact<In> queries = shared_at<Exact<In>>(stage, Memory::q, C * stride);
+    const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
+    const auto queries = shared_at<typename Types::queries>(stage, Memory::q, C * stride);
+    const auto end_keys = shared_at<typename Types::ends>(stage, Memory::ends, C * stride);
     const Exact<In> slopes = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
     const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
-    threadgroup const float* rate = after + C;
+    threadgroup const float* rate = CHANNEL ? before : after + C;
     const auto states_out = stored_at<Saved<In>>(d_states, head * chunks + n, tall * stride);
     const auto right_out = stored_at<Saved<In>>(d_right, head * chunks + n, tall * square);
 
@@ -549,11 +627,15 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
       Precise<In> s;
       hold(s, state[m]);
       DELTATUNE_UNROLL
-      for (int j = 0; j < blocks; ++j)
-        multiply(x[j], s, right(turned(keys, stride, m * 16, j * 16), at.lane), at.lane);
+      for (int j = 0; j < blocks; ++j) {
+        if (CHANNEL) multiply(x[j], s, right(turned(end_keys, stride, m * 16, j * 16), at.lane), at.lane);
+        else multiply(x[j], s, right(turned(keys, stride, m * 16, j * 16), at.lane), at.lane);
+      }
     }
     DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) tile_scale_columns(x[j], after + j * 16, at.lane);
+    for (int j = 0; j < blocks; ++j) {
+      if (!CHANNEL) tile_scale_columns(x[j], after + j * 16, at.lane);
+    }
     Rough<In> slope[blocks];
     DELTATUNE_UNROLL
     for (int i = 0; i < blocks; ++i) {
@@ -563,7 +645,7 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
       DELTATUNE_UNROLL
       for (int j = 0; j <= i; ++j)
         multiply(x[j], exact, right(packed(p, i, j), at.lane), at.lane);
-      tile_scale_columns(t, before + i * 16, at.lane);
+      if (!CHANNEL) tile_scale_columns(t, before + i * 16, at.lane);
       hold(slope[i], t);
     }
     group_barrier();
@@ -587,11 +669,12 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
       tile_scale_columns(x[j], rate + j * 16, at.lane);
       put_turned(slopes, (j * 16) * thin + own, thin, x[j], at.lane);
       DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e) x[j].set(e, -before[j * 16 + tile_column(e, at.lane)] * x[j].get(e));
+      for (int e = 0; e < 8; ++e)
+        x[j].set(e, (CHANNEL ? -1.0f : -before[j * 16 + tile_column(e, at.lane)]) * x[j].get(e));
       hold(held[j], x[j]);
     }
     DELTATUNE_UNROLL
-    for (int m = 0; m < across; ++m) tile_scale(state[m], before[C - 1]);
+    for (int m = 0; m < across; ++m) scale_state<CHANNEL, C>(state[m], before, m, at.lane);
     DELTATUNE_UNROLL
     for (int i = 0; i < blocks; ++i) {
       DELTATUNE_UNROLL
@@ -606,6 +689,15 @@ inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, 
   }
   writes_done();
   store_state<DK, DV>(state, d_initial, head, first, at.lane);
+}
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS, typename OR,
+          typename OV>
+inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
+                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                                GLOBAL float* d_initial) {
+  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
+      at, memory, length, q, k, k, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv, d_initial);
 }
 
 template <typename In, int C, int DK, int SLICE, int STAGES, bool OVERLAY>

@@ -46,6 +46,12 @@ Stored<typename Store::element> stored_at(const device typename Store::element* 
   return Stored<typename Store::element>{const_cast<device typename Store::element*>(p) + block * count};
 }
 
+template <typename In> using Upper = Wide<In>;
+template <typename In>
+Stored<float> upper_at(const device float* p, long block, int count) {
+  return stored_at<Wide<In>>(p, block, count);
+}
+
 // Where a lane's two elements of an 8x8 simdgroup matrix stand.
 inline int fragment_row(int lane) {
   return ((lane >> 2) & 4) + ((lane >> 1) & 3);
