@@ -46,8 +46,7 @@ def gated_delta_fused(
     Raises ValueError for a call that the kernels do not cover (`uncovered` says why), NotImplementedError when a
     second derivative is taken.
     """
-    if cut is None:
-        cut = partial(fused.plan, backend.device())
+    cut = cut or cut_on(backend.device())
     masked, segmented = mask is not None, segments is not None
     reason = uncovered(q, k, v, log_g, cut(shape_of(k, v), q.dtype, masked=masked, segmented=segmented))
     if reason:
@@ -60,6 +59,12 @@ def gated_delta_fused(
     floats = [x.astype(mx.float32) for x in (log_g, beta, initial_state)]
     y, state, *_ = forward(q, k, v, *floats, *map(mx.stop_gradient, extra))
     return y, state
+
+
+@cache
+def cut_on(machine: str) -> Cut:
+    """Makes the plan of a call on `machine` (metal or cuda)."""
+    return partial(fused.plan, machine)
 
 
 def shape_of(k: mx.array, v: mx.array) -> tuple[int, int, int, int, int, int]:
