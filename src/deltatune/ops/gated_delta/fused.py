@@ -106,9 +106,13 @@ class Plan:
         return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 48 * c + 144
 
     @property
+    def most(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return METAL_BYTES if self.machine == "metal" else CUDA_BYTES
+
+    @property
     def fits(self) -> bool:
-        most = METAL_BYTES if self.machine == "metal" else CUDA_BYTES
-        return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes) <= most
+        return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes) <= self.most
 
 
 def plan(
@@ -135,9 +139,7 @@ def plan(
         if dtype == mx.float32 and machine == "metal" and chunk > 16:
             continue
         groups = chunk // 16 * (2 if chunk == 64 else 4)
-        made = Plan(
-            *(*shape, dtype, machine, chunk, rows, gradient_rows, groups, stages, overlay, masked, segmented)
-        )
+        made = Plan(*(*shape, dtype, machine, chunk, rows, gradient_rows, groups, stages, overlay, masked, segmented))
         if made.fits:
             return made
     return None

@@ -441,6 +441,18 @@ template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GRO
           bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
           typename OY, typename OS>
 inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
+                        PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last);
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY, typename OS>
+inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
+                             PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
+      at, memory, length, q, k, k, v, mask, initial, solve, scores, factors, y, states, u, last);
+}
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
+          typename OY, typename OS>
+inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
                         PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES, CHANNEL, false>;
   using Types = ScanTypes<In, CHANNEL, false>;
@@ -559,16 +571,24 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   writes_done();
   store_state<DK, DV>(state, last, head, first, at.lane);
 }
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY, typename OS>
-inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
-                             PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
-  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
-      at, memory, length, q, k, k, v, mask, initial, solve, scores, factors, y, states, u, last);
-}
 
 // Chunk before chunk, the mirror of the scan. d_states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's end;
 // d_right [B,Hv,chunks] blocks [Dv,C], R; dv [B,T,Hv,Dv]; d_initial [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
+          typename OS, typename OR, typename OV>
+inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
+                           PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                           GLOBAL float* d_initial);
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS, typename OR,
+          typename OV>
+inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
+                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                                GLOBAL float* d_initial) {
+  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
+      at, memory, length, q, k, k, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv, d_initial);
+}
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
           bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
           typename OS, typename OR, typename OV>
@@ -690,15 +710,6 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
   writes_done();
   store_state<DK, DV>(state, d_initial, head, first, at.lane);
 }
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS, typename OR,
-          typename OV>
-inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
-                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
-                                GLOBAL float* d_initial) {
-  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
-      at, memory, length, q, k, k, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv, d_initial);
-}
 
 template <typename In, int C, int DK, int SLICE, int STAGES, bool OVERLAY>
 struct GradientMemory {
@@ -726,11 +737,10 @@ struct GradientMemory {
   static constexpr constant int bytes = arrivals + 16;
 };
 
-template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, int STAGES, bool OVERLAY, bool MASKED,
-          typename PT, typename PU, typename PR, typename PY, typename PM>
+template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, typename Memory, bool MASKED, typename PT,
+          typename PU, typename PR, typename PY, typename PM>
 inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arrival, PT states, PT d_states, PU u, PR d_right, PY dy, PM mask,
                        int length, int hv, long chunk, int first) {
-  using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8;
   constexpr int tall = padded(DV);
   copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
@@ -841,7 +851,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       // One stage's first load brings only the factors and, where they have room of their own, Q and K.
       Arrival arrival = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
       if (STAGES > 1)
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, MASKED>(
             at, memory + Memory::slices + (loads & 1) * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in,
             mask, length, hv, chunk, 0);
       if (!OVERLAY && member == 0) {
@@ -876,7 +886,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       barrier();
       if (coming * SLICE < DV) {
         Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, STAGES, OVERLAY, MASKED>(
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, MASKED>(
             at, memory + Memory::slices + turn * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in, mask,
             length, hv, chunk, coming * SLICE);
         copies_sent(arrival, at.index);

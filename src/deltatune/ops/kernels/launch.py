@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from zlib import crc32
 
 import mlx.core as mx
 
@@ -39,10 +40,11 @@ class Launch:
         """The text between the braces of the kernel, the same on every machine."""
         memory = f"{self.memory}<{', '.join(self.memory_order)}>::bytes"
         arguments = ", ".join([*self.inputs, *self.outputs])
+        sequence = next(name for name in ("q", "v", "dy") if name in self.inputs)
         return (
             f'static_assert({memory} == {self.bytes}, "launch and body lay out shared memory alike");\n'
             f"DELTATUNE_SHARED(memory, {self.bytes});\n{PLACE}"
-            f"{self.name}<{', '.join(self.order)}>(at, memory, (int)q_shape[1], {arguments});\n"
+            f"{self.name}<{', '.join(self.order)}>(at, memory, (int){sequence}_shape[1], {arguments});\n"
         )
 
     def run(self) -> list[mx.array]:
@@ -62,9 +64,10 @@ class Launch:
 
 
 @cache
-def header(machine: str) -> str:
-    """The vocabulary of `machine` (metal or cuda) and the bodies."""
-    text = (FOLDER / f"{machine}.h").read_text() + (FOLDER / "gated_delta.h").read_text()
+def header(machine: str, channel: bool = True) -> str:
+    """The vocabulary of `machine` (metal or cuda) and the bodies; those for gates a channel only where asked."""
+    names = [f"{machine}.h", "gated_delta.h"] + ["gated_delta_channel.h"] * channel
+    text = "".join((FOLDER / name).read_text() for name in names)
     # MLX hashes the whole source at every launch: what the compiler does not need is left out.
     lines = (line.strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
@@ -73,11 +76,11 @@ def header(machine: str) -> str:
 @cache
 def _kernel(machine: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, size: int):
     arguments = {
-        "name": f"{name}_{abs(hash(source)) % 10**8}",
+        "name": f"{name}_{crc32(source.encode()):08x}",
         "input_names": list(inputs),
         "output_names": list(outputs),
         "source": source,
-        "header": header(machine),
+        "header": header(machine, "channel" in name),
     }
     if machine == "metal":
         return mx.fast.metal_kernel(**arguments)
