@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 from importlib.metadata import version
@@ -63,31 +64,41 @@ def config(family: str, depth: int) -> dict[str, Any]:
     return {"model_type": family, "text_config": text | (experts if family.endswith("moe") else {})}
 
 
-def worker(options: dict[str, Any]) -> dict[str, float]:
+def build(options: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """A random model with adapters, and its loss on random tokens."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
     import mlx.core as mx
-    import mlx.nn as nn
-    import mlx.optimizers as optim
-    from mlx.utils import tree_flatten
 
     from deltatune.config import LoraConfig
     from deltatune.lora import convert_to_lora
     from deltatune.models.head import split_head
     from deltatune.models.load import new_model
     from deltatune.ops.cross_entropy import linear_cross_entropy
-    from deltatune.patches import patched
 
     model = new_model(config(options["family"], options["depth"]))
     convert_to_lora(model, LoraConfig(rank=8))
     model.train()
     split = split_head(model)
     tokens = mx.random.randint(0, 512, (1, options["tokens"]))
+    mx.eval(tokens)
 
     def loss() -> mx.array:
         total, count = linear_cross_entropy(split.head, split.backbone(tokens), tokens, mx.ones(tokens.shape))
         return total / count
+
+    return model, loss
+
+
+def worker(options: dict[str, Any]) -> dict[str, float]:
+    model, loss = build(options)
+    import mlx.core as mx
+    import mlx.nn as nn
+    import mlx.optimizers as optim
+    from mlx.utils import tree_flatten
+
+    from deltatune.patches import patched
 
     def gradients(method: str) -> list[mx.array]:
         with recomputing(method, model):
@@ -96,7 +107,7 @@ def worker(options: dict[str, Any]) -> dict[str, float]:
     optimizer = optim.AdamW(1e-5, bias_correction=True)
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]
-    mx.eval(state, tokens)
+    mx.eval(state)
     with patched(model):
         if options["check"]:
             for got, expected in zip(gradients(options["method"]), gradients("none"), strict=True):

@@ -51,6 +51,8 @@ class MLX:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    numpy = staticmethod(np.array)
+
     def load(self, arrays: dict[str, np.ndarray], dy: np.ndarray) -> None:
         import mlx.core as mx
 
@@ -81,6 +83,7 @@ class Torch:
     """transformers' chunk form. It scales q itself, so q comes here unscaled."""
 
     peak = None
+    numpy = staticmethod(lambda tensor: tensor.numpy())
 
     def load(self, arrays: dict[str, np.ndarray], dy: np.ndarray) -> None:
         import torch
@@ -179,7 +182,7 @@ def errors_against_float64(implementation: Any) -> float:
     truth = oracle.recurrence(arrays | {"initial_state": state}, dy, state)
     implementation.load(arrays, dy)
     results = (implementation.forward(), *implementation.backward())
-    found = {name: np.array(x) for name, x in zip(("y", *FLOATS), results, strict=True)}
+    found = {name: implementation.numpy(x) for name, x in zip(("y", *FLOATS), results, strict=True)}
     return max(float(np.abs(found[name] - truth[name]).max() / np.abs(truth[name]).max()) for name in found)
 
 

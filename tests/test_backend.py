@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltatune import backend
+from deltatune.errors import UserError
 
 
 def test_automatic_choice(monkeypatch):
@@ -34,7 +35,7 @@ def test_forced_choice(name, monkeypatch):
 def test_gpu_kernels_forced_on_a_cpu_are_refused(monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
     monkeypatch.setattr(backend, "device", lambda: "cpu")
-    with pytest.raises(ValueError, match=r"fused asks for GPU kernels.*is the CPU"):
+    with pytest.raises(UserError, match=r"fused asks for GPU kernels.*is the CPU"):
         backend.gated_delta_implementation()
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     assert backend.gated_delta_candidates() == (("fused",), "forced by DELTATUNE_GATED_DELTA")

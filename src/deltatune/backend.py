@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from . import environment
+from .errors import UserError
 
 # The first that covers a call and passes its check on this machine serves it (ops/gated_delta/choice.py).
 _GATED_DELTA = {"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")}
@@ -20,13 +21,13 @@ def device() -> str:
 def gated_delta_candidates() -> tuple[tuple[str, ...], str]:
     """Implementations of gated_delta in order of preference, and why: what DELTATUNE_GATED_DELTA forces, alone.
 
-    Raises ValueError when an implementation is forced that this device cannot run.
+    Raises UserError when an implementation is forced that this device cannot run.
     """
     forced, here = environment.gated_delta(), device()
     if forced is None:
         return _GATED_DELTA[here], f"automatic on {here}"
     if forced == "fused" and here == "cpu":
-        raise ValueError(
+        raise UserError(
             f"{environment.GATED_DELTA}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for "
             "the automatic choice."
         )
@@ -34,7 +35,7 @@ def gated_delta_candidates() -> tuple[tuple[str, ...], str]:
 
 
 def gated_delta_implementation() -> tuple[str, str]:
-    """The preferred implementation of gated_delta, and why; ValueError as gated_delta_candidates."""
+    """The preferred implementation of gated_delta, and why; UserError as gated_delta_candidates."""
     names, why = gated_delta_candidates()
     if len(names) > 1:
         why += f", where it covers a layer and passes its check; else {' or '.join(names[1:])}"

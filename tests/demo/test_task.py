@@ -45,9 +45,3 @@ def test_the_base_corpus_has_no_json_and_no_name_of_the_task():
     assert "Hello" in words
     assert not words & {*names.TRAIN, *names.HELD_OUT}
     assert not [text for text in texts if '{"' in text and '":' in text]
-
-
-def test_clock_times_are_what_the_words_say():
-    times = {task._clock(random.Random(seed)) for seed in range(2000)}
-    assert len(times) == 48
-    assert {("12:45", "quarter to one"), ("12:00", "twelve o'clock"), ("7:30", "half past seven")} <= times

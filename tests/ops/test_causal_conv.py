@@ -90,6 +90,15 @@ def test_every_output_and_gradient_matches_the_loop(B, T, C, K, masked, packed, 
             assert_close(grad, expected[name], TOLERANCE[dtype], name)
 
 
+def test_a_long_row_keeps_its_digits():
+    mx.random.seed(2)
+    x, weight, dy = mx.random.normal((2, 4100, 16)), mx.random.normal((16, 4)), mx.random.normal((2, 4100, 16))
+    _, (_, got) = mx.vjp(lambda x, weight: causal_conv(x, weight)[0], [x, weight], [dy])
+    padded = np.pad(wide(x), [(0, 0), (3, 0), (0, 0)])
+    expected = np.stack([(padded[:, tap : tap + 4100] * wide(dy)).sum((0, 1)) for tap in range(4)], axis=1)
+    assert_close(got, expected, TOLERANCE["float32"], "weight")
+
+
 def test_equals_the_convolution_of_mlx_lm_layers():
     mx.random.seed(3)
     conv = nn.Conv1d(6, 6, kernel_size=4, groups=6, bias=True)

@@ -47,4 +47,4 @@ def test_a_compiled_step_draws_anew_each_time_and_alike_within():
     for first, again in (compiled() for _ in range(3)):
         expected = eager.pop(0)[0]
         assert mx.array_equal(first, again)
-        assert mx.array_equal(first, expected)
+        assert mx.allclose(first, expected, rtol=1e-6)  # Compiled, the last digit may differ.

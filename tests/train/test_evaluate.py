@@ -1,6 +1,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten, tree_unflatten
 
 from deltatune.data import BatchOrder
 from deltatune.patches import patched, served
@@ -12,7 +13,14 @@ from deltatune.train.step import full_loss
 
 @pytest.fixture
 def model(make_trainer):
-    return make_trainer().model
+    """With adapters that do something, and dropout that would be seen."""
+    made = make_trainer().model
+    mx.random.seed(5)
+    for path, leaf in tree_flatten(made.trainable_parameters()):
+        if path.endswith("lora_b"):
+            made.update(tree_unflatten([(path, 0.1 * mx.random.normal(leaf.shape))]))
+    made.train()
+    return made
 
 
 def order(splits):

@@ -72,9 +72,9 @@ def test_the_first_output_is_named(model, watched, index):
 
 
 def test_the_gradient_is_followed_backward(model, watched):
-    model.layers[1].spoil = "gradient"
+    model.layers[2].spoil = "gradient"
     found = find(model, full_loss(model), batch(), watched)
-    assert found == "going backward, the gradient that reaches the output of layer 0 is the first that is not finite"
+    assert found == "going backward, the gradient that reaches the output of layer 1 is the first that is not finite"
 
 
 def test_the_loss_itself(model, watched):

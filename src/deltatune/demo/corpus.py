@@ -11,8 +11,12 @@ import string
 from collections.abc import Callable
 
 from . import names
-from .task import DAYS, DRINKS, HOURS, LEVELS, NUMBERS, SIZES, STATES, THINGS
+from .task import DAYS, DRINKS, STATES, THINGS
 
+NUMBERS = "one two three four five six seven eight nine".split()
+HOURS = [*NUMBERS, "ten", "eleven", "twelve"]
+SIZES = "small medium large".split()
+LEVELS = ("", "very ", "too ", "still ", "not ")
 PLACES = "kitchen garden office school market station library harbour".split()
 ANIMALS = "cat dog horse goat duck parrot turtle rabbit".split()
 COLOURS = "red green blue white black yellow brown grey".split()

@@ -1,6 +1,6 @@
-"""Who appears where: names of the base model's corpus, of the demo's training set, and of its held-out set.
+"""Who appears where: names in the base model's corpus, names that the demo's training adds, and its held-out names.
 
-The three never overlap, so an answer about a held-out name can only come from copying it out of the question.
+Nobody is on two lists, so an answer about a held-out name can only come from copying it out of the message.
 """
 
 # ruff: noqa: SIM905 (lists of words read better as text)

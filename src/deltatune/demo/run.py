@@ -66,7 +66,7 @@ def options(output: Path, iterations: int) -> TrainConfig:
         data=str(output / "data"),
         adapter_path=str(output),
         num_layers=-1,
-        lora_parameters=LoraConfig(rank=16, scale=2.0),
+        lora_parameters=LoraConfig(rank=8, scale=2.0),
         optimizer="adamw",
         optimizer_config={"adamw": {"weight_decay": 0.0, "bias_correction": True}},
         lr_schedule={"name": "cosine_decay", "arguments": [5e-3, iterations, 2e-4], "warmup": min(10, iterations // 2)},
@@ -216,7 +216,7 @@ def _write_report(
         dataclasses.asdict(result),
         tables=[
             Table("Some held-out messages", columns, rows[:12], "Names and combinations that training never shows."),
-            Table("All of them", columns, rows, wide=True),
+            Table("All of them", columns, rows, folded=True),
         ],
         headline={
             "right before": f"{before.accuracy:.1%}",

@@ -1,7 +1,7 @@
 """The task that the demo teaches: a message at a café counter becomes one strict JSON call for the till.
 
-Every message and its answer are drawn from a seed. Held-out messages use names, and for reservations and drinks
-combinations, that training never shows.
+Every message and its answer are drawn from a seed. Held-out messages have names that training never shows, and (but for
+cancellations) combinations of the other arguments that it never shows either.
 """
 
 # ruff: noqa: SIM905 (lists of words read better as text)
@@ -15,14 +15,10 @@ from pathlib import Path
 
 from . import names
 
-NUMBERS = "one two three four five six seven eight nine".split()
-HOURS = [*NUMBERS, "ten", "eleven", "twelve"]
 DRINKS = "latte mocha espresso cappuccino tea cocoa lemonade smoothie".split()
-SIZES = "small medium large".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 THINGS = "oven door window fridge kettle lamp radio sink shelf till".split()
 STATES = "broken open closed hot cold dirty empty full loud wet".split()
-LEVELS = ("", "very ", "too ", "still ", "not ")
 
 
 @dataclass(frozen=True)
@@ -40,54 +36,35 @@ def _call(tool: str, **arguments: str | int) -> str:
     return json.dumps({"tool": tool, **arguments}, separators=(",", ":"))
 
 
-def _clock(rng: random.Random) -> tuple[str, str]:
-    hour = rng.randrange(12)
-    minutes, words = rng.choice(
-        (
-            ("00", f"{HOURS[hour]} o'clock"),
-            ("15", f"quarter past {HOURS[hour]}"),
-            ("30", f"half past {HOURS[hour]}"),
-            ("45", f"quarter to {HOURS[(hour + 1) % 12]}"),
-        )
-    )
-    return f"{hour + 1}:{minutes}", words
-
-
 def _order(rng: random.Random, name: str) -> Item:
-    drink, size, count = rng.choice(DRINKS), rng.choice(SIZES), rng.randint(1, 9)
-    what = f"a {size} {drink}" if count == 1 else f"{NUMBERS[count - 1]} {size} {drink}s"
+    drink, count = rng.choice(DRINKS), rng.randint(1, 9)
+    what = f"{count} {drink}" + "s" * (count > 1)
     message = rng.choice(
         (
+            f"{what} for {name}, please.",
             f"Could I have {what}? The name is {name}.",
-            f"{what.capitalize()} for {name}, please.",
-            f"Hi! {name} would like {what}.",
-            f"Please make {what} and write {name} on the cup.",
-            f"{name} is thirsty: {what}, please.",
-            f"It's {name} again. I'll take {what} today.",
+            f"{name} would like {what}.",
             f"Can you bring {what} to {name}?",
             f"We need {what}. Put it on the bill of {name}.",
         )
     )
-    held = (DRINKS.index(drink) + 3 * SIZES.index(size) + count) % 9 == 0
-    return Item(message, _call("order", name=name, drink=drink, size=size, count=count), name, "order", held)
+    held = (DRINKS.index(drink) + count) % 8 == 0
+    return Item(message, _call("order", name=name, drink=drink, count=count), name, "order", held)
 
 
 def _reserve(rng: random.Random, name: str) -> Item:
     guests, day = rng.randint(2, 9), rng.choice(DAYS)
-    time, words = _clock(rng)
-    many = NUMBERS[guests - 1]
     message = rng.choice(
         (
-            f"A table for {many} on {day} at {words}, please. My name is {name}.",
-            f"{name} wants to come on {day} with {many} people, at {words}.",
-            f"Hello, this is {name}. Are there {many} seats at {words} on {day}?",
-            f"Please keep a table for {name}: {many} guests, {day}, {words}.",
-            f"At {words} on {day} we will be {many}. Ask for {name}.",
-            f"Book {day} {words} for {many}, name of {name}.",
+            f"A table for {guests} on {day}, please. My name is {name}.",
+            f"{name} wants to come on {day} with {guests} people.",
+            f"Please keep a table for {name}: {guests} guests, {day}.",
+            f"On {day} we will be {guests}. Ask for {name}.",
+            f"Book {day} for {guests}, name of {name}.",
         )
     )
     held = (DAYS.index(day) + guests) % 7 == 0
-    return Item(message, _call("reserve", name=name, guests=guests, day=day, time=time), name, "reserve", held)
+    return Item(message, _call("reserve", name=name, day=day, guests=guests), name, "reserve", held)
 
 
 def _cancel(rng: random.Random, name: str) -> Item:
@@ -104,9 +81,9 @@ def _cancel(rng: random.Random, name: str) -> Item:
     return Item(message, _call("cancel", name=name, day=day), name, "cancel", False)
 
 
-def _message(rng: random.Random, name: str) -> Item:
+def _tell(rng: random.Random, name: str) -> Item:
     thing, state = rng.choice(THINGS), rng.choice(STATES)
-    text = f"the {thing} is {rng.choice(LEVELS)}{state}"
+    text = f"the {thing} is {state}"
     held = (THINGS.index(thing) + STATES.index(state)) % 5 == 0
     message = rng.choice(
         (
@@ -114,24 +91,33 @@ def _message(rng: random.Random, name: str) -> Item:
             f"Can you let {name} know that {text}?",
             f"Send {name} a note: {text}.",
             f"{name} should hear that {text}.",
-            f"{text.capitalize()}. Please pass it on to {name}.",
         )
     )
     return Item(message, _call("tell", name=name, text=text), name, "tell", held)
 
 
-KINDS: tuple[Callable[[random.Random, str], Item], ...] = (_order, _reserve, _cancel, _message)
+KINDS: tuple[Callable[[random.Random, str], Item], ...] = (_order, _reserve, _cancel, _tell)
 
 
-def draw(seed: int, count: int, who: list[str], *, held: bool) -> list[Item]:
-    """`count` different items about people in `who`; `held` picks the kept-out combinations where a tool has any."""
+def known_name(rng: random.Random) -> str:
+    """A name that training may show: from the lists, or invented, so that names are copied and not remembered."""
+    return rng.choice((*names.TRAIN, *names.BASE)) if rng.random() < 0.5 else names.invented(rng)
+
+
+def held_out_name(rng: random.Random) -> str:
+    """A name that only the test set shows."""
+    return rng.choice(names.HELD_OUT)
+
+
+def draw(seed: int, count: int, name: Callable[[random.Random], str], *, held: bool) -> list[Item]:
+    """`count` different items; `held` picks the kept-out combinations where a tool has any."""
     rng = random.Random(seed)
     items: dict[str, Item] = {}
     while len(items) < count:
         kind = rng.choice(KINDS)
-        item = kind(rng, rng.choice(who))
+        item = kind(rng, name(rng))
         while item.held != held and kind is not _cancel:
-            item = kind(rng, rng.choice(who))
+            item = kind(rng, name(rng))
         items.setdefault(item.message, item)
     return list(items.values())
 
@@ -151,8 +137,8 @@ def write(
 ) -> dict[str, list[Item]]:
     """Write train.jsonl, valid.jsonl and test.jsonl; only test.jsonl uses held-out names and combinations."""
     splits = {
-        "train": draw(seed, train + valid, names.TRAIN, held=False),
-        "test": draw(seed, test, names.HELD_OUT, held=True),
+        "train": draw(seed, train + valid, known_name, held=False),
+        "test": draw(seed, test, held_out_name, held=True),
     }
     splits["valid"] = splits["train"][train:]
     splits["train"] = splits["train"][:train]

@@ -10,6 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
+BLOCK = 64
+
 
 def causal_conv(
     x: mx.array,
@@ -118,7 +120,17 @@ def _d_tap(cotangent, padded, tap, owner, K):
     product = cotangent.astype(mx.float32) * padded[:, tap : tap + T].astype(mx.float32)
     if owner is not None and tap < K - 1:
         product = mx.where(owner[:, tap : tap + T] == owner[:, K - 1 :], product, mx.zeros(()))
-    return product.sum(axis=(0, 1))
+    return _total(product)
+
+
+def _total(product: mx.array) -> mx.array:
+    """Sum of [B, T, C] over B and T, by blocks: one running sum a channel loses digits as T grows."""
+    B, T, C = product.shape
+    whole = T - T % BLOCK
+    if whole == 0:
+        return product.sum(axis=(0, 1))
+    blocks = product[:, :whole].reshape(B, -1, BLOCK, C).sum(axis=2).sum(axis=(0, 1))
+    return blocks + product[:, whole:].sum(axis=(0, 1)) if whole < T else blocks
 
 
 def _check(x, weight, bias, initial_state, mask, segments) -> None:

@@ -57,6 +57,7 @@ def lines(
     layers: Sequence[LayerInfo],
     patches: Report,
     loss: str,
+    compiled: str,
     order: BatchOrder,
     world: World,
 ) -> list[str]:
@@ -76,8 +77,9 @@ def lines(
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
     said.append(
         f"Data: {len(splits.train)} training, {len(splits.valid)} validation examples; {order.rows} rows an epoch, "
-        f"{config.batch_size} a batch{share}; compiled once for each width of {widths} tokens."
+        f"{config.batch_size} a batch{share}."
     )
+    said.append(f"Step: {compiled}, once for each width of {widths} tokens.")
     said += splits.notes
     left_over = config.iters % config.grad_accumulation_steps
     if left_over:

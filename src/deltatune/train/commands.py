@@ -23,6 +23,7 @@ from ..models.load import Loaded, load
 from ..models.packing import check_packing
 from ..patches import patched
 from . import announce
+from .compiling import without_kernels
 from .distributed import World
 from .evaluate import Evaluation
 from .log import Screen
@@ -115,7 +116,7 @@ def _say_loss(
         rank=world.rank,
         world=world.size,
     )
-    with patched(model):
+    with patched(model), without_kernels():
         if config.pack:
             check_packing(model)
         loss = Evaluation(model, announce.choose_loss(model)[0], world)(order, batches)

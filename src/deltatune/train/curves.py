@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WIDTH, HEIGHT = 460, 220
+WIDTH, WIDE, HEIGHT = 460, 960, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 30
 
 Points = list[tuple[float, float]]
@@ -24,20 +24,27 @@ class Curve:
     dots: bool = False
 
 
+_SMALL = {
+    "Gradient norm, before clipping": "grad_norm",
+    "Learning rate": "learning_rate",
+    "Tokens per second": "tokens_per_second",
+    "Peak memory, GB": "peak_memory",
+}
+
+
 def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """(title, SVG) of every curve that the records of a metrics.jsonl hold."""
     loss = [
         Curve("training", _series(metrics, "train_loss")),
         Curve("validation", _series(metrics, "val_loss"), "b", dots=True),
     ]
-    wanted = [
-        ("Loss per token", loss),
-        ("Gradient norm, before clipping", [Curve("", _series(metrics, "grad_norm"))]),
-        ("Learning rate", [Curve("", _series(metrics, "learning_rate"))]),
-        ("Tokens per second", [Curve("", _series(metrics, "tokens_per_second"))]),
-        ("Peak memory, GB", [Curve("", _series(metrics, "peak_memory"))]),
-    ]
-    return [(title, plot(shown)) for title, lines in wanted if (shown := [line for line in lines if line.points])]
+    drawn = []
+    if shown := [line for line in loss if line.points]:
+        drawn.append(("Loss per token", plot(shown, width=WIDE)))
+    for title, name in _SMALL.items():
+        if points := _series(metrics, name):
+            drawn.append((title, plot([Curve("", points)], from_zero=True)))
+    return drawn
 
 
 def _series(metrics: Sequence[dict[str, Any]], name: str) -> Points:
@@ -55,15 +62,15 @@ def _round_step(step: float) -> float:
     return power * next(factor for factor in (1, 2, 2.5, 5, 10) if step <= factor * power * (1 + 1e-9))
 
 
-def plot(lines: Sequence[Curve]) -> str:
-    """One set of axes with every line on it. Points must be finite."""
+def plot(lines: Sequence[Curve], *, width: int = WIDTH, from_zero: bool = False) -> str:
+    """One set of axes with every line on it, across from 0, and up from 0 where asked. Points must be finite."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    left, right = _range(min(xs), max(xs), 0.0)
-    low, high = _range(min(ys), max(ys), 0.06)
+    left, right = _range(min(0.0, *xs), max(xs), 0.0)
+    low, high = _range(min(ys + [0.0] * from_zero), max(ys), 0.06)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+        across = LEFT + (x - left) / (right - left) * (width - LEFT - RIGHT)
         return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     parts = [_axes(left, right, low, high, place)]
@@ -73,9 +80,9 @@ def plot(lines: Sequence[Curve]) -> str:
         parts.append(f'<polyline class="line {line.mark}" points="{path}"/>')
         if line.dots or len(at) == 1:
             parts += [f'<circle class="dot {line.mark}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at]
-    parts.append(_legend([line for line in lines if line.name]))
+    parts.append(_legend([line for line in lines if line.name], width))
     label = ", ".join(line.name for line in lines if line.name) or "curve"
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
 
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:
@@ -90,8 +97,8 @@ def _range(low: float, high: float, margin: float) -> tuple[float, float]:
 def _axes(left: float, right: float, low: float, high: float, place: Any) -> str:
     parts = []
     for y in ticks(low, high):
-        across, down = place(left, y)
-        parts.append(f'<line class="grid" x1="{across:.1f}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>')
+        (start, down), (end, _) = place(left, y), place(right, y)
+        parts.append(f'<line class="grid" x1="{start:.1f}" x2="{end:.1f}" y1="{down:.1f}" y2="{down:.1f}"/>')
         parts.append(f'<text x="{LEFT - 7}" y="{down + 4:.1f}" text-anchor="end">{_number(y)}</text>')
     for x in ticks(left, right):
         across, _ = place(x, low)
@@ -106,9 +113,9 @@ def _number(value: float) -> str:
     return f"{value:,.6g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.2g}"
 
 
-def _legend(lines: Sequence[Curve]) -> str:
+def _legend(lines: Sequence[Curve], width: int) -> str:
     parts = []
-    across = WIDTH - RIGHT - 6
+    across = width - RIGHT - 6
     for line in reversed(lines):
         across -= 7 * len(line.name)
         parts.append(f'<text x="{across}" y="{TOP + 10}">{html.escape(line.name)}</text>')

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,16 @@ from ..models.packing import check_packing
 from ..ops.checkpoint import checkpointed
 from ..patches import patched
 from . import announce, log, nonfinite, state
+from .compiling import without_kernels
 from .distributed import World
 from .evaluate import Evaluation
 from .interrupt import StoppedError, StopRequest
 from .optimizer import build_optimizer, restore
 from .outputs import Outputs
 from .report import write_report
+from .result import Result
 from .step import LossFunction, Step
 from .tree import number, random_key, set_random_key
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended. Losses per token; seconds of training, over every part of a resumed run."""
-
-    iterations: int
-    train_loss: float | None
-    val_loss: float | None
-    best_val_loss: float | None
-    seconds: float
-    tokens_per_second: float
-    peak_memory: float
-    stopped_early: bool
 
 
 class Trainer:
@@ -86,8 +73,11 @@ class Trainer:
                 check_packing(self.model)
             if config.grad_checkpoint:
                 stack.enter_context(checkpointed([layer.module for layer in layers]))
+            how_compiled = stack.enter_context(without_kernels())
             loss, how = announce.choose_loss(self.model)
-            for line in announce.lines(self.model, config, self.splits, layers, report, how, self._train_order, world):
+            for line in announce.lines(
+                self.model, config, self.splits, layers, report, how, how_compiled, self._train_order, world
+            ):
                 self.screen.say(line)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in layers]
             self._prepare(loss)
@@ -97,7 +87,7 @@ class Trainer:
             self.screen.start(self.progress.iteration, config.iters)
             self._loop(stop)
             self._save(finished=True)
-        result = self._result()
+        result = Result.of(self.progress, self._out_of_patience())
         if world.main:
             write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
         return result
@@ -387,17 +377,4 @@ class Trainer:
         raise UserError(
             f"iteration {at}: {what}: {cause}. The update was not made; {kept}. Look at those lines, lower "
             "--learning-rate or set grad_clip, and start again (--resume-adapter-file continues from saved adapters)."
-        )
-
-    def _result(self) -> Result:
-        progress = self.progress
-        return Result(
-            iterations=progress.iteration,
-            train_loss=progress.train_loss,
-            val_loss=progress.val_loss,
-            best_val_loss=progress.best_loss,
-            seconds=progress.seconds,
-            tokens_per_second=progress.trained_tokens / progress.seconds if progress.seconds else 0.0,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            stopped_early=self._out_of_patience(),
         )

@@ -23,13 +23,13 @@ _PACKAGES = ("deltatune", "mlx", "mlx-lm", "numpy", "transformers")
 
 @dataclass
 class Table:
-    """A table of the report: `columns` heads, `rows` of anything that str() can show; `wide` for long texts."""
+    """A table of the report: `columns` heads, `rows` of anything that str() can show; `folded` ones open on a click."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Row]
     note: str = ""
-    wide: bool = False
+    folded: bool = False
 
 
 @dataclass
@@ -80,13 +80,13 @@ def write_report(
     ]
     same = [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in dict(changed)]
     facts = [
-        Table("Options that differ from their defaults", ("option", "value"), changed),
-        Table("Options at their defaults", ("option", "value"), same),
-        Table("Versions and machine", ("what", "value"), [*versions().items(), *environment().items()]),
+        Table("Options that differ from their defaults", ("option", "value"), changed, folded=True),
+        Table("Options at their defaults", ("option", "value"), same, folded=True),
+        Table("Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True),
     ]
     report = Report(
-        title=f"{Path(config.model).name}, {config.fine_tune_type}",
-        subtitle=f"{result['iterations']} iterations of {config.batch_size} rows",
+        title=f"{Path(config.model).name}: training report",
+        subtitle=f"{config.fine_tune_type}, {result['iterations']} iterations of {config.batch_size} rows",
         headline={**(headline or {}), **_headline(result)},
         metrics=read_metrics(metrics),
         tables=[*tables, *facts],
@@ -123,17 +123,17 @@ def render(report: Report) -> str:
         f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>"
         for title, svg in curves.draw(report.metrics)
     )
-    results = [table for table in report.tables if table.wide or table.columns[0] not in ("option", "what")]
-    facts = [table for table in report.tables if table not in results]
+    rows = -(-len(report.headline) // 6) or 1
+    across = -(-len(report.headline) // rows)
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>{html.escape(report.title)}</title><style>{_STYLE}</style></head><body><main>"
         f"<header><h1>{html.escape(report.title)}</h1><p>{html.escape(report.subtitle)}</p></header>"
-        f"<section class=cards>{cards}</section>"
-        + "".join(_table(table) for table in results)
+        f"<section class=cards style=--across:{across}>{cards}</section>"
+        + "".join(_table(table) for table in report.tables if not table.folded)
         + f"<section class=figures>{figures}</section>"
-        + "".join(f"<details><summary>{html.escape(t.title)}</summary>{_grid(t)}</details>" for t in facts)
+        + "".join(_folded(table) for table in report.tables if table.folded)
         + "<footer>deltatune</footer></main></body></html>\n"
     )
 
@@ -143,11 +143,14 @@ def _table(table: Table) -> str:
     return f"<section><h2>{html.escape(table.title)}</h2>{note}{_grid(table)}</section>"
 
 
+def _folded(table: Table) -> str:
+    return f"<details><summary>{html.escape(table.title)}</summary>{_grid(table)}</details>"
+
+
 def _grid(table: Table) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
     body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in table.rows)
-    kind = " class=wide" if table.wide else ""
-    return f"<div class=scroll><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _cell(value: Any) -> str:
@@ -168,10 +171,12 @@ main{max-width:1040px;margin:0 auto;padding:36px 20px}
 h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 8px}
 header p,.note{color:var(--soft);margin:4px 0 10px}
 section{margin:26px 0}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px}
+.cards{display:grid;grid-template-columns:repeat(var(--across),1fr);gap:10px}
+@media(max-width:720px){.cards{grid-template-columns:repeat(2,1fr)}}
 .card{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px 14px}
 .card b{display:block;font-size:21px;font-variant-numeric:tabular-nums}.card span{color:var(--soft);font-size:13px}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:14px}
+figure:first-child{grid-column:1/-1}
 figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px}
 figcaption{font-weight:600;font-size:14px;margin-bottom:4px}
 svg{display:block;width:100%;height:auto}
@@ -183,7 +188,7 @@ table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;padding:7px 12px;vertical-align:top;border-bottom:1px solid var(--line)}
 tr:last-child td{border-bottom:0}th{color:var(--soft);font-weight:600;white-space:nowrap}
 td{overflow-wrap:anywhere;white-space:pre-wrap}
-.number{font-variant-numeric:tabular-nums;text-align:right}table:not(.wide) .number{text-align:left}
+.number{font-variant-numeric:tabular-nums}
 details{margin:10px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}
 footer{color:var(--soft);font-size:13px;margin-top:30px}
 """

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from deltatune import backend
+from deltatune.errors import UserError
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, verdict
 from deltatune.ops.gated_delta.choice import Call, Candidate, ImplementationWarning, choose
 
@@ -205,7 +206,7 @@ def test_what_the_kernels_do_not_cover_goes_to_chunk_by_name(monkeypatch, caplog
 def test_forced_and_uncovered_is_an_error(monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    with pytest.raises(ValueError, match="=fused cannot serve this call: log_g has a gate per key channel"):
+    with pytest.raises(UserError, match="=fused cannot serve this call: log_g has a gate per key channel"):
         choose(call(per_channel=True))
 
 
@@ -213,5 +214,5 @@ def test_forced_and_wrong_is_an_error(monkeypatch):
     stand_in(Wrong("dk", 1.2), monkeypatch)
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    with pytest.raises(RuntimeError, match=r"=fused: fused .* differs from chunk: dk by 2.0e-01.*Unset it"):
+    with pytest.raises(UserError, match=r"=fused: fused .* differs from chunk: dk by 2.0e-01.*Unset it"):
         choose(call())

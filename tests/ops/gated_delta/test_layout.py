@@ -33,3 +33,4 @@ def test_short_sequences_take_short_chunks():
     assert cut(500, 4, 64).size == 32
     assert cut(500, 4, 128).size == 64
     assert cut(500, 10_000, 128).group == 1
+    assert cut(500, 4, 128).group < cut(500, 4, 64).group

@@ -11,6 +11,7 @@ from functools import partial
 import mlx.core as mx
 
 from ... import backend, environment
+from ...errors import UserError
 from . import fused_op, native, verdict
 from .chunk import gated_delta_chunk
 from .fused import Plan
@@ -84,8 +85,8 @@ _said: set[str] = set()
 def choose(call: Call) -> tuple[str, Implementation]:
     """The name and the function of the implementation that serves `call`.
 
-    Warns (ImplementationWarning), once for each class of shapes, about one that fails its check. Raises ValueError
-    where the environment forces one that does not cover the call, RuntimeError where that one fails its check.
+    Warns (ImplementationWarning), once for each class of shapes, about one that fails its check. Raises UserError
+    where the environment forces one that does not cover the call, or that fails its check.
     """
     names, why = backend.gated_delta_candidates()
     forced = len(names) == 1
@@ -94,7 +95,7 @@ def choose(call: Call) -> tuple[str, Implementation]:
         candidate = CANDIDATES[name](call)
         if isinstance(candidate, str):
             if forced:
-                raise ValueError(f"{environment.GATED_DELTA}={name} cannot serve this call: {candidate}.")
+                raise UserError(f"{environment.GATED_DELTA}={name} cannot serve this call: {candidate}.")
             passed_over.append(f"{name} does not cover it: {candidate}")
             continue
         failure = _failure(name, candidate)
@@ -103,7 +104,7 @@ def choose(call: Call) -> tuple[str, Implementation]:
             _once(f"gated_delta: {name} ({details})")
             return name, candidate.function
         if forced:
-            raise RuntimeError(f"{environment.GATED_DELTA}={name}: {failure}. Unset it to train with chunk.")
+            raise UserError(f"{environment.GATED_DELTA}={name}: {failure}. Unset it to train with chunk.")
         _warn(failure)
         passed_over.append(f"{name} fails its check")
     raise AssertionError("chunk serves every call")

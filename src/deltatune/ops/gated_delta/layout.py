@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Chunk-heads (chunks x batch x value heads) worked on at once: enough for the device, few enough for its memory.
-_GROUP_CPU = 16
-_GROUP_GPU = 1024
+# Elements of k that a group lays out, over all its heads: enough to keep the device busy, few enough for its caches.
+_GROUP_CPU = 16 * 64 * 128
+_GROUP_GPU = 1024 * 64 * 128
 
 
 class Span(NamedTuple):
@@ -39,7 +39,7 @@ def cut(length: int, heads: int, key_size: int) -> Cut:
     while size > 16 and size // 2 >= length:
         size //= 2
     room = _GROUP_CPU if mx.default_device() == mx.Device(mx.cpu) else _GROUP_GPU
-    return Cut(length, size, max(1, min(16, room // heads)))
+    return Cut(length, size, max(1, min(16, room // (heads * size * key_size))))
 
 
 def chunked(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
