@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import backend, blas
+from ..errors import UserError
 from ..ops.gated_delta import choice, gated_delta_chunk, verdict
 from ..ops.gated_delta.choice import Call, Candidate
 from ..ops.gated_delta.verdict import ShapeClass, Verdict
@@ -118,10 +119,14 @@ def _patches() -> tuple[list[str], list[str]]:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             absent.append(f"{module} is not installed ({error})")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with patched() as report:
-            return [str(each) for each in report.applied], [*report.left_alone, *absent]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with patched() as report:
+                return [str(each) for each in report.applied], [*report.left_alone, *absent]
+    except UserError as error:
+        # A patch tries its replacement, and the implementation that is forced may refuse to run.
+        return [], [str(error), *absent]
 
 
 def text(found: Examination) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -195,19 +196,23 @@ def test_checks_while_something_else_is_traced(trace, monkeypatch):
     assert mx.allclose(value, expected, rtol=1e-5)
 
 
+def two_dtypes() -> Call:
+    return replace(call(), v=mx.zeros((1, 3, 4, 6), mx.bfloat16))
+
+
 def test_what_the_kernels_do_not_cover_goes_to_chunk_by_name(monkeypatch, caplog):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(backend, "_GATED_DELTA", {"cuda": ("fused", "chunk")})
     with caplog.at_level("INFO", logger=choice.__name__):
-        assert choose(call(per_channel=True))[0] == "chunk"
-    assert "fused does not cover it: log_g has a gate per key channel" in caplog.text
+        assert choose(two_dtypes())[0] == "chunk"
+    assert "fused does not cover it: q, k and v are mlx.core.float32, mlx.core.float32 and mlx.core.bfl" in caplog.text
 
 
 def test_forced_and_uncovered_is_an_error(monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    with pytest.raises(UserError, match="=fused cannot serve this call: log_g has a gate per key channel"):
-        choose(call(per_channel=True))
+    with pytest.raises(UserError, match="=fused cannot serve this call: q, k and v are"):
+        choose(two_dtypes())
 
 
 def test_forced_and_wrong_is_an_error(monkeypatch):

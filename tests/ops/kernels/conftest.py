@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta import fused
-from deltatune.ops.gated_delta.fused_op import gated_delta_fused
+from deltatune.ops.gated_delta.fused import Plan
+from deltatune.ops.gated_delta.fused_op import gated_delta_fused, plan_on
 
 HERE = Path(__file__).parent
 
@@ -39,8 +39,8 @@ cases, oracle = (_load(HERE.parent / "gated_delta" / f"{name}.py") for name in (
 def metal_cut(slices: int | None = None, chunk: int | None = None) -> Callable:
     """The plan of a Metal GPU, with another cut where a test asks for one."""
 
-    def cut(shape: tuple, dtype: mx.Dtype, **what: bool) -> fused.Plan:
-        plan = fused.plan("metal", shape, dtype, **what)
+    def cut(shape: tuple, dtype: mx.Dtype, **what: bool) -> Plan:
+        plan = plan_on("metal", shape, dtype, **what)
         asked = {"slice": slices, "chunk": chunk}
         plan = replace(plan, **{name: value for name, value in asked.items() if value})
         assert plan.fits
@@ -74,10 +74,10 @@ def table() -> ModuleType:
 
 @pytest.fixture
 def on_host() -> Callable:
-    """on_host(machine, case, dtype, lanes=1, **cut) -> (results, truth): mlx and float64 arrays by name."""
+    """on_host(machine, case, dtype, lanes=1, per_channel=False, **cut) -> (results, truth): arrays by name."""
 
-    def run(machine, case, dtype: mx.Dtype, lanes: int = 1, **asked: int) -> tuple[dict, dict]:
-        inputs = case.inputs(False, 0)
+    def run(machine, case, dtype: mx.Dtype, lanes: int = 1, per_channel: bool = False, **asked) -> tuple[dict, dict]:
+        inputs = case.inputs(per_channel, 0)
         draw = np.random.default_rng(1)
         dy = mx.array(draw.normal(size=inputs["v"].shape).astype(np.float32)).astype(dtype)
         dstate = draw.normal(size=inputs["initial_state"].shape).astype(np.float32)

@@ -53,9 +53,9 @@ class Candidate:
 
 def _fused(call: Call) -> Candidate | str:
     cut = fused_op.cut_on(backend.device())
-    options = {"masked": call.masked, "segmented": call.segmented}
+    options = {"masked": call.masked, "segmented": call.segmented, "per_channel": call.log_g.ndim == 4}
     plan = cut(fused_op.shape_of(call.k, call.v), call.q.dtype, **options)
-    reason = fused_op.uncovered(call.q, call.k, call.v, call.log_g, plan)
+    reason = fused_op.uncovered(call.q, call.k, call.v, plan)
     if reason or plan is None:
         return reason or "it has no plan"
     # The same kernels on a small batch: what was compiled for the check serves the training.

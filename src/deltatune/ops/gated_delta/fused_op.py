@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ... import backend
 from ..kernels.launch import Launch
-from . import fused
+from . import fused, fused_channel
 from .batching import over_batch
 from .fused import Arguments, Plan
 
 Execute = Callable[[Launch], list[mx.array]]
 Cut = Callable[..., Plan | None]
+Shape = tuple[int, int, int, int, int, int]
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
 
@@ -40,22 +41,22 @@ def gated_delta_fused(
 ) -> tuple[mx.array, mx.array]:
     """The fused kernels, two launches forward and two backward; arguments and result as `gated_delta`.
 
-    cut: makes the plan of a call, as fused.plan with a machine; by default that of MLX's device.
+    cut: makes the plan of a call, as plan_on does; by default that of MLX's device.
     execute: runs a launch; by default on MLX's device.
 
     Raises ValueError for a call that the kernels do not cover (`uncovered` says why), NotImplementedError when a
     second derivative is taken.
     """
     cut = cut or cut_on(backend.device())
-    masked, segmented = mask is not None, segments is not None
-    reason = uncovered(q, k, v, log_g, cut(shape_of(k, v), q.dtype, masked=masked, segmented=segmented))
+    options = {"masked": mask is not None, "segmented": segments is not None, "per_channel": log_g.ndim == 4}
+    reason = uncovered(q, k, v, cut(shape_of(k, v), q.dtype, **options))
     if reason:
         raise ValueError(f"gated_delta: the fused kernels do not cover this call: {reason}.")
     if initial_state is None:
         initial_state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[3]), dtype=mx.float32)
     extra = [mask] if mask is not None else []
     extra += [segments.astype(mx.int32)] if segments is not None else []
-    forward = _forward_by(cut, execute, masked, segmented)
+    forward = _forward_by(cut, execute, **options)
     floats = [x.astype(mx.float32) for x in (log_g, beta, initial_state)]
     y, state, *_ = forward(q, k, v, *floats, *map(mx.stop_gradient, extra))
     return y, state
@@ -63,19 +64,23 @@ def gated_delta_fused(
 
 @cache
 def cut_on(machine: str) -> Cut:
-    """Makes the plan of a call on `machine` (metal or cuda)."""
-    return partial(fused.plan, machine)
+    """plan_on for `machine`, metal or cuda; the same function at every call."""
+    return partial(plan_on, machine)
 
 
-def shape_of(k: mx.array, v: mx.array) -> tuple[int, int, int, int, int, int]:
-    """(B, T, Hk, Hv, Dk, Dv), as fused.plan takes it."""
+def plan_on(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, per_channel: bool):
+    """How `machine` cuts a call of shape (B, T, Hk, Hv, Dk, Dv); None where its memory cannot hold it."""
+    kernels = fused_channel if per_channel else fused
+    return kernels.plan(machine, shape, dtype, masked=masked, segmented=segmented)
+
+
+def shape_of(k: mx.array, v: mx.array) -> Shape:
+    """(B, T, Hk, Hv, Dk, Dv), as plan_on takes it."""
     return k.shape[0], k.shape[1], k.shape[2], v.shape[2], k.shape[3], v.shape[3]
 
 
-def uncovered(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, plan: Plan | None) -> str | None:
+def uncovered(q: mx.array, k: mx.array, v: mx.array, plan: Plan | None) -> str | None:
     """Why the kernels cannot serve a call that has the contract's shapes; None where they can."""
-    if log_g.ndim == 4:
-        return "log_g has a gate per key channel, and the kernels know one per head"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, and the kernels want one dtype"
     if min(k.shape[3], v.shape[3]) < _LEAST:
@@ -86,31 +91,34 @@ def uncovered(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, plan: Plan
 
 
 @cache
-def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool) -> _Function:
+def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool, per_channel: bool) -> _Function:
     """f(q, k, v, log_g, beta, state, mask?, segments?) -> (y, final state, and what the backward pass reads)."""
+    kernels: Any = fused_channel if per_channel else fused
+    inputs = _FLOATS + masked + segmented
+    options = {"masked": masked, "segmented": segmented, "per_channel": per_channel}
 
-    def prepared(arrays: Sequence[mx.array]) -> tuple[Plan, Arguments]:
+    def planned(arrays: Sequence[mx.array]) -> tuple[Plan, Arguments]:
         q, k, v, log_g, beta, initial = arrays[:_FLOATS]
-        plan = cut(shape_of(k, v), q.dtype, masked=masked, segmented=segmented)
+        plan = cut(shape_of(k, v), q.dtype, **options)
         assert plan is not None, "covered: checked before"
-        extra = list(arrays[_FLOATS:])
+        extra = list(arrays[_FLOATS:inputs])
         mask = extra.pop(0) if masked else mx.ones((1,), dtype=mx.bool_)
         segments = extra.pop(0) if segmented else mx.zeros((1,), dtype=mx.int32)
         return plan, Arguments(q, k, v, log_g, beta, initial, mask, segments)
 
     def run_forward(*arrays: mx.array) -> _Arrays:
-        plan, x = prepared(arrays)
-        solve, scores, factors = execute(fused.prepare(plan, x))
-        y, states, u, last = execute(fused.scan(plan, x, solve, scores, factors))
-        return y, last, solve, scores, factors, states, u
+        plan, x = planned(arrays)
+        prepared = execute(kernels.prepare(plan, x))
+        y, states, u, last = execute(kernels.scan(plan, x, *prepared))
+        return y, last, states, u, *prepared
 
     def run_backward(*arrays: mx.array) -> _Arrays:
-        """Gradients of the floats, from these and dy, the final state's, and what the forward pass left."""
-        (dy, d_last, solve, scores, factors, states, u), arrays = arrays[-7:], arrays[:-7]
-        plan, x = prepared(arrays)
-        dy, d_last = dy.astype(plan.dtype), d_last.astype(mx.float32)
-        d_states, d_right, dv, d_initial = execute(fused.reverse(plan, x, solve, scores, factors, dy, d_last))
-        dq, dk, d_log_g, d_beta = execute(fused.gradients(plan, x, factors, states, d_states, u, d_right, dy))
+        """Gradients of the floats, from the inputs, dy, the final state's gradient, and what the forward pass left."""
+        plan, x = planned(arrays)
+        dy, d_last, states, u, *prepared = arrays[inputs:]
+        dy, d_last, factors = dy.astype(plan.dtype), d_last.astype(mx.float32), prepared[2]
+        d_states, d_right, dv, d_initial = execute(kernels.reverse(plan, x, *prepared, dy, d_last))
+        dq, dk, d_log_g, d_beta = execute(kernels.gradients(plan, x, factors, states, d_states, u, d_right, dy))
         return dq, dk, dv, d_log_g, d_beta, d_initial
 
     forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
@@ -126,9 +134,9 @@ def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool) -> _F
             "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
         )
 
-    inputs = _FLOATS + masked + segmented
+    outputs = 10 if per_channel else 7
     forward.vjp(vjp)
     backward.vjp(refuse)
-    forward.vmap(over_batch(call_forward, [0] * inputs, [0] * 7))
-    backward.vmap(over_batch(call_backward, [0] * (inputs + 7), [0] * 6))
+    forward.vmap(over_batch(call_forward, [0] * inputs, [0] * outputs))
+    backward.vmap(over_batch(call_backward, [0] * (inputs + outputs), [0] * 6))
     return call_forward
