@@ -63,9 +63,19 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, arrival, at.index);
   copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, arrival, at.index);
   copies_sent(arrival, at.index);
-  for (int i = at.index; i < C * columns; i += threads) {
-    const int row = (unsigned)i / columns, c = (unsigned)i % columns;
-    gate[i] = c < DK ? gate_of<SEGMENTED>(row, live, log_g, segments, at.z, at.y * DK + c, HV * DK, t0, length) : 1.0f;
+  // Four at a time, so that their loads are under way together.
+  for (int first = at.index; first < C * columns; first += 4 * threads) {
+    float some[4];
+    DELTATUNE_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const int i = first + m * threads, row = (unsigned)i / columns, c = (unsigned)i % columns;
+      some[m] = i < C * columns && c < DK
+                    ? gate_of<SEGMENTED>(row, live, log_g, segments, at.z, at.y * DK + c, HV * DK, t0, length)
+                    : 1.0f;
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < 4; ++m)
+      if (first + m * threads < C * columns) gate[first + m * threads] = some[m];
   }
   if (at.index < C) {
     const bool on = live(at.index);
@@ -125,13 +135,10 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
           of_q += product[m] * queries.get(r * stride + c);
           of_k += product[m] * keys.get(r * stride + c);
         }
-        of_q = lane_sum(of_q);
-        of_k = lane_sum(of_k);
+        of_q = two_sums(of_q, of_k, lane);
       }
-      if (lane == 0) {
-        on_q[r * 17 + j] = of_q;
-        on_k[r * 17 + j] = i > j ? of_k : 0.0f;
-      }
+      if (lane == 0) on_q[r * 17 + j] = of_q;
+      if (lane == 16) on_k[r * 17 + j] = i > j ? of_q : 0.0f;
     }
   }
   barrier();
@@ -209,6 +216,25 @@ struct ChannelGradientMemory {
   static constexpr constant int bytes = arrivals + 16;
 };
 
+// A channel's gates, queries and keys at `Count` positions from `first` on; zeros where a step is not live.
+template <int DK, bool SEGMENTED, int Count, typename Live, typename PQ, typename PK, typename PL, typename PZ>
+inline void load_channel(thread float* gate, thread float* query, thread float* key, int c, int first, Live live, PQ q,
+                         PK k, PL log_g, PZ segments, int row, int head, int heads, int key_stride, long key_offset,
+                         int t0, int length) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < Count; ++i) {
+    const bool on = c < DK && live(first + i);
+    const long of = on ? key_offset + (long)(first + i) * key_stride + c : key_offset;
+    const float x = static_cast<float>(q[of]), y = static_cast<float>(k[of]);
+    query[i] = on ? x : 0.0f;
+    key[i] = on ? y : 0.0f;
+  }
+  DELTATUNE_UNROLL
+  for (int i = 0; i < Count; ++i)
+    gate[i] = c < DK ? gate_of<SEGMENTED>(first + i, live, log_g, segments, row, head * DK + c, heads * DK, t0, length)
+                     : 1.0f;
+}
+
 // Gradients of q, k, log_g and beta. First as for one gate a head: a group owns 16 positions and a part of Dk. Then a lane
 // owns a channel of a tile, and goes along its positions. Grid: chunks, Hk, B.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
@@ -268,27 +294,30 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       copies_sent(arrival, at.index);
     }
     if (at.index < C) rate[at.index] = factors[chunk * numbers + at.index];
-    for (int c = at.index; c < columns; c += threads) {
-      float prefix = 1.0f, suffix = 1.0f;
-      for (int i = blocks * 16 - 16; i < blocks * 16; ++i) {
-        prefix *= c < DK ? gate_of<SEGMENTED>(i, live, log_g, segments, at.z, hv * DK + c, HV * DK, t0, length) : 1.0f;
-        if (blocks == 2) {
-          const bool on = c < DK && live(i);
-          const long of = on ? key_offset + (long)i * HK * DK + c : key_offset;
-          later_q.put((i - 16) * stride + c, on ? prefix * static_cast<float>(q[of]) : 0.0f);
-          later_k.put((i - 16) * stride + c, on ? prefix * static_cast<float>(k[of]) : 0.0f);
-        }
-      }
-      whole[(blocks - 1) * columns + c] = prefix;
-      if (blocks == 2) {
+    // A thread a channel of a tile; what it reads comes together, then it goes along the positions.
+    for (int item = at.index; item < blocks * columns; item += threads) {
+      const int b = (unsigned)item / columns, c = (unsigned)item % columns;
+      float gate[16], query[16], key[16];
+      load_channel<DK, SEGMENTED, 16>(gate, query, key, c, b * 16, live, q, k, log_g, segments, at.z, hv, HV, HK * DK,
+                                      key_offset, t0, length);
+      float product = 1.0f;
+      if (blocks == 2 && b == 0) {
+        DELTATUNE_UNROLL
         for (int i = 15; i >= 0; --i) {
-          const bool on = c < DK && live(i);
-          const long of = on ? key_offset + (long)i * HK * DK + c : key_offset;
-          earlier_k.put(i * stride + c, on ? suffix * static_cast<float>(k[of]) : 0.0f);
-          suffix *= c < DK ? gate_of<SEGMENTED>(i, live, log_g, segments, at.z, hv * DK + c, HV * DK, t0, length) : 1.0f;
+          earlier_k.put(i * stride + c, product * key[i]);
+          product *= gate[i];
         }
-        whole[c] = suffix;
+      } else {
+        DELTATUNE_UNROLL
+        for (int i = 0; i < 16; ++i) {
+          product *= gate[i];
+          if (blocks == 2) {
+            later_q.put(i * stride + c, product * query[i]);
+            later_k.put(i * stride + c, product * key[i]);
+          }
+        }
       }
+      whole[b * columns + c] = product;
     }
 
     Tile y_sums[mine], right_sums[mine], end_sums[mine], dp[own_pairs], da[own_pairs];
@@ -431,14 +460,8 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       for (int i = 0; i < 16; ++i) on_gate[m][i] = 0.0f;
       if (c >= DK) continue;
       float gate[16], query[16], key[16];
-      DELTATUNE_UNROLL
-      for (int i = 0; i < 16; ++i) {
-        const bool on = live(first + i);
-        const long of = on ? key_offset + (long)(first + i) * HK * DK + c : key_offset;
-        gate[i] = gate_of<SEGMENTED>(first + i, live, log_g, segments, at.z, hv * DK + c, HV * DK, t0, length);
-        query[i] = on ? static_cast<float>(q[of]) : 0.0f;
-        key[i] = on ? static_cast<float>(k[of]) : 0.0f;
-      }
+      load_channel<DK, SEGMENTED, 16>(gate, query, key, c, first, live, q, k, log_g, segments, at.z, hv, HV, HK * DK,
+                                      key_offset, t0, length);
       const float lead = row == 1 ? whole[c] : 1.0f, tail = blocks == 2 && row == 0 ? whole[columns + c] : 1.0f;
       // Rows: what reaches position i from before its tile; a gate gets the rows from it on.
       float prefix = 1.0f, given = 0.0f, sum = 0.0f, before[16];
