@@ -109,15 +109,6 @@ inline float lane_sum(float x) {
   return x;
 }
 
-// The sum of a for the first half of the lanes, of b for the second.
-inline float two_sums(float a, float b, int lane) {
-  float x = lane < 16 ? a : b;
-  x += __shfl_xor_sync(0xffffffffu, lane < 16 ? b : a, 16);
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-
 // Sums over the lanes that hold the same rows of a tile, and over those that hold the same columns.
 inline float row_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
@@ -455,7 +446,6 @@ __device__ __noinline__ void copy_elements(Store s, int stride, const Source* fr
     const bool on = column < width && live(row);
     s.put(row * stride + column, on ? static_cast<float>(from[(long)row * row_stride + column]) : 0.0f);
   }
-  copies_fence();
 }
 
 // Rows of an input, zeros where a row is not live or a column lies past `width`.

@@ -63,19 +63,9 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, arrival, at.index);
   copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, arrival, at.index);
   copies_sent(arrival, at.index);
-  // Four at a time, so that their loads are under way together.
-  for (int first = at.index; first < C * columns; first += 4 * threads) {
-    float some[4];
-    DELTATUNE_UNROLL
-    for (int m = 0; m < 4; ++m) {
-      const int i = first + m * threads, row = (unsigned)i / columns, c = (unsigned)i % columns;
-      some[m] = i < C * columns && c < DK
-                    ? gate_of<SEGMENTED>(row, live, log_g, segments, at.z, at.y * DK + c, HV * DK, t0, length)
-                    : 1.0f;
-    }
-    DELTATUNE_UNROLL
-    for (int m = 0; m < 4; ++m)
-      if (first + m * threads < C * columns) gate[first + m * threads] = some[m];
+  for (int i = at.index; i < C * columns; i += threads) {
+    const int row = (unsigned)i / columns, c = (unsigned)i % columns;
+    gate[i] = c < DK ? gate_of<SEGMENTED>(row, live, log_g, segments, at.z, at.y * DK + c, HV * DK, t0, length) : 1.0f;
   }
   if (at.index < C) {
     const bool on = live(at.index);
@@ -135,10 +125,13 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
           of_q += product[m] * queries.get(r * stride + c);
           of_k += product[m] * keys.get(r * stride + c);
         }
-        of_q = two_sums(of_q, of_k, lane);
+        of_q = lane_sum(of_q);
+        of_k = lane_sum(of_k);
       }
-      if (lane == 0) on_q[r * 17 + j] = of_q;
-      if (lane == 16) on_k[r * 17 + j] = i > j ? of_q : 0.0f;
+      if (lane == 0) {
+        on_q[r * 17 + j] = of_q;
+        on_k[r * 17 + j] = i > j ? of_k : 0.0f;
+      }
     }
   }
   barrier();

@@ -89,13 +89,6 @@ inline float lane_sum(float x) {
   return simd_sum(x);
 }
 
-// The sum of a for the first half of the lanes, of b for the second.
-inline float two_sums(float a, float b, int lane) {
-  a = simd_sum(a);
-  b = simd_sum(b);
-  return lane < 16 ? a : b;
-}
-
 // Sums over the lanes that hold the same rows of a tile, and over those that hold the same columns.
 inline float row_sum(float x) {
   x += simd_shuffle_xor(x, 1);
