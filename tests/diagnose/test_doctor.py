@@ -100,3 +100,18 @@ def test_what_is_not_covered_says_why(monkeypatch, capsys):
     monkeypatch.setattr(choice, "CANDIDATES", found)
     assert cli.main(["doctor"]) == 0
     assert "[not covered] fused (float32, 1/1 heads of 8 x 8): heads too odd" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("factor", "device", "code"), [(1.001, "cuda", 0), (1.01, "cuda", 1), (1.001, "cpu", 1)])
+def test_products_in_tf32_are_named_not_called_wrong(factor, device, code, monkeypatch, capsys):
+    def rounded(*arrays, **options):
+        y, state = gated_delta_chunk(*arrays, **options)
+        return y * factor, state
+
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cuda", "cpu"), ("chunk",)))
+    monkeypatch.setattr(doctor, "_MODELS", ())
+    monkeypatch.setattr(doctor, "gated_delta_chunk", rounded)
+    assert cli.main(["doctor"]) == code
+    said = capsys.readouterr().out
+    assert ("[TF32] chunk" in said and "unless MLX_ENABLE_TF32=0 is set" in said) == (code == 0)

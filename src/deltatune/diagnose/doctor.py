@@ -15,6 +15,7 @@ from .. import backend, blas
 from ..errors import UserError
 from ..ops.gated_delta import choice, gated_delta_chunk, verdict
 from ..ops.gated_delta.choice import Call, Candidate
+from ..ops.gated_delta.tolerances import TF32
 from ..ops.gated_delta.verdict import ShapeClass, Verdict
 from ..patches import PATCHES, patched
 from ..train.report import environment, versions
@@ -35,7 +36,7 @@ _MODELS = (
 
 @dataclass
 class Finding:
-    """One implementation on one class of shapes: `status` right, wrong, refused or not covered; why, and errors."""
+    """One implementation on one class of shapes: `status` right, TF32, wrong, refused or not covered; why."""
 
     implementation: str
     shape: str
@@ -80,7 +81,11 @@ def examine() -> Examination:
 
 def _chunk(shape: ShapeClass) -> Finding:
     found = verdict.measure("chunk", gated_delta_chunk, shape, by_recurrence=True)
-    return _finding(found, "right" if found.passed else "wrong")
+    finding = _finding(found, "right" if found.passed else "wrong")
+    if not found.passed and backend.device() == "cuda" and max(found.errors.values(), default=math.inf) <= TF32:
+        finding.status = "TF32"
+        finding.detail += "; MLX multiplies fp32 in TF32 on this GPU unless MLX_ENABLE_TF32=0 is set"
+    return finding
 
 
 def _fast(name: str, shape: ShapeClass, forced: bool) -> Finding:

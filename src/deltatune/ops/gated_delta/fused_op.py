@@ -11,7 +11,6 @@ import mlx.core as mx
 from ... import backend
 from ..kernels.launch import Launch
 from . import fused, fused_channel
-from .batching import over_batch
 from .fused import Arguments, Plan
 
 Execute = Callable[[Launch], list[mx.array]]
@@ -44,8 +43,8 @@ def gated_delta_fused(
     cut: makes the plan of a call, as plan_on does; by default that of MLX's device.
     execute: runs a launch; by default on MLX's device.
 
-    Raises ValueError for a call that the kernels do not cover (`uncovered` says why), NotImplementedError when a
-    second derivative is taken.
+    Raises ValueError for a call that the kernels do not cover (`uncovered` says why), and under mx.vmap;
+    NotImplementedError when a second derivative is taken.
     """
     cut = cut or cut_on(backend.device())
     options = {"masked": mask is not None, "segmented": segments is not None, "per_channel": log_g.ndim == 4}
@@ -121,6 +120,7 @@ def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool, per_c
         dq, dk, d_log_g, d_beta = execute(kernels.gradients(plan, x, factors, states, d_states, u, d_right, dy))
         return dq, dk, dv, d_log_g, d_beta, d_initial
 
+    # No rule for vmap: MLX maps the graph inside as well, and its custom kernels refuse that.
     forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
 
@@ -134,9 +134,6 @@ def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool, per_c
             "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
         )
 
-    outputs = 10 if per_channel else 7
     forward.vjp(vjp)
     backward.vjp(refuse)
-    forward.vmap(over_batch(call_forward, [0] * inputs, [0] * outputs))
-    backward.vmap(over_batch(call_backward, [0] * (inputs + outputs), [0] * 6))
     return call_forward

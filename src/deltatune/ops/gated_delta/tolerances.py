@@ -21,3 +21,7 @@ def fused_bound(bound: float, dtype: str) -> float:
     """What the fused kernels may show where fp32 may show `bound`."""
     kept = KEPT_OVERSHOOTING if bound == OVERSHOOTING else KEPT
     return bound + ROUNDING[dtype] + kept[dtype]
+
+
+# MLX multiplies fp32 matrices in TF32 on NVIDIA GPUs unless MLX_ENABLE_TF32=0: 10 bits of mantissa in each operand.
+TF32 = 2.0**-9
