@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any
 from zlib import crc32
 
 import mlx.core as mx
@@ -75,7 +76,7 @@ def header(machine: str, channel: bool = True) -> str:
 
 @cache
 def _kernel(machine: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, size: int):
-    arguments = {
+    arguments: dict[str, Any] = {
         "name": f"{name}_{crc32(source.encode()):08x}",
         "input_names": list(inputs),
         "output_names": list(outputs),
