@@ -10,21 +10,35 @@ from deltatune.errors import UserError
 
 def test_automatic_choice(monkeypatch):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
-    assert backend.device() in ("cpu", "cuda", "metal")
-    assert backend.gated_delta_implementation() == ("chunk", f"automatic on {backend.device()}")
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    assert backend.gated_delta_candidates() == (("chunk",), "automatic on cpu")
+    assert backend.gated_delta_implementation() == ("chunk", "automatic on cpu")
 
 
-@pytest.mark.parametrize("name", ["naive", "chunk"])
+@pytest.mark.parametrize(("device", "others"), [("cuda", "chunk"), ("metal", "native or chunk")])
+def test_a_gpu_prefers_the_fused_kernels(device, others, monkeypatch):
+    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
+    monkeypatch.setattr(backend, "device", lambda: device)
+    names, why = backend.gated_delta_candidates()
+    assert (names[0], names[-1], why) == ("fused", "chunk", f"automatic on {device}")
+    name, said = backend.gated_delta_implementation()
+    assert name == "fused"
+    assert said == f"automatic on {device}, where it covers a layer and passes its check; else {others}"
+
+
+@pytest.mark.parametrize("name", ["naive", "chunk", "native"])
 def test_forced_choice(name, monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", name)
     assert backend.gated_delta_implementation() == (name, "forced by DELTATUNE_GATED_DELTA")
 
 
-@pytest.mark.parametrize("name", ["fused", "native"])
-def test_what_this_version_lacks_is_refused(name, monkeypatch):
-    monkeypatch.setenv("DELTATUNE_GATED_DELTA", name)
-    with pytest.raises(UserError, match=f"{name} asks for an implementation that this version.*naive, chunk"):
+def test_gpu_kernels_forced_on_a_cpu_are_refused(monkeypatch):
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    with pytest.raises(UserError, match=r"fused asks for GPU kernels.*is the CPU"):
         backend.gated_delta_implementation()
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    assert backend.gated_delta_candidates() == (("fused",), "forced by DELTATUNE_GATED_DELTA")
 
 
 def test_unknown_choice(monkeypatch):

@@ -1,4 +1,4 @@
-"""Which device MLX runs on, and which implementation of an operator serves it."""
+"""Which device MLX runs on, and which implementations of an operator may serve it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import mlx.core as mx
 from . import environment
 from .errors import UserError
 
-AVAILABLE_GATED_DELTA = ("naive", "chunk")
+# The first that covers a call and passes its check on this machine serves it (ops/gated_delta/choice.py).
+_GATED_DELTA = {"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")}
 
 
 def device() -> str:
@@ -17,17 +18,25 @@ def device() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def gated_delta_implementation() -> tuple[str, str]:
-    """The implementation of gated_delta to use, and why: DELTATUNE_GATED_DELTA if set, else `chunk`.
+def gated_delta_candidates() -> tuple[tuple[str, ...], str]:
+    """Implementations of gated_delta in order of preference, and why: what DELTATUNE_GATED_DELTA forces, alone.
 
-    Raises UserError when an implementation is forced that this version does not have.
+    Raises UserError when an implementation is forced that this device cannot run.
     """
-    forced = environment.gated_delta()
+    forced, here = environment.gated_delta(), device()
     if forced is None:
-        return "chunk", f"automatic on {device()}"
-    if forced not in AVAILABLE_GATED_DELTA:
+        return _GATED_DELTA[here], f"automatic on {here}"
+    if forced == "fused" and here == "cpu":
         raise UserError(
-            f"{environment.GATED_DELTA}={forced} asks for an implementation that this version of deltatune does not "
-            f"have: set it to one of {', '.join(AVAILABLE_GATED_DELTA)}, or unset it for the automatic choice."
+            f"{environment.GATED_DELTA}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for "
+            "the automatic choice."
         )
-    return forced, f"forced by {environment.GATED_DELTA}"
+    return (forced,), f"forced by {environment.GATED_DELTA}"
+
+
+def gated_delta_implementation() -> tuple[str, str]:
+    """The preferred implementation of gated_delta, and why; UserError as gated_delta_candidates."""
+    names, why = gated_delta_candidates()
+    if len(names) > 1:
+        why += f", where it covers a layer and passes its check; else {' or '.join(names[1:])}"
+    return names[0], why

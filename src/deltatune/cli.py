@@ -1,4 +1,4 @@
-"""The command line: `deltatune train | eval | generate | merge | run | demo`."""
+"""The command line: `deltatune train | eval | generate | merge | run | doctor | demo`."""
 
 from __future__ import annotations
 
@@ -145,6 +145,12 @@ def _run(arguments: argparse.Namespace) -> int:
     return run(arguments.command)
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .diagnose import doctor
+
+    return doctor.run(arguments.json)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from .demo import run_demo
 
@@ -162,6 +168,9 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run another MLX trainer with these gradients in it")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     run.set_defaults(call=_run, parser=run)
+    doctor = commands.add_parser("doctor", help="versions, device, BLAS, kernels against the reference, patches")
+    doctor.add_argument("--json", action="store_true", help="print all of it, with every error measured, as JSON")
+    doctor.set_defaults(call=_doctor, parser=doctor)
     demo = commands.add_parser("demo", help="train on the bundled model and data; shows accuracy before and after")
     demo.add_argument("--output", default="demo-out", metavar="DIR", help="folder for its files (default: demo-out)")
     demo.set_defaults(call=_demo, parser=demo)

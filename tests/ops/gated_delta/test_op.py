@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta import gated_delta, gated_delta_chunk, gated_delta_naive, op
+from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
 
 SHAPES = {"q": (2, 5, 2, 8), "k": (2, 5, 2, 8), "v": (2, 5, 4, 6), "log_g": (2, 5, 4), "beta": (2, 5, 4)}
 
@@ -52,7 +52,8 @@ def test_forced_implementation_is_the_one_that_runs(forced, monkeypatch):
     ran = []
     known = {"naive": gated_delta_naive, "chunk": gated_delta_chunk}
     spies = {name: lambda *a, _name=name, **kw: ran.append(_name) or known[_name](*a, **kw) for name in known}
-    monkeypatch.setattr(op, "_IMPLEMENTATIONS", spies)
+    candidates = {name: lambda call, _name=name: choice.Candidate(spies[_name]) for name in known}
+    monkeypatch.setattr(choice, "CANDIDATES", candidates)
     y, state = gated_delta(**arguments())
     assert ran == [forced]
     expected = known[forced](**arguments())
@@ -61,8 +62,8 @@ def test_forced_implementation_is_the_one_that_runs(forced, monkeypatch):
 
 
 def test_choice_is_announced_once(monkeypatch, caplog):
-    monkeypatch.setattr(op, "_announced", set())
-    with caplog.at_level(logging.INFO, logger=op.__name__):
+    monkeypatch.setattr(choice, "_said", set())
+    with caplog.at_level(logging.INFO, logger=choice.__name__):
         gated_delta(**arguments())
         gated_delta(**arguments())
     assert [record.getMessage() for record in caplog.records] == ["gated_delta: chunk (automatic on cpu)"]

@@ -1,20 +1,12 @@
-"""gated_delta(): the checked entry point, and the choice of implementation behind it."""
+"""gated_delta(): the checked entry point; choice.py finds the implementation behind it."""
 
 from __future__ import annotations
 
-import logging
-
 import mlx.core as mx
 
-from ... import backend
-from .chunk import gated_delta_chunk
-from .naive import gated_delta_naive
+from .choice import Call, choose
 
-logger = logging.getLogger(__name__)
-
-_IMPLEMENTATIONS = {"naive": gated_delta_naive, "chunk": gated_delta_chunk}
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-_announced: set[str] = set()
 
 
 def gated_delta(
@@ -44,16 +36,14 @@ def gated_delta(
     Returns y [B, T, Hv, Dv] in q's dtype, and the final state [B, Hv, Dv, Dk] in fp32.
 
     Raises ValueError, naming the argument, for a wrong shape or dtype; NotImplementedError when a second derivative
-    is taken. The values of log_g, beta and segments are not checked.
+    is taken. The values of log_g, beta and segments are not checked. On a GPU, mx.vmap ends in MLX's ValueError about
+    CustomKernel: fold the axis into B, or force chunk.
 
     Source: arXiv 2412.06464 (scalar gates), arXiv 2510.26692 (a gate per channel); README.md beside this file.
     """
     _check(q, k, v, log_g, beta, initial_state, mask, segments)
-    name, reason = backend.gated_delta_implementation()
-    if name not in _announced:
-        _announced.add(name)
-        logger.info("gated_delta: %s (%s)", name, reason)
-    return _IMPLEMENTATIONS[name](q, k, v, log_g, beta, initial_state=initial_state, mask=mask, segments=segments)
+    _, function = choose(Call(q, k, v, log_g, mask is not None, segments is not None))
+    return function(q, k, v, log_g, beta, initial_state=initial_state, mask=mask, segments=segments)
 
 
 def _check(

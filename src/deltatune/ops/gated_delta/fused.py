@@ -1,0 +1,277 @@
+"""Launches the fused kernels of ops/kernels: four a layer for scalar gates, two forward and two backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..kernels.launch import Launch
+
+# What one block may hold in shared memory.
+METAL_BYTES = 32 * 1024
+CUDA_BYTES = 227 * 1024
+# Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state.
+_FULL = 64
+
+
+def _padded(n: int) -> int:
+    return (n + 15) // 16 * 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one call, and how a machine cuts it.
+
+    `chunk` positions at a time; the scans give a block `slice` rows of the state, the gradients read
+    `gradient_slice` rows at a time; `stages` of a pipeline in shared memory; `overlay`: q and k come only after
+    the slices, where memory is short.
+    """
+
+    batch: int
+    length: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    dtype: mx.Dtype
+    machine: str
+    chunk: int
+    slice: int
+    gradient_slice: int
+    gradient_groups: int
+    stages: int
+    overlay: bool
+    masked: bool
+    segmented: bool
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.length // self.chunk)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Of an input's element in shared memory: fp16 stands as a pair of bf16 on CUDA."""
+        return 4 if self.machine == "cuda" and self.dtype == mx.float16 else self.dtype.size
+
+    @property
+    def saved(self) -> mx.Dtype:
+        """How states and their gradients are kept between kernels."""
+        return mx.bfloat16 if self.dtype == mx.bfloat16 else mx.float32
+
+    @property
+    def keys(self) -> int:
+        return self.chunk * (_padded(self.key_size) + 8) * self.exact_bytes
+
+    @property
+    def square(self) -> int:
+        return self.chunk * (self.chunk + 8)
+
+    @property
+    def packed(self) -> int:
+        """Elements of a lower triangle of 16 x 16 tiles, with its padding."""
+        tiles = self.chunk // 16
+        return 128 * tiles * (tiles + 2)
+
+    @property
+    def decay(self) -> int:
+        return _padded(4 * (self.chunk * 19 + self.chunk // 16))
+
+    @property
+    def prepare_bytes(self) -> int:
+        tops = max(2 * self.keys, 4 * (self.packed + self.square))
+        return tops + 4 * self.square + 76 * self.chunk + self.decay + 16
+
+    @property
+    def staging(self) -> int:
+        """Bytes of a group's tiles on their way out of a scan."""
+        if self.machine == "metal" or self.dtype == mx.float32:
+            return 0
+        saved = 2 if self.dtype == mx.bfloat16 else 4
+        return 16 * max(saved * (_padded(self.key_size) + 8), 4 * (self.chunk + 8))
+
+    @property
+    def scan_bytes(self) -> int:
+        thin = self.chunk * (self.slice + 8) * self.exact_bytes
+        stage = 2 * self.keys + 8 * self.packed + thin + 12 * self.chunk
+        return self.stages * stage + self.slice // 16 * self.staging + 16
+
+    @property
+    def gradient_bytes(self) -> int:
+        c, rows, saved = self.chunk, self.gradient_slice, self.saved.size
+        stage = 2 * rows * (_padded(self.key_size) + 8) * saved + rows * (c + 8) * (4 + saved)
+        stage += c * (rows + 8) * self.exact_bytes
+        pairs = 2 * self.keys + self.square * (4 + saved)
+        slices = (0 if self.overlay else 2 * self.keys) + self.stages * stage
+        return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 48 * c + 144
+
+    @property
+    def most(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return METAL_BYTES if self.machine == "metal" else CUDA_BYTES
+
+    @property
+    def fits(self) -> bool:
+        return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes) <= self.most
+
+
+def plan(
+    machine: str,
+    shape: tuple[int, int, int, int, int, int],
+    dtype: mx.Dtype,
+    *,
+    masked: bool,
+    segmented: bool,
+) -> Plan | None:
+    """How `machine` (metal or cuda) cuts a call of shape (B, T, Hk, Hv, Dk, Dv); None where memory cannot hold it."""
+    batch, _, _, value_heads, key_size, value_size = shape
+    tall = _padded(value_size)
+    whole = [rows for rows in (64, 32, 16) if tall % rows == 0]
+    if machine == "metal":
+        cuts = [(chunk, 16 * groups, 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
+    else:
+        slices = [size for size in (128, 64, 32) if size <= max(32, tall)]
+        full = [size for size in slices if batch * value_heads * -(-value_size // size) >= _FULL] or slices[-1:]
+        chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
+        cuts = [(c, s, rows, 2, False) for c in chunks for s in (full[0], 32) for rows in whole[:2]]
+        cuts += [(16, 32, rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
+    for chunk, rows, gradient_rows, stages, overlay in cuts:
+        if dtype == mx.float32 and machine == "metal" and chunk > 16:
+            continue
+        groups = chunk // 16 * (2 if chunk == 64 else 4)
+        made = Plan(*(*shape, dtype, machine, chunk, rows, gradient_rows, groups, stages, overlay, masked, segmented))
+        if made.fits:
+            return made
+    return None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The contract's inputs, with arrays in place of what was left out."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    log_g: mx.array
+    beta: mx.array
+    initial: mx.array
+    mask: mx.array
+    segments: mx.array
+    sizes: mx.array | None = None
+
+
+_BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
+
+
+def _launch(name, memory, plan, inputs, outputs, blocks, size, groups, order, memory_order, rows=None) -> Launch:
+    values = {
+        "In": plan.dtype,
+        "C": plan.chunk,
+        "DK": plan.key_size,
+        "DV": plan.value_size,
+        "SLICE": rows or plan.slice,
+        "HK": plan.key_heads,
+        "HV": plan.value_heads,
+        "GROUPS": groups,
+        "STAGES": plan.stages,
+        "OVERLAY": plan.overlay,
+        "MASKED": plan.masked,
+        "SEGMENTED": plan.segmented,
+    }
+    used = {name: value for name, value in values.items() if name in order}
+    return Launch(
+        name=f"gated_delta_{name}",
+        memory=memory,
+        inputs=inputs,
+        outputs=outputs,
+        values=used,
+        order=order,
+        memory_order=memory_order,
+        blocks=blocks,
+        bytes=size,
+        groups=groups,
+    )
+
+
+def prepare(plan: Plan, x: Arguments) -> Launch:
+    """solve and scores, packed triangles a chunk, and factors [B,Hv,chunks,3,C]."""
+    shape = (plan.batch, plan.value_heads, plan.chunks)
+    names = ("q", "k", "log_g", "beta", "mask", "segments")
+    triangle = ((*shape, plan.packed), mx.float32)
+    return _launch(
+        "prepare",
+        "PrepareMemory",
+        plan,
+        {name: getattr(x, name) for name in names},
+        {"solve": triangle, "scores": triangle, "factors": ((*shape, 3, plan.chunk), mx.float32)},
+        (plan.chunks, plan.value_heads, plan.batch),
+        plan.prepare_bytes,
+        groups=4,
+        order=("In", "C", "DK", "HK", "HV", "GROUPS", "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK"),
+    )
+
+
+def _scan(name, plan: Plan, inputs, outputs) -> Launch:
+    return _launch(
+        name,
+        "ScanMemory",
+        plan,
+        inputs,
+        outputs,
+        (-(-plan.value_size // plan.slice), plan.value_heads, plan.batch),
+        plan.scan_bytes,
+        groups=plan.slice // 16,
+        order=(*_BASE, "MASKED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES"),
+    )
+
+
+def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: mx.array) -> Launch:
+    """y [B,T,Hv,Dv], states and u as the kernels keep them, a block a chunk, and last [B,Hv,Dv,Dk]."""
+    heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "initial": x.initial}
+    outputs = {
+        "y": (x.v.shape, plan.dtype),
+        "states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
+        "u": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
+        "last": ((*heads, plan.value_size, plan.key_size), mx.float32),
+    }
+    return _scan("scan", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
+
+
+def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Launch:
+    """d_states and d_right as the kernels keep them, dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
+    heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
+    inputs = {"q": x.q, "k": x.k, "dy": dy, "mask": x.mask, "d_last": d_last}
+    outputs = {
+        "d_states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
+        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), plan.saved),
+        "dv": (x.v.shape, plan.dtype),
+        "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
+    }
+    return _scan("reverse", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
+
+
+def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
+    """dq, dk, d_log_g and d_beta, in their inputs' shapes; the last two fp32."""
+    names = ("q", "k", "log_g", "mask", "segments")
+    return _launch(
+        "gradients",
+        "GradientMemory",
+        plan,
+        {name: getattr(x, name) for name in names}
+        | {"factors": factors, "states": states, "d_states": d_states, "u": u, "d_right": d_right, "dy": dy},
+        {
+            "dq": (x.q.shape, plan.dtype),
+            "dk": (x.k.shape, plan.dtype),
+            "d_log_g": (x.log_g.shape, mx.float32),
+            "d_beta": (x.beta.shape, mx.float32),
+        },
+        (plan.chunks, plan.key_heads, plan.batch),
+        plan.gradient_bytes,
+        groups=plan.gradient_groups,
+        order=(*_BASE, "OVERLAY", "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "OVERLAY"),
+        rows=plan.gradient_slice,
+    )

@@ -1,0 +1,197 @@
+"""Launches the fused kernels for a gate per key channel: four a layer, two forward and two backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..kernels.launch import Launch
+from .fused import Arguments, Plan, _launch, _padded
+
+# Blocks that fill a large GPU, as in fused.py.
+_FULL = 64
+_BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
+
+
+@dataclass(frozen=True)
+class ChannelPlan(Plan):
+    """As Plan; chunks have one or two tiles of 16 positions, and the reverse scan may hold fewer rows of the state."""
+
+    @property
+    def wide(self) -> int:
+        """Bytes of one chunk of scaled keys, in full precision."""
+        return self.chunk * (_padded(self.key_size) + 8) * 4
+
+    @property
+    def upper(self) -> int:
+        """The same as rough products read them: the high plane alone, for bf16 on CUDA."""
+        return self.wide // 2 if self.machine == "cuda" and self.dtype == mx.bfloat16 else self.wide
+
+    @property
+    def scaled_queries(self) -> int:
+        return self.chunk * (_padded(self.key_size) + 8) * self.saved.size
+
+    @property
+    def across(self) -> int:
+        """Bytes of prefix q, prefix k and suffix k, which pairs of two tiles need."""
+        return 3 * 16 * (_padded(self.key_size) + 8) * 4 * (self.chunk // 16 - 1)
+
+    @property
+    def prepare_bytes(self) -> int:
+        gates = 4 * self.chunk * _padded(self.key_size)
+        solve = 4 * self.packed + 8 * self.square
+        return 2 * self.keys + gates + self.across + solve + 2 * 68 * self.chunk + 4 * self.chunk + 16
+
+    def _scan_bytes(self, keys: int) -> int:
+        thin = self.chunk * (self.slice + 8) * self.exact_bytes
+        numbers = 4 * (self.chunk + _padded(self.key_size))
+        stage = keys + self.scaled_queries + self.wide + 8 * self.packed + thin + numbers
+        return self.stages * stage + self.slice // 16 * self.staging + 16
+
+    @property
+    def scan_bytes(self) -> int:
+        return self._scan_bytes(self.upper)
+
+    @property
+    def reverse_bytes(self) -> int:
+        return self._scan_bytes(self.wide)
+
+    @property
+    def gradient_bytes(self) -> int:
+        c, rows, saved, width = self.chunk, self.gradient_slice, self.saved.size, _padded(self.key_size)
+        stage = 2 * rows * (width + 8) * saved + rows * (c + 8) * (4 + saved) + c * (rows + 8) * self.exact_bytes
+        two = c // 16 - 1
+        products = 3 * (c + 16 * two) * (width + 4) * 4
+        pairs = 2 * 16 * 24 * 4 * two
+        return max(self.stages * stage, products) + self.across + pairs + 2 * 68 * c + 20 * c + 20 * width + 16
+
+    @property
+    def fits(self) -> bool:
+        return super().fits and self.reverse_bytes <= self.most
+
+
+def plan(
+    machine: str,
+    shape: tuple[int, int, int, int, int, int],
+    dtype: mx.Dtype,
+    *,
+    masked: bool,
+    segmented: bool,
+) -> ChannelPlan | None:
+    """As fused.plan, for gates a channel."""
+    batch, _, _, value_heads, _, value_size = shape
+    tall = _padded(value_size)
+    whole = [rows for rows in (64, 32, 16) if tall % rows == 0]
+    if machine == "metal":
+        cuts = [(chunk, 16 * groups, 16, 1) for chunk in (32, 16) for groups in (2, 1)]
+    else:
+        slices = [size for size in (128, 64, 32) if size <= max(32, tall)]
+        full = [size for size in slices if batch * value_heads * -(-value_size // size) >= _FULL] or slices[-1:]
+        cuts = [(c, s, rows, 2) for c in (32, 16) for s in (full[0], 64, 32, 16) for rows in whole]
+        cuts += [(16, 16, rows, 1) for rows in whole]
+    for chunk, rows, gradient_rows, stages in cuts:
+        if dtype == mx.float32 and machine == "metal" and chunk > 16:
+            continue
+        groups = 8 if chunk == 32 else 4
+        made = ChannelPlan(
+            *(*shape, dtype, machine, chunk, rows, gradient_rows, groups, stages, stages == 1, masked, segmented)
+        )
+        if made.fits:
+            return made
+    return None
+
+
+def prepare(plan: ChannelPlan, x: Arguments) -> Launch:
+    """solve, scores and factors, and blocks of G Q, G K and E K, as the kernels keep them."""
+    shape = (plan.batch, plan.value_heads, plan.chunks)
+    width = _padded(plan.key_size)
+    names = ("q", "k", "log_g", "beta", "mask", "segments")
+    triangle = ((*shape, plan.packed), mx.float32)
+    block = (*shape, plan.chunk, width + 8)
+    return _launch(
+        "channel_prepare",
+        "ChannelPrepareMemory",
+        plan,
+        {name: getattr(x, name) for name in names},
+        {
+            "solve": triangle,
+            "scores": triangle,
+            "factors": ((*shape, plan.chunk + width), mx.float32),
+            "queries": (block, plan.saved),
+            "keys": (block, mx.float32),
+            "ends": (block, mx.float32),
+        },
+        (plan.chunks, plan.value_heads, plan.batch),
+        plan.prepare_bytes,
+        groups=4,
+        order=("In", "C", "DK", "HK", "HV", "GROUPS", "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK"),
+    )
+
+
+def _scan(name: str, plan: ChannelPlan, inputs, outputs, size: int) -> Launch:
+    return _launch(
+        name,
+        "ScanMemory",
+        plan,
+        inputs,
+        outputs,
+        (-(-plan.value_size // plan.slice), plan.value_heads, plan.batch),
+        size,
+        groups=plan.slice // 16,
+        order=(*_BASE, "MASKED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "true", "true" if "reverse" in name else "false"),
+    )
+
+
+def scan(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, keys, ends) -> Launch:
+    """y [B,T,Hv,Dv], states and u as the kernels keep them, and last [B,Hv,Dv,Dk]."""
+    heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
+    inputs = {"v": x.v, "mask": x.mask, "queries": queries, "keys": keys, "ends": ends, "initial": x.initial}
+    outputs = {
+        "y": (x.v.shape, plan.dtype),
+        "states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
+        "u": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
+        "last": ((*heads, plan.value_size, plan.key_size), mx.float32),
+    }
+    inputs |= {"solve": solve, "scores": scores, "factors": factors}
+    return _scan("channel_scan", plan, inputs, outputs, plan.scan_bytes)
+
+
+def reverse(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, keys, ends, dy, d_last) -> Launch:
+    """d_states and d_right as the kernels keep them, dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
+    heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
+    inputs = {"dy": dy, "mask": x.mask, "queries": queries, "keys": keys, "ends": ends, "d_last": d_last}
+    outputs = {
+        "d_states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
+        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), plan.saved),
+        "dv": (x.v.shape, plan.dtype),
+        "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
+    }
+    inputs |= {"solve": solve, "scores": scores, "factors": factors}
+    return _scan("channel_reverse", plan, inputs, outputs, plan.reverse_bytes)
+
+
+def gradients(plan: ChannelPlan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
+    """dq, dk, d_log_g and d_beta, in their inputs' shapes; the last two fp32."""
+    names = ("q", "k", "log_g", "mask", "segments")
+    return _launch(
+        "channel_gradients",
+        "ChannelGradientMemory",
+        plan,
+        {name: getattr(x, name) for name in names}
+        | {"factors": factors, "states": states, "d_states": d_states, "u": u, "d_right": d_right, "dy": dy},
+        {
+            "dq": (x.q.shape, plan.dtype),
+            "dk": (x.k.shape, plan.dtype),
+            "d_log_g": (x.log_g.shape, mx.float32),
+            "d_beta": (x.beta.shape, mx.float32),
+        },
+        (plan.chunks, plan.key_heads, plan.batch),
+        plan.gradient_bytes,
+        groups=plan.gradient_groups,
+        order=(*_BASE, "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES"),
+        rows=plan.gradient_slice,
+    )

@@ -1,0 +1,227 @@
+"""Whether an implementation computes on this machine what `chunk` computes: measured once, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ... import environment
+from .chunk import gated_delta_chunk
+from .naive import gated_delta_naive
+from .tolerances import EASY, ROUNDING, fused_bound
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("y", "state", "dq", "dk", "dv", "dlog_g", "dbeta", "dinitial_state")
+# Two batches, and more than two chunks of any implementation, the last one ragged.
+BATCH, LENGTH = 2, 150
+_PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+Implementation = Callable[..., tuple[mx.array, mx.array]]
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """What decides which kernel a call runs, and nothing that does not: neither its batch nor its length.
+
+    `cut`: how the implementation divides the work, in words of its own.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    dtype: str
+    masked: bool = False
+    segmented: bool = False
+    per_channel: bool = False
+    cut: str = ""
+
+    def __str__(self) -> str:
+        heads = f"{self.key_heads}/{self.value_heads} heads of {self.key_size} x {self.value_size}"
+        options = [name for name in ("masked", "segmented", "per_channel") if getattr(self, name)]
+        return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options)])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Errors are the largest over the largest element of `reference`'s; `problem` is what stopped the check."""
+
+    implementation: str
+    shape: str
+    bound: float
+    errors: dict[str, float] = field(default_factory=dict)
+    problem: str | None = None
+    reference: str = "chunk"
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and all(self.errors.get(name, np.inf) <= self.bound for name in NAMES)
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"{self.implementation} ({self.shape}) does not run: {self.problem}"
+        worst = max(NAMES, key=lambda name: self.errors.get(name, np.inf))
+        relation = "agrees with" if self.passed else "differs from"
+        by = f"{worst} by {self.errors[worst]:.1e} of the largest, {self.bound:.1e} allowed"
+        return f"{self.implementation} ({self.shape}) {relation} {self.reference}: {by}"
+
+
+_known: dict[tuple[str, ShapeClass], Verdict] = {}
+
+
+def of(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
+    """The verdict on `function` for calls of this class: as found before on this machine, else measured now.
+
+    Measured with arrays of its own, evaluated at once: safe while something else is being traced.
+    """
+    key = (name, shape)
+    if key not in _known:
+        _known[key] = _read(_path(name, shape)) or again(name, function, shape)
+    return _known[key]
+
+
+def again(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
+    """The same, measured now whatever was found before."""
+    found = _known[(name, shape)] = measure(name, function, shape)
+    # What stopped a check may be gone the next time.
+    if found.problem is None:
+        _write(_path(name, shape), found)
+    return found
+
+
+def forget() -> None:
+    """Forget the verdicts of this process; those in the cache folder stay."""
+    _known.clear()
+
+
+def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurrence: bool = False) -> Verdict:
+    """Compare `function` with chunk (or naive), in fp32 on the CPU: forward and backward, gates of 0 among them."""
+    primals, constants, cotangents = _case(shape)
+    wide, wide_cotangents = ([x.astype(mx.float32) for x in arrays] for arrays in (primals, cotangents))
+    reference = gated_delta_naive if by_recurrence else gated_delta_chunk
+    bound = EASY + ROUNDING[shape.dtype] if by_recurrence else fused_bound(EASY, shape.dtype)
+    blank = Verdict(name, str(shape), bound, reference="naive" if by_recurrence else "chunk")
+    # The CPU's products are fp32; a GPU's may be TF32.
+    with mx.stream(mx.cpu):
+        expected = _differentiate(reference, wide, constants, wide_cotangents)
+    try:
+        results = _differentiate(function, primals, constants, cotangents)
+    except (RuntimeError, ValueError) as error:
+        return replace(blank, problem=f"{type(error).__name__}: {error}")
+    pairs = zip(NAMES, results, expected, strict=True)
+    return replace(blank, errors={name: _error(result, exact) for name, result, exact in pairs})
+
+
+def _differentiate(function: Implementation, primals: list, constants: dict, cotangents: list) -> list[np.ndarray]:
+    def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        return function(*arrays[:-1], initial_state=arrays[-1], **constants)
+
+    outputs, gradients = mx.vjp(call, primals, cotangents)
+    return [np.array(x.astype(mx.float32), dtype=np.float64) for x in (*outputs, *gradients)]
+
+
+def _error(result: np.ndarray, expected: np.ndarray) -> float:
+    """Not a number, or of another shape, counts as infinitely wrong."""
+    if result.shape != expected.shape or not np.isfinite(result).all():
+        return float("inf")
+    error, largest = np.abs(result - expected).max(), np.abs(expected).max()
+    return float(error / largest) if largest > 0 else float("inf" if error > 0 else 0.0)
+
+
+def _case(shape: ShapeClass) -> tuple[list[mx.array], dict[str, mx.array | None], list[mx.array]]:
+    """Inputs, mask and segments, cotangents. Drawn by NumPy: MLX's random state belongs to the training."""
+    draw = np.random.default_rng(0)
+    keys, values = (
+        (BATCH, LENGTH, shape.key_heads, shape.key_size),
+        (BATCH, LENGTH, shape.value_heads, shape.value_size),
+    )
+    dtype = getattr(mx, shape.dtype)
+    k = draw.normal(size=keys)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    gates = (*values[:3], shape.key_size) if shape.per_channel else values[:3]
+    kind = draw.uniform(size=gates)
+    usual = -np.exp(1.5 * draw.normal(size=gates) - 2.0)
+    log_g = np.select([kind < 0.02, kind < 0.05, kind < 0.3], [-np.inf, np.log(1e-12), 0.0], usual)
+    state = (BATCH, shape.value_heads, shape.value_size, shape.key_size)
+    floats = [draw.normal(size=keys) * shape.key_size**-0.5, k, draw.normal(size=values)]
+    floats += [log_g, draw.uniform(0.05, 0.95, size=values[:3]), draw.normal(size=state)]
+    mask = np.ones((BATCH, LENGTH), bool)
+    mask[0, LENGTH // 3 : LENGTH // 2], mask[1, :9] = False, False
+    segments = np.cumsum(draw.uniform(size=(BATCH, LENGTH)) < 0.03, axis=1).astype(np.int32)
+    constants = {
+        "mask": mx.array(mask) if shape.masked else None,
+        "segments": mx.array(segments) if shape.segmented else None,
+    }
+    arrays = [mx.array(x.astype(np.float32)) for x in (*floats, draw.normal(size=values), draw.normal(size=state))]
+    for index in (0, 1, 2, 6):
+        arrays[index] = arrays[index].astype(dtype)
+    return arrays[:6], constants, arrays[6:]
+
+
+@cache
+def machine() -> dict[str, str]:
+    """What a verdict depends on: versions, the text of the kernels, the device and its driver."""
+    found = {}
+    for name in (*_PACKAGES, "deltatune"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["mlx"] = mx.__version__  # type: ignore[attr-defined]
+    text = hashlib.sha256()
+    for folder in (files(__package__), files(__package__.rpartition(".")[0]) / "kernels"):
+        for file in sorted(folder.iterdir(), key=lambda file: file.name):
+            if file.name.endswith((".py", ".h")):
+                text.update(file.name.encode() + file.read_bytes())
+    about = mx.device_info()
+    found |= {"text": text.hexdigest()[:16], "device": str(about.get("device_name", about))}
+    found |= {"system": platform.platform(), "driver": _driver()}
+    return found
+
+
+def _driver() -> str:
+    """NVIDIA's kernel module; Apple's driver comes with the system."""
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().partition("\n")[0] if path.is_file() else ""
+
+
+def _path(name: str, shape: ShapeClass) -> Path:
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+    return environment.cache_directory() / "verdicts" / digest(machine()) / f"{name}-{digest(asdict(shape))}.json"
+
+
+def _read(path: Path) -> Verdict | None:
+    try:
+        return Verdict(**json.loads(path.read_text())["verdict"])
+    except FileNotFoundError:
+        return None
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        logger.info("gated_delta: %s cannot be read (%s): checking again", path, error)
+        return None
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    """For the processes to come; where the folder cannot be written, each of them measures again."""
+    text = json.dumps({"verdict": asdict(verdict), "machine": machine()}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("gated_delta: a verdict cannot be kept (%s): it is measured again in every process", error)

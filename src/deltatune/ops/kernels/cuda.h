@@ -1,0 +1,573 @@
+// The vocabulary of the kernel bodies on CUDA: Metal's names, and 16x16 tiles on the tensor cores.
+// bf16 inputs are exact operands. What the kernels compute is held as a pair of bf16 (high and low part, 16 bits of
+// mantissa), so a product with it takes two or three instructions and keeps near-fp32 accuracy; where one part is
+// enough (Rough, Saved), one. fp16 inputs are pairs throughout; fp32 inputs use FMA.
+
+#define GLOBAL
+#define threadgroup
+#define constant
+#define thread
+#define metal
+#define threadgroup_position_in_grid blockIdx
+#define thread_index_in_threadgroup ((int)threadIdx.x)
+#define simdgroup_index_in_threadgroup ((int)(threadIdx.x >> 5))
+#define thread_index_in_simdgroup ((int)(threadIdx.x & 31))
+#define DELTATUNE_SHARED(name, bytes) extern __shared__ __align__(16) char name[]
+#define DELTATUNE_EXP(x) expf(x)
+#define inline __device__ __forceinline__
+#define DELTATUNE_UNROLL _Pragma("unroll")
+
+#define barrier() __syncthreads()
+#define group_barrier() __syncwarp()
+
+using bf16 = __nv_bfloat16;
+
+inline unsigned pack(float low, float high) {
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+inline float unpack_low(unsigned r) { return __uint_as_float(r << 16); }
+inline float unpack_high(unsigned r) { return __uint_as_float(r & 0xffff0000u); }
+
+struct PlainFloat {
+  static constexpr int bytes = 4, planes = 0;
+  float* elements;
+  inline void put(int i, float x) const { elements[i] = x; }
+  inline float get(int i) const { return elements[i]; }
+};
+
+struct Single {
+  static constexpr int bytes = 2, planes = 1;
+  bf16* elements;
+  inline void put(int i, float x) const { elements[i] = __float2bfloat16_rn(x); }
+  inline float get(int i) const { return __bfloat162float(elements[i]); }
+  inline bf16* plane(int) const { return elements; }
+};
+
+struct Pair {
+  static constexpr int bytes = 4, planes = 2;
+  bf16* elements;
+  int count;
+  inline void put(int i, float x) const {
+    const bf16 high = __float2bfloat16_rn(x);
+    elements[i] = high;
+    elements[i + count] = __float2bfloat16_rn(x - __bfloat162float(high));
+  }
+  inline float get(int i) const { return __bfloat162float(elements[i]) + __bfloat162float(elements[i + count]); }
+  inline bf16* plane(int p) const { return elements + p * count; }
+};
+
+template <typename In> struct Storage { using exact = Single; using wide = Pair; using saved = Single; };
+template <> struct Storage<__half> { using exact = Pair; using wide = Pair; using saved = Pair; };
+template <> struct Storage<float> { using exact = PlainFloat; using wide = PlainFloat; using saved = PlainFloat; };
+template <typename In> using Exact = typename Storage<In>::exact;
+template <typename In> using Wide = typename Storage<In>::wide;
+template <typename In> using Saved = typename Storage<In>::saved;
+
+inline void place(PlainFloat& s, const void* p, int) { s.elements = (float*)p; }
+inline void place(Single& s, const void* p, int) { s.elements = (bf16*)p; }
+inline void place(Pair& s, const void* p, int count) { s.elements = (bf16*)p; s.count = count; }
+
+// A matrix of `count` elements in shared memory.
+template <typename Store>
+inline Store shared_at(char* memory, int offset, int count) {
+  Store s;
+  place(s, memory + offset, count);
+  return s;
+}
+// Block number `block` of `count` elements in device memory, stored as Store stores them.
+template <typename Store, typename P>
+inline Store stored_at(P* p, long block, int count) {
+  Store s;
+  place(s, reinterpret_cast<const char*>(p) + block * count * Store::bytes, count);
+  return s;
+}
+
+// What rough products read of a block stored as Wide: its high plane alone, for bf16.
+template <typename In> struct UpperOf { using type = Wide<In>; };
+template <> struct UpperOf<bf16> { using type = Single; };
+template <typename In> using Upper = typename UpperOf<In>::type;
+template <typename In, typename P>
+inline Upper<In> upper_at(P* p, long block, int count) {
+  return stored_at<Upper<In>>(p, block * (Wide<In>::bytes / Upper<In>::bytes), count);
+}
+
+struct Tile {
+  float x[8];
+  inline float get(int e) const { return x[e]; }
+  inline void set(int e, float v) { x[e] = v; }
+};
+inline int tile_row(int e, int lane) { return (lane >> 2) + ((e >> 1) & 1) * 8; }
+inline int tile_column(int e, int lane) { return (lane & 3) * 2 + (e & 1) + (e >> 2) * 8; }
+inline int tile_side(int e) { return (e >> 1) & 1; }
+constexpr int tile_second = 2;
+
+inline float lane_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+// Sums over the lanes that hold the same rows of a tile, and over those that hold the same columns.
+inline float row_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+inline float column_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 4);
+  x += __shfl_xor_sync(0xffffffffu, x, 8);
+  return x + __shfl_xor_sync(0xffffffffu, x, 16);
+}
+
+inline void load_matrices(unsigned (&r)[4], const bf16* p, bool transposed) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(p));
+  if (transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  }
+}
+
+inline void multiply_accumulate(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Operands of a 16x16x16 product. On the left, from shared memory or from a tile; on the right, from shared memory.
+template <int Planes>
+struct Left {
+  static constexpr int planes = Planes;
+  unsigned r[Planes][4];
+};
+template <int Planes>
+struct Right {
+  static constexpr int planes = Planes;
+  unsigned r[Planes][4];
+};
+struct LeftFloat {
+  float x[8];
+};
+template <typename View>
+struct LazyRight {
+  View view;
+};
+
+template <typename In> struct Operands { using precise = Left<2>; using rough = Left<1>; };
+template <> struct Operands<__half> { using precise = Left<2>; using rough = Left<2>; };
+template <> struct Operands<float> { using precise = LeftFloat; using rough = LeftFloat; };
+template <typename In> using Precise = typename Operands<In>::precise;
+template <typename In> using Rough = typename Operands<In>::rough;
+
+inline void hold(Left<1>& a, const Tile& t) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a.r[0][i] = pack(t.x[2 * i], t.x[2 * i + 1]);
+}
+inline void hold(Left<2>& a, const Tile& t) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned high = pack(t.x[2 * i], t.x[2 * i + 1]);
+    a.r[0][i] = high;
+    a.r[1][i] = pack(t.x[2 * i] - unpack_low(high), t.x[2 * i + 1] - unpack_high(high));
+  }
+}
+inline void hold(LeftFloat& a, const Tile& t) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) a.x[e] = t.x[e];
+}
+
+// Registers 0 to 3: rows 0-7 and 8-15 of the first eight columns, then of the last eight.
+template <typename View, int Planes>
+inline void left_of(Left<Planes>& a, View v, int lane) {
+  static_assert(Planes == View::store_type::planes, "as many planes as the matrix has");
+#pragma unroll
+  for (int plane = 0; plane < Planes; ++plane) {
+    const bf16* p = v.store.plane(plane) + v.offset;
+    if (View::is_transposed) {
+      load_matrices(a.r[plane], p + ((lane & 7) + ((lane & 16) >> 1)) * v.stride + (lane & 8), true);
+    } else {
+      load_matrices(a.r[plane], p + ((lane & 7) + (lane & 8)) * v.stride + ((lane & 16) >> 1), false);
+    }
+  }
+}
+template <typename View>
+inline void left_of(LeftFloat& a, View v, int lane) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) a.x[e] = v.get(tile_row(e, lane), tile_column(e, lane));
+}
+template <typename Store, bool Float = Store::planes == 0> struct LeftFor { using type = Left<Store::planes>; };
+template <typename Store> struct LeftFor<Store, true> { using type = LeftFloat; };
+template <typename View>
+inline typename LeftFor<typename View::store_type>::type left(View v, int lane) {
+  typename LeftFor<typename View::store_type>::type a;
+  left_of(a, v, lane);
+  return a;
+}
+
+// Registers 0, 1: k 0-7 and 8-15 of the first eight columns; 2, 3: of the last eight.
+template <typename View, bool Float = View::store_type::planes == 0>
+struct RightOf {
+  using type = Right<View::store_type::planes>;
+  static inline type of(View v, int lane) {
+    type b;
+#pragma unroll
+    for (int plane = 0; plane < type::planes; ++plane) {
+      const bf16* p = v.store.plane(plane) + v.offset;
+      if (View::is_transposed) {
+        load_matrices(b.r[plane], p + ((lane & 7) + ((lane & 16) >> 1)) * v.stride + (lane & 8), false);
+      } else {
+        load_matrices(b.r[plane], p + ((lane & 7) + (lane & 8)) * v.stride + ((lane & 16) >> 1), true);
+      }
+    }
+    return b;
+  }
+};
+template <typename View>
+struct RightOf<View, true> {
+  using type = LazyRight<View>;
+  static inline type of(View v, int) { return type{v}; }
+};
+template <typename View>
+inline typename RightOf<View>::type right(View v, int lane) {
+  return RightOf<View>::of(v, lane);
+}
+
+// tile += a b. Smallest products first; low times low is below fp32's last place of the sum.
+template <int PlanesA, int PlanesB>
+inline void multiply(Tile& tile, const Left<PlanesA>& a, const Right<PlanesB>& b, int) {
+#pragma unroll
+  for (int p = PlanesA + PlanesB - 2; p >= 0; --p) {
+#pragma unroll
+    for (int i = 0; i < PlanesA; ++i) {
+      const int j = p - i;
+      if (j < 0 || j >= PlanesB || p > 1) continue;
+      multiply_accumulate(tile.x, a.r[i], b.r[j][0], b.r[j][1]);
+      multiply_accumulate(tile.x + 4, a.r[i], b.r[j][2], b.r[j][3]);
+    }
+  }
+}
+template <typename View>
+inline void multiply(Tile& tile, const LeftFloat& a, const LazyRight<View>& b, int lane) {
+  const int column = (lane & 3) * 2;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    const int from = (lane & ~3) + (k % 8) / 2, e = (k & 1) + k / 8 * 4;
+    const float a0 = __shfl_sync(0xffffffffu, a.x[e], from), a1 = __shfl_sync(0xffffffffu, a.x[e + 2], from);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float b0 = b.view.get(k, column + 8 * j), b1 = b.view.get(k, column + 8 * j + 1);
+      tile.x[4 * j] += a0 * b0;
+      tile.x[4 * j + 1] += a0 * b1;
+      tile.x[4 * j + 2] += a1 * b0;
+      tile.x[4 * j + 3] += a1 * b1;
+    }
+  }
+}
+
+// A lane's share of the sums of products of two operands' elements: by row of left ones, of all of right ones.
+template <int Planes>
+inline float row_element(const Left<Planes>& a, int i, bool high) {
+  float x = high ? unpack_high(a.r[0][i]) : unpack_low(a.r[0][i]);
+  if constexpr (Planes == 2) x += high ? unpack_high(a.r[1][i]) : unpack_low(a.r[1][i]);
+  return x;
+}
+template <int PlanesA, int PlanesB>
+inline void add_row_dots(float (&sums)[2], const Left<PlanesA>& a, const Left<PlanesB>& b, int) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    sums[i & 1] += row_element(a, i, false) * row_element(b, i, false) + row_element(a, i, true) * row_element(b, i, true);
+}
+inline void add_row_dots(float (&sums)[2], const LeftFloat& a, const LeftFloat& b, int) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) sums[tile_side(e)] += a.x[e] * b.x[e];
+}
+inline float right_dot(const Right<1>& a, const Right<1>& b, int) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    sum += unpack_low(a.r[0][i]) * unpack_low(b.r[0][i]) + unpack_high(a.r[0][i]) * unpack_high(b.r[0][i]);
+  return sum;
+}
+inline float right_dot(const Right<2>& a, const Right<2>& b, int) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    sum += (unpack_low(a.r[0][i]) + unpack_low(a.r[1][i])) * (unpack_low(b.r[0][i]) + unpack_low(b.r[1][i])) +
+           (unpack_high(a.r[0][i]) + unpack_high(a.r[1][i])) * (unpack_high(b.r[0][i]) + unpack_high(b.r[1][i]));
+  return sum;
+}
+template <typename V, typename W>
+inline float right_dot(const LazyRight<V>& a, const LazyRight<W>& b, int lane) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    sum += a.view.get(tile_row(e, lane), tile_column(e, lane)) * b.view.get(tile_row(e, lane), tile_column(e, lane));
+  return sum;
+}
+
+template <typename View>
+inline Tile tile_of(View v, int lane) {
+  Tile t;
+  if constexpr (View::store_type::planes == 0) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) t.x[e] = v.get(tile_row(e, lane), tile_column(e, lane));
+  } else {
+    Left<View::store_type::planes> a;
+    left_of(a, v, lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      t.x[2 * i] = unpack_low(a.r[0][i]);
+      t.x[2 * i + 1] = unpack_high(a.r[0][i]);
+      if constexpr (View::store_type::planes == 2) {
+        t.x[2 * i] += unpack_low(a.r[1][i]);
+        t.x[2 * i + 1] += unpack_high(a.r[1][i]);
+      }
+    }
+  }
+  return t;
+}
+
+// A tile into a matrix (shared or stored) from `offset` on; unless Full, rows and columns past the given ones stay out.
+template <bool Even, bool Full, typename Store>
+inline void put_tile(Store s, long offset, int stride, const Tile& t, int rows, int columns, int lane) {
+  const int first_row = tile_row(0, lane), first_column = tile_column(0, lane);
+  const long first = offset + first_row * stride + first_column;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = first_row + (i & 1) * 8, column = first_column + (i >> 1) * 8;
+    const int on = (i & 1) * 8 * stride + (i >> 1) * 8;
+    if (!Full && row >= rows) continue;
+    if constexpr (Even && Store::planes > 0) {
+      if (!Full && column >= columns) continue;
+      const unsigned high = pack(t.x[2 * i], t.x[2 * i + 1]);
+      *reinterpret_cast<unsigned*>(s.plane(0) + first + on) = high;
+      if constexpr (Store::planes == 2)
+        *reinterpret_cast<unsigned*>(s.plane(1) + first + on) =
+            pack(t.x[2 * i] - unpack_low(high), t.x[2 * i + 1] - unpack_high(high));
+    } else if constexpr (Even) {
+      if (Full || column < columns)
+        *reinterpret_cast<float2*>(s.elements + first + on) = make_float2(t.x[2 * i], t.x[2 * i + 1]);
+    } else {
+      if (column < columns) s.put(first + on, t.x[2 * i]);
+      if (column + 1 < columns) s.put(first + on + 1, t.x[2 * i + 1]);
+    }
+  }
+}
+
+// The transpose of a tile into a shared matrix.
+template <typename Store>
+inline void put_turned(Store s, int offset, int stride, const Tile& t, int lane) {
+  if constexpr (Store::planes == 1) {
+    const int row = (lane & 7) + ((lane & 16) >> 1), column = lane & 8;
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(s.elements + offset + row * stride + column));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(to), "r"(pack(t.x[0], t.x[1])), "r"(pack(t.x[2], t.x[3])), "r"(pack(t.x[4], t.x[5])),
+                    "r"(pack(t.x[6], t.x[7])) : "memory");
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) s.put(offset + tile_column(e, lane) * stride + tile_row(e, lane), t.x[e]);
+  }
+}
+
+// Copies from device to shared memory run on by themselves. Whole blocks go in bulk and report to a barrier of the stage
+// that they fill; rows go in pieces of 16 bytes. (A bulk copy a row costs more: its instruction serves one lane.)
+struct Arrival {
+  unsigned barrier, bytes;
+};
+inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
+
+// Barriers of up to two stages; every thread calls.
+inline void arrivals_start(char* p, int index) {
+  if (index == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(p) + 8 * i) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+}
+inline Arrival arrival_at(char* p, int stage) { return Arrival{shared_address(p) + 8 * stage, 0}; }
+inline void copies_sent(const Arrival& a, int index) {
+  if (index == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(a.barrier), "r"(a.bytes) : "memory");
+}
+// `round` counts a stage's fillings from 0.
+inline void copies_wait(const Arrival& a, int round) {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\n"
+      "DONE:\n}" :: "r"(a.barrier), "r"(round & 1) : "memory");
+}
+// Between ordinary writes to shared memory and bulk copies over them or from them.
+inline void copies_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+inline void copy_bulk(void* to, const void* from, unsigned bytes, const Arrival& a) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(a.barrier) : "memory");
+}
+inline void copy16(void* to, const void* from, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_address(to)), "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+
+template <int Count>
+inline void copy_floats(float* to, const float* from, Arrival& a, int index) {
+  if (index == 0) copy_bulk(to, from, Count * 4, a);
+  a.bytes += Count * 4;
+}
+
+// The next `Count` elements of a stored block, from `offset` on, in every plane.
+template <int Count, int Threads, typename Store>
+inline void copy_block(Store s, Store from, long offset, Arrival& a, int index) {
+  if constexpr (Store::planes == 0) {
+    if (index == 0) copy_bulk(s.elements, from.elements + offset, Count * 4, a);
+    a.bytes += Count * 4;
+  } else {
+#pragma unroll
+    for (int plane = 0; plane < Store::planes; ++plane)
+      if (index == plane * 32 % Threads) copy_bulk(s.plane(plane), from.plane(plane) + offset, Count * 2, a);
+    a.bytes += Store::planes * Count * 2;
+  }
+}
+
+template <typename Store, typename Source> struct SameBits { static constexpr bool value = false; };
+template <> struct SameBits<Single, bf16> { static constexpr bool value = true; };
+template <> struct SameBits<PlainFloat, float> { static constexpr bool value = true; };
+
+template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
+__device__ __noinline__ void copy_elements(Store s, int stride, const Source* from, int row_stride, int width, Live live,
+                                           int index) {
+  for (unsigned i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    const bool on = column < width && live(row);
+    s.put(row * stride + column, on ? static_cast<float>(from[(long)row * row_stride + column]) : 0.0f);
+  }
+}
+
+// Rows of an input, zeros where a row is not live or a column lies past `width`.
+template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
+inline void copy_rows(Store s, int stride, const Source* from, int row_stride, int width, Live live, Arrival& a,
+                      int index) {
+  if constexpr (SameBits<Store, Source>::value) {
+    constexpr int each = 16 / sizeof(Source);
+    if (row_stride % each == 0 && aligned16(from)) {
+      constexpr int vectors = Columns / each, step = Threads / vectors;
+      // The usual case keeps its addresses: a thread stays in its column.
+      if constexpr (!Live::masked && Threads % vectors == 0 && Rows % (step > 0 ? step : 1) == 0) {
+        if (live.left >= Rows && width >= Columns) {
+          const int row = (unsigned)index / vectors, column = (unsigned)index % vectors * each;
+          const unsigned to = shared_address(s.elements + row * stride + column);
+          const Source* source = from + (long)row * row_stride + column;
+#pragma unroll
+          for (int i = 0; i < Rows / step; ++i)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         :: "r"(to + i * step * stride * (int)sizeof(Source)), "l"(source + (long)i * step * row_stride)
+                         : "memory");
+          return;
+        }
+      }
+      if (width % each == 0) {
+        for (unsigned i = index; i < Rows * vectors; i += Threads) {
+          const int row = i / vectors, column = i % vectors * each;
+          const bool on = column < width && live(row);
+          copy16(s.elements + row * stride + column, on ? from + (long)row * row_stride + column : from, on);
+        }
+        return;
+      }
+    }
+  }
+  copy_elements<Rows, Columns, Threads>(s, stride, from, row_stride, width, live, index);
+}
+
+// A group's row of tiles, 16 rows of `stride` elements, out to a stored block. Its last write is waited for first.
+template <int Count, typename Store>
+inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, char* staging, int lane) {
+  if constexpr (Store::planes == 0) {
+#pragma unroll
+    for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
+  } else {
+    bf16* room = reinterpret_cast<bf16*>(staging);
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    __syncwarp();
+    const int place = ((lane & 7) + (lane & 8)) * stride + ((lane & 16) >> 1);
+#pragma unroll
+    for (int m = 0; m < Count; ++m) {
+      unsigned high[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) high[i] = pack(tiles[m].x[2 * i], tiles[m].x[2 * i + 1]);
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                   :: "r"(shared_address(room + place + m * 16)), "r"(high[0]), "r"(high[1]), "r"(high[2]), "r"(high[3])
+                   : "memory");
+      if constexpr (Store::planes == 2) {
+        unsigned low[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          low[i] = pack(tiles[m].x[2 * i] - unpack_low(high[i]), tiles[m].x[2 * i + 1] - unpack_high(high[i]));
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                     :: "r"(shared_address(room + 16 * stride + place + m * 16)), "r"(low[0]), "r"(low[1]), "r"(low[2]),
+                        "r"(low[3]) : "memory");
+      }
+    }
+    copies_fence();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int plane = 0; plane < Store::planes; ++plane)
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                     :: "l"(to.plane(plane) + offset), "r"(shared_address(room + plane * 16 * stride)), "r"(32 * stride)
+                     : "memory");
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+  }
+}
+inline void writes_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
+template <int Rows, int Columns, int Threads, typename Store, typename Target>
+__device__ __noinline__ void write_elements(Store s, int offset, int stride, Target* to, int row_stride, int rows,
+                                            int columns, int index) {
+  for (unsigned i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    if (row < rows && column < columns)
+      to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));
+  }
+}
+template <int Rows, int Columns, int Threads, typename Store, typename Target>
+inline void write_rows(Store s, int offset, int stride, Target* to, int row_stride, int rows, int columns, int index) {
+  if constexpr (SameBits<Store, Target>::value) {
+    constexpr int each = 16 / sizeof(Target);
+    if (columns % each == 0 && row_stride % each == 0) {
+      constexpr int vectors = Columns / each;
+#pragma unroll
+      for (unsigned i = index; i < Rows * vectors; i += Threads) {
+        const int row = i / vectors, column = i % vectors * each;
+        if (row < rows && column < columns)
+          *reinterpret_cast<uint4*>(to + (long)row * row_stride + column) =
+              *reinterpret_cast<const uint4*>(s.elements + offset + row * stride + column);
+      }
+      return;
+    }
+  }
+  write_elements<Rows, Columns, Threads>(s, offset, stride, to, row_stride, rows, columns, index);
+}
+
+// A shared matrix out to a stored block, as it stands.
+template <int Count, int Threads, typename Store>
+inline void write_block(Store to, Store s, int index) {
+  constexpr int bytes = Count * Store::bytes;
+#pragma unroll
+  for (unsigned i = index * 16; i < bytes; i += Threads * 16)
+    *reinterpret_cast<uint4*>(reinterpret_cast<char*>(to.elements) + i) =
+        *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(s.elements) + i);
+}
+
+// Bytes a row of a group's tiles takes on its way out: one plane of a state, or what u takes.
+template <typename In>
+__host__ __device__ constexpr int staged(int state, int chunk) {
+  constexpr int saved = Saved<In>::planes * 2, wide = Wide<In>::planes * 2;
+  return saved * state > wide * chunk ? saved * state : wide * chunk;
+}

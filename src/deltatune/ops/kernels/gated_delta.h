@@ -1,0 +1,1083 @@
+// gated_delta with one gate a head: forward and backward, one body for every machine.
+// A chunk is C positions of one (batch, value head); i and j are positions in it.
+//   G_i  product of the gates of 0..i        E_i  product of the gates of i+1..C-1
+//   D_ij product of the gates of j+1..i      P_ij = D_ij <q_i, k_j>, i >= j      N_ij = D_ij <k_i, k_j>, i > j
+//   r = V - G K S^T,  u = r - N (beta u),  Y = G Q S^T + P (beta u),  S' = G_last S + (E beta u)^T K
+// u is what beta scales, so its gradient needs no division. With Z = N (I + beta N)^-1, strictly lower triangular,
+//   u = r - Z (beta r)   and backward, from w = P^T dY + E K dS^T,   R = w - Z^T (beta w),   dr = beta R.
+// Products of gates run over their own segment only: a gate of 0 (a document's start, log_g = -inf) stays exact.
+
+struct Place {
+  int x, y, z, index, group, lane;
+};
+template <typename Store, bool Transposed>
+struct View {
+  using store_type = Store;
+  static constexpr constant bool is_transposed = Transposed;
+  Store store;
+  int offset, stride;
+  inline float get(int row, int column) const {
+    return store.get(offset + (Transposed ? column * stride + row : row * stride + column));
+  }
+};
+// The matrix as stored, from (row, column) on; and its transpose, from (row, column) of the transpose on.
+template <typename Store>
+inline View<Store, false> straight(Store store, int stride, int row, int column) {
+  return View<Store, false>{store, row * stride + column, stride};
+}
+template <typename Store>
+inline View<Store, true> turned(Store store, int stride, int row, int column) {
+  return View<Store, true>{store, column * stride + row, stride};
+}
+
+// A lower triangle of 16x16 tiles, packed: row of tiles i has i + 1 of them, and eight elements more a row.
+inline constexpr int packed_offset(int i) {
+  return 128 * i * (i + 2);
+}
+inline constexpr int packed_stride(int i) {
+  return 16 * i + 24;
+}
+template <typename Store>
+inline View<Store, false> packed(Store store, int i, int j) {
+  return View<Store, false>{store, packed_offset(i) + 16 * j, packed_stride(i)};
+}
+template <typename Store>
+inline View<Store, true> packed_turned(Store store, int i, int j) {
+  return View<Store, true>{store, packed_offset(i) + 16 * j, packed_stride(i)};
+}
+
+inline void tile_clear(thread Tile& tile) {
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) tile.set(e, 0.0f);
+}
+inline void tile_scale(thread Tile& tile, float factor) {
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) tile.set(e, factor * tile.get(e));
+}
+// Each column times its own factor.
+inline void tile_scale_columns(thread Tile& tile, threadgroup const float* factors, int lane) {
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) tile.set(e, factors[tile_column(e, lane)] * tile.get(e));
+}
+
+inline constexpr int padded(int n) {
+  return (n + 15) / 16 * 16;
+}
+// Eight elements more a row: 16-byte rows that start in different banks.
+inline constexpr int stride_of(int n) {
+  return padded(n) + 8;
+}
+inline constexpr int align16(int n) {
+  return (n + 15) / 16 * 16;
+}
+
+// Whether a chunk's position lies inside the sequence and the mask.
+template <bool Masked, typename M>
+struct Alive {
+  static constexpr constant bool masked = Masked;
+  M mask;
+  long start;
+  int left;
+  inline bool operator()(int i) const { return i < left && (!Masked || mask[start + i]); }
+};
+template <bool Masked, typename M>
+inline Alive<Masked, M> alive(M mask, int row, int t0, int length) {
+  return Alive<Masked, M>{mask, (long)row * length + t0, length - t0};
+}
+
+// The gate of a position: exp(log_g), 1 where the step is not live, 0 where a document starts.
+template <bool Segmented, typename Live, typename L, typename Z>
+inline float gate_of(int i, Live live, L log_g, Z segments, int row, int head, int heads, int t0, int length) {
+  const int t = t0 + i;
+  if (t >= length) return 1.0f;
+  const long at = (long)row * length + t;
+  if (Segmented && t > 0 && segments[at] != segments[at - 1]) return 0.0f;
+  return live(i) ? DELTATUNE_EXP(static_cast<float>(log_g[at * heads + head])) : 1.0f;
+}
+
+// D by tiles: whole tables on the diagonal, and across tiles prefix_i (tiles between) suffix_j.
+template <int C>
+struct Decay {
+  static constexpr constant int floats = C * 17 + 2 * C + C / 16;
+  threadgroup float* diagonal;
+  threadgroup float* prefix;
+  threadgroup float* suffix;
+  threadgroup float* whole;
+  // Product of the gates of the tiles between two tiles.
+  inline float between(int row_tile, int column_tile) const {
+    float product = 1.0f;
+    for (int b = column_tile + 1; b < row_tile; ++b) product *= whole[b];
+    return product;
+  }
+  inline float at(bool same_tile, int i, int j, float middle) const {
+    if (same_tile) return i >= j ? diagonal[i * 17 + (j & 15)] : 0.0f;
+    return prefix[i] * middle * suffix[j];
+  }
+  inline float before(int i) const { return between(i / 16, -1) * prefix[i]; }
+  inline float after(int j) const { return suffix[j] * between(C / 16, j / 16); }
+};
+template <int C>
+inline Decay<C> decay_at(threadgroup float* p) {
+  return Decay<C>{p, p + C * 17, p + C * 18, p + C * 19};
+}
+template <int C>
+inline void fill_decay(Decay<C> d, threadgroup const float* gate, int index) {
+  if (index < C) {
+    const int first = index / 16 * 16, column = index % 16;
+    float own[16];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) own[i] = gate[first + i];
+    float product = 1.0f;
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      if (i > column) product *= own[i];
+      if (i >= column) d.diagonal[(first + i) * 17 + column] = product;
+      if (column == 0) d.prefix[first + i] = own[0] * product;
+    }
+    d.suffix[index] = product;
+    if (column == 0) d.whole[first / 16] = own[0] * product;
+  }
+}
+
+template <typename In, int C, int DK>
+struct PrepareMemory {
+  static constexpr constant int k = 0;
+  static constexpr constant int q = k + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int q_end = q + C * stride_of(DK) * Exact<In>::bytes;
+  // Once N and P stand, Q and K make room for Z and the rows that wait.
+  static constexpr constant int z = 0;
+  static constexpr constant int waiting = z + packed_offset(C / 16) * Wide<In>::bytes;
+  static constexpr constant int waiting_end = waiting + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int n = q_end > waiting_end ? q_end : waiting_end;
+  static constexpr constant int blocks = n + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int decay = blocks + C * 17 * 4;
+  static constexpr constant int gate = decay + align16(Decay<C>::floats * 4);
+  static constexpr constant int rate = gate + C * 4;
+  static constexpr constant int arrivals = rate + C * 4;
+  static constexpr constant int bytes = arrivals + 16;
+};
+
+// One 16x16 block of Z on the diagonal, by forward substitution: a lane a column.
+template <typename Store>
+inline void solve_diagonal(Store z, threadgroup const float* block, threadgroup const float* rate, int b, int lane) {
+  if (lane < 16) {
+    float x[16];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      float sum = i > lane ? block[i * 17 + lane] : 0.0f, other = 0.0f;
+      DELTATUNE_UNROLL
+      for (int j = 0; j < i; ++j) {
+        if (j % 2) other += block[i * 17 + j] * x[j];
+        else sum -= block[i * 17 + j] * x[j];
+      }
+      const float value = sum - other;
+      z.put(packed_offset(b) + i * packed_stride(b) + b * 16 + lane, value);
+      x[i] = rate[i] * value;
+    }
+  }
+}
+
+// Z from N (its diagonal tiles in a table of fp32); a barrier before and one after. `waiting` is room of N's size.
+template <int C, int GROUPS, typename Z, typename N>
+inline void solve_triangle(Place at, Z z, N waiting, N n, threadgroup const float* diagonal,
+                           threadgroup const float* rate) {
+  constexpr int blocks = C / 16, square = C + 8;
+  for (int b = at.group; b < blocks; b += GROUPS)
+    solve_diagonal(z, diagonal + b * 16 * 17, rate + b * 16, b, at.lane);
+  barrier();
+  // Halves merge: with Y = N - N beta Z above, Z = Y - Z_below beta Y. A group a tile, 1, 2, ... tiles a side.
+  DELTATUNE_UNROLL
+  for (int side = 1; side < blocks; side *= 2) {
+    constexpr int most = (blocks * blocks / 4 + GROUPS - 1) / GROUPS;
+    Tile y[most > 0 ? most : 1];
+    DELTATUNE_UNROLL
+    for (int m = 0; m < most; ++m) {
+      const int index = at.group + m * GROUPS;
+      if (index >= blocks / 2 * side) continue;
+      const int top = index / (side * side) * 2 * side;
+      const int row = top + side + index / side % side, column = top + index % side;
+      Tile sum;
+      tile_clear(sum);
+      for (int c = column; c < top + side; ++c) {
+        Tile zt = tile_of(packed(z, c, column), at.lane);
+        DELTATUNE_UNROLL
+        for (int e = 0; e < 8; ++e) zt.set(e, rate[c * 16 + tile_row(e, at.lane)] * zt.get(e));
+        put_tile<true, true>(waiting, column * 16 * square + row * 16, square, zt, 16, 16, at.lane);
+        group_barrier();
+        multiply(sum, left(straight(n, square, row * 16, c * 16), at.lane),
+                 right(straight(waiting, square, column * 16, row * 16), at.lane), at.lane);
+        group_barrier();
+      }
+      y[m] = tile_of(straight(n, square, row * 16, column * 16), at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        y[m].set(e, y[m].get(e) - sum.get(e));
+        sum.set(e, rate[row * 16 + tile_row(e, at.lane)] * y[m].get(e));
+      }
+      put_tile<true, true>(waiting, row * 16 * square + column * 16, square, sum, 16, 16, at.lane);
+    }
+    barrier();
+    DELTATUNE_UNROLL
+    for (int m = 0; m < most; ++m) {
+      const int index = at.group + m * GROUPS;
+      if (index >= blocks / 2 * side) continue;
+      const int top = index / (side * side) * 2 * side;
+      const int row = top + side + index / side % side, column = top + index % side;
+      Tile sum;
+      tile_clear(sum);
+      for (int c = top + side; c <= row; ++c)
+        multiply(sum, left(packed(z, row, c), at.lane),
+                 right(straight(waiting, square, c * 16, column * 16), at.lane), at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) y[m].set(e, y[m].get(e) - sum.get(e));
+      put_tile<true, true>(z, packed_offset(row) + column * 16, packed_stride(row), y[m], 16, 16, at.lane);
+    }
+    barrier();
+  }
+}
+
+// solve [B,Hv,chunks] blocks of Z, scores of P, factors [B,Hv,chunks,3,C]: G, E, beta (0 where not live).
+// Grid: chunks, Hv, B.
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED, typename PQ,
+          typename PK, typename PL, typename PB, typename PM, typename PZ>
+inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta, PM mask,
+                                PZ segments, GLOBAL float* solve, GLOBAL float* scores,
+                                GLOBAL float* factors) {
+  using Memory = PrepareMemory<In, C, DK>;
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
+  constexpr int pairs = blocks * (blocks + 1) / 2, triangle = packed_offset(blocks);
+  const int chunks = (length + C - 1) / C, t0 = at.x * C;
+  const long chunk = ((long)at.z * HV + at.y) * chunks + at.x;
+  const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
+  const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
+  const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, triangle);
+  const Wide<In> waiting = shared_at<Wide<In>>(memory, Memory::waiting, C * square);
+  const Wide<In> n = shared_at<Wide<In>>(memory, Memory::n, C * square);
+  const auto solve_out = stored_at<Wide<In>>(solve, chunk, triangle);
+  const auto scores_out = stored_at<Wide<In>>(scores, chunk, triangle);
+  threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::blocks);
+  const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
+  threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::gate);
+  threadgroup float* rate = reinterpret_cast<threadgroup float*>(memory + Memory::rate);
+  const auto live = alive<MASKED>(mask, at.z, t0, length);
+
+  const long from = (((long)at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
+  arrivals_start(memory + Memory::arrivals, at.index);
+  Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
+  copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, arrival, at.index);
+  copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, arrival, at.index);
+  copies_sent(arrival, at.index);
+  if (at.index < C) {
+    gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, at.y, HV, t0, length);
+    const bool on = live(at.index);
+    rate[at.index] =
+        on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
+  }
+  barrier();
+  fill_decay<C>(decay, gate, at.index);
+  copies_wait(arrival, 0);
+  barrier();
+  if (at.index < C) {
+    factors[chunk * 3 * C + at.index] = decay.before(at.index);
+    factors[chunk * 3 * C + C + at.index] = decay.after(at.index);
+    factors[chunk * 3 * C + 2 * C + at.index] = rate[at.index];
+  }
+  for (int pair = at.group; pair < pairs; pair += GROUPS) {
+    int row = 0;
+    while ((row + 1) * (row + 2) / 2 <= pair) ++row;
+    const int column = pair - row * (row + 1) / 2;
+    Tile qk, kk;
+    tile_clear(qk);
+    tile_clear(kk);
+    DELTATUNE_UNROLL
+    for (int c = 0; c < columns; c += 16) {
+      const auto b = right(turned(keys, stride, c, column * 16), at.lane);
+      multiply(qk, left(straight(queries, stride, row * 16, c), at.lane), b, at.lane);
+      multiply(kk, left(straight(keys, stride, row * 16, c), at.lane), b, at.lane);
+    }
+    const float middle = decay.between(row, column);
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const int i = row * 16 + tile_row(e, at.lane), j = column * 16 + tile_column(e, at.lane);
+      const float d = decay.at(row == column, i, j, middle);
+      qk.set(e, d * qk.get(e));
+      kk.set(e, i > j ? d * kk.get(e) : 0.0f);
+      if (row == column) diagonal[i * 17 + (j & 15)] = kk.get(e);
+    }
+    put_tile<true, true>(scores_out, packed_offset(row) + column * 16, packed_stride(row), qk, 16, 16, at.lane);
+    if (row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
+  }
+  barrier();
+  solve_triangle<C, GROUPS>(at, z, waiting, n, diagonal, rate);
+  write_block<triangle, threads>(solve_out, z, at.index);
+}
+
+template <bool Condition, typename X, typename Y> struct Choose { using type = X; };
+template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
+template <bool Value> struct Flag {};
+
+// What the two scans multiply by the state. One gate a head: K and Q, and the gates scale the products. A gate a channel:
+// G K and G Q, and E K for the state's own end of the chunk.
+template <typename In, bool CHANNEL, bool REVERSE>
+struct ScanTypes {
+  using keys = typename Choose<CHANNEL, typename Choose<REVERSE, Wide<In>, Upper<In>>::type, Exact<In>>::type;
+  using queries = typename Choose<CHANNEL, Saved<In>, Exact<In>>::type;
+  using ends = Wide<In>;
+};
+
+// What the two scans hold of a chunk in shared memory, STAGES times.
+template <typename In, int C, int DK, int SLICE, int STAGES, bool CHANNEL = false, bool REVERSE = false>
+struct ScanMemory {
+  using Types = ScanTypes<In, CHANNEL, REVERSE>;
+  static constexpr constant int k = 0;
+  static constexpr constant int q = k + C * stride_of(DK) * Types::keys::bytes;
+  static constexpr constant int ends = q + C * stride_of(DK) * Types::queries::bytes;
+  static constexpr constant int solve = ends + (CHANNEL ? C * stride_of(DK) * Types::ends::bytes : 0);
+  static constexpr constant int scores = solve + packed_offset(C / 16) * Wide<In>::bytes;
+  static constexpr constant int thin = scores + packed_offset(C / 16) * Wide<In>::bytes;
+  static constexpr constant int factors = thin + C * (SLICE + 8) * Exact<In>::bytes;
+  static constexpr constant int stage = factors + (CHANNEL ? C + padded(DK) : 3 * C) * 4;
+  // A group's tiles on their way out.
+  static constexpr constant int out = 16 * staged<In>(stride_of(DK), C + 8);
+  static constexpr constant int staging = STAGES * stage;
+  static constexpr constant int arrivals = staging + SLICE / 16 * out;
+  static constexpr constant int bytes = arrivals + 16;
+};
+
+// K and Q come as rows of the inputs, or as blocks that the preparation left.
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
+          typename PE, typename Live>
+inline void load_keys(Flag<false>, Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
+                      PE, Live live, long, long row) {
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), columns = padded(DK);
+  const long from = (row * HK + at.y / (HV / HK)) * DK;
+  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::k, C * stride), stride, k + from, HK * DK, DK,
+                                 live, arrival, at.index);
+  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::q, C * stride), stride, q + from, HK * DK, DK,
+                                 live, arrival, at.index);
+}
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
+          typename PE, typename Live>
+inline void load_keys(Flag<true>, Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
+                      PE ends, Live, long chunk, long) {
+  constexpr int threads = GROUPS * 32, count = C * stride_of(DK);
+  copy_block<count, threads>(shared_at<Upper<In>>(memory, Memory::k, count), upper_at<In>(k, chunk, count), 0, arrival,
+                             at.index);
+  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(q, chunk, count), 0,
+                             arrival, at.index);
+  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count), stored_at<Wide<In>>(ends, chunk, count), 0,
+                             arrival, at.index);
+}
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
+          typename PE, typename Live>
+inline void load_keys(Flag<true>, Flag<true>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
+                      PE ends, Live, long chunk, long) {
+  constexpr int threads = GROUPS * 32, count = C * stride_of(DK);
+  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::k, count), stored_at<Wide<In>>(k, chunk, count), 0,
+                             arrival, at.index);
+  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(q, chunk, count), 0,
+                             arrival, at.index);
+  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count), stored_at<Wide<In>>(ends, chunk, count), 0,
+                             arrival, at.index);
+}
+
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, bool CHANNEL,
+          bool REVERSE, typename Memory, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
+inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k, PE ends, PV thin, PM mask,
+                       PF solve, PF scores, PF factors, int length, int chunks, int n) {
+  constexpr int threads = GROUPS * 32, triangle = packed_offset(C / 16);
+  constexpr int numbers = CHANNEL ? C + padded(DK) : 3 * C;
+  const int t0 = n * C, first = at.x * SLICE;
+  const long chunk = ((long)at.z * HV + at.y) * chunks + n, row = (long)at.z * length + t0;
+  const auto live = alive<MASKED>(mask, at.z, t0, length);
+  copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
+                                stored_at<Wide<In>>(solve, chunk, triangle), 0, arrival, at.index);
+  copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::scores, triangle),
+                                stored_at<Wide<In>>(scores, chunk, triangle), 0, arrival, at.index);
+  copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * numbers,
+                       arrival, at.index);
+  load_keys<In, C, DK, HK, HV, GROUPS, Memory>(Flag<CHANNEL>{}, Flag<CHANNEL && REVERSE>{}, at, memory, arrival, q, k,
+                                               ends, live, chunk, row);
+  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::thin, C * (SLICE + 8)), SLICE + 8,
+                               thin + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, arrival, at.index);
+  copies_sent(arrival, at.index);
+}
+
+// A group's 16 rows of a state matrix in fp32.
+template <int DK, int DV, typename P>
+inline void load_state(thread Tile* state, P from, long head, int first, int lane) {
+  DELTATUNE_UNROLL
+  for (int m = 0; m < padded(DK) / 16; ++m) {
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const int row = first + tile_row(e, lane), column = m * 16 + tile_column(e, lane);
+      state[m].set(e, row < DV && column < DK ? static_cast<float>(from[(head * DV + row) * DK + column]) : 0.0f);
+    }
+  }
+}
+template <int DK, int DV>
+inline void store_state(thread const Tile* state, GLOBAL float* to, long head, int first, int lane) {
+  DELTATUNE_UNROLL
+  for (int m = 0; m < padded(DK) / 16; ++m) {
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const int row = first + tile_row(e, lane), column = m * 16 + tile_column(e, lane);
+      if (row < DV && column < DK) to[(head * DV + row) * DK + column] = state[m].get(e);
+    }
+  }
+}
+
+// Over a chunk the state shrinks by the product of its gates: one number, or one a channel.
+template <bool CHANNEL, int C>
+inline void scale_state(thread Tile& tile, threadgroup const float* factors, int m, int lane) {
+  if (CHANNEL) tile_scale_columns(tile, factors + C + m * 16, lane);
+  else tile_scale(tile, factors[C - 1]);
+}
+
+// Chunk after chunk; a group owns 16 rows of the state, in registers, and needs no other group.
+// y [B,T,Hv,Dv]; states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's start; u [B,Hv,chunks] blocks [Dv,C];
+// last [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
+          typename OY, typename OS>
+inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
+                        PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last);
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY, typename OS>
+inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
+                             PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
+      at, memory, length, q, k, k, v, mask, initial, solve, scores, factors, y, states, u, last);
+}
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
+          typename OY, typename OS>
+inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
+                        PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, CHANNEL, false>;
+  using Types = ScanTypes<In, CHANNEL, false>;
+  constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
+  constexpr int triangle = packed_offset(blocks), tall = padded(DV);
+  static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
+  const int chunks = (length + C - 1) / C, own = at.group * 16, first = at.x * SLICE + own;
+  const long head = (long)at.z * HV + at.y;
+
+  Tile state[across];
+  load_state<DK, DV>(state, initial, head, first, at.lane);
+  // With two stages a chunk is computed while the next one comes; with one, it is waited for.
+  arrivals_start(memory + Memory::arrivals, at.index);
+  threadgroup char* staging = memory + Memory::staging + at.group * Memory::out;
+  for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
+    const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
+    const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
+    if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
+    barrier();
+    if (coming < chunks) {
+      Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, MASKED, CHANNEL, false, Memory>(
+          at, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
+          coming);
+    }
+    if (step < 0) continue;
+    if (STAGES == 1) {
+      copies_wait(here, step);
+      barrier();
+    }
+    const int n = step;
+    threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
+    const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
+    const auto queries = shared_at<typename Types::queries>(stage, Memory::q, C * stride);
+    const auto end_keys = shared_at<typename Types::ends>(stage, Memory::ends, C * stride);
+    const Exact<In> values = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
+    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
+    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
+    threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
+    threadgroup const float* after = before + C;
+    threadgroup const float* rate = CHANNEL ? before : after + C;
+    const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, tall * stride);
+    const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, tall * square);
+
+    if (first < tall) write_tiles<across>(states_out, (long)first * stride, stride, state, staging, at.lane);
+    Tile x[blocks], out[blocks];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      tile_clear(x[j]);
+      tile_clear(out[j]);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < across; ++m) {
+      Rough<In> s;
+      hold(s, state[m]);
+      DELTATUNE_UNROLL
+      for (int j = 0; j < blocks; ++j) {
+        multiply(x[j], s, right(turned(keys, stride, m * 16, j * 16), at.lane), at.lane);
+        multiply(out[j], s, right(turned(queries, stride, m * 16, j * 16), at.lane), at.lane);
+      }
+    }
+    // x: r, then u, then beta u; held: -beta r, beta u, E beta u. All of them transposed, rows of Dv by positions.
+    Precise<In> held[blocks];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      const Tile value = tile_of(turned(values, thin, own, j * 16), at.lane);
+      Tile scaled;
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = j * 16 + tile_column(e, at.lane);
+        x[j].set(e, value.get(e) - (CHANNEL ? 1.0f : before[i]) * x[j].get(e));
+        if (!CHANNEL) out[j].set(e, before[i] * out[j].get(e));
+        scaled.set(e, -rate[i] * x[j].get(e));
+      }
+      hold(held[j], scaled);
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      DELTATUNE_UNROLL
+      for (int i = j; i < blocks; ++i) multiply(x[i], held[j], right(packed_turned(z, i, j), at.lane), at.lane);
+    }
+    if (first < tall) write_tiles<blocks>(u_out, (long)first * square, square, x, staging, at.lane);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      tile_scale_columns(x[j], rate + j * 16, at.lane);
+      hold(held[j], x[j]);
+    }
+    group_barrier();
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      DELTATUNE_UNROLL
+      for (int i = j; i < blocks; ++i)
+        multiply(out[i], held[j], right(packed_turned(p, i, j), at.lane), at.lane);
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      put_turned(values, (j * 16) * thin + own, thin, out[j], at.lane);
+      if (CHANNEL) continue;
+      tile_scale_columns(x[j], after + j * 16, at.lane);
+      hold(held[j], x[j]);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < across; ++m) scale_state<CHANNEL, C>(state[m], before, m, at.lane);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      DELTATUNE_UNROLL
+      for (int m = 0; m < across; ++m) {
+        if (CHANNEL) multiply(state[m], held[j], right(straight(end_keys, stride, j * 16, m * 16), at.lane), at.lane);
+        else multiply(state[m], held[j], right(straight(keys, stride, j * 16, m * 16), at.lane), at.lane);
+      }
+    }
+    group_barrier();
+    write_rows<C, 16, 32>(values, own, thin, y + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
+                          length - n * C, DV - first, at.lane);
+  }
+  writes_done();
+  store_state<DK, DV>(state, last, head, first, at.lane);
+}
+
+// Chunk before chunk, the mirror of the scan. d_states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's end;
+// d_right [B,Hv,chunks] blocks [Dv,C], R; dv [B,T,Hv,Dv]; d_initial [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
+          typename OS, typename OR, typename OV>
+inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
+                           PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                           GLOBAL float* d_initial);
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS, typename OR,
+          typename OV>
+inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
+                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                                GLOBAL float* d_initial) {
+  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
+      at, memory, length, q, k, k, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv, d_initial);
+}
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+          bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
+          typename OS, typename OR, typename OV>
+inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
+                           PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                           GLOBAL float* d_initial) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, CHANNEL, true>;
+  using Types = ScanTypes<In, CHANNEL, true>;
+  constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
+  constexpr int triangle = packed_offset(blocks), tall = padded(DV);
+  static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
+  const int chunks = (length + C - 1) / C, own = at.group * 16, first = at.x * SLICE + own;
+  const long head = (long)at.z * HV + at.y;
+
+  Tile state[across];
+  load_state<DK, DV>(state, d_last, head, first, at.lane);
+  arrivals_start(memory + Memory::arrivals, at.index);
+  threadgroup char* staging = memory + Memory::staging + at.group * Memory::out;
+  for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
+    const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
+    const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
+    if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
+    barrier();
+    if (coming < chunks) {
+      Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, MASKED, CHANNEL, true, Memory>(
+          at, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
+          chunks - 1 - coming);
+    }
+    if (step < 0) continue;
+    if (STAGES == 1) {
+      copies_wait(here, step);
+      barrier();
+    }
+    const int n = chunks - 1 - step;
+    threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
+    const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
+    const auto queries = shared_at<typename Types::queries>(stage, Memory::q, C * stride);
+    const auto end_keys = shared_at<typename Types::ends>(stage, Memory::ends, C * stride);
+    const Exact<In> slopes = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
+    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
+    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
+    threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
+    threadgroup const float* after = before + C;
+    threadgroup const float* rate = CHANNEL ? before : after + C;
+    const auto states_out = stored_at<Saved<In>>(d_states, head * chunks + n, tall * stride);
+    const auto right_out = stored_at<Saved<In>>(d_right, head * chunks + n, tall * square);
+
+    if (first < tall) write_tiles<across>(states_out, (long)first * stride, stride, state, staging, at.lane);
+    // x: w, then R; transposed, rows of Dv by positions.
+    Tile x[blocks];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) tile_clear(x[j]);
+    DELTATUNE_UNROLL
+    for (int m = 0; m < across; ++m) {
+      Precise<In> s;
+      hold(s, state[m]);
+      DELTATUNE_UNROLL
+      for (int j = 0; j < blocks; ++j) {
+        if (CHANNEL) multiply(x[j], s, right(turned(end_keys, stride, m * 16, j * 16), at.lane), at.lane);
+        else multiply(x[j], s, right(turned(keys, stride, m * 16, j * 16), at.lane), at.lane);
+      }
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      if (!CHANNEL) tile_scale_columns(x[j], after + j * 16, at.lane);
+    }
+    Rough<In> slope[blocks];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      Tile t = tile_of(turned(slopes, thin, own, i * 16), at.lane);
+      Rough<In> exact;
+      hold(exact, t);
+      DELTATUNE_UNROLL
+      for (int j = 0; j <= i; ++j)
+        multiply(x[j], exact, right(packed(p, i, j), at.lane), at.lane);
+      if (!CHANNEL) tile_scale_columns(t, before + i * 16, at.lane);
+      hold(slope[i], t);
+    }
+    group_barrier();
+    Precise<In> held[blocks];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      Tile scaled;
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) scaled.set(e, -rate[j * 16 + tile_column(e, at.lane)] * x[j].get(e));
+      hold(held[j], scaled);
+    }
+    DELTATUNE_UNROLL
+    for (int i = blocks - 1; i >= 0; --i) {
+      DELTATUNE_UNROLL
+      for (int j = 0; j <= i; ++j)
+        multiply(x[j], held[i], right(packed(z, i, j), at.lane), at.lane);
+    }
+    if (first < tall) write_tiles<blocks>(right_out, (long)first * square, square, x, staging, at.lane);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < blocks; ++j) {
+      tile_scale_columns(x[j], rate + j * 16, at.lane);
+      put_turned(slopes, (j * 16) * thin + own, thin, x[j], at.lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e)
+        x[j].set(e, (CHANNEL ? -1.0f : -before[j * 16 + tile_column(e, at.lane)]) * x[j].get(e));
+      hold(held[j], x[j]);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < across; ++m) scale_state<CHANNEL, C>(state[m], before, m, at.lane);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      DELTATUNE_UNROLL
+      for (int m = 0; m < across; ++m) {
+        multiply(state[m], slope[i], right(straight(queries, stride, i * 16, m * 16), at.lane), at.lane);
+        multiply(state[m], held[i], right(straight(keys, stride, i * 16, m * 16), at.lane), at.lane);
+      }
+    }
+    group_barrier();
+    write_rows<C, 16, 32>(slopes, own, thin, dv + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
+                          length - n * C, DV - first, at.lane);
+  }
+  writes_done();
+  store_state<DK, DV>(state, d_initial, head, first, at.lane);
+}
+
+template <typename In, int C, int DK, int SLICE, int STAGES, bool OVERLAY>
+struct GradientMemory {
+  static constexpr constant int state = 0;
+  static constexpr constant int d_state = state + SLICE * stride_of(DK) * Saved<In>::bytes;
+  static constexpr constant int u = d_state + SLICE * stride_of(DK) * Saved<In>::bytes;
+  static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int dy = right + SLICE * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
+  static constexpr constant int q = 0;
+  static constexpr constant int k = q + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int k_end = k + C * stride_of(DK) * Exact<In>::bytes;
+  // The pairs' weights come once the slices are done with; so do Q and K where memory is short.
+  static constexpr constant int slices = OVERLAY ? 0 : k_end;
+  static constexpr constant int on_y = k_end;
+  static constexpr constant int on_right = on_y + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int pairs_end = on_right + C * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int slices_end = slices + STAGES * stage;
+  static constexpr constant int diagonal = pairs_end > slices_end ? pairs_end : slices_end;
+  static constexpr constant int decay = diagonal + C * 17 * 4;
+  static constexpr constant int scalars = decay + align16(Decay<C>::floats * 4);
+  static constexpr constant int sums = scalars + 4 * C * 4;
+  static constexpr constant int parts = sums + 2 * C * (C / 16) * 4;
+  static constexpr constant int arrivals = parts + 3 * C * 4 * 4 + 32 * 4;
+  static constexpr constant int bytes = arrivals + 16;
+};
+
+template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, typename Memory, bool MASKED, typename PT,
+          typename PU, typename PR, typename PY, typename PM>
+inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arrival, PT states, PT d_states, PU u, PR d_right, PY dy, PM mask,
+                       int length, int hv, long chunk, int first) {
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8;
+  constexpr int tall = padded(DV);
+  copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
+                                      stored_at<Saved<In>>(states, chunk, tall * stride), (long)first * stride, arrival,
+                                      at.index);
+  copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::d_state, SLICE * stride),
+                                      stored_at<Saved<In>>(d_states, chunk, tall * stride), (long)first * stride,
+                                      arrival, at.index);
+  copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * square),
+                                      stored_at<Wide<In>>(u, chunk, tall * square), (long)first * square, arrival,
+                                      at.index);
+  copy_block<SLICE * square, threads>(shared_at<Saved<In>>(memory, Memory::right, SLICE * square),
+                                      stored_at<Saved<In>>(d_right, chunk, tall * square), (long)first * square,
+                                      arrival, at.index);
+  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
+                               dy + (((long)at.z * length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
+                               alive<MASKED>(mask, at.z, at.x * C, length), arrival, at.index);
+}
+
+// A share of what the gate of position t gets: from rows at or after t, from rows before it, and from pairs (i, j) that
+// span it, i >= t > j. Sums of such terms alone: a difference of running sums would lose small gates.
+template <int C, int Shares>
+inline float spanning(threadgroup const float* diagonal, threadgroup const float* on_rows,
+                      threadgroup const float* on_columns, threadgroup const float* on_before,
+                      threadgroup const float* on_after, int parts, int t, int share) {
+  constexpr int blocks = C / 16;
+  const int own = t / 16, first = own * 16;
+  float sum = 0.0f;
+  for (int b = share; b < blocks; b += Shares) {
+    for (int p = 0; p < parts; ++p) {
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 16; ++i) sum += b * 16 + i >= t ? on_before[(b * 16 + i) * 4 + p] : on_after[(b * 16 + i) * 4 + p];
+    }
+    if (b < own) {
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        if (first + i >= t) sum += on_rows[(first + i) * blocks + b];
+      }
+      for (int c = own + 1; c < blocks; ++c) {
+        DELTATUNE_UNROLL
+        for (int i = 0; i < 16; ++i) sum += on_rows[(c * 16 + i) * blocks + b];
+      }
+    }
+    if (b > own) {
+      DELTATUNE_UNROLL
+      for (int j = 0; j < 16; ++j) {
+        if (first + j < t) sum += on_columns[(first + j) * blocks + b];
+      }
+    }
+  }
+  for (int j = share; first + j < t && j < 16; j += Shares) {
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      if (first + i >= t) sum += diagonal[(first + i) * 17 + j];
+    }
+  }
+  return sum;
+}
+
+// Gradients of q, k, log_g and beta from what the scans left. A group owns 16 positions and a part of Dk.
+// Grid: chunks, Hk, B.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool OVERLAY,
+          bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, 
+          typename PF, typename PT, typename PR, typename PY, typename OQ, typename OK>
+inline void gated_delta_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask, PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right, PY dy_in, OQ dq,
+                                  OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
+  using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY>;
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16;
+  constexpr int columns = padded(DK), across = columns / 16, parts = GROUPS / blocks;
+  constexpr int mine = (across + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts, members = HV / HK;
+  constexpr int sharers = threads / C;
+  static_assert(GROUPS % blocks == 0 && parts <= 4, "groups share the columns of a row of tiles");
+  const int chunks = (length + C - 1) / C, t0 = at.x * C;
+  const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
+  const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
+  const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
+  const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
+  const Wide<In> on_y = shared_at<Wide<In>>(memory, Memory::on_y, C * square);
+  const Saved<In> on_right = shared_at<Saved<In>>(memory, Memory::on_right, C * square);
+  threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::diagonal);
+  const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
+  threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
+  threadgroup float* before = gate + C;
+  threadgroup float* after = before + C;
+  threadgroup float* rate = after + C;
+  threadgroup float* on_rows = reinterpret_cast<threadgroup float*>(memory + Memory::sums);
+  threadgroup float* on_columns = on_rows + C * blocks;
+  threadgroup float* on_before = reinterpret_cast<threadgroup float*>(memory + Memory::parts);
+  threadgroup float* on_after = on_before + C * 4;
+  threadgroup float* on_rate = on_after + C * 4;
+  threadgroup float* on_all = on_rate + C * 4;
+  const auto live = alive<MASKED>(mask, at.z, t0, length);
+
+  Tile dq_sums[mine], dk_sums[mine];
+  DELTATUNE_UNROLL
+  for (int m = 0; m < mine; ++m) {
+    tile_clear(dq_sums[m]);
+    tile_clear(dk_sums[m]);
+  }
+  static_assert(padded(DV) % SLICE == 0 && (STAGES > 1) != OVERLAY, "whole slices; one stage goes with an overlay");
+  arrivals_start(memory + Memory::arrivals, at.index);
+  int loads = 0;
+  for (int member = 0; member < members; ++member) {
+    const int hv = at.y * members + member;
+    const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
+    barrier();
+    {
+      // One stage's first load brings only the factors and, where they have room of their own, Q and K.
+      Arrival arrival = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
+      if (STAGES > 1)
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, MASKED>(
+            at, memory + Memory::slices + (loads & 1) * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in,
+            mask, length, hv, chunk, 0);
+      if (!OVERLAY && member == 0) {
+        copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
+        copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, arrival,
+                                       at.index);
+      }
+      copy_floats<3 * C>(before, factors + chunk * 3 * C, arrival, at.index);
+      copies_sent(arrival, at.index);
+      if (STAGES == 1) copies_wait(arrival, loads++);
+    }
+    if (at.index < C) gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, hv, HV, t0, length);
+
+    Tile from_y[mine], from_right[mine], from_end[mine], dp[own_pairs], da[own_pairs];
+    DELTATUNE_UNROLL
+    for (int m = 0; m < mine; ++m) {
+      tile_clear(from_y[m]);
+      tile_clear(from_right[m]);
+      tile_clear(from_end[m]);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < own_pairs; ++m) {
+      tile_clear(dp[m]);
+      tile_clear(da[m]);
+    }
+    float whole = 0.0f, rates[2] = {0.0f, 0.0f};
+    for (int n = 0; n < (DV + SLICE - 1) / SLICE; ++n) {
+      threadgroup char* slice = memory + Memory::slices + (STAGES > 1 ? (loads & 1) * Memory::stage : 0);
+      const int coming = STAGES > 1 ? n + 1 : n, turn = STAGES > 1 ? (loads + 1) & 1 : 0;
+      const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
+      if (STAGES > 1) copies_wait(here, loads >> 1);
+      barrier();
+      if (coming * SLICE < DV) {
+        Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, MASKED>(
+            at, memory + Memory::slices + turn * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in, mask,
+            length, hv, chunk, coming * SLICE);
+        copies_sent(arrival, at.index);
+      }
+      if (STAGES == 1) {
+        copies_wait(here, loads);
+        barrier();
+      }
+      ++loads;
+      if (n == 0) fill_decay<C>(decay, gate, at.index);
+      const Saved<In> state = shared_at<Saved<In>>(slice, Memory::state, SLICE * stride);
+      const Saved<In> d_state = shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride);
+      const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
+      const Saved<In> rest = shared_at<Saved<In>>(slice, Memory::right, SLICE * square);
+      const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
+      DELTATUNE_UNROLL
+      for (int s = 0; s < SLICE; s += 16) {
+        const auto left_y = left(straight(dy, thin, row * 16, s), lane);
+        const auto left_right = left(turned(rest, square, row * 16, s), lane);
+        const auto left_u = left(turned(u, square, row * 16, s), lane);
+        if (s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
+        DELTATUNE_UNROLL
+        for (int m = 0; m < mine; ++m) {
+          const int column = (part * mine + m) * 16;
+          if (across % parts != 0 && column >= columns) continue;
+          const auto b = right(straight(state, stride, s, column), lane);
+          const auto db = right(straight(d_state, stride, s, column), lane);
+          multiply(from_y[m], left_y, b, lane);
+          multiply(from_right[m], left_right, b, lane);
+          multiply(from_end[m], left_u, db, lane);
+          if (s / 16 % blocks == row) whole += right_dot(b, db, lane);
+        }
+        DELTATUNE_UNROLL
+        for (int m = 0; m < own_pairs; ++m) {
+          const int column = part + m * parts;
+          if (column > row) continue;
+          const auto b = right(straight(u, square, s, column * 16), lane);
+          multiply(dp[m], left_y, b, lane);
+          multiply(da[m], left_right, b, lane);
+        }
+      }
+    }
+    whole = lane_sum(whole);
+    barrier();
+    if (OVERLAY) {
+      Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
+      copies_fence();
+      copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
+      copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, arrival,
+                                     at.index);
+      copies_sent(arrival, at.index);
+      copies_wait(arrival, loads++);
+      barrier();
+    }
+    if (lane == 0) on_all[at.group] = whole;
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    DELTATUNE_UNROLL
+    for (int m = 0; m < mine; ++m) {
+      const int column = (part * mine + m) * 16;
+      if (across % parts != 0 && column >= columns) continue;
+      const Tile query = tile_of(straight(queries, stride, row * 16, column), lane);
+      const Tile key = tile_of(straight(keys, stride, row * 16, column), lane);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = row * 16 + tile_row(e, lane);
+        const float y_part = before[i] * from_y[m].get(e);
+        const float right_part = -before[i] * rate[i] * from_right[m].get(e);
+        const float end_part = after[i] * rate[i] * from_end[m].get(e);
+        dq_sums[m].set(e, dq_sums[m].get(e) + y_part);
+        dk_sums[m].set(e, dk_sums[m].get(e) + right_part + end_part);
+        sums[tile_side(e)] += y_part * query.get(e) + right_part * key.get(e);
+        sums[2 + tile_side(e)] += end_part * key.get(e);
+      }
+    }
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      const int e = side * tile_second;
+      const float first_sum = row_sum(sums[side]), last_sum = row_sum(sums[2 + side]), rate_sum = row_sum(rates[side]);
+      // One lane a row writes: the one that holds the tile's first column there.
+      if (tile_column(e, lane) == 0) {
+        on_before[(row * 16 + tile_row(e, lane)) * 4 + part] = first_sum;
+        on_after[(row * 16 + tile_row(e, lane)) * 4 + part] = last_sum;
+        on_rate[(row * 16 + tile_row(e, lane)) * 4 + part] = rate_sum;
+      }
+    }
+    // Pairs: their weights in the gradients of q and k, and what they give the gates.
+    DELTATUNE_UNROLL
+    for (int m = 0; m < own_pairs; ++m) {
+      const int column = part + m * parts;
+      if (column > row) continue;
+      Tile qk, kk;
+      tile_clear(qk);
+      tile_clear(kk);
+      DELTATUNE_UNROLL
+      for (int c = 0; c < columns; c += 16) {
+        const auto b = right(turned(keys, stride, c, column * 16), lane);
+        multiply(qk, left(straight(queries, stride, row * 16, c), lane), b, lane);
+        multiply(kk, left(straight(keys, stride, row * 16, c), lane), b, lane);
+      }
+      const float middle = decay.between(row, column);
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = row * 16 + tile_row(e, lane), j = column * 16 + tile_column(e, lane);
+        const float d = rate[j] * decay.at(row == column, i, j, middle);
+        dp[m].set(e, d * dp[m].get(e));
+        da[m].set(e, i > j ? -rate[i] * d * da[m].get(e) : 0.0f);
+        qk.set(e, i > j ? dp[m].get(e) * qk.get(e) + da[m].get(e) * kk.get(e) : 0.0f);
+      }
+      put_tile<true, true>(on_y, row * 16 * square + column * 16, square, dp[m], 16, 16, lane);
+      put_tile<true, true>(on_right, row * 16 * square + column * 16, square, da[m], 16, 16, lane);
+      if (row == column) {
+        DELTATUNE_UNROLL
+        for (int e = 0; e < 8; ++e)
+          diagonal[(row * 16 + tile_row(e, lane)) * 17 + tile_column(e, lane)] = qk.get(e);
+      } else {
+        DELTATUNE_UNROLL
+        for (int side = 0; side < 2; ++side) {
+          float sum = 0.0f;
+          DELTATUNE_UNROLL
+          for (int e = 0; e < 8; ++e)
+            if (tile_side(e) == side) sum += qk.get(e);
+          sum = row_sum(sum);
+          const int e = side * tile_second;
+          if (tile_column(e, lane) == 0) on_rows[(row * 16 + tile_row(e, lane)) * blocks + column] = sum;
+        }
+        DELTATUNE_UNROLL
+        for (int e = 0; e < 8; ++e) {
+          if (tile_side(e) != 0) continue;
+          const float sum = column_sum(qk.get(e) + qk.get(e + tile_second));
+          if (tile_row(e, lane) == 0) on_columns[(column * 16 + tile_column(e, lane)) * blocks + row] = sum;
+        }
+      }
+    }
+    barrier();
+    DELTATUNE_UNROLL
+    for (int t = 0; t < blocks; ++t) {
+      if (t <= row) {
+        const auto w = left(straight(on_y, square, row * 16, t * 16), lane);
+        const auto a = left(straight(on_right, square, row * 16, t * 16), lane);
+        DELTATUNE_UNROLL
+        for (int m = 0; m < mine; ++m) {
+          const int column = (part * mine + m) * 16;
+          if (across % parts != 0 && column >= columns) continue;
+          const auto b = right(straight(keys, stride, t * 16, column), lane);
+          multiply(dq_sums[m], w, b, lane);
+          multiply(dk_sums[m], a, b, lane);
+        }
+      }
+      if (t >= row) {
+        const auto w = left(turned(on_y, square, row * 16, t * 16), lane);
+        const auto a = left(turned(on_right, square, row * 16, t * 16), lane);
+        DELTATUNE_UNROLL
+        for (int m = 0; m < mine; ++m) {
+          const int column = (part * mine + m) * 16;
+          if (across % parts != 0 && column >= columns) continue;
+          multiply(dk_sums[m], w, right(straight(queries, stride, t * 16, column), lane), lane);
+          multiply(dk_sums[m], a, right(straight(keys, stride, t * 16, column), lane), lane);
+        }
+      }
+    }
+    // The decay's tables make room for the shares of each position.
+    threadgroup float* shares = decay.diagonal;
+    static_assert(sharers <= 17, "a position's shares fit in a row");
+    const int t = (unsigned)at.index % C, share = (unsigned)at.index / C;
+    shares[t * 17 + share] =
+        spanning<C, sharers>(diagonal, on_rows, on_columns, on_before, on_after, parts, t, share);
+    barrier();
+    if (at.index < C && t0 + t < length) {
+      const long to = ((long)at.z * length + t0 + t) * HV + hv;
+      float on_gate = 0.0f, on_beta = 0.0f;
+      DELTATUNE_UNROLL
+      for (int g = 0; g < GROUPS; ++g) on_gate += on_all[g];
+      on_gate *= before[C - 1];
+      DELTATUNE_UNROLL
+      for (int p = 0; p < parts; ++p) on_beta += on_rate[t * 4 + p];
+      DELTATUNE_UNROLL
+      for (int p = 0; p < sharers; ++p) on_gate += shares[t * 17 + p];
+      d_log_g[to] = live(t) ? on_gate : 0.0f;
+      d_beta[to] = live(t) ? on_beta : 0.0f;
+    }
+    copies_fence();
+  }
+  barrier();
+  DELTATUNE_UNROLL
+  for (int m = 0; m < mine; ++m) {
+    const int column = (part * mine + m) * 16;
+    if (across % parts != 0 && column >= columns) continue;
+    put_tile<true, true>(queries, row * 16 * stride + column, stride, dq_sums[m], 16, 16, lane);
+    put_tile<true, true>(keys, row * 16 * stride + column, stride, dk_sums[m], 16, 16, lane);
+  }
+  barrier();
+  write_rows<C, columns, threads>(queries, 0, stride, dq + key_offset, HK * DK, length - t0, DK, at.index);
+  write_rows<C, columns, threads>(keys, 0, stride, dk + key_offset, HK * DK, length - t0, DK, at.index);
+}

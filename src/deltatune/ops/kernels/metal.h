@@ -1,0 +1,223 @@
+// The vocabulary of the kernel bodies on Metal: 16x16 tiles of fp32 held by one simdgroup, and shared matrices.
+// Names of address spaces, positions and barriers are Metal's own; cuda.h gives them a meaning on CUDA, and host.h
+// (tests only) stands in for metal_stdlib so that this very text is compiled and run on a CPU.
+// Not yet run on Apple hardware.
+
+#ifndef DELTATUNE_SHARED
+#define DELTATUNE_SHARED(name, bytes) threadgroup char name[bytes]
+#endif
+// CUDA keeps the word `device` for itself.
+#define GLOBAL device
+#define DELTATUNE_EXP(x) metal::exp(x)
+#define DELTATUNE_UNROLL _Pragma("unroll")
+
+#define barrier() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define group_barrier() simdgroup_barrier(mem_flags::mem_threadgroup)
+
+// Matrices in shared memory: the inputs' own type, what is computed in fp32, and what is saved between kernels.
+template <typename Element>
+struct Matrix {
+  using element = Element;
+  static constexpr constant int bytes = sizeof(Element);
+  threadgroup Element* elements;
+  void put(int i, float x) const { elements[i] = static_cast<Element>(x); }
+  float get(int i) const { return static_cast<float>(elements[i]); }
+};
+// The same in device memory.
+template <typename Element>
+struct Stored {
+  static constexpr constant int bytes = sizeof(Element);
+  device Element* elements;
+  void put(long i, float x) const { elements[i] = static_cast<Element>(x); }
+  float get(long i) const { return static_cast<float>(elements[i]); }
+};
+template <typename In> struct SavedElement { using type = float; };
+template <> struct SavedElement<bfloat16_t> { using type = bfloat16_t; };
+template <typename In> using Exact = Matrix<In>;
+template <typename In> using Wide = Matrix<float>;
+template <typename In> using Saved = Matrix<typename SavedElement<In>::type>;
+
+template <typename Store>
+Store shared_at(threadgroup char* memory, int offset, int) {
+  return Store{reinterpret_cast<threadgroup typename Store::element*>(memory + offset)};
+}
+template <typename Store>
+Stored<typename Store::element> stored_at(const device typename Store::element* p, long block, int count) {
+  return Stored<typename Store::element>{const_cast<device typename Store::element*>(p) + block * count};
+}
+
+template <typename In> using Upper = Wide<In>;
+template <typename In>
+Stored<float> upper_at(const device float* p, long block, int count) {
+  return stored_at<Wide<In>>(p, block, count);
+}
+
+// Where a lane's two elements of an 8x8 simdgroup matrix stand.
+inline int fragment_row(int lane) {
+  return ((lane >> 2) & 4) + ((lane >> 1) & 3);
+}
+inline int fragment_column(int lane) {
+  return ((lane >> 2) & 2) * 2 + (lane & 1) * 2;
+}
+
+// A 16x16 tile of fp32, eight elements a lane: get and set take 0 <= e < 8. Its four 8x8 parts hold two each.
+struct Tile {
+  float x[8];
+  float get(int e) const { return x[e]; }
+  void set(int e, float value) { x[e] = value; }
+};
+inline simdgroup_matrix<float, 8, 8> part_of(const thread Tile& t, int part) {
+  simdgroup_matrix<float, 8, 8> m;
+  m.thread_elements()[0] = t.x[2 * part];
+  m.thread_elements()[1] = t.x[2 * part + 1];
+  return m;
+}
+
+inline int tile_row(int e, int lane) {
+  return (e >> 2) * 8 + fragment_row(lane);
+}
+inline int tile_column(int e, int lane) {
+  return ((e >> 1) & 1) * 8 + fragment_column(lane) + (e & 1);
+}
+// A lane's elements stand in two rows: which of the two, and the first element of the second.
+inline int tile_side(int e) {
+  return e >> 2;
+}
+constant constexpr int tile_second = 4;
+
+inline float lane_sum(float x) {
+  return simd_sum(x);
+}
+
+// Sums over the lanes that hold the same rows of a tile, and over those that hold the same columns.
+inline float row_sum(float x) {
+  x += simd_shuffle_xor(x, 1);
+  return x + simd_shuffle_xor(x, 8);
+}
+inline float column_sum(float x) {
+  x += simd_shuffle_xor(x, 2);
+  x += simd_shuffle_xor(x, 4);
+  return x + simd_shuffle_xor(x, 16);
+}
+
+// Operands of a product are tiles here, from registers or from a view.
+template <typename In> using Precise = Tile;
+template <typename In> using Rough = Tile;
+
+inline void hold(thread Tile& a, const thread Tile& t) {
+  a = t;
+}
+
+template <typename View>
+Tile tile_of(View view, int lane) {
+  Tile t;
+  for (int e = 0; e < 8; ++e) t.set(e, view.get(tile_row(e, lane), tile_column(e, lane)));
+  return t;
+}
+template <typename View>
+Tile left(View view, int lane) {
+  return tile_of(view, lane);
+}
+template <typename View>
+Tile right(View view, int lane) {
+  return tile_of(view, lane);
+}
+
+// tile += a b.
+inline void multiply(thread Tile& tile, const thread Tile& a, const thread Tile& b, int) {
+  DELTATUNE_UNROLL
+  for (int part = 0; part < 4; ++part) {
+    simdgroup_matrix<float, 8, 8> sum = part_of(tile, part);
+    DELTATUNE_UNROLL
+    for (int k = 0; k < 2; ++k)
+      simdgroup_multiply_accumulate(sum, part_of(a, part / 2 * 2 + k), part_of(b, 2 * k + part % 2), sum);
+    tile.x[2 * part] = sum.thread_elements()[0];
+    tile.x[2 * part + 1] = sum.thread_elements()[1];
+  }
+}
+
+// A lane's share of the sums of products of two operands' elements: by row of left ones, of all of right ones.
+inline void add_row_dots(thread float* sums, const thread Tile& a, const thread Tile& b, int) {
+  for (int e = 0; e < 8; ++e) sums[tile_side(e)] += a.get(e) * b.get(e);
+}
+inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
+  float sum = 0.0f;
+  for (int e = 0; e < 8; ++e) sum += a.get(e) * b.get(e);
+  return sum;
+}
+
+// A tile into a matrix (shared or stored) from `offset` on; rows and columns past the given ones stay out.
+template <bool Even, bool Full, typename Store>
+void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, int columns, int lane) {
+  for (int e = 0; e < 8; ++e) {
+    const int row = tile_row(e, lane), column = tile_column(e, lane);
+    if (row < rows && column < columns) s.put(offset + (long)row * stride + column, t.get(e));
+  }
+}
+
+// The transpose of a tile into a shared matrix.
+template <typename Store>
+void put_turned(Store s, int offset, int stride, const thread Tile& t, int lane) {
+  for (int e = 0; e < 8; ++e) s.put(offset + tile_column(e, lane) * stride + tile_row(e, lane), t.get(e));
+}
+
+// Copies are done where they are called; CUDA's run on by themselves.
+struct Arrival {};
+inline void arrivals_start(threadgroup char*, int) {}
+inline Arrival arrival_at(threadgroup char*, int) {
+  return Arrival{};
+}
+inline void copies_sent(const thread Arrival&, int) {}
+inline void copies_wait(const thread Arrival&, int) {}
+inline void copies_fence() {}
+inline void writes_done() {}
+
+template <int Count>
+void copy_floats(threadgroup float* to, const device float* from, thread Arrival&, int index) {
+  if (index < 32)
+    for (int i = index; i < Count; i += 32) to[i] = from[i];
+}
+
+// The next `Count` elements of a stored block, from `offset` on.
+template <int Count, int Threads, typename Store, typename From>
+void copy_block(Store s, From from, long offset, thread Arrival&, int index) {
+  for (int i = index; i < Count; i += Threads) s.elements[i] = from.elements[offset + i];
+}
+
+// Rows of an input, zeros where a row is not live or a column lies past `width`.
+template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
+void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live live, thread Arrival&, int index) {
+  for (int i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    const bool on = column < width && live(row);
+    s.put(row * stride + column, on ? static_cast<float>(from[(long)row * row_stride + column]) : 0.0f);
+  }
+}
+
+// A group's row of tiles out to a stored block.
+template <int Count, typename Store>
+void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, threadgroup char*, int lane) {
+  for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
+}
+
+// Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
+template <int Rows, int Columns, int Threads, typename Store, typename Target>
+void write_rows(Store s, int offset, int stride, device Target* to, int row_stride, int rows, int columns, int index) {
+  for (int i = index; i < Rows * Columns; i += Threads) {
+    const int row = i / Columns, column = i % Columns;
+    if (row < rows && column < columns)
+      to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));
+  }
+}
+
+// A shared matrix out to a stored block, as it stands.
+template <int Count, int Threads, typename To, typename Store>
+void write_block(To to, Store s, int index) {
+  for (int i = index; i < Count; i += Threads) to.elements[i] = s.elements[i];
+}
+
+// Tiles go straight out here.
+template <typename In>
+inline constexpr int staged(int, int) {
+  return 0;
+}

@@ -1,0 +1,223 @@
+"""The choice of implementation: what is covered, what passes its check, and what the user hears of the rest."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune import backend
+from deltatune.errors import UserError
+from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, verdict
+from deltatune.ops.gated_delta.choice import Call, Candidate, ImplementationWarning, choose
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """A GPU's order of preference, nothing measured before, a cache folder of its own."""
+    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("fused", "chunk")})
+    monkeypatch.setattr(choice, "_said", set())
+    verdict.forget()
+    yield
+    verdict.forget()
+
+
+def call(dtype=mx.float32, per_channel=False, masked=False) -> Call:
+    q, v = mx.zeros((1, 3, 2, 8), dtype), mx.zeros((1, 3, 4, 6), dtype)
+    return Call(q, q, v, mx.zeros((1, 3, 4, 8) if per_channel else (1, 3, 4)), masked, False)
+
+
+class Wrong:
+    """chunk, one output or gradient of it scaled; counts its calls."""
+
+    def __init__(self, name: str | None = None, factor: float = 1.0):
+        self.name, self.factor, self.calls = name, factor, 0
+
+    def __call__(self, *arrays, initial_state, mask=None, segments=None):
+        self.calls += 1
+        bent = [mx.custom_function(lambda x: mx.contiguous(x)) for _ in range(6)]
+        for name, function in zip(verdict.NAMES[2:], bent, strict=True):
+            factor = self.factor if name == self.name else 1.0
+            function.vjp(lambda primals, cotangent, output, factor=factor: cotangent * factor)
+        *arrays, initial_state = (f(x) for f, x in zip(bent, (*arrays, initial_state), strict=True))
+        y, state = gated_delta_chunk(*arrays, initial_state=initial_state, mask=mask, segments=segments)
+        more = {name: self.factor - 1 if name == self.name else 0.0 for name in ("y", "state")}
+        return y + mx.stop_gradient(y * more["y"]), state + mx.stop_gradient(state * more["state"])
+
+
+def stand_in(function, monkeypatch):
+    """`function` in place of the fused kernels."""
+    found = choice.CANDIDATES | {"fused": lambda call: Candidate(function, call.shape_class(), function)}
+    monkeypatch.setattr(choice, "CANDIDATES", found)
+
+
+def test_one_that_is_right_is_used(monkeypatch):
+    right = Wrong()
+    stand_in(right, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(call()) == ("fused", right)
+
+
+@pytest.mark.parametrize("name", verdict.NAMES)
+def test_one_wrong_result_is_enough_to_be_refused(name, monkeypatch):
+    stand_in(Wrong(name, 1.00002), monkeypatch)
+    with pytest.warns(
+        ImplementationWarning, match=rf"differs from chunk: {name} by 2.0e-05 .*2.0e-06 allowed.*goes on"
+    ):
+        assert choose(call()) == ("chunk", gated_delta_chunk)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_not_a_number_is_a_failure(factor, monkeypatch):
+    stand_in(Wrong("dk", factor), monkeypatch)
+    with pytest.warns(ImplementationWarning, match="differs from chunk: dk by inf"):
+        assert choose(call())[0] == "chunk"
+
+
+def test_the_training_goes_on_and_says_so_once(monkeypatch):
+    wrong = Wrong("dv", 1.5)
+    stand_in(wrong, monkeypatch)
+    draw = np.random.default_rng(0)
+    q = mx.array(draw.normal(size=(1, 9, 2, 8)).astype(np.float32))
+    v = mx.array(draw.normal(size=(1, 9, 2, 6)).astype(np.float32))
+    log_g, beta = -mx.ones((1, 9, 2)), mx.full((1, 9, 2), 0.5)
+
+    def loss(implementation):
+        return lambda v: (implementation(q, q, v, log_g, beta)[0] ** 2).sum()
+
+    with pytest.warns(ImplementationWarning) as heard:
+        gradients = [mx.grad(loss(gated_delta))(v) for _ in range(2)]
+    assert len(heard) == 1
+    assert wrong.calls == 1
+    for gradient in gradients:
+        assert mx.array_equal(gradient, mx.grad(loss(gated_delta_chunk))(v))
+
+
+def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch, tmp_path):
+    def broken(*_, **__):
+        raise RuntimeError("[metal::Device] Unable to build metal library: 'foo' is no type")
+
+    stand_in(broken, monkeypatch)
+    with pytest.warns(ImplementationWarning, match="does not run: RuntimeError.*'foo' is no type"):
+        assert choose(call())[0] == "chunk"
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_verdict_is_kept_for_the_next_process(monkeypatch, tmp_path):
+    wrong = Wrong("dbeta", 2.0)
+    stand_in(wrong, monkeypatch)
+    with pytest.warns(ImplementationWarning, match="dbeta by 1.0e\\+00"):
+        choose(call())
+    (file,) = tmp_path.rglob("*.json")
+    kept = json.loads(file.read_text())
+    assert kept["verdict"]["errors"]["dbeta"] == pytest.approx(1.0)
+    assert all(kept["machine"][what] for what in ("mlx", "text", "device"))
+
+    verdict.forget()
+    monkeypatch.setattr(choice, "_said", set())
+    with pytest.warns(ImplementationWarning, match="dbeta by 1.0e\\+00"):
+        assert choose(call())[0] == "chunk"
+    assert wrong.calls == 1
+    # Another machine, or other kernels, are another question.
+    verdict.forget()
+    changed = verdict.machine() | {"text": "another"}
+    monkeypatch.setattr(verdict, "machine", lambda: changed)
+    stand_in(Wrong(), monkeypatch)
+    assert choose(call())[0] == "fused"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"verdict": {"colour": 1}}', "[]"])
+def test_a_damaged_verdict_is_measured_again(text, monkeypatch, tmp_path):
+    right = Wrong()
+    stand_in(right, monkeypatch)
+    choose(call())
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(text)
+    verdict.forget()
+    assert choose(call())[0] == "fused"
+    assert right.calls == 2
+    assert json.loads(file.read_text())["verdict"]["implementation"] == "fused"
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path, caplog):
+    (tmp_path / "verdicts").write_text("in the way")
+    stand_in(Wrong(), monkeypatch)
+    assert choose(call())[0] == "fused"
+    assert "a verdict cannot be kept" in caplog.text
+
+
+def test_each_class_of_shapes_has_its_own_verdict(monkeypatch):
+    right = Wrong()
+    stand_in(right, monkeypatch)
+    for each in (call(), call(), call(mx.bfloat16), call(masked=True), call(per_channel=True)):
+        choose(each)
+    assert right.calls == 4
+
+
+def in_compile(loss, x):
+    return mx.compile(loss)(x)
+
+
+def in_compiled_grad(loss, x):
+    return mx.compile(mx.value_and_grad(loss))(x)[0]
+
+
+def in_vmap(loss, x):
+    return mx.vmap(loss)(mx.stack([x, x]))[1]
+
+
+def in_checkpoint(loss, x):
+    return mx.value_and_grad(mx.checkpoint(loss))(x)[0]
+
+
+@pytest.mark.parametrize("trace", [in_compile, in_compiled_grad, in_vmap, in_checkpoint])
+def test_checks_while_something_else_is_traced(trace, monkeypatch):
+    q, k, v = (mx.random.normal((1, 9, 2, size)) * 0.3 for size in (8, 8, 6))
+    log_g, beta = -mx.ones((1, 9, 2)), mx.full((1, 9, 2), 0.5)
+    state = mx.random.state[0] + 0
+
+    def loss(q):
+        return (gated_delta(q, k, v, log_g, beta)[0] ** 2).sum()
+
+    wrong = Wrong("dq", 1.1)
+    stand_in(wrong, monkeypatch)
+    with pytest.warns(ImplementationWarning, match="dq by 1.0e-01"):
+        value = trace(loss, q)
+    assert wrong.calls == 1
+    assert mx.array_equal(mx.random.state[0], state)
+    expected = (gated_delta_chunk(q, k, v, log_g, beta)[0] ** 2).sum()
+    assert mx.allclose(value, expected, rtol=1e-5)
+
+
+def two_dtypes() -> Call:
+    return replace(call(), v=mx.zeros((1, 3, 4, 6), mx.bfloat16))
+
+
+def test_what_the_kernels_do_not_cover_goes_to_chunk_by_name(monkeypatch, caplog):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(backend, "_GATED_DELTA", {"cuda": ("fused", "chunk")})
+    with caplog.at_level("INFO", logger=choice.__name__):
+        assert choose(two_dtypes())[0] == "chunk"
+    assert "fused does not cover it: q, k and v are mlx.core.float32, mlx.core.float32 and mlx.core.bfl" in caplog.text
+
+
+def test_forced_and_uncovered_is_an_error(monkeypatch):
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    with pytest.raises(UserError, match="=fused cannot serve this call: q, k and v are"):
+        choose(two_dtypes())
+
+
+def test_forced_and_wrong_is_an_error(monkeypatch):
+    stand_in(Wrong("dk", 1.2), monkeypatch)
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    with pytest.raises(UserError, match=r"=fused: fused .* differs from chunk: dk by 2.0e-01.*Unset it"):
+        choose(call())

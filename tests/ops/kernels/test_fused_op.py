@@ -1,0 +1,140 @@
+"""The op around the launches, on the host machine: arguments left out, layouts, dtypes, checkpoints, refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import pytest
+
+from deltatune.ops.checkpoint import checkpoint
+from deltatune.ops.gated_delta import gated_delta_chunk
+from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
+
+SHAPES = {"q": (2, 20, 2, 16), "k": (2, 20, 2, 16), "v": (2, 20, 4, 24), "log_g": (2, 20, 4), "beta": (2, 20, 4)}
+NAMES = tuple(SHAPES)
+
+
+def arguments(dtype=mx.float32) -> dict[str, mx.array]:
+    arrays = {name: mx.random.normal(shape, key=mx.random.key(len(name))) for name, shape in SHAPES.items()}
+    arrays["log_g"], arrays["beta"] = -mx.abs(arrays["log_g"]), mx.sigmoid(arrays["beta"])
+    arrays["k"] = arrays["k"] / mx.linalg.norm(arrays["k"], axis=-1, keepdims=True)
+    return {name: array.astype(dtype) for name, array in arrays.items()}
+
+
+@pytest.fixture
+def on_machine(machine):
+    """The fused op as on a Mac, run by the host machine; `launched` counts."""
+    launched = []
+
+    def execute(launch):
+        launched.append(launch.name)
+        return machine.run(launch)
+
+    function = partial(gated_delta_fused, cut=cut_on("metal"), execute=execute)
+    return function, launched
+
+
+def gradients(function, arrays: dict, **constants) -> tuple[list, list]:
+    """Outputs and gradients, for cotangents that tell the elements apart."""
+
+    def call(*given):
+        return function(**dict(zip(arrays, given, strict=True)), **constants)
+
+    def ramp(x):
+        return (mx.arange(x.size) % 7 - 3).reshape(x.shape).astype(x.dtype)
+
+    shapes = (arrays["v"], mx.zeros((2, 4, 24, 16)))
+    return mx.vjp(call, list(arrays.values()), [ramp(x) for x in shapes])
+
+
+def close(found, expected, tolerance=2e-6) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        one, other = one.astype(mx.float32), other.astype(mx.float32)
+        assert (mx.abs(one - other).max() <= tolerance * mx.abs(other).max()).item()
+
+
+def test_what_is_left_out(on_machine):
+    function, launched = on_machine
+    arrays = arguments()
+    for found, expected in zip(gradients(function, arrays), gradients(gated_delta_chunk, arrays), strict=True):
+        close(found, expected)
+    names = ["gated_delta_prepare", "gated_delta_scan", "gated_delta_reverse", "gated_delta_gradients"]
+    assert launched == names
+
+
+def test_mask_alone_and_segments_of_another_integer(on_machine):
+    function, _ = on_machine
+    arrays = arguments() | {"initial_state": mx.random.normal((2, 4, 24, 16))}
+    mask = mx.random.uniform(shape=(2, 20)) < 0.7
+    segments = (mx.arange(20) // 6)[None].astype(mx.int64) + mx.zeros((2, 1), mx.int64)
+    for constants in ({"mask": mask}, {"segments": segments}, {"mask": mask, "segments": segments}):
+        pairs = zip(
+            gradients(function, arrays, **constants), gradients(gated_delta_chunk, arrays, **constants), strict=True
+        )
+        for found, expected in pairs:
+            close(found, expected)
+
+
+def test_views_and_broadcasts(on_machine):
+    """Halves of wider arrays, transposed and reversed ones, and a gate shared by all heads."""
+    function, _ = on_machine
+    arrays = arguments()
+    both = mx.concatenate([arrays["q"], arrays["k"]], axis=-1)
+    arrays["q"], arrays["k"] = both[..., :16], both[..., 16:]
+    arrays["v"] = mx.swapaxes(mx.contiguous(mx.swapaxes(arrays["v"], 1, 2)), 1, 2)[:, ::-1]
+    arrays["beta"] = mx.broadcast_to(arrays["beta"][..., :1], SHAPES["beta"])
+    for found, expected in zip(gradients(function, arrays), gradients(gated_delta_chunk, arrays), strict=True):
+        close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_every_gradient_has_its_inputs_dtype(dtype, on_machine):
+    function, _ = on_machine
+    arrays = arguments(dtype) | {"initial_state": mx.zeros((2, 4, 24, 16), dtype)}
+    outputs, found = gradients(function, arrays)
+    assert [x.dtype for x in outputs] == [dtype, mx.float32]
+    assert [x.dtype for x in found] == [dtype] * 6
+    close(found, gradients(gated_delta_chunk, arrays)[1], tolerance=2e-2)
+
+
+def test_checkpoint_runs_the_forward_launches_again(on_machine):
+    function, launched = on_machine
+    arrays = arguments()
+
+    def loss(*given):
+        return (function(*given)[0] ** 2).sum()
+
+    plain = mx.grad(loss, argnums=range(5))(*arrays.values())
+    assert len(launched) == 4
+    again = mx.grad(checkpoint(loss), argnums=range(5))(*arrays.values())
+    assert len(launched) == 10
+    for one, other in zip(plain, again, strict=True):
+        assert mx.array_equal(one, other)
+
+
+def test_refuses_a_second_derivative(on_machine):
+    function, _ = on_machine
+    arrays = arguments()
+
+    def slope(q):
+        return (mx.grad(lambda q: function(**arrays | {"q": q})[0].sum())(q) ** 2).sum()
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        mx.grad(slope)(arrays["q"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"v": mx.zeros((2, 20, 4, 24), mx.bfloat16)}, "q, k and v are .*float32.*bfloat16"),
+        ({"v": mx.zeros((2, 20, 4, 2))}, "heads of 16 x 2 are smaller than 4"),
+        ({name: mx.zeros((2, 20, 2, 512)) for name in "qk"}, "heads of 512 x 24 .* do not fit in a block's memory"),
+    ],
+)
+def test_refuses_by_name_what_it_does_not_cover(changes, said, on_machine):
+    function, launched = on_machine
+    with pytest.raises(ValueError, match=said):
+        function(**arguments() | changes)
+    assert not launched

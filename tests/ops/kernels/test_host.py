@@ -1,0 +1,83 @@
+"""The Metal text, compiled for this machine and run, against the recurrence in float64; and bits against order."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bound
+
+FLOATS = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+# Cases of one shape share their kernels: sizes, mask and segments are compiled in.
+PLAIN = {"batch": 1, "length": 65, "repeats": 1, "key_size": 24, "value_size": 40}
+WORST = {"keys": "near", "gates": "open"}
+CASES = {
+    "one token": PLAIN | {"length": 1},
+    "15 tokens": PLAIN | {"length": 15},
+    "17 tokens": PLAIN | {"length": 17},
+    "33 tokens": PLAIN | {"length": 33},
+    "65 tokens": PLAIN,
+    "open gates": PLAIN | {"gates": "open"},
+    "tiny gates": PLAIN | {"gates": "tiny"},
+    "closed gates": PLAIN | {"gates": "closed"},
+    "mixed gates": PLAIN | {"gates": "mixed"},
+    "one key": PLAIN | {"keys": "one", "gates": "open", "beta": 1.0, "bound": REPEATED_KEY},
+    "near keys, beta 0.95": PLAIN | WORST | {"beta": 0.95, "bound": REPEATED_KEY},
+    "near keys, beta 1.9": PLAIN | WORST | {"beta": 1.9, "bound": OVERSHOOTING},
+    "beta 2": PLAIN | {"gates": "open", "beta": 2.0, "bound": OVERSHOOTING},
+    "documents, masked middle": {"mask": "middle", "segments": True, "gates": "mixed", "length": 65, "key_heads": 2},
+    "left padding": {"mask": "left", "length": 50, "repeats": 3, "key_size": 40, "value_size": 16},
+    "documents, odd sizes": {"segments": True, "batch": 1, "length": 50, "repeats": 3, "key_size": 7, "value_size": 5},
+    "heads of 128": {"batch": 1, "length": 40, "repeats": 1, "key_size": 128, "value_size": 128},
+}
+# fp16 differs from fp32 by its loads and stores alone; the host machine has 60 seconds.
+IN_FP16 = ("65 tokens", "mixed gates", "near keys, beta 1.9", "documents, masked middle")
+RUNS = [(name, dtype) for dtype in FLOATS for name in CASES if dtype != "float16" or name in IN_FP16]
+
+
+@pytest.mark.parametrize(("name", "dtype"), RUNS, ids=[f"{dtype}: {name}" for name, dtype in RUNS])
+def test_forward_and_backward(name, dtype, machine, on_host, errors, table):
+    case = table.Case(name, **CASES[name])
+    found = errors(*on_host(machine, case, FLOATS[dtype], lanes=len(name)))
+    assert max(found.values()) <= fused_bound(case.bound, dtype), found
+
+
+GATES_A_CHANNEL = [
+    "one token",
+    "17 tokens",
+    "65 tokens",
+    "closed gates",
+    "mixed gates",
+    "one key",
+    "near keys, beta 1.9",
+    "documents, masked middle",
+    "documents, odd sizes",
+]
+
+
+@pytest.mark.parametrize("name", GATES_A_CHANNEL)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gates_a_channel(name, dtype, machine, on_host, errors, table):
+    case = table.Case(name, **CASES[name])
+    found = errors(*on_host(machine, case, FLOATS[dtype], lanes=len(name), per_channel=True))
+    assert max(found.values()) <= fused_bound(case.bound, dtype), found
+
+
+def test_thin_slices(machine, on_host, errors, table):
+    case = table.Case("thin", **PLAIN)
+    found = errors(*on_host(machine, case, mx.bfloat16, slices=16))
+    assert max(found.values()) <= fused_bound(case.bound, "bfloat16"), found
+
+
+@pytest.mark.parametrize("name", ["mixed gates", "documents, masked middle"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
+def test_the_order_of_lanes_changes_no_bit(name, dtype, per_channel, machine, on_host, table):
+    case = table.Case(name, **CASES[name])
+    first, _ = on_host(machine, case, FLOATS[dtype], lanes=1, per_channel=per_channel)
+    for lanes in range(2, 6):
+        again, _ = on_host(machine, case, FLOATS[dtype], lanes=lanes, per_channel=per_channel)
+        for key, value in first.items():
+            bits = mx.uint16 if value.dtype.size == 2 else mx.uint32
+            assert np.array_equal(np.array(value.view(bits)), np.array(again[key].view(bits))), (key, lanes)

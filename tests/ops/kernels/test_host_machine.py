@@ -1,0 +1,125 @@
+"""What the host machine refuses, shown on kernels of a few lines; each right kernel beside its planted defect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.ops.kernels.launch import FOLDER, Launch
+
+VOCABULARY = (FOLDER / "metal.h").read_text()
+ROOM = "template <int N> struct Room { static constexpr constant int bytes = N; };\n"
+# Each lane hands its value to the lane at the other end of the block.
+REVERSE = """
+template <int N>
+void reverse(Place at, threadgroup char* memory, LENGTH const device float* q, const constant float* few,
+             device float* y) {
+  threadgroup float* shared = reinterpret_cast<threadgroup float*>(memory);
+  shared[at.index] = q[at.index] + few[0];
+  barrier();
+  y[at.index] = shared[N - 1 - at.index];
+}
+"""
+PLACE = "struct Place {\n  int x, y, z, index, group, lane;\n};\n"
+COUNT = 64
+
+
+def launch(**changes) -> Launch:
+    q = mx.arange(COUNT).astype(mx.float32).reshape(1, COUNT)
+    whole = Launch(
+        name="reverse",
+        memory="Room",
+        inputs={"q": q, "few": mx.array([0.5])},
+        outputs={"y": ((COUNT,), mx.float32)},
+        values={"N": COUNT},
+        order=("N",),
+        memory_order=("N * 4",),
+        blocks=(1, 1, 1),
+        bytes=COUNT * 4,
+        groups=COUNT // 32,
+    )
+    return replace(whole, **changes)
+
+
+@pytest.fixture
+def run(host_module, host_folder):
+    """run(old, new, **changes of the launch): the kernel with `old` replaced, over several orders of lanes."""
+
+    def attempt(old: str = "", new: str = "", **changes) -> list[np.ndarray]:
+        written = launch(**changes)
+        length = "int," if "q_shape" in written.source else ""
+        body = REVERSE.replace("LENGTH", length)
+        assert old in body
+        machine = host_module.HostMachine(host_folder, VOCABULARY + PLACE + ROOM + body.replace(old, new))
+        return [np.array(machine.run(written, seed=seed)[0]) for seed in range(1, 7)]
+
+    return attempt
+
+
+def test_a_right_kernel_runs(run):
+    for y in run():
+        assert np.array_equal(y, np.arange(COUNT)[::-1] + 0.5)
+
+
+def test_a_missing_barrier_shows(run):
+    assert any(not np.array_equal(y, np.arange(COUNT)[::-1] + 0.5) for y in run("barrier();", ""))
+
+
+def test_an_unwritten_output_shows(run):
+    assert all(np.isnan(y[0]) for y in run("y[at.index] =", "if (at.index) y[at.index] ="))
+
+
+REFUSED = {
+    "half the lanes at a barrier": ("barrier();", "if (at.lane < 16) barrier();", "not all lanes reach"),
+    "one group at a barrier": ("barrier();", "if (at.group == 0) barrier();", "not all lanes reach"),
+    "one barrier more for some": (
+        "barrier();",
+        "for (int i = 0; i <= at.group; ++i) barrier();",
+        "not all lanes reach",
+    ),
+    "half a group at a group barrier": ("barrier();", "barrier(); if (at.lane < 16) group_barrier();", "not all lanes"),
+    "a read past the end": ("q[at.index]", "q[at.index + 16]", "outside q"),
+    "a read before the start": ("q[at.index]", "q[at.index - 4096]", "outside q"),
+    "a read past few elements": ("few[0]", "few[at.index]", "outside few"),
+    "a write past the end": ("y[at.index] =", "y[at.index + 1] =", "outside y"),
+    "a write before the start": ("y[at.index] =", "y[at.index - 1] =", "outside y"),
+    "a write to an input": ("y[at.index] =", "const_cast<device float*>(q)[at.index] =", "a write to the input q"),
+    "shared memory past its end": ("shared[at.index] =", "shared[at.index + 1] =", "outside threadgroup memory"),
+    "shared memory before its start": ("shared[at.index] =", "shared[at.index - 1] =", "outside threadgroup memory"),
+    "a wild pointer": ("q[at.index]", "q[at.index + (1l << 40)]", "outside q|no buffer"),
+    "device memory as shared": ("threadgroup float* shared", "device float* shared", "reinterpret_cast|incompatible"),
+    "constant memory as device": ("const constant float* few", "const device float* few", "no matching function"),
+    "a pointer without an address space": ("const device float* q", "const float* q", "no address space"),
+    "double": ("float* shared", "float* shared; double unused = 0; threadgroup float* other", "poisoned"),
+    "a double literal": ("+ few[0]", "* 2.0", "double-promotion|increases floating-point precision"),
+    "C++17": ("barrier();", "barrier(); if constexpr (N > 1) barrier();", "C\\+\\+17"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name, run, host_module):
+    old, new, message = REFUSED[name]
+    with pytest.raises(host_module.HostError, match=message):
+        run(old, new)
+
+
+def test_refuses_33_kilobytes_of_threadgroup_memory(run, host_module):
+    size = 33 * 1024
+    with pytest.raises(host_module.HostError, match="over 32768 bytes"):
+        run(bytes=size, memory_order=(f"{size}",))
+
+
+def test_refuses_more_than_31_buffers(run, host_module):
+    inputs = {f"input_{index}": mx.zeros((8,)) for index in range(30)} | {"q": mx.zeros((1, 8))}
+    with pytest.raises(host_module.HostError, match="Metal has 31"):
+        run(inputs=inputs)
+
+
+def test_a_scalar_is_a_reference(host_module):
+    entry, text = host_module.specialise(launch(inputs={"q": mx.zeros((1, 8)), "few": mx.array(1.0)}))
+    assert "const device float* q" in text
+    assert "const constant float& few" in text
+    assert entry in text

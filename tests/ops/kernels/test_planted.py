@@ -1,0 +1,101 @@
+"""Defects planted into the kernels' own text: each must turn the comparison red, or be refused."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.ops.gated_delta.tolerances import fused_bound
+from deltatune.ops.kernels.launch import header
+
+KERNELS = ("prepare", "scan", "reverse", "gradients")
+# kernel: text, what stands in its place.
+DEFECTS = {
+    "a global index off by one": (
+        "scan",
+        "from[(long)row * row_stride + column]",
+        "from[row * row_stride + column + 1]",
+    ),
+    "a shared index off by one": ("gradients", "s.put(row * stride + column", "s.put(row * stride + column + 1"),
+    "a write one row too far": (
+        "reverse",
+        "to[(long)row * row_stride + column]",
+        "to[(row + 1) * row_stride + column]",
+    ),
+    "an unwritten gradient": ("gradients", "d_beta[to] =", "if (t) d_beta[to] ="),
+    "an unwritten state": ("scan", "if (row < DV && column < DK) to[", "if (row < DV && column < DK && row) to["),
+    "a wrong address space": ("prepare", "threadgroup char* memory", "device char* memory"),
+    "no address space": ("prepare", "threadgroup const float* rate", "const float* rate"),
+    "double": ("prepare", "float sum = ", "double sum = "),
+}
+
+
+@pytest.fixture
+def planted(machine, host_module, host_folder, on_host, errors, table):
+    """planted(kernel, text) -> the largest error when that kernel is made from `text`, over several orders of lanes."""
+    case = table.Case("planted", batch=1, length=70, key_size=24, value_size=40)
+
+    class Mixed:
+        def __init__(self, kernel: str, text: str):
+            self.kernel, self.wrong = f"gated_delta_{kernel}", host_module.HostMachine(host_folder, text)
+
+        def run(self, launch, seed: int):
+            return (self.wrong if launch.name == self.kernel else machine).run(launch, seed)
+
+    def run(kernel: str, text: str) -> float:
+        mixed = Mixed(kernel, text)
+        found = [max(errors(*on_host(mixed, case, mx.bfloat16, lanes=lanes)).values()) for lanes in range(1, 4)]
+        return max(found)
+
+    return run
+
+
+BOUND = fused_bound(2e-6, "bfloat16")
+
+
+def at_first_barrier(kernel: str, instead: str) -> str:
+    """The text with another statement in place of the kernel's first barrier."""
+    text = header("metal")
+    start = re.search(rf"\bgated_delta_{kernel}\(Place", text).end()
+    return text[:start] + re.sub(r"\bbarrier\(\);", instead, text[start:], count=1)
+
+
+def test_as_it_stands(planted):
+    assert planted("scan", header("metal") + "\n") <= BOUND
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_removed_barrier(kernel, planted):
+    worst = planted(kernel, at_first_barrier(kernel, ";"))
+    assert not worst <= BOUND
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_barrier_that_half_the_lanes_reach(kernel, planted, host_module):
+    with pytest.raises(host_module.HostError, match="not all lanes reach"):
+        planted(kernel, at_first_barrier(kernel, "if (at.lane < 16) barrier();"))
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_red_or_refused(name, planted, host_module):
+    kernel, old, new = DEFECTS[name]
+    text = header("metal")
+    assert old in text, "the text has changed: plant this defect elsewhere"
+    try:
+        worst = planted(kernel, text.replace(old, new))
+    except host_module.HostError as refusal:
+        worst = np.inf
+        print(refusal)
+    assert not worst <= BOUND
+
+
+def test_blocks_too_large_for_a_mac(machine, on_host, host_module, table, monkeypatch):
+    from deltatune.ops.gated_delta import fused
+
+    monkeypatch.setattr(fused, "METAL_BYTES", 64 * 1024)
+    case = table.Case("large", batch=1, length=20, repeats=1, key_size=256, value_size=32)
+    with pytest.raises(host_module.HostError, match="over 32768 bytes of threadgroup memory"):
+        on_host(machine, case, mx.float32)
