@@ -61,6 +61,12 @@ def machine(host_folder: Path):
     return host.HostMachine(host_folder)
 
 
+@pytest.fixture(scope="session")
+def watching(host_folder: Path):
+    """The machine that looks at every access to threadgroup memory."""
+    return host.HostMachine(host_folder, watch=True)
+
+
 @pytest.fixture
 def host_module() -> ModuleType:
     return host

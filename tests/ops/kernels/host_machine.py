@@ -37,6 +37,8 @@ SPACES = ("device", "constant", "threadgroup", "thread", "GLOBAL")
 FLAGS = ["-x", "c++", "-std=c++14", "-O1", "-shared", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off"]
 FLAGS += ["-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-everything"]
 FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=double-promotion"]
+# Calls the watch of host.h at every load and store.
+WATCH = ["-DDELTATUNE_WATCH", "-fsanitize-coverage=edge,trace-loads,trace-stores"]
 
 
 class HostError(AssertionError):
@@ -109,10 +111,14 @@ extern "C" const char* {entry}(void** data, const uint64_t* sizes, int x, int y,
 
 
 class HostMachine:
-    """Runs launches of `text`; each specialisation is compiled once, into `folder`, and kept there."""
+    """Runs launches of `text`; each specialisation is compiled once, into `folder`, and kept there.
 
-    def __init__(self, folder: Path, text: str | None = None):
+    watch: every access to threadgroup memory is looked at for races, whatever the order of lanes.
+    """
+
+    def __init__(self, folder: Path, text: str | None = None, watch: bool = False):
         self.folder = Path(folder)
+        self.flags = FLAGS + WATCH * watch
         self.text = header("metal") if text is None else text
         self.entries: dict[str, ctypes._CFuncPtr] = {}
 
@@ -135,12 +141,12 @@ class HostMachine:
             self.entries[entry] = function
 
     def _library(self, source: str) -> Path:
-        key = hashlib.sha256("\n".join([source, *FLAGS, *compiler()]).encode()).hexdigest()[:16]
+        key = hashlib.sha256("\n".join([source, *self.flags, *compiler()]).encode()).hexdigest()[:16]
         library = self.folder / f"{key}.so"
         if not library.exists():
             file, made = self.folder / f"{key}.cpp", self.folder / f"{key}.{os.getpid()}"
             file.write_text(source)
-            command = [*compiler(), *FLAGS, str(file), "-o", str(made)]
+            command = [*compiler(), *self.flags, str(file), "-o", str(made)]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
                 raise HostError(result.stderr[:4000])

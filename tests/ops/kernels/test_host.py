@@ -81,3 +81,11 @@ def test_the_order_of_lanes_changes_no_bit(name, dtype, per_channel, machine, on
         for key, value in first.items():
             bits = mx.uint16 if value.dtype.size == 2 else mx.uint32
             assert np.array_equal(np.array(value.view(bits)), np.array(again[key].view(bits))), (key, lanes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
+def test_no_two_lanes_race(dtype, per_channel, watching, on_host, errors, table):
+    case = table.Case("watched", batch=1, length=70, key_size=24, value_size=40, mask="middle", segments=True)
+    found = errors(*on_host(watching, case, FLOATS[dtype], per_channel=per_channel))
+    assert max(found.values()) <= fused_bound(case.bound, dtype), found

@@ -48,12 +48,12 @@ def launch(**changes) -> Launch:
 def run(host_module, host_folder):
     """run(old, new, **changes of the launch): the kernel with `old` replaced, over several orders of lanes."""
 
-    def attempt(old: str = "", new: str = "", **changes) -> list[np.ndarray]:
+    def attempt(old: str = "", new: str = "", watch: bool = False, **changes) -> list[np.ndarray]:
         written = launch(**changes)
         length = "int," if "q_shape" in written.source else ""
         body = REVERSE.replace("LENGTH", length)
         assert old in body
-        machine = host_module.HostMachine(host_folder, VOCABULARY + PLACE + ROOM + body.replace(old, new))
+        machine = host_module.HostMachine(host_folder, VOCABULARY + PLACE + ROOM + body.replace(old, new), watch)
         return [np.array(machine.run(written, seed=seed)[0]) for seed in range(1, 7)]
 
     return attempt
@@ -70,6 +70,35 @@ def test_a_missing_barrier_shows(run):
 
 def test_an_unwritten_output_shows(run):
     assert all(np.isnan(y[0]) for y in run("y[at.index] =", "if (at.index) y[at.index] ="))
+
+
+RACES = {
+    "no barrier": ("barrier();", ";"),
+    "a group's barrier for two groups": ("barrier();", "group_barrier();"),
+    "a sum is no barrier": ("barrier();", "lane_sum(0.0f);"),
+    "a place read, then written": ("y[at.index] =", "shared[at.index] = 0.0f; y[at.index] ="),
+    "a place written by two": ("shared[at.index] =", "shared[0] = 0.0f; shared[at.index] ="),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_the_watch_sees_a_race(name, run, host_module):
+    with pytest.raises(host_module.HostError, match="no barrier between them"):
+        run(*RACES[name], watch=True)
+
+
+def test_the_watch_lets_barriers_pass(run):
+    swap = "barrier(); const float kept = shared[COUNT - 1 - at.index]; barrier(); shared[at.index] = kept; barrier();"
+    for y in run("barrier();", swap.replace("COUNT", str(COUNT)), watch=True):
+        assert np.array_equal(y, np.arange(COUNT) + 0.5)
+
+
+def test_a_groups_barrier_is_enough_within_a_group(run):
+    within = "shared[at.index ^ 1]"
+    for y in run(
+        "barrier();\n  y[at.index] = shared[N - 1 - at.index]", f"group_barrier(); y[at.index] = {within}", True
+    ):
+        assert np.array_equal(y, (np.arange(COUNT) ^ 1) + 0.5)
 
 
 REFUSED = {

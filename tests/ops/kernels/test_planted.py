@@ -73,6 +73,24 @@ def test_a_removed_barrier(kernel, planted):
     assert not worst <= BOUND
 
 
+@pytest.mark.parametrize("kernel", ["scan", "reverse"])
+def test_a_removed_group_barrier(kernel, watching, host_module, host_folder, on_host, table):
+    """The last one of the kernel, between its products and what other lanes write out. Only the watch sees it."""
+    text = header("metal")
+    start = re.search(rf"\bgated_delta_{kernel}\(Place", text).end()
+    end = text.index("store_state", start)
+    place = text.rindex("group_barrier();", start, end)
+    wrong = host_module.HostMachine(host_folder, text[:place] + text[place + len("group_barrier();") :], watch=True)
+
+    class Mixed:
+        def run(self, launch, seed: int):
+            return (wrong if launch.name == f"gated_delta_{kernel}" else watching).run(launch, seed)
+
+    case = table.Case("planted", batch=1, length=70, key_size=24, value_size=40, mask="middle", segments=True)
+    with pytest.raises(host_module.HostError, match="no barrier between them"):
+        on_host(Mixed(), case, mx.bfloat16)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_barrier_that_half_the_lanes_reach(kernel, planted, host_module):
     with pytest.raises(host_module.HostError, match="not all lanes reach"):

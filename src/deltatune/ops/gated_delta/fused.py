@@ -157,7 +157,6 @@ class Arguments:
     initial: mx.array
     mask: mx.array
     segments: mx.array
-    sizes: mx.array | None = None
 
 
 _BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")

@@ -33,7 +33,7 @@ enum Wait { running, at_barrier, in_group, done };
 struct Lane {
   void* stack_pointer;
   Wait wait;
-  int site, meetings[4];
+  int site, meetings[4], ordered;
 };
 struct Group {
   float a[2][64], b[2][64], x[2][32];
@@ -115,7 +115,15 @@ static void pause(Wait wait, int site) {
   leave();
 }
 static void meet_group(int site) { pause(in_group, site); }
-static void meet_all(int site) { pause(at_barrier, site); }
+// The barriers alone order accesses to threadgroup memory; a product, a sum or a shuffle does not.
+static void order_group(int site) {
+  meet_group(site);
+  ++lanes[current].ordered;
+}
+static void order_all(int site) {
+  pause(at_barrier, site);
+  ++lanes[current].ordered;
+}
 
 static int lane_id() { return current % 32; }
 static Group& group_here(int& parity) {
@@ -168,6 +176,61 @@ static void on_fault(int signal_number, siginfo_t* info, void*) {
   leave();
 }
 
+#ifdef DELTATUNE_WATCH
+// Who touched each two bytes of threadgroup memory last, and how many barriers he had passed: `at` those of the block,
+// `ordered` those and his group's. Clang calls watch() at every load and store.
+struct Access {
+  int lane, group, at, ordered;
+};
+enum : int { nobody = -1, several = -2 };
+static Access writers[threadgroup_limit / 2], readers[threadgroup_limit / 2];
+#define DELTATUNE_UNWATCHED __attribute__((no_sanitize("coverage")))
+
+static void forget_accesses() {
+  memset(writers, 0xff, sizeof writers);
+  memset(readers, 0xff, sizeof readers);
+}
+DELTATUNE_UNWATCHED static bool races(const Access& before, const Access& now) {
+  if (before.lane == nobody || before.lane == now.lane || before.at != now.at) return false;
+  return before.group != now.group || before.ordered == now.ordered;
+}
+DELTATUNE_UNWATCHED static void watch(const void* pointer, int bytes, bool write) {
+  const char* p = (const char*)pointer;
+  if (!inside || p < arena.start || p >= arena.start + threadgroup_limit) return;
+  const Access now = {current, current / 32, lanes[current].meetings[at_barrier], lanes[current].ordered};
+  for (int i = (int)(p - arena.start) / 2; i <= (int)(p + bytes - 1 - arena.start) / 2; ++i) {
+    if (races(writers[i], now) || (write && races(readers[i], now))) {
+      fail("lanes meet in threadgroup memory with no barrier between them, after the barrier or group operation",
+           lanes[current].site);
+      leave();
+    }
+    Access& reader = readers[i];
+    if (write) {
+      writers[i] = now;
+      reader.lane = nobody;
+    } else if (reader.lane == nobody || reader.at != now.at) {
+      reader = now;
+    } else if (reader.group != now.group) {
+      reader.lane = reader.group = several;
+    } else if (reader.ordered != now.ordered) {
+      reader = now;
+    } else if (reader.lane != now.lane) {
+      reader.lane = several;
+    }
+  }
+}
+#define DELTATUNE_WATCHED(bytes) \
+  extern "C" DELTATUNE_UNWATCHED void __sanitizer_cov_load##bytes(void* p) { watch(p, bytes, false); } \
+  extern "C" DELTATUNE_UNWATCHED void __sanitizer_cov_store##bytes(void* p) { watch(p, bytes, true); }
+DELTATUNE_WATCHED(1)
+DELTATUNE_WATCHED(2)
+DELTATUNE_WATCHED(4)
+DELTATUNE_WATCHED(8)
+DELTATUNE_WATCHED(16)
+#else
+static void forget_accesses() {}
+#endif
+
 // As large as the text asks, refused past what an Apple GPU has, poisoned with NaN.
 static threadgroup char* threadgroup_memory(int bytes, int site) {
   if (bytes > threadgroup_limit) {
@@ -200,6 +263,7 @@ static void start_lane(int i) {
 #endif
   lanes[i].stack_pointer = top;
   lanes[i].wait = running;
+  lanes[i].ordered = 0;
   memset(lanes[i].meetings, 0, sizeof lanes[i].meetings);
 }
 
@@ -231,6 +295,7 @@ static bool run_block(int count) {
   lane_count = count;
   memset(arena.start, 0xff, threadgroup_limit);
   memset(groups, 0, sizeof groups);
+  forget_accesses();
   for (int i = 0; i < count; ++i) start_lane(i);
   int group = 0;
   while (!fault[0]) {
@@ -375,8 +440,8 @@ inline float host_sum(float x, int site) {
 }  // namespace metal
 using namespace metal;
 
-#define threadgroup_barrier(flags) host::meet_all(__LINE__ + 0 * (int)(flags))
-#define simdgroup_barrier(flags) host::meet_group(__LINE__ + 0 * (int)(flags))
+#define threadgroup_barrier(flags) host::order_all(__LINE__ + 0 * (int)(flags))
+#define simdgroup_barrier(flags) host::order_group(__LINE__ + 0 * (int)(flags))
 #define simdgroup_multiply_accumulate(d, a, b, c) metal::host_multiply(d, a, b, c, __LINE__)
 #define simd_shuffle_xor(x, mask) metal::host_shuffle(x, mask, __LINE__)
 #define simd_sum(x) metal::host_sum(x, __LINE__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any
 from zlib import crc32
 
 import mlx.core as mx
@@ -76,13 +75,7 @@ def header(machine: str, channel: bool = True) -> str:
 
 @cache
 def _kernel(machine: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, size: int):
-    arguments: dict[str, Any] = {
-        "name": f"{name}_{crc32(source.encode()):08x}",
-        "input_names": list(inputs),
-        "output_names": list(outputs),
-        "source": source,
-        "header": header(machine, "channel" in name),
-    }
+    name, text = f"{name}_{crc32(source.encode()):08x}", header(machine, "channel" in name)
     if machine == "metal":
-        return mx.fast.metal_kernel(**arguments)
-    return mx.fast.cuda_kernel(**arguments, shared_memory=size)
+        return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)
+    return mx.fast.cuda_kernel(name, list(inputs), list(outputs), source, text, shared_memory=size)
