@@ -4,7 +4,8 @@ usage: DELTATUNE_THREADS=2 python benchmarks/gated_delta_cpu.py [--rounds 7] [--
 
 Each implementation lives in a process of its own; rounds are interleaved, so that whatever else the machine does
 falls on all of them, and medians are printed. An implementation whose outputs and gradients on the first tokens are
-not those of a float64 recurrence gets no time. Peaks are MLX's own count beyond the inputs.
+not those of a float64 recurrence gets no time. CPU is the time of all threads together, forward and backward: waiting
+BLAS threads spin, but on a busy machine it still says more than the clock. Peaks are MLX's own count beyond the inputs.
 """
 
 from __future__ import annotations
@@ -199,9 +200,10 @@ def work(name: str, tokens: int) -> None:
     implementation.load(*inputs(tokens))
     print(json.dumps(error), flush=True)
     for line in sys.stdin:
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         getattr(implementation, line.strip())()
-        print(json.dumps([time.perf_counter() - start, implementation.peak]), flush=True)
+        times = time.perf_counter() - start, time.process_time() - used
+        print(json.dumps([*times, implementation.peak]), flush=True)
 
 
 class Worker:
@@ -213,7 +215,7 @@ class Worker:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         self.name = name
         self.error = self.read()
-        self.times: dict[str, list[float]] = {"forward": [], "backward": []}
+        self.times: dict[str, list[float]] = {"forward": [], "backward": [], "backward, CPU": []}
         self.peak: float | None = None
 
     def read(self) -> Any:
@@ -227,10 +229,12 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
-        seconds, peak = self.read()
+        seconds, used, peak = self.read()
         if keep:
             self.times[what].append(seconds)
-            self.peak = peak if what == "backward" else self.peak
+        if keep and what == "backward":
+            self.times["backward, CPU"].append(used)
+            self.peak = peak
 
     def agrees(self) -> bool:
         return self.error is None or self.error <= AGREES
@@ -253,19 +257,19 @@ def measure(names: list[str], tokens: int, rounds: int) -> list[Worker]:
 def table(workers: list[Worker]) -> str:
     ours = next((worker for worker in workers if worker.name == "deltatune chunk"), None)
     lines = [
-        "| implementation | forward, ms | forward + backward, ms | over ours | peak, MB | error against float64 |",
-        "|---|---|---|---|---|---|",
+        "| implementation | forward, ms | forward + backward, ms | over ours | CPU, ms | peak, MB | error to float64 |",
+        "|---|---|---|---|---|---|---|",
     ]
     for worker in workers:
         error = "-" if worker.error is None else f"{worker.error:.1e}"
         if not worker.agrees():
-            lines.append(f"| {worker.name} | not timed | not timed | | | {error}: wrong |")
+            lines.append(f"| {worker.name} | not timed | not timed | | | | {error}: wrong |")
             continue
-        forward, both = (statistics.median(worker.times[what]) * 1e3 for what in ("forward", "backward"))
+        forward, both, used = (statistics.median(times) * 1e3 for times in worker.times.values())
         comparable = ours is not None and worker.error is not None
         ratio = f"{both / 1e3 / statistics.median(ours.times['backward']):.1f}x" if ours and comparable else "-"
         peak = "-" if worker.peak is None else f"{worker.peak / 1e6:.0f}"
-        lines.append(f"| {worker.name} | {forward:.1f} | {both:.1f} | {ratio} | {peak} | {error} |")
+        lines.append(f"| {worker.name} | {forward:.1f} | {both:.1f} | {ratio} | {used:.0f} | {peak} | {error} |")
     return "\n".join(lines)
 
 
