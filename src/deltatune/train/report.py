@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import importlib.metadata
@@ -49,8 +50,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those that decide the numbers."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+    """Package -> version, of those that decide the numbers; a package that runs uninstalled has none."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def environment() -> dict[str, str]:
