@@ -25,7 +25,7 @@ from deltatune.train import commands
 SEED = 1
 VOCABULARY = 512
 BATCH = 24  # a GPU waits for launches at this size: more rows cost it nothing
-CONVERSATIONS = 60_000
+CONVERSATIONS = 40_000
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # A space is a piece of its own, so that a word is the same tokens after a space, a quotation mark or nothing.
 PIECES = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]|\s"
