@@ -145,6 +145,8 @@ def test_train_eval_generate_and_merge_work_together(run, checkpoint, data, tmp_
     with_adapter = run("eval", *common, "--batch-size", "2", "--adapter-path", out)[1]
     assert f"Test loss {tested}," in with_adapter
     assert float(re.search(r"loss ([\d.]+)", base)[1]) > float(tested) + 3
+    cold = [sys.executable, "-m", "deltatune", "eval", *common, "--batch-size", "2", "--adapter-path", out]
+    assert f"Test loss {tested}," in subprocess.run(cold, capture_output=True, text=True, check=True).stdout
 
     code, answer, _ = run(
         "generate", "--model", checkpoint, "--adapter-path", out, "--prompt", PAIR["prompt"], "-m", "20"
