@@ -72,7 +72,7 @@ def lines(
     status = blas.status()
     threads = f", {status.threads} threads" if status.threads else ""
     said.append(f"Device: {backend.device()}; BLAS: {status.detail}{threads}.")
-    said.append(f"Loss: {splits.rule or 'on the tokens that the examples name'}; {loss}.")
+    said.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {loss}.")
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
     said.append(
