@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import queue
 import statistics
@@ -35,6 +36,7 @@ CALLS, FEW_CALLS = 20, 3
 # A call that takes longer than this is called few times; one that would take longer than that is not called.
 LONG, TOO_LONG = 0.7, 8.0
 IN_A_ROW = 0.4  # seconds, about
+NOTE = "note: "
 ENTRIES = on("gpu")
 
 
@@ -108,9 +110,14 @@ def work(name: str, sizes: list[Size], folder: Path) -> None:
     entry = ENTRIES[name]
     if entry.blas != "torch":
         import deltatune  # noqa: F401  (binds OpenBLAS on a CPU, so before mlx)
-    bench = Bench(entry, folder, gpu_bytes())
+
+        # What the package says: which implementation it chose, how long its check took.
+        logging.basicConfig(format=f"{NOTE}%(message)s", stream=sys.stdout)
+        logging.getLogger("deltatune").setLevel(logging.INFO)
+    bench: Bench | None = None
     for size in sizes:
         try:
+            bench = bench or Bench(entry, folder, gpu_bytes())
             found = bench.record(size)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other sizes and implementations go on)
             found = {"implementation": name, "size": size.record(), "failed": said(error)}
@@ -142,6 +149,8 @@ def lines_of(name: str, sizes: list[Size], folder: Path, until: float) -> Any:
                 # Libraries print as well.
                 if text.startswith("{"):
                     yield json.loads(text)
+                elif text.startswith(NOTE):
+                    print(text.removeprefix(NOTE), end="", flush=True)
         except queue.Empty:
             yield "its time was up"
             return

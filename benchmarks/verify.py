@@ -83,9 +83,9 @@ def _truth(size: Size, folder: Path | None) -> dict[str, np.ndarray]:
 
 
 def _corner(x: np.ndarray, name: str, size: Size) -> np.ndarray:
-    """Of x [B, T, H, ...]: the first and last rows, and the first and last two key heads with their value heads."""
+    """Of x [B, T, H, ...]: the first and last rows and key heads (all of up to four), with their value heads."""
     rows = sorted({0, size.batch - 1})
-    heads = np.array(sorted({head % size.key_heads for head in (0, 1, -2, -1)}))
+    heads = np.arange(size.key_heads) if size.key_heads <= 4 else np.array([0, size.key_heads - 1])
     if name not in ("q", "k"):
         repeats = size.value_heads // size.key_heads
         heads = (heads[:, None] * repeats + np.arange(repeats)).reshape(-1)

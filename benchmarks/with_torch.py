@@ -107,7 +107,7 @@ class Torch:
     def release(self) -> None:
         import torch
 
-        self.arrays, self.dy = [], None
+        self.arrays, self.dy, self.kept = [], None, None
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
