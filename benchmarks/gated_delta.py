@@ -34,7 +34,7 @@ from verify import CHECKED, Errors, errors
 
 CALLS, FEW_CALLS = 20, 3
 # A call that takes longer than this is called few times; one that would take longer than that is not called.
-LONG, TOO_LONG = 0.7, 8.0
+LONG, TOO_LONG = 0.3, 4.0
 IN_A_ROW = 0.4  # seconds, about
 NOTE = "note: "
 ENTRIES = on("gpu")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-COLOURS = ["#0b6e4f", "#c1440e", "#3a5a98", "#8a6d1d", "#7a3e9d", "#555555", "#b02a5b"]
+COLOURS = ["#0b6e4f", "#c1440e", "#3a5a98", "#8a6d1d", "#7a3e9d", "#555555", "#b02a5b", "#2a9d9d", "#a0a000"]
 
 
 def curves(result: dict[str, Any]) -> dict[str, list[tuple[int, float, float]]]:
@@ -33,15 +34,17 @@ def curves(result: dict[str, Any]) -> dict[str, list[tuple[int, float, float]]]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     plt.rcParams.update({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "deltatune"})
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
     size = result["sweep"][0]
     lines = curves(result)
     for panel, which, label in ((panels[0], 1, "ms, calls in a row"), (panels[1], 2, "MB over inputs and gradients")):
-        for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
+        for (name, points), colour in zip(lines.items(), cycle(COLOURS), strict=False):
             x, y = [point[0] for point in points], [max(point[which], 1e-3) for point in points]
             panel.plot(x, y, "o-", label=name, color=colour, markersize=3, linewidth=1.4)
         _axes(panel, label)
-    panels[0].legend(frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8
+    )
     where = result["machine"]["gpu"] or result["machine"]["cpu"]
     heads = f"B{size['batch']}, {size['key_heads']}/{size['value_heads']} heads of {size['head_size']}, {size['dtype']}"
     figure.suptitle(f"Gated delta rule, forward and backward: {heads}. {where}, {result['date']}", fontsize=9)

@@ -9,6 +9,9 @@ from typing import Any
 
 from sizes import Size
 
+# Tokens up to which a loop over chunks is compiled.
+UNROLLED = 4096
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -44,7 +47,7 @@ def deltatune_chunk() -> Any:
     from deltatune.ops.gated_delta import gated_delta_chunk
     from with_mlx import MLX
 
-    return MLX(lambda *a: gated_delta_chunk(*a)[0])
+    return MLX(lambda *a: gated_delta_chunk(*a)[0], UNROLLED)
 
 
 def mlx_native() -> Any:
@@ -58,7 +61,7 @@ def mlx_autodiff() -> Any:
     from autodiff import gated_delta_autodiff
     from with_mlx import MLX
 
-    return MLX(gated_delta_autodiff)
+    return MLX(gated_delta_autodiff, UNROLLED)
 
 
 def mlx_lm_loop() -> Any:
@@ -68,7 +71,7 @@ def mlx_lm_loop() -> Any:
     from with_mlx import MLX
 
     function = lambda q, k, v, log_g, beta: gated_delta_ops(q, k, v, mx.exp(log_g), beta)[0]  # noqa: E731
-    return MLX(function, compiles=False)
+    return MLX(function, 0)
 
 
 def mlx_vlm_chunked() -> Any:
@@ -81,7 +84,7 @@ def mlx_vlm_chunked() -> Any:
         state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[3]))
         return gated_delta_chunked(q, k, v, mx.exp(log_g), beta, state)[0]
 
-    return MLX(function)
+    return MLX(function, UNROLLED)
 
 
 def mlx_lm_layer() -> Any:
@@ -107,14 +110,14 @@ ENTRIES = [
     Entry("deltatune fused", deltatune_fused, _GPU, gates=_BOTH, seconds=150),
     Entry("FLA Triton", flash_linear_attention, _GPU, blas="torch", seconds=150),
     Entry("FLA Triton, per channel", lambda: flash_linear_attention(True), _GPU, "torch", ("per channel",)),
-    Entry("deltatune chunk", deltatune_chunk, gates=_BOTH),
-    Entry("transformers chunk (torch)", transformers_chunk, blas="torch"),
+    Entry("arrays with autodiff", mlx_autodiff, seconds=70),
+    Entry("mlx-lm loop", mlx_lm_loop, gates=_BOTH, slow=True, seconds=100),
+    Entry("deltatune chunk", deltatune_chunk, gates=_BOTH, seconds=70),
+    Entry("transformers chunk (torch)", transformers_chunk, blas="torch", seconds=70),
     Entry("transformers chunk (torch), one thread", lambda: transformers_chunk(1), _CPU, "torch"),
-    Entry("arrays with autodiff", mlx_autodiff),
-    Entry("mlx-vlm chunked scan", mlx_vlm_chunked),
-    Entry("mlx-vlm chunked scan, wheel's BLAS", mlx_vlm_chunked, _CPU, "system"),
+    Entry("mlx-vlm chunked scan", mlx_vlm_chunked, seconds=70),
     Entry("MLX's own operator", mlx_native, _GPU, slow=True, seconds=60),
-    Entry("mlx-lm loop", mlx_lm_loop, gates=_BOTH, slow=True, seconds=60),
+    Entry("mlx-vlm chunked scan, wheel's BLAS", mlx_vlm_chunked, _CPU, "system"),
     Entry("mlx-lm loop, wheel's BLAS", mlx_lm_loop, _CPU, "system", slow=True),
     Entry("mlx-lm layer", mlx_lm_layer, _CPU, slow=True),
     Entry("mlx-lm layer, wheel's BLAS", mlx_lm_layer, _CPU, "system", slow=True),

@@ -29,6 +29,7 @@ def test_records(results):
     for (name, size), record in found.items():
         if name in ("deltatune chunk", "arrays with autodiff"):
             assert record["agrees"], record
+            assert record["how"].endswith("calls enqueued, compiled")
             assert min(record[key] for key in ("as_called", "in_a_row", "forward")) > 0, record
         else:
             assert "failed" in record, (name, size)
