@@ -28,7 +28,7 @@ from typing import Any
 
 from machine import cpu, gpu, gpu_bytes, versions
 from registry import Entry, on
-from sizes import GPU, SWEEP, TINY, TINY_SWEEP, Size
+from sizes import GPU, SWEEP, TINY, TINY_SWEEP, Size, inputs
 from tables import gated_delta_tables, line
 from verify import CHECKED, Errors, errors
 
@@ -75,10 +75,8 @@ class Bench:
         return None
 
     def measure(self, size: Size) -> dict[str, Any]:
-        from sizes import inputs
-
         implementation = self.implementation
-        implementation.load(*inputs(size), size.dtype)
+        implementation.load(inputs(size), size.dtype)
         first = timed(implementation.both)
         found: dict[str, Any] = {"first": first}
         second = timed(implementation.both)

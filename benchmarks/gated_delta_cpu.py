@@ -36,7 +36,7 @@ def work(name: str, tokens: int) -> None:
     size = replace(CPU, tokens=tokens)
     implementation = ENTRIES[name].make()
     error = None if "layer" in name else errors(implementation, size).worst[1]
-    implementation.load(*inputs(size))
+    implementation.load(inputs(size))
     print(json.dumps(error), flush=True)
     for line in sys.stdin:
         start, used = time.perf_counter(), time.process_time()

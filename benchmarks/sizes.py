@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 FLOATS = ("q", "k", "v", "log_g", "beta")
-# Rows and tokens that are drawn; larger arguments repeat them.
+# Rows and tokens that are drawn, at most; larger arguments repeat them.
 DRAWN_ROWS, DRAWN_TOKENS = 2, 2048
 
 
@@ -64,28 +65,45 @@ TINY = [
 TINY_SWEEP = [Size(1, tokens, 2, 4, head_size=16, dtype="float32") for tokens in (64, 96, 128)]
 
 
-def inputs(size: Size) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """fp32 arguments with unit keys, usual gates and betas, and the gradient of y.
+@dataclass(frozen=True)
+class Inputs:
+    """fp32 arguments with unit keys, usual gates and betas; dy, the gradient of y; and how often to repeat them.
+
+    times: along the rows and along the tokens, which is done on the device: gigabytes take long to draw and to carry.
+    """
+
+    arrays: dict[str, np.ndarray]
+    dy: np.ndarray
+    times: tuple[int, int] = (1, 1)
+
+
+def inputs(size: Size) -> Inputs:
+    """Arguments of this size. ValueError where it is larger than what is drawn, and no multiple of that.
 
     In bf16, what a bf16 model hands over (all but the gates) is rounded here, so that every implementation and the
     recurrence in float64 get the same numbers.
     """
-    draw = np.random.default_rng(0)
     rows, tokens = min(size.batch, DRAWN_ROWS), min(size.tokens, DRAWN_TOKENS)
-    keys = (rows, tokens, size.key_heads, size.head_size)
-    values = (rows, tokens, size.value_heads, size.head_size)
+    if size.batch % rows or size.tokens % tokens:
+        raise ValueError(f"{size}: expected a multiple of {rows} rows and {tokens} tokens, which are drawn")
+    arrays = dict(_drawn(replace(size, batch=rows, tokens=tokens)))
+    return Inputs(arrays, arrays.pop("dy"), (size.batch // rows, size.tokens // tokens))
+
+
+@lru_cache(maxsize=2)
+def _drawn(size: Size) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    keys = (size.batch, size.tokens, size.key_heads, size.head_size)
+    values = (size.batch, size.tokens, size.value_heads, size.head_size)
     q, k, v, dy = (draw.normal(size=shape) for shape in (keys, keys, values, values))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     log_g = -np.exp(draw.normal(size=values if size.per_channel else values[:3]) - 3)
     beta = draw.uniform(0.05, 0.95, size=values[:3])
     arrays = {"q": q * size.head_size**-0.5, "k": k, "v": v, "log_g": log_g, "beta": beta, "dy": dy}
     for name, x in arrays.items():
-        x = x.astype(np.float32)
-        if size.dtype == "bfloat16" and name != "log_g":
-            x = as_bfloat16(x)
-        arrays[name] = _repeated(x, size)
-    dy = arrays.pop("dy")
-    return arrays, dy
+        exact = size.dtype == "float32" or name == "log_g"
+        arrays[name] = x.astype(np.float32) if exact else as_bfloat16(x)
+    return arrays
 
 
 def as_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -93,10 +111,3 @@ def as_bfloat16(x: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return rounded.astype(np.uint32).view(np.float32)
-
-
-def _repeated(x: np.ndarray, size: Size) -> np.ndarray:
-    times = (-(-size.batch // x.shape[0]), -(-size.tokens // x.shape[1]))
-    if times == (1, 1):
-        return x
-    return np.tile(x, (*times, *(1,) * (x.ndim - 2)))[: size.batch, : size.tokens]

@@ -50,10 +50,9 @@ class Errors:
 def errors(implementation: Any, size: Size, folder: Path | None = None) -> Errors:
     """Loads the first tokens of `size` into `implementation`, runs it and compares. `folder` keeps the truth."""
     short = size.of_length(CHECKED)
-    arrays, dy = inputs(short)
     if folder is not None:
         implementation.poison()
-    implementation.load(arrays, dy, short.dtype)
+    implementation.load(inputs(short), short.dtype)
     results = implementation.both() if folder is not None else (implementation.forward(), *implementation.backward())
     truth = _truth(short, folder)
     found = {name: _corner(implementation.numpy(x), name, short) for name, x in zip(NAMES, results, strict=True)}
@@ -71,9 +70,15 @@ def _truth(size: Size, folder: Path | None) -> dict[str, np.ndarray]:
     if path is not None and path.exists():
         with np.load(path) as kept:
             return dict(kept)
-    arrays, dy = inputs(size)
-    arrays = {name: _corner(x, name, size) for name, x in arrays.items()}
-    dy = _corner(dy, "y", size)
+    given = inputs(size)
+    rows, tokens = given.times
+    assert tokens == 1, "a check is short"
+
+    def cornered(x: np.ndarray, name: str) -> np.ndarray:
+        return _corner(np.concatenate([x] * rows), name, size)
+
+    arrays = {name: cornered(x, name) for name, x in given.arrays.items()}
+    dy = cornered(given.dy, "y")
     state = np.zeros((dy.shape[0], dy.shape[2], size.head_size, size.head_size))
     truth = _oracle().recurrence(arrays | {"initial_state": state}, dy, state)
     truth = {name: truth[name] for name in NAMES}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sizes import FLOATS
+from sizes import FLOATS, Inputs
 
 
 class MLX:
@@ -19,12 +19,17 @@ class MLX:
     def __init__(self, function: Callable[..., Any], compiled_to: float = float("inf")) -> None:
         self.function, self.compiled_to = function, compiled_to
 
-    def load(self, arrays: dict[str, np.ndarray], dy: np.ndarray, dtype: str = "float32") -> None:
+    def load(self, given: Inputs, dtype: str = "float32") -> None:
         import mlx.core as mx
 
         kind = getattr(mx, dtype)
-        self.arrays = [mx.array(arrays[name]).astype(mx.float32 if name == "log_g" else kind) for name in FLOATS]
-        self.dy = mx.array(dy).astype(kind)
+
+        def loaded(x: np.ndarray, kind: Any) -> Any:
+            array = mx.array(x).astype(kind)
+            return array if given.times == (1, 1) else mx.tile(array, (*given.times, *(1,) * (x.ndim - 2)))
+
+        self.arrays = [loaded(given.arrays[name], mx.float32 if name == "log_g" else kind) for name in FLOATS]
+        self.dy = loaded(given.dy, kind)
         mx.eval(self.arrays, self.dy)
         loss = lambda *a: (self.function(*a) * self.dy).sum()  # noqa: E731
         self.gradient = mx.grad(loss, argnums=list(range(len(FLOATS))))
@@ -118,12 +123,12 @@ class Layer:
 
     peak = None
 
-    def load(self, arrays: dict[str, np.ndarray], dy: np.ndarray, dtype: str = "float32") -> None:
+    def load(self, given: Inputs, dtype: str = "float32") -> None:
         import mlx.core as mx
         import mlx.nn as nn
         from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
-        _, tokens, heads, head_size = arrays["q"].shape
+        _, tokens, heads, head_size = given.arrays["q"].shape
         sizes = {"linear_num_value_heads": heads, "linear_num_key_heads": heads}
         sizes |= {"linear_key_head_dim": head_size, "linear_value_head_dim": head_size, "hidden_size": 1024}
         self.layer = GatedDeltaNet(TextModelArgs(model_type="qwen3_5", **sizes))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sizes import FLOATS
+from sizes import FLOATS, Inputs
 
 
 class Torch:
@@ -25,18 +25,20 @@ class Torch:
     def make(self) -> Callable[..., Any]:
         raise NotImplementedError
 
-    def load(self, arrays: dict[str, np.ndarray], dy: np.ndarray, dtype: str = "float32") -> None:
+    def load(self, given: Inputs, dtype: str = "float32") -> None:
         import torch
 
         torch.set_num_threads(self.threads)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.function = self.make()
         kind = getattr(torch, dtype)
-        self.arrays = []
-        for name in FLOATS:
-            tensor = torch.tensor(arrays[name], device=self.device)
-            self.arrays.append(self.prepared(name, tensor, torch.float32 if name == "log_g" else kind))
-        self.dy = torch.tensor(dy, device=self.device).to(kind)
+
+        def loaded(x: np.ndarray, name: str, kind: Any) -> Any:
+            tensor = self.prepared(name, torch.tensor(x, device=self.device), kind)
+            return tensor if given.times == (1, 1) else tensor.repeat(*given.times, *(1,) * (x.ndim - 2))
+
+        self.arrays = [loaded(given.arrays[name], name, torch.float32 if name == "log_g" else kind) for name in FLOATS]
+        self.dy = loaded(given.dy, "dy", kind)
 
     def prepared(self, name: str, tensor: Any, kind: Any) -> Any:
         return tensor.to(kind)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-SMALL = {"batch": 3, "tokens": 70, "key_heads": 5, "value_heads": 10, "head_size": 16}
+SMALL = {"batch": 4, "tokens": 70, "key_heads": 5, "value_heads": 10, "head_size": 16}
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -85,11 +85,16 @@ def test_rounding_to_bfloat16_is_mlx_s():
 
 def test_long_arguments_repeat_what_was_drawn(monkeypatch):
     import sizes
+    from with_mlx import MLX
 
-    monkeypatch.setattr(sizes, "DRAWN_TOKENS", 32)
-    size = sizes.Size(**SMALL, dtype="float32")
-    arrays, dy = sizes.inputs(size)
-    assert arrays["v"].shape == dy.shape == (3, 70, 10, 16)
-    assert arrays["log_g"].shape == (3, 70, 10)
-    assert np.array_equal(arrays["k"][:2, :32], arrays["k"][:2, 32:64])
-    assert np.array_equal(arrays["k"][0], arrays["k"][2])
+    monkeypatch.setattr(sizes, "DRAWN_TOKENS", 35)
+    monkeypatch.setattr(sizes, "DRAWN_ROWS", 1)
+    implementation = MLX(lambda *a: a[2])
+    implementation.load(sizes.inputs(sizes.Size(**SMALL, dtype="float32")))
+    _, k, v, log_g, _ = implementation.arrays
+    assert v.shape == implementation.dy.shape == (4, 70, 10, 16)
+    assert log_g.shape == (4, 70, 10)
+    assert mx.array_equal(k[:, :35], k[:, 35:])
+    assert mx.array_equal(k[0], k[2])
+    with pytest.raises(ValueError, match="a multiple of 1 rows and 35 tokens"):
+        sizes.inputs(sizes.Size(1, 50, 2, 2))
