@@ -74,6 +74,28 @@ def test_one_wrong_result_is_enough_to_be_refused(name, monkeypatch):
         assert choose(call()) == ("chunk", gated_delta_chunk)
 
 
+def of_many_heads(bend):
+    """chunk, its y bent; on a class of more heads than the reference computes."""
+
+    def function(*arrays, initial_state, mask=None, segments=None):
+        y, state = gated_delta_chunk(*arrays, initial_state=initial_state, mask=mask, segments=segments)
+        return y + mx.stop_gradient(bend(y + 0) - y), state
+
+    return verdict.measure("fused", function, verdict.ShapeClass(8, 16, 16, 16, "float32", masked=True))
+
+
+def test_heads_beyond_those_of_the_reference_are_compared_too():
+    def last(y):
+        y[-1, -1, -1, -1] += 1.0
+        return y
+
+    assert of_many_heads(lambda y: y).passed
+    for bend in (last, lambda y: mx.roll(y, 2, axis=2), lambda y: y[:, :, ::-1], lambda y: y[::-1]):
+        found = of_many_heads(bend)
+        assert not found.passed
+        assert found.errors["y"] > 0.01
+
+
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_not_a_number_is_a_failure(factor, monkeypatch):
     stand_in(Wrong("dk", factor), monkeypatch)

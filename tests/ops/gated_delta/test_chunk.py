@@ -135,6 +135,28 @@ def test_vmap_over_the_batch(example, per_channel, case_named):
     assert all(mx.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(shared, repeated, strict=True))
 
 
+@pytest.mark.parametrize("mapped", range(6))
+def test_vmap_over_one_argument_alone(mapped, per_channel, case_named):
+    """The others shared: against one call after another, outputs and every gradient."""
+    inputs = case_named("65 tokens, odd sizes").inputs(per_channel, 8)
+    arrays = [mx.array(inputs[name]) for name in ("q", "k", "v", "log_g", "beta", "initial_state")]
+    several = mx.stack([arrays[mapped], arrays[mapped] * 0.9, arrays[mapped] * 0.5])
+
+    def loss(*a):
+        y, state = gated_delta_chunk(*a[:-1], initial_state=a[-1])
+        return y.square().sum() + state.square().sum(), y
+
+    def one(x):
+        given = [*arrays[:mapped], x, *arrays[mapped + 1 :]]
+        (_, y), gradients = mx.value_and_grad(loss, argnums=range(6))(*given)
+        return y, *gradients
+
+    together = mx.vmap(one)(several)
+    for row, x in enumerate(several):
+        for found, expected in zip(together, one(x), strict=True):
+            assert mx.abs(found[row] - expected).max() <= 2e-6 * mx.abs(expected).max()
+
+
 def test_second_derivatives_are_refused(example):
     loss, x = _upstream_of(example[0])
     with pytest.raises(NotImplementedError, match="second derivative"):

@@ -79,7 +79,8 @@ def _group(
 ) -> tuple[Group, list[mx.array]]:
     """The chunks of one group, laid out in memory.
 
-    An empty slice of `after` goes into each copy, so that no group is laid out before the one before it is done.
+    An empty slice of `after` goes into each copy, so that no group is laid out before the one before it is done. The
+    inputs are in the first group's: under mx.vmap, where one is mapped, all are (mx.addmm refuses to map c alone).
     """
     key_heads = inputs[1].shape[2]
     q, k, v, log_g, beta, *more = (chunked(x, span, size, key_heads) for x in inputs)
@@ -99,7 +100,7 @@ def _forward(
     carry = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
     outputs = blank(v.astype(q.dtype), plan, k.shape[2])
     saved: list[mx.array] = []
-    after = [carry]
+    after = [carry, q, k, v, log_g, beta]
     for span in plan.groups():
         group, _ = _group((q, k, v, log_g, beta), span, plan.size, after)
         y, before, carry = inside.forward(group, carry)
@@ -124,7 +125,7 @@ def _backward(
     inside = channel if log_g.ndim == 4 else scalar
     carry = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
     results = [blank(x, plan, k.shape[2]) for x in (q, k, v, log_g, beta)]
-    after = [carry]
+    after = [carry, q, k, v, log_g, beta, dy]
     for span, before in zip(reversed(plan.groups()), reversed(saved), strict=True):
         group, (dy_part,) = _group((q, k, v, log_g, beta, dy), span, plan.size, after)
         *parts, carry = inside.backward(group, before, dy_part, carry)

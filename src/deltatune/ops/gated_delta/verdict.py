@@ -9,11 +9,13 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +30,11 @@ logger = logging.getLogger(__name__)
 NAMES = ("y", "state", "dq", "dk", "dv", "dlog_g", "dbeta", "dinitial_state")
 # Two batches, and more than two chunks of any implementation, the last one ragged.
 BATCH, LENGTH = 2, 150
+# Key heads that the reference computes. The implementation gets as many as the class has, each a copy of one of them:
+# which, is drawn, so a head that reads or writes another's place shows.
+_DRAWN = 2
+# Whose heads an array has, and where: (key heads, axis 2), (value heads, axis 2), or a state's value heads, axis 1.
+_PRIMALS, _COTANGENTS = "kkvvvs", "vs"
 _PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 Implementation = Callable[..., tuple[mx.array, mx.array]]
 
@@ -109,18 +116,22 @@ def forget() -> None:
 
 def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurrence: bool = False) -> Verdict:
     """Compare `function` with chunk (or naive), in fp32 on the CPU: forward and backward, gates of 0 among them."""
-    primals, constants, cotangents = _case(shape)
-    wide, wide_cotangents = ([x.astype(mx.float32) for x in arrays] for arrays in (primals, cotangents))
+    started = time.perf_counter()
+    case = _case(shape)
     reference = gated_delta_naive if by_recurrence else gated_delta_chunk
     bound = EASY + ROUNDING[shape.dtype] if by_recurrence else fused_bound(EASY, shape.dtype)
     blank = Verdict(name, str(shape), bound, reference="naive" if by_recurrence else "chunk")
     # The CPU's products are fp32; a GPU's may be TF32.
     with mx.stream(mx.cpu):
-        expected = _differentiate(reference, wide, constants, wide_cotangents)
+        few = _differentiate(reference, case.few_primals, case.constants, case.few_cotangents)
+    expected = _spread(few, _COTANGENTS + _PRIMALS, case)
+    of_reference = time.perf_counter() - started
     try:
-        results = _differentiate(function, primals, constants, cotangents)
+        results = _differentiate(function, case.primals, case.constants, case.cotangents)
     except (RuntimeError, ValueError) as error:
         return replace(blank, problem=f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - started
+    logger.info("gated_delta: %s checked in %.1f s, %.1f of them the reference's", name, seconds, of_reference)
     pairs = zip(NAMES, results, expected, strict=True)
     return replace(blank, errors={name: _error(result, exact) for name, result, exact in pairs})
 
@@ -130,7 +141,9 @@ def _differentiate(function: Implementation, primals: list, constants: dict, cot
         return function(*arrays[:-1], initial_state=arrays[-1], **constants)
 
     outputs, gradients = mx.vjp(call, primals, cotangents)
-    return [np.array(x.astype(mx.float32), dtype=np.float64) for x in (*outputs, *gradients)]
+    wide = [x.astype(mx.float32) for x in (*outputs, *gradients)]
+    mx.eval(wide)
+    return [np.array(x) for x in wide]
 
 
 def _error(result: np.ndarray, expected: np.ndarray) -> float:
@@ -141,14 +154,49 @@ def _error(result: np.ndarray, expected: np.ndarray) -> float:
     return float(error / largest) if largest > 0 else float("inf" if error > 0 else 0.0)
 
 
-def _case(shape: ShapeClass) -> tuple[list[mx.array], dict[str, mx.array | None], list[mx.array]]:
-    """Inputs, mask and segments, cotangents. Drawn by NumPy: MLX's random state belongs to the training."""
+class _Case(NamedTuple):
+    """What the implementation is given, in its dtype; the few heads it was made of, in fp32; and where each went."""
+
+    primals: list[mx.array]
+    cotangents: list[mx.array]
+    few_primals: list[mx.array]
+    few_cotangents: list[mx.array]
+    constants: dict[str, mx.array | None]
+    key_heads: np.ndarray
+    value_heads: np.ndarray
+
+
+def _case(shape: ShapeClass) -> _Case:
+    """Drawn by NumPy: MLX's random state belongs to the training."""
     draw = np.random.default_rng(0)
+    drawn, repeats = min(_DRAWN, shape.key_heads), shape.value_heads // shape.key_heads
+    which = np.concatenate([np.arange(drawn), draw.integers(drawn, size=shape.key_heads - drawn)])
+    floats = _floats(draw, replace(shape, key_heads=drawn, value_heads=drawn * repeats))
+    dtype = getattr(mx, shape.dtype)
+    few = [mx.array(x.astype(np.float32)) for x in floats]
+    for index in (0, 1, 2, 6):
+        few[index] = few[index].astype(dtype)
+    mask = np.ones((BATCH, LENGTH), bool)
+    mask[0, LENGTH // 3 : LENGTH // 2], mask[1, :9] = False, False
+    segments = np.cumsum(draw.uniform(size=(BATCH, LENGTH)) < 0.03, axis=1).astype(np.int32)
+    constants = {
+        "mask": mx.array(mask) if shape.masked else None,
+        "segments": mx.array(segments) if shape.segmented else None,
+    }
+    value_heads = (which[:, None] * repeats + np.arange(repeats)).reshape(-1)
+    wide = [x.astype(mx.float32) for x in few]
+    case = _Case([], [], wide[:6], wide[6:], constants, which, value_heads)
+    whole = _spread([np.array(x) for x in wide], _PRIMALS + _COTANGENTS, case)
+    arrays = [mx.array(x).astype(small.dtype) for x, small in zip(whole, few, strict=True)]
+    return case._replace(primals=arrays[:6], cotangents=arrays[6:])
+
+
+def _floats(draw: np.random.Generator, shape: ShapeClass) -> list[np.ndarray]:
+    """q, k, v, log_g, beta, the initial state; then the gradients of y and of the final state."""
     keys, values = (
         (BATCH, LENGTH, shape.key_heads, shape.key_size),
         (BATCH, LENGTH, shape.value_heads, shape.value_size),
     )
-    dtype = getattr(mx, shape.dtype)
     k = draw.normal(size=keys)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     gates = (*values[:3], shape.key_size) if shape.per_channel else values[:3]
@@ -158,17 +206,13 @@ def _case(shape: ShapeClass) -> tuple[list[mx.array], dict[str, mx.array | None]
     state = (BATCH, shape.value_heads, shape.value_size, shape.key_size)
     floats = [draw.normal(size=keys) * shape.key_size**-0.5, k, draw.normal(size=values)]
     floats += [log_g, draw.uniform(0.05, 0.95, size=values[:3]), draw.normal(size=state)]
-    mask = np.ones((BATCH, LENGTH), bool)
-    mask[0, LENGTH // 3 : LENGTH // 2], mask[1, :9] = False, False
-    segments = np.cumsum(draw.uniform(size=(BATCH, LENGTH)) < 0.03, axis=1).astype(np.int32)
-    constants = {
-        "mask": mx.array(mask) if shape.masked else None,
-        "segments": mx.array(segments) if shape.segmented else None,
-    }
-    arrays = [mx.array(x.astype(np.float32)) for x in (*floats, draw.normal(size=values), draw.normal(size=state))]
-    for index in (0, 1, 2, 6):
-        arrays[index] = arrays[index].astype(dtype)
-    return arrays[:6], constants, arrays[6:]
+    return [*floats, draw.normal(size=values), draw.normal(size=state)]
+
+
+def _spread(arrays: Sequence[np.ndarray], kinds: str, case: _Case) -> list[np.ndarray]:
+    """The few heads' arrays with the heads of the class. A gradient of a copy is a copy of the gradient."""
+    heads = {"k": (case.key_heads, 2), "v": (case.value_heads, 2), "s": (case.value_heads, 1)}
+    return [np.take(x, *heads[kind]) for x, kind in zip(arrays, kinds, strict=True)]
 
 
 @cache

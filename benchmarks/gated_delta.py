@@ -1,0 +1,225 @@
+"""The gated delta rule on this machine's GPU, forward and backward, against every other implementation at hand.
+
+usage: python benchmarks/gated_delta.py RESULTS.json [--seconds 500] [--only NAME ...] [--tiny] [--no-sweep]
+
+Each implementation lives in a process of its own, one after another, so that one that fails, or that takes too long,
+ends alone. It is first compared with a float64 recurrence on the first tokens (verify.py): one that disagrees gets no
+time. Then, for each size (sizes.py): the median of 20 calls as called, waiting for each; many calls in a row, none
+waiting for the one before (FLA: a CUDA graph replayed); the forward pass alone; the peak of memory beyond inputs and
+gradients. Records are printed and kept in RESULTS.json as they come. tables.py and plot.py read that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from machine import cpu, gpu, gpu_bytes, versions
+from registry import Entry, on
+from sizes import GPU, SWEEP, TINY, TINY_SWEEP, Size, inputs
+from tables import gated_delta_tables, line
+from verify import CHECKED, Errors, errors
+
+CALLS, FEW_CALLS = 20, 3
+# A call that takes longer than this is called few times; one that would take longer than that is not called.
+LONG, TOO_LONG = 0.3, 4.0
+IN_A_ROW = 0.4  # seconds, about
+NOTE = "note: "
+ENTRIES = on("gpu")
+
+
+class Bench:
+    """One implementation in its process: what it is asked for a size, and what that of the last size foretells."""
+
+    def __init__(self, entry: Entry, folder: Path, device_bytes: float) -> None:
+        self.entry, self.folder, self.device_bytes = entry, folder, device_bytes
+        self.implementation = entry.make()
+        self.times_only = getattr(self.implementation, "times_only", lambda: None)()
+        self.checked: dict[Size, Errors] = {}
+        self.seconds_a_unit = self.bytes_a_unit = 0.0
+
+    def record(self, size: Size) -> dict[str, Any]:
+        found: dict[str, Any] = {"implementation": self.entry.name, "size": size.record()}
+        if not self.entry.takes(size):
+            return found | {"skipped": "does not take this kind of gate"}
+        reason = self.too_much(size)
+        if reason is not None:
+            return found | {"skipped": reason}
+        short = size.of_length(CHECKED)
+        if short not in self.checked:
+            self.checked[short] = errors(self.implementation, size, self.folder)
+        error = self.checked[short]
+        found |= {"errors": error.decisive, "agrees": error.agrees, "times_only": self.times_only}
+        if not error.agrees and self.times_only is None:
+            return found | {"failed": f"wrong: {error.worst[0]} is {error.worst[1]:.1e} off the recurrence: not timed"}
+        return found | self.measure(size)
+
+    def too_much(self, size: Size) -> str | None:
+        seconds, needed = self.seconds_a_unit * size.work, self.bytes_a_unit * size.work
+        if seconds > TOO_LONG:
+            return f"would take about {seconds:.0f} s a call"
+        if needed > 0.9 * self.device_bytes:
+            return f"would take about {needed / 1e9:.0f} GB"
+        return None
+
+    def measure(self, size: Size) -> dict[str, Any]:
+        implementation = self.implementation
+        implementation.load(inputs(size), size.dtype)
+        first = timed(implementation.both)
+        found: dict[str, Any] = {"first": first}
+        second = timed(implementation.both)
+        calls = CALLS if second < LONG else FEW_CALLS
+        found |= {"calls": calls, "as_called": median(implementation.both, calls)}
+        found["forward"] = median(implementation.forward, calls)
+        memory = implementation.excess()
+        if found["as_called"] < LONG:
+            number = max(5, min(200, int(IN_A_ROW / found["as_called"])))
+            found["in_a_row"], found["how"] = implementation.in_a_row(number)
+        implementation.release()
+        self.seconds_a_unit = found["as_called"] / size.work
+        self.bytes_a_unit = sum(memory.values()) / size.work
+        return found | memory
+
+
+def timed(call: Any) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def median(call: Any, calls: int) -> float:
+    return statistics.median(timed(call) for _ in range(calls))
+
+
+def work(name: str, sizes: list[Size], folder: Path) -> None:
+    """The process of one implementation: a line of JSON for each size."""
+    entry = ENTRIES[name]
+    if entry.blas != "torch":
+        import deltatune  # noqa: F401  (binds OpenBLAS on a CPU, so before mlx)
+
+        # What the package says: which implementation it chose, how long its check took.
+        logging.basicConfig(format=f"{NOTE}%(message)s", stream=sys.stdout)
+        logging.getLogger("deltatune").setLevel(logging.INFO)
+    bench: Bench | None = None
+    for size in sizes:
+        try:
+            bench = bench or Bench(entry, folder, gpu_bytes())
+            found = bench.record(size)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the other sizes and implementations go on)
+            found = {"implementation": name, "size": size.record(), "failed": said(error)}
+        print(json.dumps(found), flush=True)
+
+
+def said(error: BaseException) -> str:
+    first = str(error).strip().splitlines()[:1]
+    return f"{type(error).__name__}: {''.join(first)[:300]}"
+
+
+def lines_of(name: str, sizes: list[Size], folder: Path, until: float) -> Any:
+    """The records of one process, until it ends or its time is up; then why it gave no more, or None."""
+    asked = json.dumps([size.record() for size in sizes])
+    command = [sys.executable, __file__, "--work", name, "--sizes", asked, "--folder", str(folder)]
+    with tempfile.TemporaryFile("w+") as complaints:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True)
+        read: queue.Queue[str | None] = queue.Queue()
+
+        def pass_on() -> None:
+            assert process.stdout is not None
+            for text in process.stdout:
+                read.put(text)
+            read.put(None)
+
+        threading.Thread(target=pass_on, daemon=True).start()
+        try:
+            while (text := read.get(timeout=max(0.1, until - time.monotonic()))) is not None:
+                # Libraries print as well.
+                if text.startswith("{"):
+                    yield json.loads(text)
+                elif text.startswith(NOTE):
+                    print(text.removeprefix(NOTE), end="", flush=True)
+        except queue.Empty:
+            yield "its time was up"
+            return
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            complaints.seek(0)
+            last = complaints.read().strip().splitlines()[-1:] or [""]
+            yield f"its process ended with exit code {process.returncode}: {last[0][:300]}"
+
+
+def records(entry: Entry, sizes: list[Size], folder: Path, until: float) -> Any:
+    """A record for each size. A process that dies is started again behind the size that killed it."""
+    left = list(sizes)
+    while left:
+        before = len(left)
+        for found in lines_of(entry.name, left, folder, until):
+            if isinstance(found, dict):
+                left.pop(0)
+                yield found
+                continue
+            if time.monotonic() >= until:
+                for size in left:
+                    yield {"implementation": entry.name, "size": size.record(), "skipped": found}
+                return
+            yield {"implementation": entry.name, "size": left.pop(0).record(), "failed": found}
+        if len(left) == before:
+            return
+
+
+def main() -> None:
+    options = parse()
+    if options.work:
+        work(options.work, [Size.of_record(record) for record in json.loads(options.sizes)], Path(options.folder))
+        return
+    table, sweep = (TINY, TINY_SWEEP) if options.tiny else (GPU, SWEEP)
+    sizes = list(dict.fromkeys([*table, *([] if options.no_sweep else sweep)]))
+    result: dict[str, Any] = {
+        "what": "gated_delta",
+        "date": str(date.today()),
+        "machine": {"gpu": gpu(), "cpu": cpu()},
+        "versions": versions(),
+        "table": [size.record() for size in table],
+        "sweep": [size.record() for size in sweep],
+        "records": [],
+    }
+    print(f"{result['date']}, {gpu() or 'no GPU'}, {cpu()}; {versions()}", flush=True)
+    end = time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.only:
+            until = min(end, time.monotonic() + ENTRIES[name].seconds)
+            takes = [size for size in sizes if ENTRIES[name].takes(size)]
+            for found in records(ENTRIES[name], takes, Path(folder), until):
+                result["records"].append(found)
+                print(line(found), flush=True)
+                Path(options.results).write_text(json.dumps(result, indent=1))
+    print(f"\n{gated_delta_tables(result)}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="?", default=os.devnull, help="the file to write, JSON")
+    parser.add_argument("--seconds", type=float, default=500, help="of the whole run")
+    parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
+    parser.add_argument("--tiny", action="store_true", help="sizes for trying the program on a CPU")
+    parser.add_argument("--no-sweep", action="store_true", help="without the sizes of the plot")
+    for name in ("--work", "--sizes", "--folder"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What a figure was measured on: the names of processors, the versions of packages."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("mlx", "mlx-cuda-13", "mlx-lm", "mlx-vlm", "scipy-openblas32", "torch", "triton", "fla-core")
+PACKAGES += ("transformers", "peft")
+
+
+def cpu() -> str:
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].split(":")[1].strip() if lines else name
+    return f"{name}, {os.cpu_count()} cores, {os.environ.get('DELTATUNE_THREADS') or os.cpu_count()} threads"
+
+
+def gpu() -> str | None:
+    """The NVIDIA GPU and its driver, or None."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.splitlines()[0].replace(", ", ", driver ")
+
+
+def versions() -> str:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def gpu_bytes() -> float:
+    """The GPU's memory; without one, what a test may use of the machine's."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 4e9
+    return float(found.splitlines()[0]) * 2**20

@@ -1,0 +1,68 @@
+"""Time and peak memory of the gated delta rule against the length of the sequence, from a file of results.
+
+usage: python benchmarks/plot.py RESULTS.json docs/gated_delta.svg
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+COLOURS = ["#0b6e4f", "#c1440e", "#3a5a98", "#8a6d1d", "#7a3e9d", "#555555", "#b02a5b", "#2a9d9d", "#a0a000"]
+
+
+def curves(result: dict[str, Any]) -> dict[str, list[tuple[int, float, float]]]:
+    """(tokens, ms in a row, MB) by implementation; the time as called where none was taken in a row."""
+    names = {size["name"] for size in result["sweep"]}
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for record in result["records"]:
+        if record["size"]["name"] in names and "as_called" in record:
+            label = record["implementation"] + (" (a time only)" if record["times_only"] else "")
+            seconds = record.get("in_a_row", record["as_called"])
+            found.setdefault(label, []).append((record["size"]["tokens"], seconds * 1e3, record["excess"] / 1e6))
+    return {label: sorted(points) for label, points in found.items()}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    plt.rcParams.update({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "deltatune"})
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    size = result["sweep"][0]
+    lines = curves(result)
+    for panel, which, label in ((panels[0], 1, "ms, calls in a row"), (panels[1], 2, "MB over inputs and gradients")):
+        for (name, points), colour in zip(lines.items(), cycle(COLOURS), strict=False):
+            x, y = [point[0] for point in points], [max(point[which], 1e-3) for point in points]
+            panel.plot(x, y, "o-", label=name, color=colour, markersize=3, linewidth=1.4)
+        _axes(panel, label)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8
+    )
+    where = result["machine"]["gpu"] or result["machine"]["cpu"]
+    heads = f"B{size['batch']}, {size['key_heads']}/{size['value_heads']} heads of {size['head_size']}, {size['dtype']}"
+    figure.suptitle(f"Gated delta rule, forward and backward: {heads}. {where}, {result['date']}", fontsize=9)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    plt.close(figure)
+
+
+def _axes(panel: Axes, label: str) -> None:
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.xaxis.set_major_formatter(lambda x, _: f"{int(x):,}")
+    panel.set_xlabel("tokens")
+    panel.set_ylabel(label)
+    panel.grid(color="#dddddd", linewidth=0.5)
+    panel.tick_params(axis="x", labelrotation=45)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+if __name__ == "__main__":
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

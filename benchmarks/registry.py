@@ -1,0 +1,129 @@
+"""Every implementation of the gated delta rule that is measured, ours and others', and where each of them runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sizes import Size
+
+# Tokens up to which a loop over chunks is compiled.
+UNROLLED = 4096
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`make` gives the implementation, in a process of its own. `blas`: what the process binds MLX to on a CPU.
+
+    `gates`: which kinds it takes, scalar, per channel or both. `slow`: a loop over tokens, measured fewer times.
+    `seconds`: how long its process may take on a GPU.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    machines: tuple[str, ...] = ("cpu", "gpu")
+    blas: str = "openblas"
+    gates: tuple[str, ...] = ("scalar",)
+    slow: bool = False
+    seconds: float = 90.0
+
+    def takes(self, size: Size) -> bool:
+        return ("per channel" if size.per_channel else "scalar") in self.gates
+
+
+def deltatune_fused() -> Any:
+    """As a layer calls it: gated_delta, its check before first use included, and an error where that fails."""
+    from with_mlx import MLX
+
+    os.environ["DELTATUNE_GATED_DELTA"] = "fused"
+    from deltatune import gated_delta
+
+    return MLX(lambda *a: gated_delta(*a)[0])
+
+
+def deltatune_chunk() -> Any:
+    from deltatune.ops.gated_delta import gated_delta_chunk
+    from with_mlx import MLX
+
+    return MLX(lambda *a: gated_delta_chunk(*a)[0], UNROLLED)
+
+
+def mlx_native() -> Any:
+    from deltatune.ops.gated_delta.native import gated_delta_native
+    from with_mlx import MLX
+
+    return MLX(lambda *a: gated_delta_native(*a)[0])
+
+
+def mlx_autodiff() -> Any:
+    from autodiff import gated_delta_autodiff
+    from with_mlx import MLX
+
+    return MLX(gated_delta_autodiff, UNROLLED)
+
+
+def mlx_lm_loop() -> Any:
+    import mlx.core as mx
+    from mlx_lm.models.gated_delta import gated_delta_ops
+
+    from with_mlx import MLX
+
+    function = lambda q, k, v, log_g, beta: gated_delta_ops(q, k, v, mx.exp(log_g), beta)[0]  # noqa: E731
+    return MLX(function, 0)
+
+
+def mlx_vlm_chunked() -> Any:
+    import mlx.core as mx
+    from mlx_vlm.models.qwen3_5.gated_delta import gated_delta_chunked
+
+    from with_mlx import MLX
+
+    def function(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array) -> mx.array:
+        state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[3]))
+        return gated_delta_chunked(q, k, v, mx.exp(log_g), beta, state)[0]
+
+    return MLX(function, UNROLLED)
+
+
+def mlx_lm_layer() -> Any:
+    from with_mlx import Layer
+
+    return Layer()
+
+
+def transformers_chunk(threads: int | None = None) -> Any:
+    from with_torch import TransformersChunk
+
+    return TransformersChunk(threads)
+
+
+def flash_linear_attention(per_channel: bool = False) -> Any:
+    from with_torch import FlashLinearAttention
+
+    return FlashLinearAttention(per_channel)
+
+
+_CPU, _GPU, _BOTH = ("cpu",), ("gpu",), ("scalar", "per channel")
+ENTRIES = [
+    Entry("deltatune fused", deltatune_fused, _GPU, gates=_BOTH, seconds=150),
+    Entry("FLA Triton", flash_linear_attention, _GPU, blas="torch", seconds=150),
+    Entry("FLA Triton, per channel", lambda: flash_linear_attention(True), _GPU, "torch", ("per channel",)),
+    Entry("arrays with autodiff", mlx_autodiff, seconds=70),
+    Entry("mlx-lm loop", mlx_lm_loop, gates=_BOTH, slow=True, seconds=100),
+    Entry("deltatune chunk", deltatune_chunk, gates=_BOTH, seconds=70),
+    Entry("transformers chunk (torch)", transformers_chunk, blas="torch", seconds=70),
+    Entry("transformers chunk (torch), one thread", lambda: transformers_chunk(1), _CPU, "torch"),
+    Entry("mlx-vlm chunked scan", mlx_vlm_chunked, seconds=70),
+    Entry("MLX's own operator", mlx_native, _GPU, slow=True, seconds=60),
+    Entry("mlx-vlm chunked scan, wheel's BLAS", mlx_vlm_chunked, _CPU, "system"),
+    Entry("mlx-lm loop, wheel's BLAS", mlx_lm_loop, _CPU, "system", slow=True),
+    Entry("mlx-lm layer", mlx_lm_layer, _CPU, slow=True),
+    Entry("mlx-lm layer, wheel's BLAS", mlx_lm_layer, _CPU, "system", slow=True),
+]
+
+
+def on(machine: str) -> dict[str, Entry]:
+    """The implementations that run on `cpu` or `gpu`, by name, in the order of measuring."""
+    return {entry.name: entry for entry in ENTRIES if machine in entry.machines}

@@ -1,0 +1,261 @@
+"""Trainers of one model shape, each as its users get it: a context that gives steps, and the memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+RANK, SCALE, RATE = 8, 20.0, 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    hidden: int
+    mlp: int
+    layers: int
+    attention: tuple[int, int, int]  # heads, key-value heads, head size
+    delta: tuple[int, int, int]  # key heads, value heads, head size
+    vocabulary: int
+    batch: int
+    tokens: int
+    dtype: str
+
+    def __str__(self) -> str:
+        heads, groups, size = self.attention
+        keys, values, delta = self.delta
+        return (
+            f"{self.name}: hidden {self.hidden}, MLP {self.mlp}, {self.layers} layers, attention {heads}/{groups} x "
+            f"{size}, delta {keys}/{values} x {delta}, vocabulary {self.vocabulary:,}, tied; {self.dtype}; LoRA "
+            f"r={RANK} on every linear, AdamW; batch {self.batch}, T={self.tokens}."
+        )
+
+    def config(self) -> dict[str, Any]:
+        """A config.json that mlx-lm and transformers both read."""
+        heads, groups, size = self.attention
+        keys, values, delta = self.delta
+        rope = {"rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [size // 24] * 3}
+        rope["mrope_section"][0] += size // 8 - sum(rope["mrope_section"])
+        return {
+            "model_type": "qwen3_5",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "head_dim": size,
+            "linear_num_key_heads": keys,
+            "linear_num_value_heads": values,
+            "linear_key_head_dim": delta,
+            "linear_value_head_dim": delta,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"type": "default", "rope_type": "default", **rope},
+        }
+
+    def rows(self, tokens: int | None = None) -> np.ndarray:
+        """[B, T + 1] random tokens."""
+        draw = np.random.default_rng(0)
+        return draw.integers(0, self.vocabulary, size=(self.batch, (tokens or self.tokens) + 1)).astype(np.int32)
+
+
+SHAPES = {
+    "0.8B": Shape("0.8B", 1024, 3584, 24, (8, 2, 256), (16, 16, 128), 248320, 2, 2048, "bfloat16"),
+    "tiny": Shape("tiny", 64, 128, 4, (2, 1, 32), (2, 2, 16), 512, 2, 64, "float32"),
+}
+
+
+@dataclass
+class Trainer:
+    """step: one whole training step on the one batch, waited for; its loss. peak: bytes since reset_peak, or None."""
+
+    step: Callable[[], float]
+    reset_peak: Callable[[], None]
+    peak: Callable[[], float | None]
+
+
+def mlx_model(shape: Shape, dtype: str | None = None) -> Any:
+    """mlx-lm's model with random weights from one seed, cast as its loader casts a checkpoint."""
+    import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+    # isort: split
+    import mlx.core as mx
+    from mlx.utils import tree_map_with_path
+
+    from deltatune.models.load import new_model
+
+    model = new_model({"text_config": shape.config(), **shape.config()})
+    keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
+    kind = getattr(mx, dtype or shape.dtype)
+    model.update(tree_map_with_path(lambda path, x: x.astype(kind) if keeps(path) else x, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def batch_of(rows: np.ndarray) -> Any:
+    from deltatune.data import Batch
+
+    width = rows.shape[1] - 1
+    lengths = tuple((width,) for _ in rows)
+    weights = np.ones((len(rows), width), np.float32)
+    return Batch(rows[:, :-1], rows[:, 1:], weights, None, tuple(("random",) for _ in rows), lengths)
+
+
+@contextmanager
+def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
+    """The parts of train/loop.py that make a step, in its order, without data, files and screen."""
+    model = mlx_model(shape)
+    import mlx.core as mx
+
+    from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.lora import convert_to_lora
+    from deltatune.models.describe import describe
+    from deltatune.ops.checkpoint import checkpointed
+    from deltatune.patches import patched
+    from deltatune.train.announce import choose_loss
+    from deltatune.train.compiling import without_kernels
+    from deltatune.train.distributed import World
+    from deltatune.train.optimizer import build_optimizer
+    from deltatune.train.step import Step
+    from deltatune.train.tree import random_key
+
+    config = TrainConfig(optimizer="adamw", learning_rate=RATE)
+    convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
+    batch = batch_of(shape.rows())
+    with ExitStack() as stack:
+        stack.enter_context(patched(model))
+        if checkpoint:
+            stack.enter_context(checkpointed([layer.module for layer in describe(model)]))
+        stack.enter_context(without_kernels())
+        loss, _ = choose_loss(model)
+        model.train()
+        optimizer = build_optimizer(config)
+        whole = Step(model, optimizer, loss, World())
+        mx.eval(model.parameters(), optimizer.state)
+
+        def step() -> float:
+            total, weight, gradients = whole.micro_batch(batch, whole.zeros())
+            mx.eval(total, weight, gradients)
+            norm = whole.update(gradients, total, weight)
+            del gradients
+            mx.eval(model.trainable_parameters(), optimizer.state, norm, random_key())
+            if mx.get_cache_memory() > config.clear_cache_threshold:
+                mx.clear_cache()
+            return (total / weight).item()
+
+        yield Trainer(step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
+
+
+def without_loop() -> None:
+    """Arrays with autodiff in place of mlx-lm's loop over tokens, for the rest of the process."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.models import qwen3_5
+
+    from autodiff import gated_delta_autodiff
+
+    def gated_delta_update(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, **_: Any) -> tuple[mx.array, None]:
+        log_g = -mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias).astype(mx.float32)
+        return gated_delta_autodiff(q, k, v, log_g, mx.sigmoid(b)), None
+
+    qwen3_5.gated_delta_update = gated_delta_update
+
+
+@contextmanager
+def mlx_lm(shape: Shape, checkpoint: bool, compiled: bool) -> Iterator[Trainer]:
+    """mlx-lm's model, LoRA, loss and step (tuner/trainer.py), its loop over tokens replaced by arrays with autodiff."""
+    model = mlx_model(shape)
+    from functools import partial
+
+    import mlx.core as mx
+    import mlx.nn as nn
+    import mlx.optimizers as optim
+    from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    without_loop()
+    model.freeze()
+    linear_to_lora_layers(model, shape.layers, {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    model.train()
+    if checkpoint:
+        grad_checkpoint(model.layers[0])
+    optimizer = optim.AdamW(RATE)
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state, mx.random.state]
+    mx.eval(state)
+    differentiate = nn.value_and_grad(model, default_loss)
+    rows = mx.array(shape.rows())
+    lengths = mx.array([[0, shape.tokens]] * shape.batch)
+
+    def whole(rows: mx.array, lengths: mx.array) -> mx.array:
+        (loss, _), gradients = differentiate(model, rows, lengths)
+        optimizer.update(model, gradients)
+        return loss
+
+    if compiled:
+        whole = partial(mx.compile, inputs=state, outputs=state)(whole)
+
+    def step() -> float:
+        loss = whole(rows, lengths)
+        mx.eval(state, loss)
+        if mx.get_cache_memory() > 0:
+            mx.clear_cache()
+        return loss.item()
+
+    yield Trainer(step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
+
+
+@contextmanager
+def transformers(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
+    """transformers' model and loss with PEFT's LoRA, on its own chunk form: FLA refuses to train on a Hopper GPU."""
+    import inspect
+
+    import peft
+    import torch
+    from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        if hasattr(modeling_qwen3_5, name):
+            setattr(modeling_qwen3_5, name, inspect.unwrap(getattr(modeling_qwen3_5, name)))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    options = {key: value for key, value in shape.config().items() if key != "model_type"}
+    config = configuration_qwen3_5.Qwen3_5TextConfig(**options, use_cache=False)
+    model = modeling_qwen3_5.Qwen3_5ForCausalLM(config).to(device=device, dtype=getattr(torch, shape.dtype))
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):
+            module.chunk_gated_delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    lora = peft.LoraConfig(r=RANK, lora_alpha=SCALE * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, lora)
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.train()
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=RATE)
+    rows = torch.tensor(shape.rows(), device=device).long()[:, :-1]
+
+    def step() -> float:
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return loss.item()
+
+    def peak() -> float | None:
+        return float(torch.cuda.max_memory_allocated()) if device == "cuda" else None
+
+    def reset() -> None:
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    yield Trainer(step, reset, peak)

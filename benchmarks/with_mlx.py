@@ -1,0 +1,148 @@
+"""How an implementation in MLX is loaded, called and watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sizes import FLOATS, Inputs
+
+
+class MLX:
+    """An implementation in MLX: f(q, k, v, log_g, beta) -> y.
+
+    compiled_to: tokens up to which calls in a row are compiled; an unrolled loop over more takes minutes to compile.
+    """
+
+    def __init__(self, function: Callable[..., Any], compiled_to: float = float("inf")) -> None:
+        self.function, self.compiled_to = function, compiled_to
+
+    def load(self, given: Inputs, dtype: str = "float32") -> None:
+        import mlx.core as mx
+
+        kind = getattr(mx, dtype)
+
+        def loaded(x: np.ndarray, kind: Any) -> Any:
+            array = mx.array(x).astype(kind)
+            return array if given.times == (1, 1) else mx.tile(array, (*given.times, *(1,) * (x.ndim - 2)))
+
+        self.arrays = [loaded(given.arrays[name], mx.float32 if name == "log_g" else kind) for name in FLOATS]
+        self.dy = loaded(given.dy, kind)
+        mx.eval(self.arrays, self.dy)
+        loss = lambda *a: (self.function(*a) * self.dy).sum()  # noqa: E731
+        self.gradient = mx.grad(loss, argnums=list(range(len(FLOATS))))
+        self.held = mx.get_active_memory()
+
+    @staticmethod
+    def numpy(array: Any) -> np.ndarray:
+        import mlx.core as mx
+
+        return np.array(array.astype(mx.float32))
+
+    def forward(self) -> Any:
+        import mlx.core as mx
+
+        y = self.function(*self.arrays)
+        mx.eval(y)
+        return y
+
+    def backward(self) -> Any:
+        """The gradients alone, of sum(y * dy); `peak`: bytes beyond the inputs."""
+        import mlx.core as mx
+
+        mx.reset_peak_memory()
+        gradients = self.gradient(*self.arrays)
+        mx.eval(gradients)
+        self.peak = mx.get_peak_memory() - self.held
+        return gradients
+
+    def both(self) -> list[Any]:
+        """y and the gradients, evaluated; with dy given, as a layer behind would."""
+        import mlx.core as mx
+
+        results = self._both(self.arrays, self.dy)
+        mx.eval(results)
+        return results
+
+    def in_a_row(self, calls: int) -> tuple[float, str]:
+        """Seconds a call when none waits for the one before, and how that was done."""
+        import time
+
+        import mlx.core as mx
+
+        compiled = self.arrays[0].shape[1] <= self.compiled_to
+        step: Callable = mx.compile(self._both) if compiled else self._both
+        for _ in range(2):
+            mx.eval(step(self.arrays, self.dy))
+        mx.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            mx.async_eval(step(self.arrays, self.dy))
+        mx.synchronize()
+        return (time.perf_counter() - start) / calls, f"{calls} calls enqueued{', compiled' if compiled else ''}"
+
+    def excess(self) -> dict[str, int]:
+        """Bytes of the inputs (dy among them) and of the gradients; and of the peak of one call, beyond both."""
+        import mlx.core as mx
+
+        mx.synchronize()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        results = self.both()
+        mx.synchronize()
+        gradients = sum(x.nbytes for x in results[1:])
+        inputs = sum(x.nbytes for x in [*self.arrays, self.dy])
+        return {"inputs": inputs, "gradients": gradients, "excess": mx.get_peak_memory() - before - gradients}
+
+    def release(self) -> None:
+        import mlx.core as mx
+
+        self.arrays, self.dy, self.gradient = [], None, None
+        mx.clear_cache()
+
+    @staticmethod
+    def poison() -> None:
+        """Leave NaN in the memory that comes next."""
+        import mlx.core as mx
+
+        mx.clear_cache()
+        mx.eval([mx.full((2**power,), mx.nan) for power in range(8, 25) for _ in range(2)])
+
+    def _both(self, arrays: list[Any], dy: Any) -> list[Any]:
+        import mlx.core as mx
+
+        outputs, gradients = mx.vjp(self.function, arrays, [dy])
+        return [*outputs, *gradients]
+
+
+class Layer:
+    """A whole gated-delta layer of mlx-lm in training, its projections included: what a BLAS is for."""
+
+    peak = None
+
+    def load(self, given: Inputs, dtype: str = "float32") -> None:
+        import mlx.core as mx
+        import mlx.nn as nn
+        from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
+
+        _, tokens, heads, head_size = given.arrays["q"].shape
+        sizes = {"linear_num_value_heads": heads, "linear_num_key_heads": heads}
+        sizes |= {"linear_key_head_dim": head_size, "linear_value_head_dim": head_size, "hidden_size": 1024}
+        self.layer = GatedDeltaNet(TextModelArgs(model_type="qwen3_5", **sizes))
+        self.layer.train()
+        self.x = mx.random.normal((1, tokens, 1024))
+        self.gradient = nn.value_and_grad(self.layer, lambda x: self.layer(x).square().sum())
+        mx.eval(self.x, self.layer.parameters())
+
+    def forward(self) -> None:
+        import mlx.core as mx
+
+        mx.eval(self.layer(self.x))
+
+    def backward(self) -> None:
+        import mlx.core as mx
+
+        mx.eval(self.gradient(self.x))
