@@ -41,7 +41,7 @@ def test_on_a_cpu(capsys):
         " GFLOP/s on fp32 matrices of 64 x 64",
         f"mlx {mx.__version__}",
         "Gated delta: chunk (automatic on cpu)",
-        "✓ chunk: float32, 1/2 heads of 8 x 8 error ",
+        "✓ chunk: float32, 1/2 heads of 8 x 8 ",
         "✓ NaN in products of one row (BLAS)",
         "✓ scatter-add with a batch stride",
         "✓ gated_delta_update mlx_lm ",

@@ -63,7 +63,9 @@ def screen(found: Examination) -> RenderableType:
     parts = [
         _section("This machine", _facts(found.machine)),
         _section("Versions", Text(", ".join(f"{name} {version}" for name, version in found.versions.items()))),
-        _section(f"Gated delta: {found.gated_delta}", _marked(map(_finding, found.findings))),
+        _section(
+            f"Gated delta: {found.gated_delta}", _marked(map(_finding, found.findings)), "error of what is allowed"
+        ),
         _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
         _section("Patches", _patches(found.patches)),
     ]
@@ -72,8 +74,9 @@ def screen(found: Examination) -> RenderableType:
     return Group(*parts, _verdict(found))
 
 
-def _section(title: str, body: RenderableType) -> RenderableType:
-    return Group(Text(title, style="bold"), Padding(body, (0, 0, 1, 2)))
+def _section(title: str, body: RenderableType, note: str = "") -> RenderableType:
+    head = Text(title, style="bold").append(f"  {note}" if note else "", style="not bold dim")
+    return Group(head, Padding(body, (0, 0, 1, 2)))
 
 
 def _columns(*widths: int | None) -> Table:
@@ -112,7 +115,7 @@ def _finding(finding: Finding) -> Line:
     what = f"{finding.implementation}: {finding.shape}"
     if finding.status == "right":
         worst = max(finding.errors.values(), default=0.0)
-        return finding.status, what, f"error {worst:.0e} of {finding.bound:.0e} allowed"
+        return finding.status, what, f"{worst:.0e} of {finding.bound:.0e}"
     return finding.status, what, finding.detail
 
 

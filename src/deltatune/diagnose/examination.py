@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from .. import backend
@@ -70,45 +72,52 @@ def examine(model: str | None = None) -> Examination:
     """
     layers = None if model is None else _layers(model)
     names, why = backend.gated_delta_candidates()
-    return Examination(
-        versions=machine.versions(),
-        machine=machine.machine(),
-        gated_delta=f"{', then '.join(names)} ({why})",
-        findings=kernels.findings(),
-        faults=probes.faults(),
-        patches=_patches(),
-        model=layers,
-    )
+    with _patched() as patches:
+        return Examination(
+            versions=machine.versions(),
+            machine=machine.machine(),
+            gated_delta=f"{', then '.join(names)} ({why})",
+            findings=kernels.findings(),
+            faults=probes.faults(),
+            patches=patches,
+            model=layers,
+        )
 
 
 def _layers(path: str) -> Layers:
     model, _ = load_model(locate(path), lazy=True)
+    found: list[LayerInfo] = describe(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with patched():
             calls = reached(model)
-    found: list[LayerInfo] = describe(model)
     kinds = {kind: sum(layer.kind == kind for layer in found) for kind in sorted({layer.kind for layer in found})}
     unreached = [name for name, ours in calls.items() if not ours]
     return Layers(path, kinds, sum(layer.experts for layer in found), len(calls), unreached)
 
 
-def _patches() -> Patches:
+@contextmanager
+def _patched() -> Iterator[Patches]:
+    """As a training would have it: what the patches reach, while they are in force, and what they leave alone."""
     found = Patches()
-    for module in sorted({patch.module for patch in PATCHES}):
+    defining = {patch.module for patch in PATCHES}
+    for module in sorted(defining.union(*(patch.holders for patch in PATCHES))):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            found.absent.append(f"{module} is not installed ({error})")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with patched() as report:
-                found.left_alone += report.left_alone
-                for each in report.applied:
-                    package = f"{each.patch.package} {each.version}"
-                    found.applied.append(Patched(each.patch.name, package, list(each.holders), each.patch.reason))
-    except UserError as error:
-        # A patch tries its replacement, and the implementation that is forced may refuse to run.
-        found.left_alone.append(str(error))
-    return found
+            # A holder that is missing is another version's.
+            if module in defining:
+                found.absent.append(f"{module} is not installed ({error})")
+    with ExitStack() as stack:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                report = stack.enter_context(patched())
+            found.left_alone += report.left_alone
+            for each in report.applied:
+                package = f"{each.patch.package} {each.version}"
+                found.applied.append(Patched(each.patch.name, package, list(each.holders), each.patch.reason))
+        except UserError as error:
+            # A patch tries its replacement, and the implementation that is forced may refuse to run.
+            found.left_alone.append(str(error))
+        yield found
