@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -117,17 +118,17 @@ def _symbol() -> tuple[Multiply, str] | None:
     return found, _file(found)
 
 
-def _accelerate() -> ctypes._CFuncPtr | None:
+def _accelerate() -> Any | None:
     """MLX is built against the new LAPACK interface of Accelerate, whose symbols carry a suffix (macOS 13.3)."""
     library = ctypes.CDLL("/System/Library/Frameworks/Accelerate.framework/Accelerate")
     return getattr(library, "cblas_sgemm$NEWLAPACK", None) or getattr(library, "cblas_sgemm", None)
 
 
-def _loaded() -> ctypes._CFuncPtr | None:
+def _loaded() -> Any | None:
     """As the linker resolves it for libmlx: what is loaded for everybody first, then the libraries that it names."""
     import mlx.core as mx
 
-    places = [None, *Path(str(mx.__file__)).parent.glob("lib/libmlx.so")]  # type: ignore[attr-defined]
+    places = [None, *Path(str(mx.__file__)).parent.glob("lib/libmlx.so")]
     for place in places:
         function = getattr(ctypes.CDLL(None if place is None else str(place)), "cblas_sgemm", None)
         if function is not None:
@@ -146,7 +147,7 @@ class _Location(ctypes.Structure):
     )
 
 
-def _file(function: ctypes._CFuncPtr) -> str:
+def _file(function: Any) -> str:
     """The file that `function` lives in."""
     location = _Location()
     lookup = ctypes.CDLL(None).dladdr

@@ -62,7 +62,7 @@ class Examination:
 
     @property
     def wrong(self) -> bool:
-        return any(each.wrong for each in (*self.findings, *self.faults))
+        return any(finding.wrong for finding in self.findings) or any(fault.wrong for fault in self.faults)
 
 
 def examine(model: str | None = None) -> Examination:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from ... import backend
@@ -35,7 +37,13 @@ def _error(rows: int, inner: int, dtype: str) -> float:
     scales, biases = (each.astype(getattr(mx, dtype)) for each in rest)
     x = mx.random.normal((rows, 1, inner), key=mx.random.key(1)).astype(getattr(mx, dtype))
     indices = mx.sort(mx.random.randint(0, _EXPERTS, (rows,), key=mx.random.key(2)).astype(mx.uint32))
-    options = {"rhs_indices": indices, "transpose": True, "group_size": _GROUP, "bits": 4, "sorted_indices": True}
+    options: dict[str, Any] = {
+        "rhs_indices": indices,
+        "transpose": True,
+        "group_size": _GROUP,
+        "bits": 4,
+        "sorted_indices": True,
+    }
     found = mx.gather_qmm(x, packed, scales, biases, **options)[:, 0]
     plain = mx.dequantize(packed, scales.astype(mx.float32), biases.astype(mx.float32), _GROUP, 4)
     # Every row times every expert, of which one each is taken: no gather in the reference.

@@ -22,9 +22,9 @@ def find() -> Fault:
     try:
         found = mx.vjp(fused, [queries, keys], cotangents)[1]
         mx.eval(found)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as refusal:
         # It raises, so nothing trains wrong.
-        return Fault(NAME, AVOIDED, f"it has none and raises; set fused_apply = False on rotary modules ({error})")
+        return Fault(NAME, AVOIDED, f"it has none and raises; set fused_apply = False on rotary modules ({refusal})")
     error = max(difference(f, e) for f, e in zip(found, expected, strict=True))
     if error <= BOUND:
         return Fault(NAME, ABSENT, "agrees with array operations", error)
