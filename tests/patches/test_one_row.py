@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -227,6 +228,24 @@ def test_on_a_faulty_blas_upstream_returns_nan_and_ours_never(libraries):
 @linux
 def test_without_the_fault_stale_memory_does_no_harm(libraries):
     assert set(planted.products(libraries[1], "upstream").values()) == {0}
+
+
+@linux
+def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path):
+    for name in ("train", "valid"):
+        line = json.dumps({"prompt": "the quick brown fox", "completion": "jumps over"})
+        (tmp_path / f"{name}.jsonl").write_text(f"{line}\n" * 2)
+    model = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
+    command = [sys.executable, "-m", "deltatune", "train", "--model", str(model), "--data", str(tmp_path), "--train"]
+    command += ["--iters", "2", "--batch-size", "1", "--steps-per-report", "1", "--adapter-path", str(tmp_path / "out")]
+    env = planted.environment(libraries[0])
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("Products of one row come out wrong here") == 1
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record[name] for record in records for name in ("train_loss", "val_loss") if name in record]
+    assert len(losses) >= 3
+    assert all(math.isfinite(loss) for loss in losses)
 
 
 @linux
