@@ -67,7 +67,7 @@ def screen(found: Examination) -> RenderableType:
             f"Gated delta: {found.gated_delta}", _marked(map(_finding, found.findings)), "error of what is allowed"
         ),
         _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
-        _section("Patches", _patches(found.patches)),
+        _section("Patches, and who holds them", _patches(found.patches)),
     ]
     if found.model is not None:
         parts.append(_section(f"Model: {found.model.path}", _model(found.model)))

@@ -19,6 +19,7 @@ import numpy as np
 from .. import backend
 from ..errors import UserError
 from ..one_row import Verdict, probe
+from . import patch
 from .patch import Function, Patch, PatchWarning
 
 Check = Function
@@ -44,6 +45,11 @@ def records() -> tuple[Patch, ...]:
         )
     _tell(found)
     return PATCHES
+
+
+def in_force() -> bool:
+    """Whether every one of PATCHES is."""
+    return all(patch.in_force(record.target) is not None for record in PATCHES)
 
 
 def _tell(found: Verdict) -> None:

@@ -22,18 +22,20 @@ class Namespace:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "device", "status"),
+    ("verdict", "device", "replaced", "status"),
     [
-        (Verdict("good"), "cpu", "absent"),
-        (Verdict(None), "cpu", "not run"),
-        (Verdict("bad", (FAULT.name,)), "cpu", "avoided"),
-        (Verdict("bad", (FAULT.name,)), "metal", "avoided"),
-        (Verdict("worse", (FAULT.name, TWO_ROWS.name)), "cpu", "present"),
+        (Verdict("good"), "cpu", False, "absent"),
+        (Verdict(None), "cpu", False, "not run"),
+        (Verdict("bad", (FAULT.name,)), "cpu", True, "avoided"),
+        (Verdict("bad", (FAULT.name,)), "cpu", False, "present"),
+        (Verdict("bad", (FAULT.name,)), "metal", False, "avoided"),
+        (Verdict("worse", (FAULT.name, TWO_ROWS.name)), "cpu", False, "present"),
     ],
 )
-def test_one_row(verdict, device, status, monkeypatch):
+def test_one_row(verdict, device, replaced, status, monkeypatch):
     monkeypatch.setattr(blas_probe, "probe", lambda: verdict)
     monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(one_row, "in_force", lambda: replaced)
     assert one_row.find().status == status
 
 
