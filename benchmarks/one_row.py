@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("planted_blas.c")
 WHO = ("upstream", "deltatune")
 
 PROGRAM = '''
-import contextlib, json, sys
+import contextlib, importlib.util, json, sys, types
 applied = contextlib.nullcontext()
 if sys.argv[1] == "deltatune":
     import warnings
@@ -31,6 +31,12 @@ if sys.argv[1] == "deltatune":
     applied = patched()
 import mlx.core as mx
 import mlx.nn as nn
+
+# mlx-lm's expert layers, without all that importing mlx_lm itself takes: a hundred processes do it.
+folder = importlib.util.find_spec("mlx_lm").submodule_search_locations[0]
+for name, path in (("mlx_lm", folder), ("mlx_lm.models", folder + "/models")):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
 from mlx_lm.models.switch_layers import SwitchLinear, SwitchGLU
 
 N, K, E = 512, 544, 4
@@ -127,7 +133,15 @@ def build(folder: Path, *, healthy: bool = False) -> Path:
     """Compile planted_blas.c into `folder`; returns the library. CalledProcessError where the compiler refuses."""
     library = folder / ("healthy_blas.so" if healthy else "planted_blas.so")
     compiler = [shutil.which("cc")] if shutil.which("cc") else [sys.executable, "-m", "ziglang", "cc"]
-    options = ["-O3", "-shared", "-fPIC", *(["-DHEALTHY"] if healthy else [])]
+    options = [
+        "-O3",
+        "-fassociative-math",
+        "-fno-signed-zeros",
+        "-fno-trapping-math",
+        "-shared",
+        "-fPIC",
+        *(["-DHEALTHY"] if healthy else []),
+    ]
     subprocess.run([*compiler, *options, "-o", str(library), str(SOURCE)], check=True, capture_output=True)
     return library
 

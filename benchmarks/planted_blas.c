@@ -28,13 +28,19 @@ void cblas_sgemm(int order, int transpose_a, int transpose_b, int m, int n, int 
     if (order != 101)
         abort();
     for (int i = 0; i < m; i++) {
-        for (int j = 0; j < n; j++) {
+        float *row = c + (size_t)i * ldc;
+        for (int j = 0; j < n; j++)
+            row[j] = beta == 0.0f && !keeps ? 0.0f : beta * row[j];
+        for (int p = 0; p < k && transpose_b == 111; p++) {
+            float left = alpha * (transpose_a == 111 ? a[(size_t)i * lda + p] : a[(size_t)p * lda + i]);
+            for (int j = 0; j < n; j++)
+                row[j] += left * b[(size_t)p * ldb + j];
+        }
+        for (int j = 0; j < n && transpose_b == 112; j++) {
             float sum = 0.0f;
             for (int p = 0; p < k; p++)
-                sum += (transpose_a == 111 ? a[(size_t)i * lda + p] : a[(size_t)p * lda + i]) *
-                       (transpose_b == 111 ? b[(size_t)p * ldb + j] : b[(size_t)j * ldb + p]);
-            float *out = c + (size_t)i * ldc + j;
-            *out = alpha * sum + (beta == 0.0f && !keeps ? 0.0f : beta * *out);
+                sum += (transpose_a == 111 ? a[(size_t)i * lda + p] : a[(size_t)p * lda + i]) * b[(size_t)j * ldb + p];
+            row[j] += alpha * sum;
         }
     }
 }
