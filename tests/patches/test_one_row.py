@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -38,8 +39,7 @@ linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
 
 
 def held(name):
-    owner, _, attribute = name.rpartition(".")
-    return vars(getattr(mx, owner) if owner else mx)[attribute]
+    return vars(owner(name))[name.rpartition(".")[2]]
 
 
 @pytest.fixture
@@ -51,11 +51,22 @@ def faulty(monkeypatch):
     revert()
 
 
-@pytest.fixture
+def owner(name):
+    return getattr(mx, name.rpartition(".")[0]) if "." in name else mx
+
+
+@contextlib.contextmanager
 def replaced():
-    patch.apply(one_row.PATCHES)
-    yield
-    patch.revert()
+    """The replacements, without the search of every module that applying them takes."""
+    before = {name: held(name) for name in NAMES}
+    ours = {record.name: record.replacement(before[record.name]) for record in one_row.PATCHES}
+    try:
+        for name in NAMES:
+            setattr(owner(name), name.rpartition(".")[2], ours[name])
+        yield
+    finally:
+        for name in NAMES:
+            setattr(owner(name), name.rpartition(".")[2], before[name])
 
 
 def draw(seed, *shape):
@@ -93,11 +104,8 @@ def same(call, *arrays):
         return [*outputs, *gradients]
 
     expected = everything()
-    patch.apply(one_row.PATCHES)
-    try:
+    with replaced():
         found = everything()
-    finally:
-        patch.revert()
     for f, e in zip(found, expected, strict=True):
         assert (f.shape, f.dtype) == (e.shape, e.dtype)
         assert f.size == 0 or mx.allclose(f.astype(mx.float32), e.astype(mx.float32), rtol=1e-5, atol=1e-6)
@@ -160,12 +168,12 @@ def test_layers_are_upstreams():
         same(lambda x, layer=layer: layer(x), draw(0, *shape))
 
 
-def test_errors_stay_upstreams(replaced):
-    with pytest.raises(ValueError, match="Last dimension of first input"):
+def test_errors_stay_upstreams():
+    with replaced(), pytest.raises(ValueError, match="Last dimension of first input"):
         mx.matmul(draw(0, 1, 3), draw(1, 4, 5))
-    with pytest.raises(ValueError, match="0 dimension"):
+    with replaced(), pytest.raises(ValueError, match="0 dimension"):
         mx.matmul(mx.array(1.0), draw(1, 4, 5))
-    with pytest.raises(TypeError):
+    with replaced(), pytest.raises(TypeError):
         draw(0, 1, 3) @ "text"
 
 
@@ -202,7 +210,6 @@ def test_a_blas_that_is_wrong_altogether_is_refused(monkeypatch):
 
 
 def test_a_replacement_that_differs_is_left_out(faulty, monkeypatch):
-    wrong = one_row._record("matmul", lambda upstream: lambda a, b: upstream(a, b) * 2, one_row.PATCHES[0].check)
     wrong = one_row._record("matmul", lambda upstream: lambda a, b: upstream(a, b) * 2, lambda f, x: f(x, x.T))
     with pytest.warns(PatchWarning, match="computes something else"):
         report = patch.apply([wrong])
