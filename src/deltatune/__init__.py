@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import blas as _blas
+from . import environment as _environment
 from . import subnormals as _subnormals
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .patches import patched
     from .train import Trainer
 
+_environment.keep_full_fp32()
 with _subnormals.flushed():
     _blas.load()
     _subnormals.start_mlx()

@@ -148,7 +148,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from .diagnose import doctor
 
-    return doctor.run(arguments.json)
+    return doctor.run(arguments.json, arguments.model)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -168,7 +168,10 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run another MLX trainer with these gradients in it")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     run.set_defaults(call=_run, parser=run)
-    doctor = commands.add_parser("doctor", help="versions, device, BLAS, kernels against the reference, patches")
+    doctor = commands.add_parser(
+        "doctor", help="versions, device, BLAS, kernels, known faults, patches: is training right here?"
+    )
+    doctor.add_argument("--model", metavar="TEXT", help="a model to look at too: its layers, and what they train with")
     doctor.add_argument("--json", action="store_true", help="print all of it, with every error measured, as JSON")
     doctor.set_defaults(call=_doctor, parser=doctor)
     demo = commands.add_parser("demo", help="train on the bundled model and data; shows accuracy before and after")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 BLAS = "DELTATUNE_BLAS"
 THREADS = "DELTATUNE_THREADS"
 CACHE = "DELTATUNE_CACHE"
 GATED_DELTA = "DELTATUNE_GATED_DELTA"
+# MLX's own: 1, its default, lets NVIDIA GPUs round fp32 factors to 10 bits of mantissa.
+TF32 = "MLX_ENABLE_TF32"
 
 BLAS_CHOICES = ("openblas", "system")
 GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
@@ -35,6 +38,11 @@ def threads() -> int:
         if not value.isdigit() or int(value) < 1:
             raise ValueError(f"{THREADS}={value!r}: expected a whole number of threads, 1 or more.")
         return int(value)
+    return cores()
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -51,3 +59,14 @@ def cache_directory() -> Path:
 def gated_delta() -> str | None:
     """The forced implementation of gated_delta, or None for the automatic choice."""
     return _choice(GATED_DELTA, GATED_DELTA_CHOICES)
+
+
+def keep_full_fp32() -> None:
+    """Have MLX multiply fp32 in fp32 on NVIDIA GPUs, unless the user has chosen. MLX reads it at its first product."""
+    os.environ.setdefault(TF32, "0")
+
+
+def tf32() -> bool:
+    """Whether MLX may round the factors of fp32 products on NVIDIA GPUs: read as MLX reads it, with atoi."""
+    number = re.match(r"\s*[+-]?\d+", os.environ.get(TF32, "1"))
+    return number is not None and int(number[0]) != 0

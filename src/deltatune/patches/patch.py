@@ -30,7 +30,10 @@ class PatchWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement. `module` and `name` say where it is defined (`name` may be `Class.method`)."""
+    """One replacement. `module` and `name` say where it is defined (`name` may be `Class.method`).
+
+    An empty `signature` is for compiled functions, which show none: their `check` stands for it.
+    """
 
     package: str
     versions: str
@@ -177,7 +180,7 @@ def _known(records: list[Patch]) -> _InForce | str:
     upstream = _upstream(patch)
     if upstream is None:
         return f"it was replaced by somebody else, and {patch.package}'s own function is nowhere to be found."
-    signature = _signature(upstream)
+    signature = _signature(upstream) if patch.signature else ""
     if signature != patch.signature:
         return f"its signature is {signature}, and {patch.package} {version} was expected to have {patch.signature}."
     ours = functools.wraps(upstream)(patch.replacement(upstream))
@@ -205,13 +208,26 @@ def _signature(function: Function) -> str:
 
 def _upstream(patch: Patch) -> Function | None:
     """The function that `patch.module` itself defines, wherever it is still held under its name."""
-    defining = sys.modules[patch.module]
     for namespace in [_owner(patch)] + [module.__dict__ for module in _modules()]:
         value: Any = namespace.get(_attribute(patch))
-        plain = isinstance(value, FunctionType) and value.__code__.co_name == _attribute(patch)
-        if plain and value.__globals__ is defining.__dict__:
+        if _defined_by(patch, value):
             return value
     return None
+
+
+def _defined_by(patch: Patch, value: Any) -> bool:
+    if isinstance(value, FunctionType):
+        defining = sys.modules[patch.module]
+        return value.__code__.co_name == _attribute(patch) and value.__globals__ is defining.__dict__
+    # A compiled function has neither code nor globals, only what it says of itself.
+    told = (getattr(value, "__module__", None), getattr(value, "__name__", None))
+    return not patch.signature and told == (_namespace(patch), _attribute(patch))
+
+
+def _namespace(patch: Patch) -> str:
+    """The module that a compiled function says it is of: `mlx.core.fast` for the name `fast.rope` in `mlx.core`."""
+    owner = getattr(sys.modules[patch.module], patch.name.partition(".")[0], None)
+    return owner.__name__ if isinstance(owner, ModuleType) else patch.module
 
 
 def _attribute(patch: Patch) -> str:

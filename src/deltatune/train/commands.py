@@ -177,9 +177,10 @@ def generate(options: GenerateOptions) -> str:
         raise UserError("--prompt: nothing is left of it after the chat template; give a text.")
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
     parts, last = [], None
-    for last in stream(loaded, tokens, options.max_tokens, sampling):
-        print(last.text, end="", flush=True)
-        parts.append(last.text)
+    with patched():
+        for last in stream(loaded, tokens, options.max_tokens, sampling):
+            print(last.text, end="", flush=True)
+            parts.append(last.text)
     print()
     if options.verbose and last is not None:
         print(

@@ -1,0 +1,123 @@
+"""All that the doctor looks at, as data."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from .. import backend
+from ..errors import UserError
+from ..models.describe import LayerInfo, describe
+from ..models.load import load_model, locate
+from ..patches import PATCHES, patched, reached
+from . import kernels, machine, probes
+from .kernels import Finding
+from .probes import Fault
+
+
+@dataclass
+class Patched:
+    """A patch in force: what, of which package, and the modules that hold it."""
+
+    name: str
+    package: str
+    holders: list[str]
+    reason: str
+
+
+@dataclass
+class Patches:
+    """What the patches reach in the packages that are installed, and what they leave alone."""
+
+    applied: list[Patched] = field(default_factory=list)
+    left_alone: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Layers:
+    """A model's layers by kind; of those with gated delta, which do not call deltatune's."""
+
+    path: str
+    kinds: dict[str, int]
+    experts: int
+    delta: int
+    unreached: list[str]
+
+
+@dataclass
+class Examination:
+    """All that the doctor found. `wrong`: whether training here would compute wrong numbers."""
+
+    versions: dict[str, str]
+    machine: dict[str, str]
+    gated_delta: str
+    findings: list[Finding]
+    faults: list[Fault]
+    patches: Patches
+    model: Layers | None = None
+
+    @property
+    def wrong(self) -> bool:
+        return any(finding.wrong for finding in self.findings) or any(fault.wrong for fault in self.faults)
+
+
+def examine(model: str | None = None) -> Examination:
+    """Look at everything; some seconds, more where kernels are compiled for the first time.
+
+    UserError where `model` cannot be loaded.
+    """
+    layers = None if model is None else _layers(model)
+    names, why = backend.gated_delta_candidates()
+    with _patched() as patches:
+        return Examination(
+            versions=machine.versions(),
+            machine=machine.machine(),
+            gated_delta=f"{', then '.join(names)} ({why})",
+            findings=kernels.findings(),
+            faults=probes.faults(),
+            patches=patches,
+            model=layers,
+        )
+
+
+def _layers(path: str) -> Layers:
+    model, _ = load_model(locate(path), lazy=True)
+    found: list[LayerInfo] = describe(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with patched():
+            calls = reached(model)
+    kinds = {kind: sum(layer.kind == kind for layer in found) for kind in sorted({layer.kind for layer in found})}
+    unreached = [name for name, ours in calls.items() if not ours]
+    return Layers(path, kinds, sum(layer.experts for layer in found), len(calls), unreached)
+
+
+@contextmanager
+def _patched() -> Iterator[Patches]:
+    """As a training would have it: what the patches reach, while they are in force, and what they leave alone."""
+    found = Patches()
+    defining = {patch.module for patch in PATCHES}
+    for module in sorted(defining.union(*(patch.holders for patch in PATCHES))):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            # A holder that is missing is another version's.
+            if module in defining:
+                found.absent.append(f"{module} is not installed ({error})")
+    with ExitStack() as stack:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                report = stack.enter_context(patched())
+            found.left_alone += report.left_alone
+            for each in report.applied:
+                package = f"{each.patch.package} {each.version}"
+                found.applied.append(Patched(each.patch.name, package, list(each.holders), each.patch.reason))
+        except UserError as error:
+            # A patch tries its replacement, and the implementation that is forced may refuse to run.
+            found.left_alone.append(str(error))
+        yield found

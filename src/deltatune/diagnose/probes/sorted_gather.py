@@ -1,0 +1,54 @@
+"""Expert products with sorted indices that read wrong rows of their left side, forward and backward."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ... import environment
+from .fault import ABSENT, AVOIDED, BOUND, PRESENT, TF32_BOUND, Fault, difference
+
+FORWARD = "sorted gather from [T, 1, K]"
+GRADIENT = "gradient of a sorted gather from one row"
+_EXPERTS, _INNER, _OUT = 4, 64, 128
+
+
+def _bound() -> float:
+    return TF32_BOUND if environment.tf32() else BOUND
+
+
+def find_forward() -> Fault:
+    """A row axis made by expand_dims (Metal before mlx 0.32.1, pull request 3960)."""
+    x = mx.random.normal((8, _INNER), key=mx.random.key(0))
+    weights = mx.random.normal((_EXPERTS, _INNER, _OUT), key=mx.random.key(1))
+    indices = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
+    found = mx.gather_mm(mx.expand_dims(x, -2), weights, rhs_indices=indices, sorted_indices=True)[:, 0]
+    expected = (x[:, None, :, None] * weights[indices][:, None]).sum(axis=-2)[:, 0]
+    error = difference(found, expected)
+    if error <= _bound():
+        return Fault(FORWARD, ABSENT, "each row is multiplied with its own expert", error)
+    return Fault(FORWARD, PRESENT, "mx.gather_mm reads wrong rows, and expert layers go wrong: update mlx", error)
+
+
+def find_gradient() -> Fault:
+    """One row for several indices: MLX then reads past the row's end.
+
+    The row stands at the start of a larger array, so that what is read past it is ours.
+    """
+    indices = mx.array([0, 0, 1, 3], mx.uint32)
+    behind = mx.random.normal((4, 1, _INNER), key=mx.random.key(0))
+    mx.eval(behind)
+    weights = mx.random.normal((_EXPERTS, _INNER, _OUT), key=mx.random.key(1))
+
+    def broadcast(w: mx.array) -> mx.array:
+        return mx.gather_mm(behind[:1], w, rhs_indices=indices, sorted_indices=True)[:, 0]
+
+    def repeated(w: mx.array) -> mx.array:
+        return mx.gather_mm(mx.repeat(behind[:1], 4, axis=0), w, rhs_indices=indices)[:, 0]
+
+    cotangent = mx.random.normal((4, _OUT), key=mx.random.key(2))
+    (found, expected) = (mx.vjp(function, [weights], [cotangent]) for function in (broadcast, repeated))
+    error = max(difference(f[0], e[0]) for f, e in zip(found, expected, strict=True))
+    if error <= _bound():
+        return Fault(GRADIENT, ABSENT, "the weights get the gradient of the row they were given", error)
+    detail = "the weights get the gradient of other rows; mlx-lm's layers never call it so, nor do deltatune's"
+    return Fault(GRADIENT, AVOIDED, detail, error)
