@@ -226,4 +226,5 @@ def _write_report(
             "right after": f"{after.accuracy:.1%}",
             "same through mlx-lm": same,
         },
+        title="deltatune demo",
     )

@@ -73,6 +73,7 @@ def write_report(
     result: dict[str, Any],
     tables: Sequence[Table] = (),
     headline: dict[str, str] | None = None,
+    title: str | None = None,
 ) -> None:
     """Write the report of a run to `path`: curves from `metrics` (metrics.jsonl), `tables` and `headline` first.
 
@@ -90,7 +91,7 @@ def write_report(
         Table("Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True),
     ]
     report = Report(
-        title=f"{Path(config.model).name}: training report",
+        title=f"{title or Path(config.model).name}: training report",
         subtitle=f"{config.fine_tune_type}, {result['iterations']} iterations of {config.batch_size} rows",
         headline={**(headline or {}), **_headline(result)},
         metrics=read_metrics(metrics),
