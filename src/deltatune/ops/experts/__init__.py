@@ -1,0 +1,6 @@
+"""The routed experts of a mixture-of-experts layer as one differentiable function."""
+
+from .block import expert_block
+from .projection import Projection
+
+__all__ = ["Projection", "expert_block"]
