@@ -60,15 +60,15 @@ class Tiled:
 
     def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
         """total [N, D] plus each row of the tiles [t, m, D] at its token."""
-        return total.at[chunk.source].add(tiles.reshape(-1, tiles.shape[-1]))
+        return _added(total, chunk.source, tiles.reshape(-1, tiles.shape[-1]))
 
     def add_to_pairs(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
         """total [N k, ...] plus each row of the tiles at its pair; rows of padding must be zero."""
-        return total.at[chunk.pair].add(tiles.reshape(-1, *total.shape[1:]))
+        return _added(total, chunk.pair, tiles.reshape(-1, *total.shape[1:]))
 
     def add_products(self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk) -> mx.array:
         """total [E, a, b] plus, for each expert, the sum over its rows of left [t, m, a] times right [t, m, b]."""
-        return total.at[chunk.experts].add(left.swapaxes(-1, -2) @ right)
+        return _added(total, chunk.experts, left.swapaxes(-1, -2) @ right)
 
 
 class Sorted:
@@ -125,6 +125,14 @@ class Sorted:
 
     def _unsorted(self, tiles: mx.array, chunk: Chunk) -> mx.array:
         return tiles.reshape(tiles.shape[0], -1)[mx.argsort(chunk.pair)]
+
+
+def _added(total: mx.array, rows: mx.array, values: mx.array) -> mx.array:
+    """total with values added at rows, fp32. MLX's scatter costs by the element, so two numbers go as a complex one."""
+    if total.ndim == 1 or total.shape[-1] % 2:
+        return total.at[rows].add(values)
+    pairs = total.view(mx.complex64).at[rows].add(values.view(mx.complex64))
+    return pairs.view(mx.float32)
 
 
 def tile_rows(pairs: int, experts: int, matrix_cost: float) -> int:
