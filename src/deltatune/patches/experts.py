@@ -24,7 +24,8 @@ _deferring: ContextVar[bool] = ContextVar("deltatune_deferring_experts", default
 class Routed:
     """Outputs of experts [..., k, D] that nobody has computed: times scores, summed over k, they are one block.
 
-    Whatever else is asked of it, it computes them and answers as that array does.
+    For anything else that is asked of it, it computes them and answers as that array does. MLX's own functions and
+    operators with an array on the left raise: no block of the tables below uses one.
     """
 
     def __init__(self, run: Callable[[mx.array | None], mx.array], indices: mx.array, width: int, dtype: mx.Dtype):
@@ -36,8 +37,6 @@ class Routed:
         if isinstance(scores, mx.array) and scores.shape == (*self.shape[:-1], 1):
             return _Weighted(self, scores.squeeze(-1))
         return self._computed() * scores
-
-    __rmul__ = __mul__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._computed(), name)

@@ -98,7 +98,19 @@ def expected(case: Case) -> dict[str, np.ndarray]:
         return {name: np.array(array) for name, array in value_and_gradients(dense, case, wide).items()}
 
 
-def errors(found: dict[str, mx.array], wanted: dict[str, np.ndarray]) -> dict[str, float]:
-    """Largest error over the largest element, of each."""
+def errors(found: dict[str, mx.array], wanted: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """Of each array: norm of the error over its norm, and largest error over its largest element."""
     wide = {name: np.array(found[name].astype(mx.float32), np.float64) for name in wanted}
-    return {name: np.abs(wide[name] - want).max() / np.abs(want).max() for name, want in wanted.items()}
+    return {
+        name: (
+            float(np.linalg.norm(wide[name] - want) / np.linalg.norm(want)),
+            float(np.abs(wide[name] - want).max() / np.abs(want).max()),
+        )
+        for name, want in wanted.items()
+    }
+
+
+def worst(found: dict[str, mx.array], wanted: dict[str, np.ndarray]) -> tuple[float, float]:
+    """The largest of either, over all arrays; NaN counts as largest."""
+    each = np.array(list(errors(found, wanted).values()))
+    return tuple(float(value) for value in each.max(axis=0))  # type: ignore[return-value]
