@@ -15,8 +15,11 @@ import mlx.core as mx
 
 from .. import backend
 from ..lora.experts import projection
-from ..ops.experts import expert_block
+from ..ops.experts import expert_block, swiglu
 from .patch import Function, Patch
+
+# silu(gate) * up, which the block has with a cheaper sigmoid and a gradient of its own.
+_SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.SwiGLU")
 
 _deferring: ContextVar[bool] = ContextVar("deltatune_deferring_experts", default=False)
 
@@ -86,10 +89,14 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
     half_on_cpu = backend.device() == "cpu" and x.dtype != mx.float32
     if not self.training and not half_on_cpu:
         return None
-    projections = [projection(self[name]) for name in names]
-    if any(each is None for each in projections):
+    found = [projection(self[name]) for name in names]
+    projections = [each for each in found if each is not None]
+    if len(projections) < len(found):
         return None
-    return lambda scores: expert_block(x, indices, scores, *projections, activation=self.activation)
+    up, down, *gate = projections
+    kind = type(self.activation)
+    activation = swiglu if f"{kind.__module__}.{kind.__qualname__}" in _SWIGLU else self.activation
+    return lambda scores: expert_block(x, indices, scores, up, down, gate[0] if gate else None, activation)
 
 
 def _switch(*names: str) -> Callable[[Function], Function]:
@@ -163,9 +170,7 @@ def _block_record(base: dict[str, Any], module: str, name: str, **more: Any) -> 
 
 def _switch_records(base: dict[str, Any], module: str, **more: Any) -> tuple[Patch, ...]:
     return (
-        Patch(
-            **base, module=module, name="SwitchGLU.__call__", signature=_CALL, replacement=_switch(*_GLU), **more
-        ),
+        Patch(**base, module=module, name="SwitchGLU.__call__", signature=_CALL, replacement=_switch(*_GLU), **more),
         Patch(
             **base,
             module=module,

@@ -22,7 +22,7 @@ from .tiles import Chunk, Sorted, Tiled, tile_rows
 Activation = Callable[..., mx.array]
 
 # Working memory of one chunk of rows, in bytes of fp32.
-CPU_CHUNK_BYTES = 6 * 2**20
+CPU_CHUNK_BYTES = 4 * 2**20
 GPU_CHUNK_BYTES = 256 * 2**20
 
 # What a tile costs beyond its rows, in rows: a BLAS call; a matrix copied in fp32; unpacked; its gradient added up.
@@ -47,8 +47,8 @@ def expert_block(
         up, down, gate: D -> I, I -> D, D -> I. Without gate the activation has one argument.
         activation: elementwise, without parameters of its own.
 
-    Returns [..., D], or [..., k, D] without scores, in the dtype of x * scores. Gradients reach x, scores, and what each projection
-    names in `trains`. On a CPU every product is fp32, whatever the dtype.
+    Returns [..., D], or [..., k, D] without scores, in the dtype of x * scores. Gradients reach x, scores, and what
+    each projection names in `trains`. On a CPU every product is fp32, whatever the dtype.
 
     Raises ValueError for shapes that disagree, NotImplementedError for a second derivative.
     """
@@ -144,7 +144,7 @@ class _Block:
         dy_rows = arriving * score.astype(arriving.dtype)
         if down.trains:
             low = None
-            if down.lora_a is not None:
+            if down.lora_a is not None and ddown is not None:
                 low = product(down.dropped(hidden, number), down.lora_a, experts, True)
                 ddown = ddown * score
             self._accumulate(gradients[1], down, hidden, low, dy_rows, ddown, chunk)

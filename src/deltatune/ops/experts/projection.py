@@ -6,6 +6,7 @@ Rows come as tiles [t, m, in], each tile with one expert. `product` is the only 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -54,7 +55,8 @@ class Projection:
 
     def with_trained(self, arrays: list[mx.array]) -> Projection:
         """The same projection around other values of `trained()`."""
-        return replace(self, **dict(zip(self.trains, arrays, strict=True)))
+        named: dict[str, Any] = dict(zip(self.trains, arrays, strict=True))
+        return replace(self, **named)
 
     def gathers_whole_weights(self) -> bool:
         """Whether each tile has to copy its expert's matrix: packed or half-precision weights on a CPU."""
@@ -78,7 +80,7 @@ class Projection:
         y = self._base(rows, experts, True)
         if self.bias is not None:
             y = y + self.bias[experts][:, None].astype(y.dtype)
-        if self.lora_a is None:
+        if self.lora_a is None or self.lora_b is None:
             return y, None
         low = product(self.dropped(rows, part), self.lora_a, experts, True)
         return y + (self.scale * product(low, self.lora_b, experts, True)).astype(y.dtype), low
@@ -86,7 +88,7 @@ class Projection:
     def backward(self, dy: mx.array, experts: mx.array, part: int) -> tuple[mx.array, mx.array | None]:
         """dx [t, m, in], and scale * B^T dy [t, m, r], the gradient of A dropped(x)."""
         dx = self._base(dy, experts, False)
-        if self.lora_a is None:
+        if self.lora_a is None or self.lora_b is None:
             return dx, None
         dlow = self.scale * product(dy.astype(mx.float32), self.lora_b, experts, False)
         update = product(dlow, self.lora_a, experts, False)
@@ -100,7 +102,7 @@ class Projection:
             return product(rows, weight, None, transpose)
         if self.scales is None:
             return product(rows, self.weight.astype(rows.dtype), experts, transpose)
-        more = {} if self.global_scale is None else {"global_scale": self.global_scale}
+        more: dict[str, Any] = {} if self.global_scale is None else {"global_scale": self.global_scale}
         return mx.gather_qmm(
             rows,
             self.weight,
@@ -113,7 +115,7 @@ class Projection:
             **more,
         )
 
-    def _packing(self) -> dict:
+    def _packing(self) -> dict[str, Any]:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     def _dense(self, experts: mx.array) -> mx.array:
