@@ -13,12 +13,14 @@ import mlx.core as mx
 
 from ... import backend
 
-_LOG2_E = 1.4426950408889634
+# Arrays, made once: a Python number in an expression is a buffer of its own, alive until the expression is computed.
+_ONE, _LOG2_E, _LEAST, _MOST = (mx.array(value) for value in (1.0, 1.4426950408889634, -87.0, 87.0))
 # ln 2 in two parts; the first times an integer below 2^9 is exact in fp32.
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_LN2_HIGH, _LN2_LOW = mx.array(0.693359375), mx.array(-2.12194440e-4)
 # Added and taken away, it leaves the nearest integer; in between, that integer stands in the lowest bits.
-_ROUNDING = 1.5 * 2.0**23
-_COEFFICIENTS = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
+_ROUNDING = mx.array(1.5 * 2.0**23)
+_MANTISSA_BITS = mx.array(23, mx.int32)
+_COEFFICIENTS = tuple(mx.array(value) for value in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2))
 
 
 def swiglu(up: mx.array, gate: mx.array) -> mx.array:
@@ -30,18 +32,18 @@ def sigmoid(x: mx.array) -> mx.array:
     """1 / (1 + e^-x), within 3e-7 of itself in fp32."""
     if backend.device() != "cpu" or x.dtype != mx.float32:
         return mx.sigmoid(x)
-    return mx.reciprocal(_exponential(-x) + 1)
+    return mx.reciprocal(_exponential(-x) + _ONE)
 
 
 def _exponential(x: mx.array) -> mx.array:
-    x = mx.minimum(mx.maximum(x, -87.0), 87.0)
+    x = mx.minimum(mx.maximum(x, _LEAST), _MOST)
     shifted = x * _LOG2_E + _ROUNDING
     whole = shifted - _ROUNDING
     rest = x - whole * _LN2_HIGH - whole * _LN2_LOW
     value = rest * _COEFFICIENTS[0] + _COEFFICIENTS[1]
-    for coefficient in _COEFFICIENTS[2:]:
+    for coefficient in (*_COEFFICIENTS[2:], _ONE, _ONE):
         value = value * rest + coefficient
-    return (value.view(mx.int32) + (shifted.view(mx.int32) << 23)).view(mx.float32)
+    return (value.view(mx.int32) + (shifted.view(mx.int32) << _MANTISSA_BITS)).view(mx.float32)
 
 
 def _forward(up: mx.array, gate: mx.array) -> list[mx.array]:
@@ -52,7 +54,7 @@ def _forward(up: mx.array, gate: mx.array) -> list[mx.array]:
 def _backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
     (up, gate), d, chosen = primals, cotangents[0], outputs[1]
     silu = gate * chosen
-    return [d * silu, d * up * (chosen + silu * (1 - chosen))]
+    return [d * silu, d * up * (chosen + silu * (_ONE.astype(up.dtype) - chosen))]
 
 
 _swiglu: Any = mx.custom_function(_forward)

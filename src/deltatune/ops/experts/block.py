@@ -9,6 +9,7 @@ so that no output is computed a second time for the scores' sake.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -68,7 +69,9 @@ class _Block:
     """One call's projections and sorted rows: forward and backward over its chunks."""
 
     def __init__(self, projections: list[Projection], activation: Activation, indices: mx.array, summed: bool):
-        self.projections, self.activation, self.summed = projections, activation, summed
+        # As arrays, made once: each Python number in a chunk's expressions would be a live buffer.
+        self.projections = [replace(each, scale=mx.array(each.scale, mx.float32)) for each in projections]
+        self.activation, self.summed = activation, summed
         self.tokens, self.pairs = indices.shape[0], indices.size
         self.layout = _layout(projections, indices)
         self.wide = backend.device() == "cpu"

@@ -31,7 +31,7 @@ class Projection:
     bias: mx.array | None = None
     lora_a: mx.array | None = None
     lora_b: mx.array | None = None
-    scale: float = 1.0
+    scale: float | mx.array = 1.0
     dropout: float = 0.0
     key: mx.array | None = None
     trains: tuple[str, ...] = ()

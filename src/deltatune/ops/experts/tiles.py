@@ -41,6 +41,7 @@ class Tiled:
         self._experts = mine.astype(mx.uint32)
         self._valid = (inside < rows[mine][:, None]).astype(mx.float32)
         self._pair = order[mx.minimum(place, self.pairs - 1)]
+        self._source = self._pair // self.top_k
 
     @property
     def chunks(self) -> int:
@@ -50,9 +51,9 @@ class Tiled:
         """Tiles of one chunk, not to be looked at before `after` is there."""
         start = number * self.tiles_at_once
         part = slice(start, start + self.tiles_at_once)
-        parts = [self._experts[part], self._pair[part].reshape(-1), self._valid[part].reshape(-1)]
-        experts, pair, valid = mx.depends(parts, after) if after else parts
-        return Chunk(number, experts, pair // self.top_k, pair, valid)
+        rows = [each[part].reshape(-1) for each in (self._source, self._pair, self._valid)]
+        parts = [self._experts[part], *rows]
+        return Chunk(number, *(mx.depends(parts, after) if after else parts))
 
     def laid_out(self, x: mx.array, rows: mx.array) -> mx.array:
         """x [n, D] as tiles [t, m, D]."""
