@@ -180,3 +180,27 @@ def test_refused_where_it_cannot_be():
         ActiveExperts(model, mlx.optimizers.Adafactor())
     with pytest.raises(UserError, match="no expert layer trains"):
         ActiveExperts(nn.Linear(3, 3), mlx.optimizers.AdamW(1e-3))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_stops_goes_on_with_the_same_bits(tiny_checkpoint, options, splits, tmp_path, accumulate):
+    from deltatune.config import LoraConfig
+    from deltatune.models.load import load
+    from deltatune.train import Trainer
+    from deltatune.train.commands import prepare
+
+    checkpoint = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
+    changes = {"expert_updates": "active", "val_batches": 0, "grad_accumulation_steps": accumulate}
+
+    def run(folder: str, iters: int, **more) -> bytes:
+        values = options | changes | {"iters": iters, "adapter_path": str(tmp_path / folder)} | more
+        config = TrainConfig(**values | {"lora_parameters": LoraConfig(rank=2, keys=["*.switch_mlp.*", "*q_proj"])})
+        loaded = load(checkpoint)
+        prepare(loaded.model, config)
+        Trainer(loaded.model, loaded.tokenizer, config, splits, model_config=loaded.config).run()
+        return (tmp_path / folder / "adapters.safetensors").read_bytes()
+
+    straight = run("straight", 6)
+    run("stopped", 3)
+    assert run("stopped", 6, resume=True) == straight
+    assert run("dense", 6, expert_updates="dense") != straight
