@@ -98,8 +98,9 @@ class _Block:
         for number in range(layout.chunks):
             chunk = layout.chunk(number, [total] if number else [])
             rows = self._rows(x, chunk.source)
-            inner = [projection.forward(rows, chunk.experts, number)[0] for projection in (up, *gate)]
-            y, _ = down.forward(self.activation(*inner), chunk.experts, number)
+            experts = chunk.experts
+            inner = [each.forward(rows, experts, each.dense(experts), number)[0] for each in (up, *gate)]
+            y, _ = down.forward(self.activation(*inner), experts, down.dense(experts), number)
             y = y * self._scores(scores, chunk).astype(y.dtype)
             total = (layout.add_to_tokens if self.summed else layout.add_to_pairs)(total, y, chunk)
         return total.astype(mx.result_type(x.dtype, scores.dtype))
@@ -135,8 +136,10 @@ class _Block:
         rows = self._rows(x, chunk.source)
         arriving = self._rows(dy, chunk.source if self.summed else chunk.pair).astype(rows.dtype)
         score = self._scores(scores, chunk)
-        inner, lows = zip(*(p.forward(rows, experts, number) for p in (up, *gate)), strict=True)
-        dhidden, ddown = down.backward(arriving, experts, number)
+        held = [p.dense(experts) for p in (up, *gate)]
+        both = [p.forward(rows, experts, dense, number) for p, dense in zip((up, *gate), held, strict=True)]
+        inner, lows = zip(*both, strict=True)
+        dhidden, ddown = down.backward(arriving, experts, down.dense(experts), number)
         weighted = dhidden * score.astype(dhidden.dtype)
         (hidden,), dinner = mx.vjp(lambda *a: [self.activation(*a)], list(inner), [weighted])
         dscore = (dhidden.astype(mx.float32) * hidden).sum(axis=-1)
@@ -152,8 +155,8 @@ class _Block:
                 ddown = ddown * score
             self._accumulate(gradients[1], down, hidden, low, dy_rows, ddown, chunk)
         total = None
-        for index, p, low, d in zip((0, 2), (up, *gate), lows, dinner, strict=False):
-            drows, dlow = p.backward(d, experts, number)
+        for index, p, dense, low, d in zip((0, 2), (up, *gate), held, lows, dinner, strict=False):
+            drows, dlow = p.backward(d, experts, dense, number)
             total = drows if total is None else total + drows
             self._accumulate(gradients[index], p, rows, low, d, dlow, chunk)
         assert total is not None

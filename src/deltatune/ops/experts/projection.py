@@ -75,9 +75,15 @@ class Projection:
         kept = 1 - self.dropout
         return mx.random.bernoulli(kept, shape, key=key) * (1 / kept)
 
-    def forward(self, rows: mx.array, experts: mx.array, part: int) -> tuple[mx.array, mx.array | None]:
+    def dense(self, experts: mx.array) -> mx.array | None:
+        """The tiles' own matrices in fp32 [t, out, in], where products need them; for `forward` and `backward`."""
+        return self._dense(experts) if self.gathers_whole_weights() else None
+
+    def forward(
+        self, rows: mx.array, experts: mx.array, dense: mx.array | None, part: int
+    ) -> tuple[mx.array, mx.array | None]:
         """y [t, m, out], and A dropped(x) [t, m, r] for the backward pass."""
-        y = self._base(rows, experts, True)
+        y = self._base(rows, experts, dense, True)
         if self.bias is not None:
             y = y + self.bias[experts][:, None].astype(y.dtype)
         if self.lora_a is None or self.lora_b is None:
@@ -85,9 +91,11 @@ class Projection:
         low = product(self.dropped(rows, part), self.lora_a, experts, True)
         return y + (self.scale * product(low, self.lora_b, experts, True)).astype(y.dtype), low
 
-    def backward(self, dy: mx.array, experts: mx.array, part: int) -> tuple[mx.array, mx.array | None]:
+    def backward(
+        self, dy: mx.array, experts: mx.array, dense: mx.array | None, part: int
+    ) -> tuple[mx.array, mx.array | None]:
         """dx [t, m, in], and scale * B^T dy [t, m, r], the gradient of A dropped(x)."""
-        dx = self._base(dy, experts, False)
+        dx = self._base(dy, experts, dense, False)
         if self.lora_a is None or self.lora_b is None:
             return dx, None
         dlow = self.scale * product(dy.astype(mx.float32), self.lora_b, experts, False)
@@ -96,10 +104,9 @@ class Projection:
             update = update * self._mask(update.shape, part)
         return dx + update.astype(dx.dtype), dlow
 
-    def _base(self, rows: mx.array, experts: mx.array, transpose: bool) -> mx.array:
-        if self.gathers_whole_weights():
-            weight = self._dense(experts)
-            return product(rows, weight, None, transpose)
+    def _base(self, rows: mx.array, experts: mx.array, dense: mx.array | None, transpose: bool) -> mx.array:
+        if dense is not None:
+            return product(rows, dense, None, transpose)
         if self.scales is None:
             return product(rows, self.weight.astype(rows.dtype), experts, transpose)
         more: dict[str, Any] = {} if self.global_scale is None else {"global_scale": self.global_scale}
@@ -119,7 +126,6 @@ class Projection:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     def _dense(self, experts: mx.array) -> mx.array:
-        """The matrices of the given experts, fp32 [t, out, in]."""
         weight = self.weight[experts]
         if self.scales is None:
             return weight.astype(mx.float32)
