@@ -1,6 +1,6 @@
 """One linear per expert, with what it is stored as and its low-rank adapter, applied to rows that know their expert.
 
-Rows come as tiles [t, m, in], each tile with one expert. `product` is the only place where rows meet a matrix.
+Rows come as tiles [t, m, in], each tile with one expert. They meet a matrix in `product` alone, but for `gather_qmm`.
 """
 
 from __future__ import annotations
