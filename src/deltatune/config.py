@@ -90,6 +90,14 @@ class TrainConfig:
     grad_accumulation_steps: int = field(
         default=1, metadata=_about(_OPTIMIZER, "iterations whose gradients make one update, weighted by their tokens")
     )
+    expert_updates: str = field(
+        default="dense",
+        metadata=_about(
+            _OPTIMIZER,
+            "active: experts without tokens keep adapters and moments as they are (lazy AdamW); dense: all move",
+            choices=("dense", "active"),
+        ),
+    )
     seed: int = field(default=0, metadata=_about(_RUN, "seed of weights, dropout and data order"))
     num_layers: int = field(
         default=16, metadata=_about(_TUNE, "how many layers train, from the last; -1 for all, as when there are fewer")

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from deltatune import backend
+from deltatune import backend, patches
 from deltatune.environment import GATED_DELTA
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
@@ -63,6 +63,7 @@ def norm(array: mx.array) -> float:
 def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, training):
     monkeypatch.setenv(GATED_DELTA, "naive")
     monkeypatch.setattr(backend, "device", lambda: "metal")  # Upstream's own convolution, for a tight comparison.
+    monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)  # Experts have a test of their own (test_experts.py).
     model = tiny_model(family)
     model.train(training)
     rows = tokens(2, 21)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
@@ -13,7 +12,7 @@ from ..config import LoraConfig
 from ..errors import UserError
 from .adapter import Adapter
 from .select import adapter_class, chosen_layers, select
-from .weights import dense_weight, is_quantized, is_switch
+from .weights import dense_weight, is_quantized
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 
@@ -120,10 +119,6 @@ def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
         notes.append(
             f"mlx-lm cannot load DoRA on {len(odd)} modules of 3, 5 or 6 bits, such as {odd[0]}; deltatune can."
         )
-    if mx.default_device() == mx.cpu:
-        half = [p for p, m in targets.items() if is_switch(m) and m["weight"].dtype in (mx.bfloat16, mx.float16)]
-        if half:
-            notes.append("MLX has no half-precision expert products on a CPU: this model needs float32 there.")
     return notes
 
 

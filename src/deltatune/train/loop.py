@@ -122,6 +122,7 @@ class Trainer:
             world,
             accumulate=config.grad_accumulation_steps,
             clip=config.grad_clip,
+            expert_updates=config.expert_updates,
         )
         self._evaluation = Evaluation(self.model, loss, world)
         # What a window began with, while no update has ended it: progress, random key, sums (None: nothing yet).

@@ -90,28 +90,35 @@ def global_norm(gradients: Any) -> mx.array:
     return mx.sqrt(mx.sum(mx.stack(squares)))
 
 
+def clip_scale(norm: mx.array, clip: float) -> mx.array:
+    """What gradients of that norm are multiplied with."""
+    return mx.minimum(clip / (norm + 1e-6), 1.0)
+
+
 def apply(
     optimizer: mlx.optimizers.Optimizer,
     parameters: Any,
     gradients: Any,
     healthy: mx.array,
     clip: float | None,
+    norm: mx.array | None = None,
 ) -> tuple[Any, mx.array]:
     """One optimizer step; returns the new parameters and the gradients' norm before clipping.
 
-    Where `healthy` is False or the norm is not finite, parameters and optimizer state come out as they went in.
+    Where `healthy` is False or the norm is not finite, parameters and optimizer state come out as they went in. Where
+    `gradients` are a part of all, `norm` is that of all, and the state of the others is not touched.
     """
-    norm = global_norm(gradients)
+    norm = global_norm(gradients) if norm is None else norm
     healthy = mx.logical_and(healthy, mx.isfinite(norm))
     if clip is not None:
-        scale = mx.minimum(clip / (norm + 1e-6), 1.0)
+        scale = clip_scale(norm, clip)
         gradients = tree_map(lambda g: g * scale, gradients)
     gradients = tree_map(lambda g, p: g.astype(p.dtype), gradients, parameters)
     before = tree_map(lambda leaf: leaf, optimizer.state)
     updated = optimizer.apply_gradients(gradients, parameters)
 
     def choose(new: mx.array, old: mx.array) -> mx.array:
-        return mx.where(healthy, new, old.astype(new.dtype))
+        return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
 
     restore(optimizer, tree_map(choose, optimizer.state, before))
     return tree_map(choose, updated, parameters), norm

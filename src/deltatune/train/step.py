@@ -16,6 +16,8 @@ from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.segments import segments
 from . import optimizer as updates
 from .distributed import World
+from .expert_updates import ActiveExperts
+from .tree import leaves, number
 
 # (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), fp32 scalars.
 LossFunction = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
@@ -79,7 +81,8 @@ class Step:
     """One training step of `model`, compiled once a batch shape, and its update, compiled once.
 
     micro_batch: adds a batch's gradients to those accumulated. update: divides by the weights, over all ranks, and
-    lets the optimizer act. Both are lazy: evaluate what they return together with the model and optimizer.
+    lets the optimizer act. Both are lazy: evaluate what they return together with the model and optimizer. With
+    `expert_updates` active, update evaluates all but the experts' rows, which it then chooses (expert_updates.py).
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Step:
         *,
         accumulate: int = 1,
         clip: float | None = None,
+        expert_updates: str = "dense",
     ):
         self._model, self._optimizer, self._loss, self._world = model, optimizer, loss, world
         self._clip = clip
@@ -99,6 +103,7 @@ class Step:
         optimizer.init(model.trainable_parameters())
         random = mx.random.state
         self._micro_batch = partial(mx.compile, inputs=[model.state, random], outputs=[random])(self._trace_micro_batch)
+        self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
         state = [optimizer.state]
         self._update = partial(mx.compile, inputs=state, outputs=state)(self._trace_update)
 
@@ -118,8 +123,18 @@ class Step:
         `loss` and `weight` are sums over the accumulated micro-batches. A loss or norm that is not finite on any rank
         leaves model and optimizer as they are, on all of them.
         """
-        parameters, norm = self._update(self._model.trainable_parameters(), gradients, loss, weight)
-        self._model.update(parameters)
+        parameters = self._model.trainable_parameters()
+        if self._active is None:
+            parameters, norm = self._update(parameters, gradients, loss, weight)
+            self._model.update(parameters)
+            return norm
+        rest, _ = self._active.split(parameters)
+        rest, norm, healthy, factor, touched, experts = self._update(rest, gradients, loss, weight)
+        self._model.update(rest)
+        del parameters, rest, gradients
+        mx.eval(self._model.trainable_parameters(), self._optimizer.state, norm, healthy, factor, touched)
+        if number(healthy):
+            self._active.update(experts, touched, factor)
         return norm
 
     def _trace_micro_batch(self, batch: Arrays, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
@@ -130,9 +145,24 @@ class Step:
             gradients = tree_map(mx.add, accumulated, gradients)
         return loss, weight, gradients
 
-    def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, mx.array]:
+    def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
+        """New parameters and the norm; where experts update by themselves, also what ActiveExperts.update needs."""
+        divisor = mx.array(1.0)
         if self._weighted:
             gradients, loss, weight = self._world.sum_tree((gradients, loss, weight))
             divisor = mx.where(weight > 0, weight, 1.0)
+        experts: dict[str, mx.array] = {}
+        if self._active is not None:
+            gradients, experts = self._active.split(gradients)
+        if self._weighted:
             gradients = tree_map(lambda g: g / divisor, gradients)
-        return updates.apply(self._optimizer, parameters, gradients, mx.isfinite(loss), self._clip)
+        if self._active is None:
+            return updates.apply(self._optimizer, parameters, gradients, mx.isfinite(loss), self._clip)
+        norm = updates.global_norm(experts).square() / divisor.square()
+        if leaves(gradients):
+            norm = norm + updates.global_norm(gradients).square()
+        norm = mx.sqrt(norm)
+        healthy = mx.logical_and(mx.isfinite(loss), mx.isfinite(norm))
+        parameters, _ = updates.apply(self._optimizer, parameters, gradients, healthy, self._clip, norm)
+        factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
+        return parameters, norm, healthy, factor, self._active.touched(experts), experts

@@ -1,0 +1,262 @@
+"""expert_block(): gate, up and down of the experts that the router chose, weighted and summed, with a VJP by hand.
+
+Nothing is kept for the backward pass but the inputs: chunks of rows run again there, one after another. For a row
+x of token n with expert e and score s, y = s f_e(x), and with c = dL/dy_n:
+    dh = s W_down^T c,  ds = <W_down^T c, h> + <bias_down, c>,
+so that no output is computed a second time for the scores' sake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from ... import backend
+from ..functional import is_floating
+from .activation import swiglu
+from .projection import Projection, product
+from .tiles import Chunk, Sorted, Tiled, tile_rows
+
+Activation = Callable[..., mx.array]
+
+# Working memory of one chunk of rows, in bytes of fp32.
+CPU_CHUNK_BYTES = 4 * 2**20
+GPU_CHUNK_BYTES = 256 * 2**20
+
+# What a tile costs beyond its rows, in rows: a BLAS call; a matrix copied in fp32; unpacked; its gradient added up.
+DENSE_COST, HALF_COST, PACKED_COST, TRAINED_COST = 27, 60, 400, 200
+
+
+def expert_block(
+    x: mx.array,
+    indices: mx.array,
+    scores: mx.array | None,
+    up: Projection,
+    down: Projection,
+    gate: Projection | None = None,
+    activation: Activation = swiglu,
+) -> mx.array:
+    """sum over k of scores * down(activation(up(x), gate(x))), each by the expert that `indices` names.
+
+    Args:
+        x: [..., D], fp32, bf16 or fp16.
+        indices: [..., k] integers below E; they get no gradient. Values are not checked.
+        scores: [..., k]; None leaves the outputs of the experts apart.
+        up, down, gate: D -> I, I -> D, D -> I. Without gate the activation has one argument.
+        activation: elementwise, without parameters of its own.
+
+    Returns [..., D], or [..., k, D] without scores, in the dtype of x * scores. Gradients reach x, scores, and what
+    each projection names in `trains`. On a CPU every product is fp32, whatever the dtype.
+
+    Raises ValueError for shapes that disagree, NotImplementedError for a second derivative.
+    """
+    _check(x, indices, scores, up, down, gate)
+    lead, top_k = indices.shape[:-1], indices.shape[-1]
+    rows = x.reshape(-1, x.shape[-1])
+    flat = mx.stop_gradient(indices).reshape(-1, top_k)
+    projections = [up, down] if gate is None else [up, down, gate]
+    block = _Block(projections, activation, flat, scores is not None)
+    weights = mx.ones(flat.size, x.dtype) if scores is None else scores.reshape(-1)
+    arrays = [array for projection in projections for array in projection.trained()]
+    y = block.function()(rows, weights, *arrays)
+    return y.reshape(*lead, -1) if scores is not None else y.reshape(*lead, top_k, -1)
+
+
+class _Block:
+    """One call's projections and sorted rows: forward and backward over its chunks."""
+
+    def __init__(self, projections: list[Projection], activation: Activation, indices: mx.array, summed: bool):
+        # As arrays, made once: each Python number in a chunk's expressions would be a live buffer.
+        self.projections = [replace(each, scale=mx.array(each.scale, mx.float32)) for each in projections]
+        self.activation, self.summed = activation, summed
+        self.tokens, self.pairs = indices.shape[0], indices.size
+        self.layout = _layout(projections, indices)
+        self.wide = backend.device() == "cpu"
+
+    def function(self) -> Callable[..., mx.array]:
+        forward: Any = mx.custom_function(self.forward)
+        backward: Any = mx.custom_function(self.backward)
+
+        def vjp(primals: Any, cotangent: mx.array, _output: mx.array) -> Any:
+            return backward(cotangent, *primals)
+
+        def refuse(*_: object) -> None:
+            raise NotImplementedError("expert_block has no second derivative: its backward pass is written by hand.")
+
+        forward.vjp(vjp)
+        backward.vjp(refuse)
+        return forward
+
+    def forward(self, x: mx.array, scores: mx.array, *arrays: mx.array) -> mx.array:
+        up, down, *gate = self._around(arrays)
+        layout = self.layout
+        kind = mx.float32 if self.wide else mx.result_type(x.dtype, scores.dtype)
+        total = mx.zeros((self.tokens if self.summed else self.pairs, down.outputs), kind)
+        for number in range(layout.chunks):
+            chunk = layout.chunk(number, [total] if number else [])
+            rows = self._rows(x, chunk.source)
+            experts = chunk.experts
+            inner = [each.forward(rows, experts, each.dense(experts), number)[0] for each in (up, *gate)]
+            y, _ = down.forward(self.activation(*inner), experts, down.dense(experts), number)
+            y = y * self._scores(scores, chunk).astype(y.dtype)
+            total = (layout.add_to_tokens if self.summed else layout.add_to_pairs)(total, y, chunk)
+        return total.astype(mx.result_type(x.dtype, scores.dtype))
+
+    def backward(self, dy: mx.array, x: mx.array, scores: mx.array, *arrays: mx.array) -> list[mx.array]:
+        projections = self._around(arrays)
+        layout = self.layout
+        dx = mx.zeros(x.shape, mx.float32 if self.wide else x.dtype)
+        dscores = mx.zeros(self.pairs)
+        gradients = [{name: mx.zeros(getattr(p, name).shape) for name in p.trains} for p in projections]
+        for number in range(layout.chunks):
+            done = [dx, dscores, *(array for each in gradients for array in each.values())]
+            chunk = layout.chunk(number, done if number else [])
+            tiles, dscore = self._backward_chunk(projections, gradients, dy, x, scores, chunk)
+            dx = layout.add_to_tokens(dx, tiles, chunk)
+            dscores = layout.add_to_pairs(dscores, dscore, chunk)
+        flat = [array for each in gradients for array in each.values()]
+        finished = [g.astype(a.dtype) for g, a in zip([dx, dscores, *flat], [x, scores, *arrays], strict=True)]
+        return finished
+
+    def _backward_chunk(
+        self,
+        projections: list[Projection],
+        gradients: list[dict[str, mx.array]],
+        dy: mx.array,
+        x: mx.array,
+        scores: mx.array,
+        chunk: Chunk,
+    ) -> tuple[mx.array, mx.array]:
+        """The chunk's dx [t, m, D] and dscore [t, m]; adds its part to `gradients`."""
+        up, down, *gate = projections
+        experts, number = chunk.experts, chunk.number
+        rows = self._rows(x, chunk.source)
+        arriving = self._rows(dy, chunk.source if self.summed else chunk.pair).astype(rows.dtype)
+        score = self._scores(scores, chunk)
+        held = [p.dense(experts) for p in (up, *gate)]
+        both = [p.forward(rows, experts, dense, number) for p, dense in zip((up, *gate), held, strict=True)]
+        inner, lows = zip(*both, strict=True)
+        dhidden, ddown = down.backward(arriving, experts, down.dense(experts), number)
+        weighted = dhidden * score.astype(dhidden.dtype)
+        (hidden,), dinner = mx.vjp(lambda *a: [self.activation(*a)], list(inner), [weighted])
+        dscore = (dhidden.astype(mx.float32) * hidden).sum(axis=-1)
+        if down.bias is not None:
+            dscore = dscore + (arriving.astype(mx.float32) * down.bias[experts][:, None]).sum(axis=-1)
+        if chunk.valid is not None:
+            dscore = dscore * chunk.valid.reshape(dscore.shape)
+        dy_rows = arriving * score.astype(arriving.dtype)
+        if down.trains:
+            low = None
+            if down.lora_a is not None and ddown is not None:
+                low = product(down.dropped(hidden, number), down.lora_a, experts, True)
+                ddown = ddown * score
+            self._accumulate(gradients[1], down, hidden, low, dy_rows, ddown, chunk)
+        total = None
+        for index, p, dense, low, d in zip((0, 2), (up, *gate), held, lows, dinner, strict=False):
+            drows, dlow = p.backward(d, experts, dense, number)
+            total = drows if total is None else total + drows
+            self._accumulate(gradients[index], p, rows, low, d, dlow, chunk)
+        assert total is not None
+        return total, dscore
+
+    def _accumulate(
+        self,
+        gradients: dict[str, mx.array],
+        projection: Projection,
+        rows: mx.array,
+        low: mx.array | None,
+        d: mx.array,
+        dlow: mx.array | None,
+        chunk: Chunk,
+    ) -> None:
+        add = self.layout.add_products
+        for name, total in gradients.items():
+            if name == "lora_a":
+                assert dlow is not None
+                gradients[name] = add(total, dlow, projection.dropped(rows, chunk.number), chunk)
+            elif name == "lora_b":
+                assert low is not None
+                gradients[name] = add(total, d, projection.scale * low, chunk)
+            elif name == "weight":
+                gradients[name] = add(total, d, rows, chunk)
+            else:
+                ones = mx.ones((*d.shape[:2], 1), d.dtype)
+                gradients[name] = add(total[..., None], d, ones, chunk).squeeze(-1)
+
+    def _rows(self, x: mx.array, rows: mx.array) -> mx.array:
+        tiles = self.layout.laid_out(x, rows)
+        return tiles.astype(mx.float32) if self.wide else tiles
+
+    def _scores(self, scores: mx.array, chunk: Chunk) -> mx.array:
+        """[t, m, 1] fp32, 0 for rows of padding."""
+        each = scores[chunk.pair].astype(mx.float32)
+        if chunk.valid is not None:
+            each = each * chunk.valid
+        return each.reshape(-1, self.layout.tile, 1)
+
+    def _around(self, arrays: tuple[mx.array, ...]) -> list[Projection]:
+        left = list(arrays)
+        made = []
+        for projection in self.projections:
+            count = len(projection.trains)
+            made.append(projection.with_trained(left[:count]))
+            del left[:count]
+        return made
+
+
+def _layout(projections: list[Projection], indices: mx.array) -> Tiled | Sorted:
+    """Sizes of tiles and chunks, from shapes alone."""
+    experts, pairs = projections[0].experts, indices.size
+    outer, inner = projections[0].inputs, projections[0].outputs
+    row_bytes = 4 * (3 * outer + 6 * inner)
+    if backend.device() != "cpu":
+        # Fewer rows than a few an expert would read every matrix for little.
+        rows = max(GPU_CHUNK_BYTES // row_bytes, 4 * experts)
+        return Sorted(indices, experts, max(1, rows // indices.shape[1]))
+    copies = any(p.gathers_whole_weights() for p in projections)
+    packed = any(p.scales is not None for p in projections)
+    trains = any("weight" in p.trains for p in projections)
+    cost = PACKED_COST if packed else HALF_COST if copies else TRAINED_COST if trains else DENSE_COST
+    tile = tile_rows(pairs, experts, cost)
+    tile_bytes = tile * row_bytes + (8 * outer * inner if copies or trains else 0)
+    return Tiled(indices, experts, tile, max(1, CPU_CHUNK_BYTES // tile_bytes))
+
+
+def _check(
+    x: mx.array,
+    indices: mx.array,
+    scores: mx.array | None,
+    up: Projection,
+    down: Projection,
+    gate: Projection | None,
+) -> None:
+    tokens, width = tuple(x.shape[:-1]), x.shape[-1]
+    if not is_floating(x) or x.size == 0:
+        raise ValueError(f"expert_block: x must be [..., D] floats with a token in it, got {list(x.shape)} {x.dtype}.")
+    if tuple(indices.shape[:-1]) != tokens or not mx.issubdtype(indices.dtype, mx.integer):
+        raise ValueError(
+            f"expert_block: indices must be integers {[*tokens, 'k']}, got {list(indices.shape)} {indices.dtype}."
+        )
+    if scores is not None and scores.shape != indices.shape:
+        raise ValueError(f"expert_block: scores must be {list(indices.shape)}, as indices, got {list(scores.shape)}.")
+    wanted = {"up": (up, width, up.outputs), "down": (down, up.outputs, width)}
+    if gate is not None:
+        wanted["gate"] = (gate, width, up.outputs)
+    for name, (projection, inputs, outputs) in wanted.items():
+        sizes = (projection.experts, projection.outputs, projection.inputs)
+        if sizes != (up.experts, outputs, inputs):
+            raise ValueError(
+                f"expert_block: {name} must be [experts, out, in] {[up.experts, outputs, inputs]}, got {list(sizes)}."
+            )
+        a, b = projection.lora_a, projection.lora_b
+        if a is None or b is None:
+            continue
+        rank = a.shape[1]
+        if a.shape != (up.experts, rank, inputs) or b.shape != (up.experts, outputs, rank):
+            raise ValueError(
+                f"expert_block: the adapter of {name} must be A {[up.experts, rank, inputs]} and "
+                f"B {[up.experts, outputs, rank]}, got {list(a.shape)} and {list(b.shape)}."
+            )

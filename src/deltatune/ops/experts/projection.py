@@ -1,0 +1,152 @@
+"""One linear per expert, with what it is stored as and its low-rank adapter, applied to rows that know their expert.
+
+Rows come as tiles [t, m, in], each tile with one expert. They meet a matrix in `product` alone, but for `gather_qmm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ... import backend
+
+
+@dataclass(frozen=True)
+class Projection:
+    """W [E, out, in] (packed where `scales` is given), bias [E, out], A [E, r, in] and B [E, out, r].
+
+    y = W x + bias + scale * B A dropped(x), where `dropout` leaves out inputs of the adapter, drawn from `key`.
+    `trains` names the arrays that get gradients.
+    """
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    global_scale: mx.array | None = None
+    group_size: int = 64
+    bits: int = 4
+    mode: str = "affine"
+    bias: mx.array | None = None
+    lora_a: mx.array | None = None
+    lora_b: mx.array | None = None
+    scale: float | mx.array = 1.0
+    dropout: float = 0.0
+    key: mx.array | None = None
+    trains: tuple[str, ...] = ()
+
+    @property
+    def experts(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        """Columns of the weight before packing."""
+        return self.weight.shape[2] if self.scales is None else self.scales.shape[2] * self.group_size
+
+    def trained(self) -> list[mx.array]:
+        """The arrays that get gradients, in the order of `trains`."""
+        return [getattr(self, name) for name in self.trains]
+
+    def with_trained(self, arrays: list[mx.array]) -> Projection:
+        """The same projection around other values of `trained()`."""
+        named: dict[str, Any] = dict(zip(self.trains, arrays, strict=True))
+        return replace(self, **named)
+
+    def gathers_whole_weights(self) -> bool:
+        """Whether each tile has to copy its expert's matrix: packed or half-precision weights on a CPU."""
+        return backend.device() == "cpu" and (self.scales is not None or self.weight.dtype != mx.float32)
+
+    def dropped(self, rows: mx.array, part: int) -> mx.array:
+        """The adapter's input in fp32; `part` numbers the draw, so that the backward pass draws alike."""
+        wide = rows.astype(mx.float32)
+        if not self.dropout:
+            return wide
+        return wide * self._mask(rows.shape, part)
+
+    def _mask(self, shape: tuple[int, ...], part: int) -> mx.array:
+        assert self.key is not None
+        key = mx.random.split(self.key, part + 1)[part]
+        kept = 1 - self.dropout
+        return mx.random.bernoulli(kept, shape, key=key) * (1 / kept)
+
+    def dense(self, experts: mx.array) -> mx.array | None:
+        """The tiles' own matrices in fp32 [t, out, in], where products need them; for `forward` and `backward`."""
+        return self._dense(experts) if self.gathers_whole_weights() else None
+
+    def forward(
+        self, rows: mx.array, experts: mx.array, dense: mx.array | None, part: int
+    ) -> tuple[mx.array, mx.array | None]:
+        """y [t, m, out], and A dropped(x) [t, m, r] for the backward pass."""
+        y = self._base(rows, experts, dense, True)
+        if self.bias is not None:
+            y = y + self.bias[experts][:, None].astype(y.dtype)
+        if self.lora_a is None or self.lora_b is None:
+            return y, None
+        low = product(self.dropped(rows, part), self.lora_a, experts, True)
+        return y + (self.scale * product(low, self.lora_b, experts, True)).astype(y.dtype), low
+
+    def backward(
+        self, dy: mx.array, experts: mx.array, dense: mx.array | None, part: int
+    ) -> tuple[mx.array, mx.array | None]:
+        """dx [t, m, in], and scale * B^T dy [t, m, r], the gradient of A dropped(x)."""
+        dx = self._base(dy, experts, dense, False)
+        if self.lora_a is None or self.lora_b is None:
+            return dx, None
+        dlow = self.scale * product(dy.astype(mx.float32), self.lora_b, experts, False)
+        update = product(dlow, self.lora_a, experts, False)
+        if self.dropout:
+            update = update * self._mask(update.shape, part)
+        return dx + update.astype(dx.dtype), dlow
+
+    def _base(self, rows: mx.array, experts: mx.array, dense: mx.array | None, transpose: bool) -> mx.array:
+        if dense is not None:
+            return product(rows, dense, None, transpose)
+        if self.scales is None:
+            return product(rows, self.weight.astype(rows.dtype), experts, transpose)
+        more: dict[str, Any] = {} if self.global_scale is None else {"global_scale": self.global_scale}
+        return mx.gather_qmm(
+            rows,
+            self.weight,
+            self.scales,
+            self.biases,
+            rhs_indices=experts,
+            transpose=transpose,
+            sorted_indices=True,
+            **self._packing(),
+            **more,
+        )
+
+    def _packing(self) -> dict[str, Any]:
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    def _dense(self, experts: mx.array) -> mx.array:
+        weight = self.weight[experts]
+        if self.scales is None:
+            return weight.astype(mx.float32)
+        scales = self.scales[experts]
+        if self.global_scale is None:
+            biases = None if self.biases is None else self.biases[experts]
+            return mx.dequantize(weight, scales, biases, **self._packing()).astype(mx.float32)
+        wide = self.global_scale[experts]
+        each = [
+            mx.dequantize(weight[i], scales[i], None, global_scale=wide[i], **self._packing())
+            for i in range(experts.size)
+        ]
+        return mx.stack(each).astype(mx.float32)
+
+
+def product(rows: mx.array, weight: mx.array, experts: mx.array | None, transpose: bool) -> mx.array:
+    """rows [t, m, K] times the matrix of each tile's expert (`weight` [E, N, K], transposed, or [E, K, N]).
+
+    Without `experts`, weight holds one matrix a tile. Experts are in ascending order.
+    """
+    right = weight.swapaxes(-1, -2) if transpose else weight
+    if experts is None:
+        return rows @ right
+    return mx.gather_mm(rows, right, rhs_indices=experts, sorted_indices=True)

@@ -1,0 +1,147 @@
+"""Rows sorted by expert once a block, and cut into tiles of one expert each, in shapes that no value decides.
+
+How many rows an expert gets is data, which a compiled graph cannot read. So each expert's rows are padded to whole
+tiles of m rows: at most (R + n (m - 1)) / m tiles for R rows on n experts, whatever the routing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class Chunk(NamedTuple):
+    """Some tiles. Rows of padding repeat some other row, and have `valid` 0."""
+
+    number: int
+    experts: mx.array  # [t], ascending
+    source: mx.array  # [t m]: the token of each row
+    pair: mx.array  # [t m]: its place in the flattened indices [N k]
+    valid: mx.array | None  # [t m] fp32
+
+
+class Tiled:
+    """For a CPU: tiles of m rows, one BLAS call each; results are added up row by row, always in the same order."""
+
+    def __init__(self, indices: mx.array, experts: int, tile: int, tiles_at_once: int):
+        tokens, self.top_k = indices.shape
+        self.pairs, self.tile, self.tiles_at_once = tokens * self.top_k, tile, tiles_at_once
+        flat = indices.reshape(-1)
+        used = min(experts, self.pairs)
+        self.count = (self.pairs + used * (tile - 1)) // tile
+        order = mx.argsort(flat)
+        rows = mx.zeros(experts, mx.int32).at[flat].add(mx.array(1, mx.int32))
+        tiles = (rows + (tile - 1)) // tile
+        ends = mx.cumsum(tiles)
+        numbers = mx.arange(self.count)
+        mine = mx.minimum((ends[None] <= numbers[:, None]).sum(axis=1), experts - 1)
+        inside = ((numbers - (ends - tiles)[mine]) * tile)[:, None] + mx.arange(tile)
+        place = (mx.cumsum(rows) - rows)[mine][:, None] + inside
+        self._experts = mine.astype(mx.uint32)
+        self._valid = (inside < rows[mine][:, None]).astype(mx.float32)
+        self._pair = order[mx.minimum(place, self.pairs - 1)]
+        self._source = self._pair // self.top_k
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.count // self.tiles_at_once)
+
+    def chunk(self, number: int, after: list[mx.array]) -> Chunk:
+        """Tiles of one chunk, not to be looked at before `after` is there."""
+        start = number * self.tiles_at_once
+        part = slice(start, start + self.tiles_at_once)
+        rows = [each[part].reshape(-1) for each in (self._source, self._pair, self._valid)]
+        parts = [self._experts[part], *rows]
+        return Chunk(number, *(mx.depends(parts, after) if after else parts))
+
+    def laid_out(self, x: mx.array, rows: mx.array) -> mx.array:
+        """x [n, D] as tiles [t, m, D]."""
+        return x[rows].reshape(-1, self.tile, x.shape[-1])
+
+    def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
+        """total [N, D] plus each row of the tiles [t, m, D] at its token."""
+        return _added(total, chunk.source, tiles.reshape(-1, tiles.shape[-1]))
+
+    def add_to_pairs(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
+        """total [N k, ...] plus each row of the tiles at its pair; rows of padding must be zero."""
+        return _added(total, chunk.pair, tiles.reshape(-1, *total.shape[1:]))
+
+    def add_products(self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk) -> mx.array:
+        """total [E, a, b] plus, for each expert, the sum over its rows of left [t, m, a] times right [t, m, b]."""
+        return _added(total, chunk.experts, left.swapaxes(-1, -2) @ right)
+
+
+class Sorted:
+    """For a GPU: tiles of one row, in sorted order, a chunk of tokens at a time; no atomic sums."""
+
+    tile = 1
+
+    def __init__(self, indices: mx.array, experts: int, tokens_at_once: int):
+        self.tokens, self.top_k = indices.shape
+        self._indices, self._experts, self._at_once = indices, experts, tokens_at_once
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.tokens // self._at_once)
+
+    def chunk(self, number: int, after: list[mx.array]) -> Chunk:
+        """As Tiled.chunk."""
+        start, stop = self._span(number)
+        flat = self._indices[start:stop].reshape(-1)
+        if after:
+            flat = mx.depends([flat], after)[0]
+        order = mx.argsort(flat)
+        pair = order + start * self.top_k
+        return Chunk(number, flat[order].astype(mx.uint32), pair // self.top_k, pair, None)
+
+    def laid_out(self, x: mx.array, rows: mx.array) -> mx.array:
+        """As Tiled.laid_out."""
+        return x[rows][:, None]
+
+    def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
+        """As Tiled.add_to_tokens."""
+        start, stop = self._span(chunk.number)
+        rows = self._unsorted(tiles, chunk).reshape(stop - start, self.top_k, -1)
+        total[start:stop] = rows.astype(mx.float32).sum(axis=1).astype(total.dtype)
+        return total
+
+    def add_to_pairs(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
+        """As Tiled.add_to_pairs."""
+        start, stop = self._span(chunk.number)
+        total[start * self.top_k : stop * self.top_k] = self._unsorted(tiles, chunk).reshape(-1, *total.shape[1:])
+        return total
+
+    def add_products(self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk) -> mx.array:
+        """As Tiled.add_products."""
+        numbers = mx.arange(self._experts)
+        ends = (chunk.experts[None] <= numbers[:, None]).sum(axis=1)
+        starts = (chunk.experts[None] < numbers[:, None]).sum(axis=1)
+        segments = mx.stack([starts, ends], axis=1).astype(mx.uint32)
+        left, right = left.squeeze(1).astype(mx.float32), right.squeeze(1).astype(mx.float32)
+        return total + mx.segmented_mm(left.T, right, segments)
+
+    def _span(self, number: int) -> tuple[int, int]:
+        return number * self._at_once, min(self.tokens, (number + 1) * self._at_once)
+
+    def _unsorted(self, tiles: mx.array, chunk: Chunk) -> mx.array:
+        return tiles.reshape(tiles.shape[0], -1)[mx.argsort(chunk.pair)]
+
+
+def _added(total: mx.array, rows: mx.array, values: mx.array) -> mx.array:
+    """total with values added at rows, fp32. MLX's scatter costs by the element, so two numbers go as a complex one."""
+    if total.ndim == 1 or total.shape[-1] % 2:
+        return total.at[rows].add(values)
+    pairs = total.view(mx.complex64).at[rows].add(values.view(mx.complex64))
+    return pairs.view(mx.float32)
+
+
+def tile_rows(pairs: int, experts: int, matrix_cost: float) -> int:
+    """Rows of a tile: sqrt(rows an expert gets on average x what a tile costs beyond its rows, in rows).
+
+    Padding costs about E m rows, and R / m tiles cost `matrix_cost` rows each: their sum is least there.
+    """
+    best = (pairs / experts * matrix_cost) ** 0.5
+    step = 8 if best >= 8 else 1
+    most = max(1, pairs // min(experts, pairs))
+    return max(1, min(round(best / step) * step, -(-most // step) * step * 4, 256))

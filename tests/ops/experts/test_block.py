@@ -1,0 +1,290 @@
+"""expert_block against dense float64 autodiff, in every routing; what it refuses; its peak memory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dense import LEAVES, NAMES, Case, block, expected, value_and_gradients, worst
+
+from deltatune import backend
+from deltatune.ops.checkpoint import checkpoint
+from deltatune.ops.experts import Projection, expert_block
+from deltatune.ops.experts import block as block_module
+from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDING
+
+CASES = {
+    "some": Case(),
+    "one of many": Case(k=1),
+    "one row": Case(tokens=1, k=1),
+    "one token": Case(tokens=1),
+    "experts without tokens": Case(routing="few"),
+    "all on one expert": Case(routing="one expert"),
+    "ties": Case(routing="tied", k=3),
+    "more experts than rows": Case(tokens=3, experts=64),
+    "odd sizes": Case(tokens=301, k=3, experts=5, outer=33, inner=17, rank=1),
+    "rank above the matrix": Case(rank=40),
+    "many chunks": Case(tokens=700, k=4, experts=16, outer=256, inner=96, rank=8),
+}
+
+
+def poison() -> None:
+    """Leaves NaN in the memory that the next arrays get."""
+    mx.eval([mx.full((2**k,), float("nan")) for k in range(6, 20)])
+
+
+@pytest.fixture(params=["tiles", "sorted rows"])
+def form(request, monkeypatch):
+    """Both layouts: a CPU's, and a GPU's, whose operations MLX has on a CPU too."""
+    if request.param == "sorted rows":
+        monkeypatch.setattr(backend, "device", lambda: "cuda")
+        monkeypatch.setattr(block_module, "GPU_CHUNK_BYTES", 2**19)
+    elif backend.device() != "cpu":
+        pytest.skip("tiles are for CPUs")
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_values_and_gradients_against_float64(case):
+    wanted = expected(case)
+    poison()
+    found = value_and_gradients(block, case, case.arrays)
+    assert all(found[name].dtype == array.dtype for name, array in case.arrays.items())
+    total, element = worst(found, wanted)
+    assert total < EXACT
+    assert element < EXACT_ELEMENT
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+def test_half_precision_costs_its_own_rounding(dtype):
+    case = Case(dtype=dtype)
+    found = value_and_gradients(block, case, case.arrays)
+    assert found["y"].dtype == found["x"].dtype == dtype
+    assert found["up.lora_a"].dtype == mx.float32
+    _, element = worst(found, expected(case))
+    assert element < EXACT_ELEMENT + ROUNDING[str(dtype).removeprefix("mlx.core.")]
+
+
+def test_experts_without_tokens_get_exactly_zero():
+    case = Case(routing="few")
+    found = value_and_gradients(block, case, case.arrays)
+    for name in NAMES:
+        for leaf in LEAVES:
+            gradient = found[f"{name}.{leaf}"]
+            assert not mx.any(gradient[2:] != 0)
+            assert mx.all(mx.any((gradient[:2] != 0).reshape(2, -1), axis=1))
+
+
+@pytest.mark.parametrize("wrap", ["compile", "checkpoint", "compiled checkpoint", "checkpoint in a checkpoint"])
+def test_the_same_bits_compiled_and_recomputed(wrap):
+    case = Case(tokens=90)
+    names = [name for name in case.arrays if name.split(".")[-1] != "weight"]
+    frozen = {name: array for name, array in case.arrays.items() if name not in names}
+    trains = tuple(leaf for leaf in LEAVES if leaf != "weight")
+
+    def plain(arrays):
+        return block(case, {**frozen, **arrays}, trains)
+
+    run = plain
+    if "checkpoint" in wrap:
+        run = checkpoint(lambda arrays: plain(arrays))
+    if wrap == "checkpoint in a checkpoint":
+        inner = run
+        run = checkpoint(lambda arrays: inner(arrays))
+    given = {name: case.arrays[name] for name in names}
+    one, two = (mx.grad(lambda arrays, f=f: (f(arrays) * case.dy).sum()) for f in (plain, run))
+    two = mx.compile(two) if "compile" in wrap else two
+    wanted, found = one(given), two(given)
+    assert all(mx.array_equal(wanted[name], found[name]) for name in names)
+
+
+PACKINGS = [{"bits": bits, "group_size": 32} for bits in (2, 3, 4, 6, 8)]
+PACKINGS += [
+    {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    {"bits": 4, "group_size": 16, "mode": "nvfp4"},
+    {"bits": 8, "group_size": 32, "mode": "mxfp8"},
+]
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: f"{p.get('mode', 'affine')}{p['bits']}")
+def test_packed_weights_are_their_unpacked_values(packing):
+    case = Case(outer=64, inner=32)
+    packed, arrays = {}, dict(case.arrays)
+    for name in NAMES:
+        weight, scales, *biases = mx.quantize(case.arrays[f"{name}.weight"], **packing)
+        unpacked = mx.dequantize(weight, scales, *biases, **packing)
+        arrays[f"{name}.weight"] = unpacked.astype(mx.float32)
+        packed[name] = {"weight": weight, "scales": scales, "biases": biases[0] if biases else None, **packing}
+    wanted_case = replace(case)
+    wanted_case.arrays = arrays
+    names = [name for name in arrays if "weight" not in name]
+
+    def run(case, given):
+        up, down, gate = (
+            Projection(
+                **packed[name],
+                **{leaf: given[f"{name}.{leaf}"] for leaf in LEAVES[1:]},
+                scale=1.5,
+                trains=LEAVES[1:],
+            )
+            for name in NAMES
+        )
+        return expert_block(given["x"], case.indices, given["scores"], up, down, gate)
+
+    wanted = {name: value for name, value in expected(wanted_case).items() if "weight" not in name}
+    found = value_and_gradients(run, case, {name: arrays[name] for name in names})
+    total, element = worst(found, wanted)
+    assert total < EXACT
+    assert element < EXACT_ELEMENT
+
+
+def test_without_scores_the_experts_outputs_stay_apart():
+    case = Case(tokens=33)
+    arrays = case.arrays
+    up, down, gate = (Projection(**{leaf: arrays[f"{n}.{leaf}"] for leaf in LEAVES}, scale=1.5) for n in NAMES)
+
+    def apart(x, scores):
+        y = expert_block(x.reshape(3, 11, -1), case.indices.reshape(3, 11, -1), None, up, down, gate)
+        assert y.shape == (3, 11, case.k, case.outer)
+        return ((y.reshape(33, case.k, -1) * scores[..., None]).sum(axis=1) * case.dy).sum()
+
+    def together(x, scores):
+        return (expert_block(x, case.indices, scores, up, down, gate) * case.dy).sum()
+
+    found, wanted = (mx.grad(f, argnums=(0, 1))(arrays["x"], arrays["scores"]) for f in (apart, together))
+    for a, b in zip(found, wanted, strict=True):
+        assert mx.abs(a - b).max() <= 2e-6 * mx.abs(b).max()
+
+
+def test_without_a_gate_the_activation_has_one_argument():
+    case = Case()
+    a = case.arrays
+    up, down = (Projection(**{leaf: a[f"{n}.{leaf}"] for leaf in LEAVES}, scale=1.5) for n in ("up", "down"))
+    y = expert_block(a["x"], case.indices, a["scores"], up, down, activation=mx.tanh)
+    token, e = 7, [int(i) for i in case.indices[7]]
+    wanted = 0
+    for place, expert in enumerate(e):
+        full = {n: a[f"{n}.weight"][expert] + 1.5 * a[f"{n}.lora_b"][expert] @ a[f"{n}.lora_a"][expert] for n in NAMES}
+        hidden = mx.tanh(full["up"] @ a["x"][token] + a["up.bias"][expert])
+        wanted = wanted + a["scores"][token, place] * (full["down"] @ hidden + a["down.bias"][expert])
+    assert mx.abs(y[token] - wanted).max() < 1e-5
+
+
+def test_dropout_draws_alike_backwards():
+    """With gate and up linear in x, a directional derivative must be the function's own difference."""
+    case = Case(tokens=40)
+    a = case.arrays
+    key = mx.random.key(5)
+
+    def run(factors, x):
+        up, down = (
+            Projection(a[f"{n}.weight"], **factors[n], scale=1.5, dropout=0.5, key=key, trains=("lora_a", "lora_b"))
+            for n in ("up", "down")
+        )
+        return (expert_block(x, case.indices, a["scores"], up, down, activation=lambda u: u) * case.dy).sum()
+
+    factors = {n: {leaf: a[f"{n}.{leaf}"] for leaf in LEAVES[2:]} for n in ("up", "down")}
+    gradient = mx.grad(run)(factors, a["x"])
+    for name in ("up", "down"):
+        for leaf in LEAVES[2:]:
+            # Linear in each factor: the value is what it is without the factor, plus <factor, gradient>.
+            without = {n: {**factors[n], **({leaf: 0 * factors[n][leaf]} if n == name else {})} for n in factors}
+            rise = run(factors, a["x"]) - run(without, a["x"])
+            inner = (gradient[name][leaf] * factors[name][leaf]).sum()
+            assert abs(float(rise - inner)) < 1e-4 * (1 + abs(float(inner)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indices": mx.zeros((50, 2))}, "indices must be integers"),
+        ({"indices": mx.zeros((49, 2), mx.int32)}, "indices must be"),
+        ({"scores": mx.zeros((50, 3))}, "scores must be"),
+        ({"x": mx.zeros((50, 31))}, "up must be"),
+        ({"up.lora_a": mx.zeros((7, 4, 32))}, "adapter of up must be"),
+        ({"gate.weight": mx.zeros((8, 23, 32))}, "gate must be"),
+    ],
+)
+def test_refuses_shapes_that_disagree(change, message):
+    case = Case()
+    indices = change.pop("indices", None) if "indices" in change else None
+    if indices is not None:
+        case.indices = indices
+    with pytest.raises(ValueError, match=message):
+        block(case, case.arrays | change)
+
+
+def test_refuses_a_second_derivative():
+    case = Case(tokens=4)
+    up, down, gate = (Projection(case.arrays[f"{n}.weight"]) for n in NAMES)
+
+    def total(x):
+        return expert_block(x, case.indices, case.arrays["scores"], up, down, gate).sum()
+
+    with pytest.raises((NotImplementedError, ValueError), match="second derivative"):
+        mx.eval(mx.grad(lambda x: mx.grad(total)(x).sum())(case.arrays["x"]))
+
+
+def peak(case: Case) -> int:
+    """Bytes beyond the inputs and gradients at the peak of a gradient."""
+    trains = ("lora_a", "lora_b")
+    names = ["x", "scores", *(f"{n}.{leaf}" for n in NAMES for leaf in trains)]
+
+    def loss(given):
+        return (block(case, case.arrays | given, trains) * case.dy).sum()
+
+    given = {name: case.arrays[name] for name in names}
+    mx.eval(mx.grad(loss)(given))
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    gradients = mx.grad(loss)(given)
+    mx.eval(gradients)
+    return mx.get_peak_memory() - held - sum(gradient.nbytes for gradient in gradients.values())
+
+
+def test_memory_grows_with_adapters_and_tokens_alone():
+    """A chunk; accumulators of the adapters' size; arrays of x's size: none of tokens x k rows, none of experts x in.
+
+    The slack is for operations that MLX starts early: as many as the machine has time for.
+    """
+    slack = 5 * 2**20
+    sizes = {"tokens": 512, "outer": 256, "inner": 96, "k": 8, "rank": 4, "experts": 16}
+    base = peak(Case(**sizes))
+    for change in ({"rank": 64}, {"experts": 256}):
+        case, small = Case(**sizes | change), Case(**sizes)
+        grown = sum(case.arrays[n].nbytes - small.arrays[n].nbytes for n in case.arrays if "lora" in n)
+        assert peak(case) < base + 2 * grown + slack, change
+    rows = (4096 - 512) * 256 * 4
+    assert peak(Case(**sizes | {"tokens": 4096})) < base + 4 * rows + slack < base + 8 * rows
+
+
+def test_routing_is_not_computed_with_but_differentiated_around():
+    """Indices from a router on x: stop_gradient inside, gradients through the scores only."""
+    case = Case()
+    router = mx.random.normal((case.outer, case.experts))
+
+    def loss(x, differentiate):
+        logits = mx.softmax(x @ router, axis=-1)
+        indices = mx.argpartition(logits, kth=-2, axis=-1)[:, -2:]
+        scores = mx.take_along_axis(logits, mx.stop_gradient(indices), axis=-1)
+        case.indices = indices
+        y = block(case, case.arrays | {"x": x, "scores": scores}, ())
+        return (y * case.dy).sum()
+
+    x = case.arrays["x"]
+    gradient = mx.grad(loss)(x, True)
+    direction = mx.random.normal(x.shape)
+    step = 1e-3
+    difference = (loss(x + step * direction, True) - loss(x - step * direction, True)) / (2 * step)
+    assert np.isclose(float((gradient * direction).sum()), float(difference), rtol=2e-2, atol=0.05)
