@@ -1,0 +1,161 @@
+"""`deltatune plan`, and the check before `deltatune train`: what is planned, what is said, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+from ...config import TrainConfig
+from ...data import BatchOrder, Splits
+from ...data.load import load_datasets
+from ...errors import UserError
+from ...models.load import load
+from ...train.commands import prepare
+from ...train.distributed import World
+from . import screen
+from .layout import Layout, LayoutError
+from .limits import Limits, device_limits
+from .plan import Plan, plan_step
+from .search import Largest, fits, largest
+
+_LONGEST = 1 << 17
+_MOST_ROWS = 1024
+_MOST_RANK = 256
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan of the run as asked for, the device's limits, and the largest batch, length and rank (None: not sought)."""
+
+    plan: Plan
+    limits: Limits
+    batch: Largest | None = None
+    length: Largest | None = None
+    rank: Largest | None = None
+
+
+def run(config: TrainConfig) -> int:
+    """Print the plan of a run; exit code 0 where it fits, 1 where not."""
+    found = examine(config)
+    print(screen.text(found))
+    return 0 if fits(found.plan, found.limits) else 1
+
+
+def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
+    """Plan the run that `config` describes, and look for the largest that fits. Weights stay on the disk."""
+    config = _from_scratch(config)
+    layout = _layout()
+    limits = limits or device_limits()
+    loaded = _loaded(config)
+    splits = load_datasets(config, loaded.tokenizer)
+    prepare(loaded.model, config)
+    rows, length = shape(config, splits)
+    first = plan_step(loaded.model, config, rows, length, layout)
+    positions = _positions(loaded.config)
+
+    def ranked(rank: int) -> Plan:
+        changed = dataclasses.replace(
+            config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank)
+        )
+        model = _loaded(changed).model
+        prepare(model, changed)
+        return plan_step(model, changed, rows, length, layout)
+
+    world = World().size
+    batch = largest(
+        lambda value: plan_step(loaded.model, config, value, length, layout), limits, {rows: first},
+        step=1, most=max(rows, _MOST_ROWS),
+    )  # fmt: skip
+    longest = largest(
+        lambda value: plan_step(loaded.model, config, rows, value, layout), limits, {length: first},
+        step=32, most=max(length, positions),
+    )  # fmt: skip
+    rank = None
+    if config.fine_tune_type != "full":
+        now = config.lora_parameters.rank
+        rank = largest(ranked, limits, {now: first}, step=1, most=max(now, _MOST_RANK))
+    return Found(first, limits, _times(batch, world), longest, rank)
+
+
+def check(model: nn.Module, config: TrainConfig, splits: Splits, *, force: bool = False) -> str:
+    """One line on the run that is about to start. UserError, with what would make it fit, where it cannot (or a line,
+    with `force`). Where this MLX cannot be looked into, the line says so."""
+    try:
+        layout = _layout()
+    except UserError as error:
+        return f"Plan: none ({error})"
+    limits = device_limits()
+    rows, length = shape(config, splits)
+    plan = plan_step(model, config, rows, length, layout)
+    if fits(plan, limits):
+        return screen.line(plan, limits)
+    message = f"{screen.line(plan, limits)} {_mended(model, config, plan, limits, layout)}"
+    if force:
+        return f"{message} Training all the same (--force)."
+    raise UserError(f"{message} --force trains all the same.")
+
+
+def shape(config: TrainConfig, splits: Splits) -> tuple[int, int]:
+    """Rows and length of the run's largest batch, on one rank."""
+    world = World()
+    order = BatchOrder(
+        splits.train, config.batch_size, config.max_seq_length, packed=config.pack, rank=world.rank, world=world.size
+    )
+    return config.batch_size // world.size, order.widths[-1]
+
+
+def _mended(model: nn.Module, config: TrainConfig, plan: Plan, limits: Limits, layout: Layout) -> str:
+    """What would make the run fit: the least change first."""
+    tried: list[tuple[str, TrainConfig]] = [("", config)]
+    if not config.grad_checkpoint:
+        changed = dataclasses.replace(config, grad_checkpoint=True)
+        if fits(plan_step(model, changed, plan.rows, plan.length, layout), limits):
+            return "It fits with --grad-checkpoint."
+        tried.insert(0, ("--grad-checkpoint and ", changed))
+    for words, changed in tried:
+        by_value: list[tuple[str, int, Callable[[int], Plan], int]] = [
+            ("--batch-size", plan.rows, lambda v, c=changed: plan_step(model, c, v, plan.length, layout), 1),
+            ("--max-seq-length", plan.length, lambda v, c=changed: plan_step(model, c, plan.rows, v, layout), 32),
+        ]
+        for option, most, attempt, step in by_value:
+            found = largest(attempt, limits, {}, step=step, most=most - 1)
+            if found.value:
+                times = World().size if option == "--batch-size" else 1
+                return f"It fits with {words}{option} {found.value * times}."
+    return "No batch size or length makes it fit: take a smaller or a quantised model."
+
+
+def _layout() -> Layout:
+    try:
+        return Layout.measured()
+    except LayoutError as error:
+        raise UserError(f"this MLX keeps its graphs in a way that is not known here, so nothing is planned: {error}") from error
+
+
+def _from_scratch(config: TrainConfig) -> TrainConfig:
+    if config.from_scratch:
+        return dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
+    return config
+
+
+def _loaded(config: TrainConfig) -> Any:
+    return load(
+        config.model,
+        trust_remote_code=config.trust_remote_code,
+        lazy=True,
+        from_scratch=config.from_scratch,
+        seed=config.seed,
+    )
+
+
+def _positions(model_config: dict[str, Any]) -> int:
+    text = model_config.get("text_config") or model_config
+    return int(text.get("max_position_embeddings") or _LONGEST)
+
+
+def _times(found: Largest, world: int) -> Largest:
+    return dataclasses.replace(found, value=found.value * world, most=found.most * world)

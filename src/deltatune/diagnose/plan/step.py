@@ -1,0 +1,160 @@
+"""Builds a training step as the trainer does, without evaluating anything, and simulates it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ... import backend
+from ...config import TrainConfig
+from ...data import Batch
+from ...models.describe import describe
+from ...ops.checkpoint import checkpointed
+from ...patches import patched
+from ...train import announce
+from ...train.compiling import without_kernels
+from ...train.distributed import World
+from ...train.optimizer import build_optimizer
+from ...train.step import Step, Sums
+from ...train.tree import random_key, set_random_key
+from .graph import Node, all_nodes, evaluation_order, read
+from .layout import Layout
+from .simulate import Simulation
+
+_WIDTH = "MLX_BFS_MAX_WIDTH"
+
+
+@dataclass
+class Phase:
+    """One evaluation of a step: its graph's outputs, the order, and what nothing else refers to."""
+
+    name: str
+    outputs: list[Node]
+    order: list[Node]
+    dropped: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Built:
+    """A step that was built and not run. names: of parameters, by address; loss: the node of the loss."""
+
+    phases: list[Phase]
+    held: list[Node]
+    names: dict[int, str]
+    loss: Node
+    parameters: int
+    gradients: int
+    moments: int
+    parameter_bytes: int
+    gradient_bytes: int
+    moment_bytes: int
+    rows: int
+    length: int
+    # The arrays behind the nodes: addresses are theirs for as long as they exist.
+    arrays: list[mx.array]
+
+
+def blank_batch(rows: int, length: int, packed: bool) -> Batch:
+    """A batch of that shape; what is in it does not matter."""
+    shape = (rows, length)
+    segments = np.zeros(shape, np.int32) if packed else None
+    ones = np.ones(shape, np.float32)
+    return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32), ones, segments, ((),) * rows, ((),) * rows)
+
+
+def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout: Layout) -> Built:
+    """The graphs of one iteration of `model` (converted, `prepare`d) on `rows` rows of `length` tokens.
+
+    The model comes out as it went in. Raises what building the step raises: UserError for options that do not fit.
+    """
+    with _as_trained(model, config) as loss_function:
+        optimizer = build_optimizer(config)
+        step = Step(
+            model,
+            optimizer,
+            loss_function,
+            World(),
+            accumulate=config.grad_accumulation_steps,
+            clip=config.grad_clip,
+        )
+        before = _leaves(model.trainable_parameters())
+        moments = _leaves(optimizer.state)
+        everything = [array for _, array in tree_flatten(model.state) if isinstance(array, mx.array)]
+        sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
+        accumulated = _leaves(sums)
+        names = {layout.address(array): name for name, array in tree_flatten(model.parameters())}
+        given = [*everything, *moments, *accumulated, random_key()]
+
+        loss, weight, gradients = step.micro_batch(blank_batch(rows, length, config.pack), sums.gradients)
+        new = Sums(gradients, sums.loss + loss, sums.weight + weight)
+        first = [loss, weight, *_leaves(new)]
+        norm = step.update(*new)
+        second = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state), norm, random_key()]
+
+        leaves = {layout.address(array) for array in given}
+        one = read(layout, first, leaves)
+        done = {node.address for node in all_nodes(one)}
+        two = read(layout, second, leaves | {layout.address(array) for array in first})
+        width = int(os.environ.get(_WIDTH, "20"))
+        phases = [
+            Phase("forward and backward", one, evaluation_order(one, width), [layout.address(a) for a in accumulated]),
+            Phase("update", two, evaluation_order(two, width), _replaced(layout, [*before, *moments, *_leaves(gradients)], second)),
+        ]
+        held = [*read(layout, given, leaves), *_constants([*one, *two], leaves | done)]
+    return Built(
+        phases, held, names, one[0], len(names), len(before), len(moments),
+        sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
+        rows, length, [*given, *first, *second],
+    )  # fmt: skip
+
+
+def _leaves(tree: Any) -> list[mx.array]:
+    return [array for _, array in tree_flatten(tree) if isinstance(array, mx.array)]
+
+
+def _replaced(layout: Layout, old: Sequence[mx.array], new: Sequence[mx.array]) -> list[int]:
+    kept = {layout.address(array) for array in new}
+    return [at for at in dict.fromkeys(layout.address(array) for array in old) if at not in kept]
+
+
+def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
+    """Values inside the graphs, which the compiled functions keep: scalars above all."""
+    return [node for node in all_nodes(outputs) if not node.kind]
+
+
+@contextlib.contextmanager
+def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
+    """The model as Trainer has it while it trains; afterwards as it was. Gives the loss function."""
+    training, key, parameters = model.training, random_key(), model.trainable_parameters()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(model))
+        if config.grad_checkpoint:
+            stack.enter_context(checkpointed([layer.module for layer in describe(model)]))
+        stack.enter_context(without_kernels())
+        loss, _ = announce.choose_loss(model)
+        model.train()
+        try:
+            yield loss
+        finally:
+            model.update(parameters)
+            model.train(training)
+            set_random_key(key)
+
+
+def simulated(built: Built, layout: Layout, ahead: bool | None = None) -> Simulation:
+    """The step, run without computing. ahead: see Simulation; None for what this device does."""
+    machine = Simulation(layout, backend.device() == "cpu" if ahead is None else ahead)
+    for leaf in built.held:
+        machine.place(leaf)
+    for phase in built.phases:
+        machine.evaluate(phase.order, phase.outputs, phase.dropped)
+    return machine
