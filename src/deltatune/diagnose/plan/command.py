@@ -58,9 +58,7 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
     positions = _positions(loaded.config)
 
     def ranked(rank: int) -> Plan:
-        changed = dataclasses.replace(
-            config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank)
-        )
+        changed = dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank))
         model = _loaded(changed).model
         prepare(model, changed)
         return plan_step(model, changed, rows, length, layout)
@@ -68,7 +66,7 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
     world = World().size
     batch = largest(
         lambda value: plan_step(loaded.model, config, value, length, layout), limits, {rows: first},
-        step=1, most=max(rows, _MOST_ROWS),
+        step=1, most=max(rows, _MOST_ROWS), leap=64,
     )  # fmt: skip
     longest = largest(
         lambda value: plan_step(loaded.model, config, rows, value, layout), limits, {length: first},
@@ -77,7 +75,7 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
     rank = None
     if config.fine_tune_type != "full":
         now = config.lora_parameters.rank
-        rank = largest(ranked, limits, {now: first}, step=1, most=max(now, _MOST_RANK))
+        rank = largest(ranked, limits, {now: first}, step=1, most=max(now, _MOST_RANK), leap=_MOST_RANK)
     return Found(first, limits, _times(batch, world), longest, rank)
 
 
@@ -133,7 +131,9 @@ def _layout() -> Layout:
     try:
         return Layout.measured()
     except LayoutError as error:
-        raise UserError(f"this MLX keeps its graphs in a way that is not known here, so nothing is planned: {error}") from error
+        raise UserError(
+            f"this MLX keeps its graphs in a way that is not known here, so nothing is planned: {error}"
+        ) from error
 
 
 def _from_scratch(config: TrainConfig) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -64,15 +65,22 @@ class Plan:
 
 def plan_step(model: nn.Module, config: TrainConfig, rows: int, length: int, layout: Layout) -> Plan:
     """Plan a step of the converted `model`; nothing is evaluated and the model comes out as it went in."""
-    built = build(model, config, rows, length, layout)
+    try:
+        return _planned(build(model, config, rows, length, layout), config, layout)
+    finally:
+        # A graph is full of cycles, and its constants are buffers.
+        gc.collect()
+
+
+def _planned(built: Built, config: TrainConfig, layout: Layout) -> Plan:
     machine = simulated(built, layout)
     counts = {"parameters": built.parameters, "gradients": built.gradients, "moments": built.moments}
     sizes = {
         "parameters": built.parameter_bytes, "gradients": built.gradient_bytes, "moments": built.moment_bytes,
     }  # fmt: skip
     return Plan(
-        rows,
-        length,
+        built.rows,
+        built.length,
         config.lora_parameters.rank,
         _moment(machine, built, machine.buffers, by_bytes=False),
         _moment(machine, built, machine.bytes, by_bytes=True),

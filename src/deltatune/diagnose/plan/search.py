@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from .limits import Limits
 from .plan import Plan
 
+_PLANS = 10
 Try = Callable[[int], Plan]
 
 
@@ -27,26 +28,24 @@ class Largest:
     plan: Plan | None
 
 
-def largest(attempt: Try, limits: Limits, known: dict[int, Plan], *, step: int, most: int, plans: int = 8) -> Largest:
-    """The largest multiple of `step` up to `most` whose plan fits, in at most `plans` more plans.
+def largest(attempt: Try, limits: Limits, known: dict[int, Plan], *, step: int, most: int, leap: int = 4) -> Largest:
+    """The largest multiple of `step` up to `most` whose plan fits, or one within a fiftieth of what does not.
 
-    attempt: plans for a value. known: plans that there are, by value. Memory grows with every one of these values, so
-    each next one is where the parabola through the known ones meets the limit, kept between what fits and what does not;
-    what is returned has been planned and fits.
+    attempt: plans for a value. known: plans that there are, by value. leap: how far beyond what fits it looks at once.
+    Memory grows with every one of these values, so each next one is where the parabola through the known ones meets the
+    limit, kept between what fits and what does not. What is returned has been planned, and fits.
     """
-    plans_by_value = dict(known)
-    for _ in range(plans):
-        good = max((value for value, plan in plans_by_value.items() if fits(plan, limits)), default=0)
-        bad = min((value for value, plan in plans_by_value.items() if not fits(plan, limits)), default=most + step)
-        low, high = good + step, min(bad - 1, most) // step * step
-        low = low // step * step
-        if low > high:
+    plans = dict(known)
+    for _ in range(_PLANS):
+        good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
+        bad = min((value for value, plan in plans.items() if not fits(plan, limits)), default=most + 1)
+        low, high = good // step * step + step, min(bad - 1, most, leap * max(good, step)) // step * step
+        if low > high or (bad <= most and (bad - good) * 50 <= bad):
             break
-        value = _guess(plans_by_value, limits, low, high) // step * step
-        value = min(max(value, low), high)
-        plans_by_value[value] = attempt(value)
-    good = max((value for value, plan in plans_by_value.items() if fits(plan, limits)), default=0)
-    return Largest(good, most, plans_by_value.get(good))
+        value = min(max(_guess(plans, limits, low, high) // step * step, low), high)
+        plans[value] = attempt(value)
+    good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
+    return Largest(good, most, plans.get(good))
 
 
 def _guess(plans: dict[int, Plan], limits: Limits, low: int, high: int) -> int:
@@ -61,8 +60,8 @@ def _guess(plans: dict[int, Plan], limits: Limits, low: int, high: int) -> int:
 
 def _meets(points: list[tuple[int, int]], limit: int, low: int, high: int) -> int:
     """The largest value in [low, high] at which the curve through the last three points is within the limit."""
-    if len(points) == 1:
-        return min(2 * low, high)
+    if len(points) < 2:
+        return high
     # The three nearest to the limit say most about where it is met.
     near = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
     first, last = low, high

@@ -106,9 +106,14 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
         width = int(os.environ.get(_WIDTH, "20"))
         phases = [
             Phase("forward and backward", one, evaluation_order(one, width), [layout.address(a) for a in accumulated]),
-            Phase("update", two, evaluation_order(two, width), _replaced(layout, [*before, *moments, *_leaves(gradients)], second)),
+            Phase(
+                "update",
+                two,
+                evaluation_order(two, width),
+                _replaced(layout, [*before, *moments, *_leaves(gradients)], second),
+            ),
         ]
-        held = [*read(layout, given, leaves), *_constants([*one, *two], leaves | done)]
+        held = [*read(layout, given, leaves), *_constants(one, set()), *_constants(two, done)]
     return Built(
         phases, held, names, one[0], len(names), len(before), len(moments),
         sum(array.nbytes for _, array in tree_flatten(model.parameters())),
@@ -128,7 +133,7 @@ def _replaced(layout: Layout, old: Sequence[mx.array], new: Sequence[mx.array]) 
 
 def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
     """Values inside the graphs, which the compiled functions keep: scalars above all."""
-    return [node for node in all_nodes(outputs) if not node.kind]
+    return [node for node in all_nodes(outputs) if not node.kind and node.address not in others]
 
 
 @contextlib.contextmanager
