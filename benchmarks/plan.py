@@ -51,9 +51,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     import mlx.core as mx
     import mlx.nn as nn
     import numpy as np
-    from counted_allocator import Counter
-    from depth import config as model_config
 
+    from counted_allocator import Counter
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.data import Splits
     from deltatune.data.example import Example
@@ -63,6 +62,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.train.commands import prepare
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from depth import config as model_config
 
     counter = Counter()
     described = model_config(options["family"], options["depth"])
@@ -133,10 +133,11 @@ def main() -> None:
     for name in arguments.only:
         found = measure(DEFAULTS | CONFIGURATIONS[name])
         buffers, size = found["counted"], found["counted_bytes"]
+        off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
         print(
-            f"| {name} | {found['tokens']} | {buffers:,} | {found['planned']:,} | {found['planned'] / buffers - 1:+.1%} "
-            f"| {buffers - found['known']:,} | {found['first']:,} | {size / 1e6:.1f} | {found['planned_bytes'] / 1e6:.1f} "
-            f"| {found['planned_bytes'] / size - 1:+.1%} |",
+            f"| {name} | {found['tokens']} | {buffers:,} | {found['planned']:,} | {off:+.1%} "
+            f"| {buffers - found['known']:,} | {found['first']:,} | {size / 1e6:.1f} "
+            f"| {found['planned_bytes'] / 1e6:.1f} | {off_bytes:+.1%} |",
             flush=True,
         )
 

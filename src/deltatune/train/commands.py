@@ -30,7 +30,6 @@ from .evaluate import Evaluation
 from .log import Screen
 from .loop import Result, Trainer
 
-
 # Looks at a converted model before its first step: says something about the run, or raises UserError.
 Check = Callable[[nn.Module, TrainConfig, Splits], str]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -23,13 +23,14 @@ from .plan import Plan, plan_step
 from .search import Largest, fits, largest
 
 _LONGEST = 1 << 17
+_LENGTHS = 32
 _MOST_ROWS = 1024
 _MOST_RANK = 256
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan of the run as asked for, the device's limits, and the largest batch, length and rank (None: not sought)."""
+    """A plan of the run as asked for, the device's limits, the largest batch, length and rank (None: not sought)."""
 
     plan: Plan
     limits: Limits
@@ -64,14 +65,10 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
         return plan_step(model, changed, rows, length, layout)
 
     world = World().size
-    batch = largest(
-        lambda value: plan_step(loaded.model, config, value, length, layout), limits, {rows: first},
-        step=1, most=max(rows, _MOST_ROWS), leap=64,
-    )  # fmt: skip
-    longest = largest(
-        lambda value: plan_step(loaded.model, config, rows, value, layout), limits, {length: first},
-        step=32, most=max(length, positions),
-    )  # fmt: skip
+    bigger = partial(_step, loaded.model, config, layout, length=length)
+    batch = largest(bigger, limits, {rows: first}, step=1, most=max(rows, _MOST_ROWS), leap=_MOST_ROWS)
+    longer = partial(_step, loaded.model, config, layout, rows)
+    longest = largest(longer, limits, {length: first}, step=_LENGTHS, most=max(length, positions))
     rank = None
     if config.fine_tune_type != "full":
         now = config.lora_parameters.rank
@@ -115,16 +112,19 @@ def _mended(model: nn.Module, config: TrainConfig, plan: Plan, limits: Limits, l
             return "It fits with --grad-checkpoint."
         tried.insert(0, ("--grad-checkpoint and ", changed))
     for words, changed in tried:
-        by_value: list[tuple[str, int, Callable[[int], Plan], int]] = [
-            ("--batch-size", plan.rows, lambda v, c=changed: plan_step(model, c, v, plan.length, layout), 1),
-            ("--max-seq-length", plan.length, lambda v, c=changed: plan_step(model, c, plan.rows, v, layout), 32),
-        ]
-        for option, most, attempt, step in by_value:
-            found = largest(attempt, limits, {}, step=step, most=most - 1)
-            if found.value:
-                times = World().size if option == "--batch-size" else 1
-                return f"It fits with {words}{option} {found.value * times}."
+        fewer = partial(_step, model, changed, layout, length=plan.length)
+        found = largest(fewer, limits, {}, step=1, most=plan.rows - 1)
+        if found.value:
+            return f"It fits with {words}--batch-size {found.value * World().size}."
+        shorter = partial(_step, model, changed, layout, plan.rows)
+        found = largest(shorter, limits, {}, step=_LENGTHS, most=plan.length - 1)
+        if found.value:
+            return f"It fits with {words}--max-seq-length {found.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
+
+
+def _step(model: nn.Module, config: TrainConfig, layout: Layout, rows: int, length: int) -> Plan:
+    return plan_step(model, config, rows, length, layout)
 
 
 def _layout() -> Layout:
@@ -132,7 +132,7 @@ def _layout() -> Layout:
         return Layout.measured()
     except LayoutError as error:
         raise UserError(
-            f"this MLX keeps its graphs in a way that is not known here, so nothing is planned: {error}"
+            f"this MLX keeps its graphs in a way that is not known here: {error}; nothing planned."
         ) from error
 
 

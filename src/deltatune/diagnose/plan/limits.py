@@ -26,7 +26,7 @@ class Limits:
 
 
 def device_limits() -> Limits:
-    """Of MLX's default device. Metal states both, CUDA its memory; on a CPU it is the memory of machine or container."""
+    """Of MLX's default device: Metal states both, CUDA its memory; for a CPU, the memory of machine or container."""
     device = backend.device()
     if device == "cpu":
         size, why = _main_memory()

@@ -295,10 +295,16 @@ def _takes_for(machine: Machine, node: Node, output: Node, index: int, given: St
     return fits and machine.sole(node.inputs[index])
 
 
-_UNARY = """Abs ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTanh BitwiseInvert Ceil Conjugate ConvertFP8 Cos Cosh Erf ErfInv
-Exp Expm1 Floor Imag Log Log1p LogicalNot Negative Real Round Sigmoid Sign Sin Sinh Sqrt Square Tan Tanh""".split()
-_BINARY = """Add ArcTan2 BitwiseBinary Divide DivMod Equal Greater GreaterEqual Less LessEqual LogAddExp LogicalAnd
-LogicalOr Maximum Minimum Multiply NotEqual Power Remainder Subtract""".split()
+_UNARY = [
+    "Abs", "ArcCos", "ArcCosh", "ArcSin", "ArcSinh", "ArcTan", "ArcTanh", "BitwiseInvert", "Ceil", "Conjugate",
+    "ConvertFP8", "Cos", "Cosh", "Erf", "ErfInv", "Exp", "Expm1", "Floor", "Imag", "Log", "Log1p", "LogicalNot",
+    "Negative", "Real", "Round", "Sigmoid", "Sign", "Sin", "Sinh", "Sqrt", "Square", "Tan", "Tanh",
+]  # fmt: skip
+_BINARY = [
+    "Add", "ArcTan2", "BitwiseBinary", "Divide", "DivMod", "Equal", "Greater", "GreaterEqual", "Less",
+    "LessEqual", "LogAddExp", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Multiply", "NotEqual", "Power",
+    "Remainder", "Subtract",
+]  # fmt: skip
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_UNARY, _unary),
     **dict.fromkeys(_BINARY, _binary),

@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ... import backend
 from ...config import TrainConfig
@@ -24,7 +23,7 @@ from ...train.compiling import without_kernels
 from ...train.distributed import World
 from ...train.optimizer import build_optimizer
 from ...train.step import Step, Sums
-from ...train.tree import random_key, set_random_key
+from ...train.tree import leaves, random_key, set_random_key
 from .graph import Node, all_nodes, evaluation_order, read
 from .layout import Layout
 from .simulate import Simulation
@@ -87,10 +86,10 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
         )
         before = _leaves(model.trainable_parameters())
         moments = _leaves(optimizer.state)
-        everything = [array for _, array in tree_flatten(model.state) if isinstance(array, mx.array)]
+        everything = _leaves(model.state)
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         accumulated = _leaves(sums)
-        names = {layout.address(array): name for name, array in tree_flatten(model.parameters())}
+        names = {layout.address(array): name for name, array in leaves(model.parameters())}
         given = [*everything, *moments, *accumulated, random_key()]
 
         loss, weight, gradients = step.micro_batch(blank_batch(rows, length, config.pack), sums.gradients)
@@ -99,10 +98,10 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
         norm = step.update(*new)
         second = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state), norm, random_key()]
 
-        leaves = {layout.address(array) for array in given}
-        one = read(layout, first, leaves)
+        there = {layout.address(array) for array in given}
+        one = read(layout, first, there)
         done = {node.address for node in all_nodes(one)}
-        two = read(layout, second, leaves | {layout.address(array) for array in first})
+        two = read(layout, second, there | {layout.address(array) for array in first})
         width = int(os.environ.get(_WIDTH, "20"))
         phases = [
             Phase("forward and backward", one, evaluation_order(one, width), [layout.address(a) for a in accumulated]),
@@ -113,17 +112,17 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
                 _replaced(layout, [*before, *moments, *_leaves(gradients)], second),
             ),
         ]
-        held = [*read(layout, given, leaves), *_constants(one, set()), *_constants(two, done)]
+        held = [*read(layout, given, there), *_constants(one, set()), *_constants(two, done)]
     return Built(
         phases, held, names, one[0], len(names), len(before), len(moments),
-        sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
         rows, length, [*given, *first, *second],
     )  # fmt: skip
 
 
 def _leaves(tree: Any) -> list[mx.array]:
-    return [array for _, array in tree_flatten(tree) if isinstance(array, mx.array)]
+    return [array for _, array in leaves(tree) if isinstance(array, mx.array)]
 
 
 def _replaced(layout: Layout, old: Sequence[mx.array], new: Sequence[mx.array]) -> list[int]:
