@@ -69,7 +69,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     model = new_model(described)
     if options["bits"]:
         nn.quantize(model, 64, options["bits"])
-    length, iterations = options["tokens"], 3 * options["accumulate"]
+    length, iterations = options["tokens"], 6 * options["accumulate"]
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             lora_parameters=LoraConfig(rank=options["rank"]), num_layers=-1, optimizer=options["optimizer"],
@@ -112,7 +112,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     """worker() in a process of its own."""
     command = [sys.executable, __file__, "--worker", json.dumps(options)]
     environment = dict(os.environ)
-    if options["implementation"]:
+    if options.get("implementation"):
         environment["DELTATUNE_GATED_DELTA"] = options["implementation"]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -124,14 +124,14 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        print(json.dumps(worker(json.loads(arguments.worker))))
+        print(json.dumps(worker(DEFAULTS | json.loads(arguments.worker))))
         return
     versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
     print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
     print("|---" * 10 + "|")
     for name in arguments.only:
-        found = measure(DEFAULTS | CONFIGURATIONS[name])
+        found = measure(CONFIGURATIONS[name])
         buffers, size = found["counted"], found["counted_bytes"]
         off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
         print(

@@ -13,6 +13,9 @@ from ...config import TrainConfig
 from ...data import BatchOrder, Splits
 from ...data.load import load_datasets
 from ...errors import UserError
+from ...lora.adapter import Adapter
+from ...lora.convert import adapters
+from ...lora.weights import dense_weight
 from ...models.load import load
 from ...train.commands import prepare
 from ...train.distributed import World
@@ -72,7 +75,8 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
     rank = None
     if config.fine_tune_type != "full":
         now = config.lora_parameters.rank
-        rank = largest(ranked, limits, {now: first}, step=1, most=max(now, _MOST_RANK), leap=_MOST_RANK)
+        most = max(now, min(_MOST_RANK, _widest(loaded.model)))
+        rank = largest(ranked, limits, {now: first}, step=1, most=most, leap=_MOST_RANK)
     return Found(first, limits, _times(batch, world), longest, rank)
 
 
@@ -152,10 +156,16 @@ def _loaded(config: TrainConfig) -> Any:
     )
 
 
+def _widest(model: nn.Module) -> int:
+    """The largest rank that some adapted matrix can have."""
+    bases = [adapter.base for adapter in adapters(model).values() if isinstance(adapter, Adapter)]
+    return max((min(dense_weight(base).shape[-2:]) for base in bases), default=_MOST_RANK)
+
+
 def _positions(model_config: dict[str, Any]) -> int:
     text = model_config.get("text_config") or model_config
     return int(text.get("max_position_embeddings") or _LONGEST)
 
 
 def _times(found: Largest, world: int) -> Largest:
-    return dataclasses.replace(found, value=found.value * world, most=found.most * world)
+    return dataclasses.replace(found, value=found.value * world)

@@ -59,4 +59,4 @@ def _kept(moment: Moment) -> str:
 def _value(found: Largest) -> str:
     if not found.value:
         return "none"
-    return f"{found.value:,}" + (" (the most that was tried)" if found.value >= found.most else "")
+    return f"{found.value:,}" + (" or more" if found.more else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from .limits import Limits
 from .plan import Plan
 
 _PLANS = 10
+_SECONDS = 15.0
 Try = Callable[[int], Plan]
 
 
@@ -21,11 +23,10 @@ def fits(plan: Plan, limits: Limits) -> bool:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest value that fits, at most `most`; 0 where not even the least does. plan: of that value."""
+    """The largest value that fits; 0 where not even the least does. more: larger ones may fit, and were not tried."""
 
     value: int
-    most: int
-    plan: Plan | None
+    more: bool
 
 
 def largest(attempt: Try, limits: Limits, known: dict[int, Plan], *, step: int, most: int, leap: int = 4) -> Largest:
@@ -33,19 +34,22 @@ def largest(attempt: Try, limits: Limits, known: dict[int, Plan], *, step: int, 
 
     attempt: plans for a value. known: plans that there are, by value. leap: how far beyond what fits it looks at once.
     Memory grows with every one of these values, so each next one is where the parabola through the known ones meets the
-    limit, kept between what fits and what does not. What is returned has been planned, and fits.
+    limit, kept between what fits and what does not. What is returned has been planned, and fits. It stops looking
+    further up after 15 seconds.
     """
-    plans = dict(known)
+    plans, started = dict(known), time.monotonic()
     for _ in range(_PLANS):
         good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
         bad = min((value for value, plan in plans.items() if not fits(plan, limits)), default=most + 1)
         low, high = good // step * step + step, min(bad - 1, most, leap * max(good, step)) // step * step
         if low > high or (bad <= most and (bad - good) * 50 <= bad):
             break
+        if bad > most and time.monotonic() - started > _SECONDS:
+            break
         value = min(max(_guess(plans, limits, low, high) // step * step, low), high)
         plans[value] = attempt(value)
     good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
-    return Largest(good, most, plans.get(good))
+    return Largest(good, more=all(fits(plan, limits) for plan in plans.values()))
 
 
 def _guess(plans: dict[int, Plan], limits: Limits, low: int, high: int) -> int:
