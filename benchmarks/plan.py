@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
-    "tune": "lora", "pack": False, "implementation": "", "optimizer": "adamw", "bits": 0,
+    "tune": "lora", "pack": False, "implementation": "", "optimizer": "adamw", "bits": 0, "iterations": 6,
 }  # fmt: skip
 EXPERTS = {"family": "qwen3_5_moe", "depth": 8}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "experts, checkpointed": EXPERTS | {"checkpoint": True},
     "experts, checkpointed, rank 2": EXPERTS | {"checkpoint": True, "rank": 2},
     "experts, checkpointed, rank 64": EXPERTS | {"checkpoint": True, "rank": 64},
-    "experts, checkpointed, T=2048": EXPERTS | {"checkpoint": True, "tokens": 2048},
+    "experts, checkpointed, T=2048": EXPERTS | {"checkpoint": True, "tokens": 2048, "iterations": 3},
     "2 rows, accumulated": {"rows": 2, "tokens": 512, "accumulate": 2},
     "full fine-tuning": {"depth": 2, "tune": "full"},
     "packed, checkpointed, adafactor": {"pack": True, "checkpoint": True, "optimizer": "adafactor"},
@@ -69,7 +69,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     model = new_model(described)
     if options["bits"]:
         nn.quantize(model, 64, options["bits"])
-    length, iterations = options["tokens"], 6 * options["accumulate"]
+    length, iterations = options["tokens"], options["iterations"] * options["accumulate"]
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             lora_parameters=LoraConfig(rank=options["rank"]), num_layers=-1, optimizer=options["optimizer"],

@@ -36,8 +36,8 @@ def test_every_buffer_and_byte_of_small_graphs_is_foreseen(graphs):
 @pytest.mark.parametrize(
     "options",
     [
-        {"family": "qwen3_5_moe", "depth": 2, "tokens": 256},
-        {"depth": 2, "tokens": 128, "rows": 2, "accumulate": 2, "checkpoint": True},
+        {"family": "qwen3_5_moe", "depth": 2, "tokens": 256, "iterations": 3},
+        {"depth": 2, "tokens": 64, "rows": 2, "accumulate": 2, "checkpoint": True, "iterations": 2},
     ],
     ids=["experts", "accumulated, checkpointed"],
 )

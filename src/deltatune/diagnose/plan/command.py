@@ -114,7 +114,7 @@ def _mended(model: nn.Module, config: TrainConfig, plan: Plan, limits: Limits, l
         changed = dataclasses.replace(config, grad_checkpoint=True)
         if fits(plan_step(model, changed, plan.rows, plan.length, layout), limits):
             return "It fits with --grad-checkpoint."
-        tried.insert(0, ("--grad-checkpoint and ", changed))
+        tried = [("--grad-checkpoint and ", changed)]
     for words, changed in tried:
         fewer = partial(_step, model, changed, layout, length=plan.length)
         found = largest(fewer, limits, {}, step=1, most=plan.rows - 1)

@@ -42,11 +42,15 @@ def largest(attempt: Try, limits: Limits, known: dict[int, Plan], *, step: int, 
         good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
         bad = min((value for value, plan in plans.items() if not fits(plan, limits)), default=most + 1)
         low, high = good // step * step + step, min(bad - 1, most, leap * max(good, step)) // step * step
-        if low > high or (bad <= most and (bad - good) * 50 <= bad):
+        if low > high or (good and bad <= most and (bad - good) * 50 <= bad):
             break
         if bad > most and time.monotonic() - started > _SECONDS:
             break
         value = min(max(_guess(plans, limits, low, high) // step * step, low), high)
+        if good == 0 and step not in plans:
+            value = step
+        elif good == 0 and not fits(plans[step], limits):
+            break
         plans[value] = attempt(value)
     good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
     return Largest(good, more=all(fits(plan, limits) for plan in plans.values()))
