@@ -17,7 +17,7 @@ import mlx.core as mx
 from counted_allocator import Counter
 from deltatune.diagnose.plan.graph import all_nodes, evaluation_order, read
 from deltatune.diagnose.plan.layout import Layout
-from deltatune.diagnose.plan.simulate import Simulation
+from deltatune.diagnose.plan.simulate import PACES, Simulation
 
 N = 64
 
@@ -79,7 +79,7 @@ def main():
         made = build(x, w)
         outputs = list(made) if isinstance(made, tuple | list) else [made]
         nodes = read(layout, outputs, {layout.address(x), layout.address(w)})
-        machine = Simulation(layout, ahead=True)
+        machine = Simulation(layout, PACES["cpu"])
         for node in all_nodes(nodes):
             if not node.kind:
                 machine.place(node)

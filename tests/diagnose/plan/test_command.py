@@ -8,8 +8,9 @@ from mlx.utils import tree_flatten
 from deltatune import cli
 from deltatune.config import TrainConfig
 from deltatune.diagnose.plan import command
-from deltatune.diagnose.plan.layout import Layout, LayoutError
+from deltatune.diagnose.plan.layout import Layout
 from deltatune.diagnose.plan.limits import Limits, device_limits
+from deltatune.diagnose.plan.memory import LayoutError
 from deltatune.diagnose.plan.plan import plan_step
 from deltatune.train.commands import prepare
 from deltatune.train.tree import random_key

@@ -2,7 +2,8 @@ import mlx.core as mx
 import pytest
 
 from deltatune.diagnose.plan import graph, layout, memory
-from deltatune.diagnose.plan.layout import Layout, LayoutError
+from deltatune.diagnose.plan.layout import Layout
+from deltatune.diagnose.plan.memory import LayoutError
 
 
 @pytest.fixture(scope="module")

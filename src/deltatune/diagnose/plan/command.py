@@ -20,8 +20,9 @@ from ...models.load import load
 from ...train.commands import prepare
 from ...train.distributed import World
 from . import screen
-from .layout import Layout, LayoutError
+from .layout import Layout
 from .limits import Limits, device_limits
+from .memory import LayoutError
 from .plan import Plan, plan_step
 from .search import Largest, fits, largest
 
@@ -52,7 +53,12 @@ def run(config: TrainConfig) -> int:
 def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
     """Plan the run that `config` describes, and look for the largest that fits. Weights stay on the disk."""
     config = _from_scratch(config)
-    layout = _layout()
+    try:
+        layout = Layout.measured()
+    except LayoutError as error:
+        raise UserError(
+            f"plan: this MLX keeps its graphs in a way that is not known here ({error}); deltatune train works without."
+        ) from error
     limits = limits or device_limits()
     loaded = _loaded(config)
     splits = load_datasets(config, loaded.tokenizer)
@@ -83,13 +89,13 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
 def check(model: nn.Module, config: TrainConfig, splits: Splits, *, force: bool = False) -> str:
     """One line on the run that is about to start. UserError, with what would make it fit, where it cannot (or a line,
     with `force`). Where this MLX cannot be looked into, the line says so."""
-    try:
-        layout = _layout()
-    except UserError as error:
-        return f"Plan: none ({error})"
-    limits = device_limits()
     rows, length = shape(config, splits)
-    plan = plan_step(model, config, rows, length, layout)
+    try:
+        layout = Layout.measured()
+        plan = plan_step(model, config, rows, length, layout)
+    except LayoutError as error:
+        return f"Plan: none, since this MLX keeps its graphs in a way that is not known here ({error})."
+    limits = device_limits()
     if fits(plan, limits):
         return screen.line(plan, limits)
     message = f"{screen.line(plan, limits)} {_mended(model, config, plan, limits, layout)}"
@@ -129,15 +135,6 @@ def _mended(model: nn.Module, config: TrainConfig, plan: Plan, limits: Limits, l
 
 def _step(model: nn.Module, config: TrainConfig, layout: Layout, rows: int, length: int) -> Plan:
     return plan_step(model, config, rows, length, layout)
-
-
-def _layout() -> Layout:
-    try:
-        return Layout.measured()
-    except LayoutError as error:
-        raise UserError(
-            f"this MLX keeps its graphs in a way that is not known here: {error}; nothing planned."
-        ) from error
 
 
 def _from_scratch(config: TrainConfig) -> TrainConfig:

@@ -14,17 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from .memory import Read, UnreadableError, reader, words
+from .memory import LayoutError, Read, UnreadableError, reader, words
 
 # mlx/array.h: shape (SmallVector<int, 10>) and strides (SmallVector<int64_t, 10>) come first, then size and dtype.
 _SHAPE, _STRIDES, _ITEM_SIZE = 8, 80, 196
 _SEARCHED = 448
 # mlx/primitives.h: a primitive is its table of functions and its stream (20 bytes); what is its own follows.
 STATE = 24
-
-
-class LayoutError(Exception):
-    """This MLX keeps its arrays in another way than the ones that are known here."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +48,9 @@ class Layout:
     @classmethod
     def measured(cls) -> Layout:
         """The layout of the MLX that is loaded. LayoutError, saying what did not fit, where it is another."""
-        try:
-            read = reader()
-            found = _measure(read)
-            layout = cls(read, *found)
-            _verify(layout)
-        except UnreadableError as error:
-            raise LayoutError(str(error)) from error
+        read = reader()
+        layout = cls(read, *_measure(read))
+        _verify(layout)
         return layout
 
     def address(self, array: mx.array) -> int:
@@ -124,21 +116,17 @@ def _integers(read: Read, data: bytes, at: int, begin: int, end: int, item: str)
 
 
 def _class_name(read: Read, table: int) -> str:
+    """Of the class whose table of functions this is: the last part of its name, `Add` of `N3mlx4core3AddE`."""
     (information,) = words(read(table - 8, 8))
     (name,) = words(read(information + 8, 8))
     # Apple's ABI marks names that are not unique in the topmost bit.
-    text = read(name & ~(1 << 63), 64).split(b"\0")[0].decode("ascii", "replace")
-    if not text.startswith("N3mlx4core"):
-        raise LayoutError(f"a primitive of the class {text!r}")
-    return _last_name(text)
-
-
-def _last_name(mangled: str) -> str:
-    rest, last = mangled.removeprefix("N").removesuffix("E"), ""
-    while match := re.match(r"(\d+)", rest):
-        length = int(match[1])
-        start = match.end()
-        last, rest = rest[start : start + length], rest[start + length :]
+    rest = read(name & ~(1 << 63), 64).split(b"\0")[0].decode("ascii", "replace").removeprefix("N")
+    last = ""
+    while match := re.match(r"\d{1,2}(?=[A-Za-z_])", rest):
+        end = match.end() + int(match[0])
+        last, rest = rest[match.end() : end], rest[end:]
+    if not last:
+        raise LayoutError(f"a primitive of the class {rest!r}")
     return last
 
 
@@ -156,7 +144,7 @@ def _measure(read: Read) -> tuple[int, int, int]:
         try:
             if word and _class_name(read, words(read(word, 8))[0]) == "Add":
                 return offset, inputs, siblings
-        except (UnreadableError, LayoutError):
+        except LayoutError:
             continue
     raise LayoutError("the primitive of a sum was not found")
 

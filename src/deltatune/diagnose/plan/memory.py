@@ -11,7 +11,11 @@ from collections.abc import Callable
 Read = Callable[[int, int], bytes]
 
 
-class UnreadableError(Exception):
+class LayoutError(Exception):
+    """This MLX keeps its arrays in another way than the ones that are known here."""
+
+
+class UnreadableError(LayoutError):
     """The address is not mapped, or this system has no way to read it safely."""
 
 

@@ -10,10 +10,30 @@ from .graph import Node, all_nodes
 from .layout import Layout
 from .primitives import run
 from .storage import Buffer, Stored, dense, strided
+from .views import VIEWS
 
-# mlx/backend/cpu/encoder.h and mlx/transforms.cpp: operations that are one task, and tasks before MLX waits.
-OPERATIONS_PER_TASK = 10
+# mlx/transforms.cpp: tasks that are queued before MLX waits for one.
 TASKS_AHEAD = 10
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What makes a task of what is queued: so many operations, or so many elements read; and the size of a page, to
+    which larger buffers are rounded. `releases`: letting go of an operation's inputs is an operation too.
+    """
+
+    operations: int
+    elements: int | None = None
+    page: int = 1
+    releases: bool = False
+
+
+# mlx/backend/cpu/encoder.h; metal/device.cpp, of the largest chips, and metal/allocator.cpp; cuda/device.cpp.
+PACES = {
+    "cpu": Pace(10, releases=True),
+    "metal": Pace(51, 51 << 20, page=16384),
+    "cuda": Pace(101, 1001 << 20, page=16384),
+}
 
 
 @dataclass
@@ -36,28 +56,28 @@ class Record:
 class Queue:
     """A stream's queue. MLX allocates when it queues; what is queued holds its inputs until it has run."""
 
-    ahead: bool
     waiting: deque[list[Buffer] | None] = field(default_factory=deque)
     operations: int = 0
+    elements: int = 0
     tasks: int = 0
 
 
 class Simulation:
     """Buffers and arrays through one evaluation after another.
 
-    ahead: MLX queues as far ahead as it may, so that what is queued holds its inputs as long as it can (a CPU whose
-    operations take longer than queueing them, as real ones do). False: every operation ends before the next is queued.
+    MLX queues as far ahead as it may, so that what is queued holds its inputs as long as it can: so it is where
+    operations take longer than queueing them, as real ones do. pace: how the device makes tasks of operations.
     """
 
-    def __init__(self, layout: Layout, ahead: bool):
-        self.layout, self._ahead = layout, ahead
+    def __init__(self, layout: Layout, pace: Pace):
+        self.layout, self._pace = layout, pace
         self.stored: dict[int, Stored] = {}
         self.live = self.live_bytes = 0
         self.buffers, self.bytes = Peak(), Peak()
         self.evaluated: list[Node] = []
         self.records: dict[Buffer, Record] = {}
         self._holds: dict[int, int] = {}
-        self._queue = Queue(ahead)
+        self._queue = Queue()
         self._temporaries: list[Buffer] = []
 
     def place(self, leaf: Node) -> None:
@@ -97,11 +117,11 @@ class Simulation:
         held = {id(one.buffer): one.buffer for one in (*given, *found) if one.buffer is not own}
         if len(outputs) == 1:
             held = {id(one.buffer): one.buffer for one in given if one.buffer is not own}
-        self._push([*held.values(), *self._temporaries])
+        if node.kind not in VIEWS:
+            self._queue.elements += sum(one.data_size for one in given)
+        self._push([*held.values(), *self._temporaries], int(self._pace.releases))
         self._temporaries = []
-        if not self._ahead:
-            self._drain()
-        elif self._queue.tasks > TASKS_AHEAD:
+        if self._queue.tasks > TASKS_AHEAD:
             self._run_one_task()
         for each in node.inputs * len(outputs):
             self._release_array(each.address)
@@ -111,7 +131,9 @@ class Simulation:
 
     def allocate(self, size: int, kind: str) -> Buffer:
         """A new buffer of `size` bytes."""
-        now = len(self.evaluated)
+        now, page = len(self.evaluated), self._pace.page
+        if size > page:
+            size = -(-size // page) * page
         buffer = Buffer(size, kind, now)
         self.records[buffer] = Record(buffer)
         self.live += 1
@@ -129,19 +151,20 @@ class Simulation:
     def queue(self, times: int = 1) -> None:
         """Count an operation that is sent to the stream."""
         for _ in range(times):
-            self._push([])
+            self._push([], 1)
 
     def keep(self, temporary: Buffer) -> None:
         """Hold a temporary buffer until what was queued has run."""
         self._temporaries.append(temporary)
 
-    def _push(self, held: list[Buffer]) -> None:
+    def _push(self, held: list[Buffer], operations: int) -> None:
         for buffer in held:
             buffer.references += 1
-        queue = self._queue
+        queue, pace = self._queue, self._pace
         queue.waiting.append(held)
-        queue.operations = (queue.operations + 1) % OPERATIONS_PER_TASK
-        if queue.operations == 0:
+        queue.operations += operations
+        if queue.operations >= pace.operations or (pace.elements is not None and queue.elements >= pace.elements):
+            queue.operations = queue.elements = 0
             queue.tasks += 1
             queue.waiting.append(None)
 

@@ -26,7 +26,7 @@ from ...train.step import Step, Sums
 from ...train.tree import leaves, random_key, set_random_key
 from .graph import Node, all_nodes, evaluation_order, read
 from .layout import Layout
-from .simulate import Simulation
+from .simulate import PACES, Simulation
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
 
@@ -154,9 +154,9 @@ def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
             set_random_key(key)
 
 
-def simulated(built: Built, layout: Layout, ahead: bool | None = None) -> Simulation:
-    """The step, run without computing. ahead: see Simulation; None for what this device does."""
-    machine = Simulation(layout, backend.device() == "cpu" if ahead is None else ahead)
+def simulated(built: Built, layout: Layout) -> Simulation:
+    """The step, run without computing, at the pace of MLX's default device."""
+    machine = Simulation(layout, PACES[backend.device()])
     for leaf in built.held:
         machine.place(leaf)
     for phase in built.phases:
