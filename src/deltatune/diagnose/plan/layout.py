@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from .memory import LayoutError, Read, UnreadableError, reader, words
 
 # mlx/array.h: shape (SmallVector<int, 10>) and strides (SmallVector<int64_t, 10>) come first, then size and dtype.
 _SHAPE, _STRIDES, _ITEM_SIZE = 8, 80, 196
-_SEARCHED = 448
+_SEARCHED = 376
 # mlx/primitives.h: a primitive is its table of functions and its stream (20 bytes); what is its own follows.
 STATE = 24
 
@@ -131,37 +132,62 @@ def _class_name(read: Read, table: int) -> str:
 
 
 def _measure(read: Read) -> tuple[int, int, int]:
-    """Offsets of primitive, inputs and siblings in a description."""
-    first, second = mx.array([[1.0, 2.0, 3.0]] * 2), mx.array([[4.0, 5.0, 6.0]] * 2)
+    """Offsets of primitive, inputs and siblings in a description: where all of several arrays have what they must.
+
+    One array is not enough: unused room in a description holds what was there before, other arrays' pointers too.
+    """
+    first, second = mx.array([[1.0, 2.0, 3.0]] * 3), mx.array([[4.0, 5.0, 6.0]] * 3)
     mx.eval(first, second)
-    total = first + second
-    one, other = mx.divmod(first, second)
     given = (address(read, first), address(read, second))
-    inputs = _vector_of(read, address(read, total), given)
-    siblings = _vector_of(read, address(read, one), (address(read, other),))
-    data = read(address(read, total), _SEARCHED)
-    for offset, word in zip(range(0, _SEARCHED, 8), words(data), strict=True):
+    operations: dict[str, Any] = {
+        "Add": mx.add,
+        "Multiply": mx.multiply,
+        "Matmul": mx.matmul,
+        "Maximum": mx.maximum,
+        "Less": mx.less,
+    }
+    made = {kind: operation(first, second) for kind, operation in operations.items()}
+    pairs = [mx.divmod(first, second) for _ in made]
+    at = {kind: address(read, array) for kind, array in made.items()}
+    primitives = [_primitives(read, where, kind) for kind, where in at.items()]
+    inputs = [_vectors(read, where, given) for where in at.values()]
+    siblings = [_vectors(read, address(read, one), (address(read, other),)) for one, other in pairs]
+    siblings += [_vectors(read, address(read, other), (address(read, one),)) for one, other in pairs]
+    names = ("primitive", "inputs", "siblings")
+    return tuple(  # type: ignore[return-value]
+        _only(sets, name) for sets, name in zip((primitives, inputs, siblings), names, strict=True)
+    )
+
+
+def _only(candidates: list[set[int]], name: str) -> int:
+    found = set.intersection(*candidates)
+    if len(found) != 1:
+        raise LayoutError(f"{len(found)} places for an array's {name}")
+    return found.pop()
+
+
+def _primitives(read: Read, at: int, kind: str) -> set[int]:
+    """Offsets of words in the description at `at` that point to a primitive of this kind."""
+    found = set()
+    for index, word in enumerate(words(read(at, _SEARCHED))):
         try:
-            if word and _class_name(read, words(read(word, 8))[0]) == "Add":
-                return offset, inputs, siblings
+            if _class_name(read, words(read(word, 8))[0]) == kind:
+                found.add(8 * index)
         except LayoutError:
             continue
-    raise LayoutError("the primitive of a sum was not found")
+    return found
 
 
-def _vector_of(read: Read, at: int, expected: tuple[int, ...]) -> int:
-    """Where in the description at `at` a std::vector of just these arrays is."""
-    found = words(read(at, _SEARCHED))
-    for index in range(len(found) - 1):
-        begin, end = found[index], found[index + 1]
-        if end - begin != 16 * len(expected):
-            continue
+def _vectors(read: Read, at: int, expected: tuple[int, ...]) -> set[int]:
+    """Offsets in the description at `at` of a std::vector of just these arrays."""
+    content, found = words(read(at, _SEARCHED)), set()
+    for index, (begin, end) in enumerate(pairwise(content)):
         try:
-            if words(read(begin, end - begin))[::2] == expected:
-                return 8 * index
+            if end - begin == 16 * len(expected) and words(read(begin, end - begin))[::2] == expected:
+                found.add(8 * index)
         except UnreadableError:
             continue
-    raise LayoutError("the inputs of an array were not found")
+    return found
 
 
 def _verify(layout: Layout) -> None:
