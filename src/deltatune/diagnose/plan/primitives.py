@@ -301,7 +301,7 @@ _UNARY = [
     "Negative", "Real", "Round", "Sigmoid", "Sign", "Sin", "Sinh", "Sqrt", "Square", "Tan", "Tanh",
 ]  # fmt: skip
 _BINARY = [
-    "Add", "ArcTan2", "BitwiseBinary", "Divide", "DivMod", "Equal", "Greater", "GreaterEqual", "Less",
+    "Add", "ArcTan2", "BitwiseBinary", "Divide", "DivMod", "Equal", "FloorDivide", "Greater", "GreaterEqual", "Less",
     "LessEqual", "LogAddExp", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Multiply", "NotEqual", "Power",
     "Remainder", "Subtract",
 ]  # fmt: skip

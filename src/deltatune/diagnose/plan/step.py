@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from .graph import Node, all_nodes, evaluation_order, read
 from .layout import Layout
 from .simulate import PACES, Simulation
 
+# What the allocators of MLX take for a scalar.
+SCALAR = {"cpu": 4, "metal": 4, "cuda": 8}
 _WIDTH = "MLX_BFS_MAX_WIDTH"
 
 
@@ -57,6 +60,8 @@ class Built:
     moment_bytes: int
     rows: int
     length: int
+    # Scalars that the traces keep, and that no graph shows.
+    hidden: int
     # The arrays behind the nodes: addresses are theirs for as long as they exist.
     arrays: list[mx.array]
 
@@ -92,6 +97,7 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         given = [*everything, *moments, *accumulated, random_key()]
 
+        active = mx.get_active_memory()
         loss, weight, gradients = step.micro_batch(blank_batch(rows, length, config.pack), sums.gradients)
         new = Sums(gradients, sums.loss + loss, sums.weight + weight)
         first = [loss, weight, *_leaves(new)]
@@ -112,12 +118,16 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
                 _replaced(layout, [*before, *moments, *_leaves(gradients)], second),
             ),
         ]
-        held = [*read(layout, given, there), *_constants(one, set()), *_constants(two, done)]
+        constants = [*_constants(one, there), *_constants(two, there | done)]
+        held = [*read(layout, given, there), *constants]
+        # The traces keep constants of what was simplified away too; no array leads there, but their bytes are counted.
+        gc.collect()
+        hidden = mx.get_active_memory() - active - sum(node.size * node.item_size for node in constants)
     return Built(
         phases, held, names, one[0], len(names), len(before), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
-        rows, length, [*given, *first, *second],
+        rows, length, max(hidden, 0) // SCALAR[backend.device()], [*given, *first, *second],
     )  # fmt: skip
 
 
@@ -159,6 +169,8 @@ def simulated(built: Built, layout: Layout) -> Simulation:
     machine = Simulation(layout, PACES[backend.device()])
     for leaf in built.held:
         machine.place(leaf)
+    for _ in range(built.hidden):
+        machine.allocate(SCALAR[backend.device()], "given")
     for phase in built.phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
     return machine
