@@ -1,4 +1,4 @@
-"""The command line: `deltatune train | eval | generate | merge | run | doctor | demo`."""
+"""The command line: `deltatune train | plan | eval | generate | merge | run | doctor | demo`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from typing import Any, NoReturn
 
 from .config import TrainConfig, build, nearest, read_yaml
@@ -106,10 +107,18 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
 def _train(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     # Imported when the options are known to be sound: it takes seconds.
+    from .diagnose.plan.command import check
     from .train import commands
 
-    commands.train(config, show=arguments.show_batch)
+    commands.train(config, show=arguments.show_batch, check=partial(check, force=arguments.force))
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments)
+    from .diagnose.plan import command
+
+    return command.run(config)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -162,6 +171,7 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _train_parser(commands)
+    _plan_parser(commands)
     _eval_parser(commands)
     _generate_parser(commands)
     _merge_parser(commands)
@@ -192,8 +202,22 @@ def _train_parser(commands: Any) -> None:
     parser.add_argument(
         "--show-batch", action="store_true", help="print the first batch, what counts in the loss marked, and stop"
     )
+    parser.add_argument("--force", action="store_true", help="train even where the plan says that it cannot fit")
     _add_options(parser)
     parser.set_defaults(call=_train, parser=parser)
+
+
+def _plan_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="peak memory and live buffers of a training step, and the largest that fits, before anything runs",
+        usage="deltatune plan --model MODEL --data DATA [-c FILE] [train's options]",
+        description="Plan a run without running a step: options are those of `deltatune train` (docs/plan.md). Exit "
+        "code 1 where it does not fit.",
+    )
+    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags win over it")
+    _add_options(parser)
+    parser.set_defaults(call=_plan, parser=parser)
 
 
 def _eval_parser(commands: Any) -> None:

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import TrainConfig
-from ..data import BatchOrder
+from ..data import BatchOrder, Splits
 from ..data.load import load_datasets
 from ..data.show import show_batch
 from ..errors import UserError
@@ -29,8 +30,11 @@ from .evaluate import Evaluation
 from .log import Screen
 from .loop import Result, Trainer
 
+# Looks at a converted model before its first step: says something about the run, or raises UserError.
+Check = Callable[[nn.Module, TrainConfig, Splits], str]
 
-def train(config: TrainConfig, *, show: bool = False) -> Result | None:
+
+def train(config: TrainConfig, *, show: bool = False, check: Check | None = None) -> Result | None:
     """A whole run: load, convert, train, save; then the test where asked for. `show` prints the first batch instead."""
     world = World()
     screen = Screen(shown=world.main)
@@ -54,6 +58,8 @@ def train(config: TrainConfig, *, show: bool = False) -> Result | None:
     trainer = Trainer(
         loaded.model, loaded.tokenizer, config, splits, model_config=loaded.config, world=world, screen=screen
     )
+    if check is not None:
+        screen.say(check(loaded.model, config, splits))
     result = trainer.run()
     if config.test:
         _say_loss("Test", loaded.model, config, splits.test, config.test_batches, world, screen)

@@ -107,6 +107,7 @@ def apply(
 
     Where `healthy` is False or the norm is not finite, parameters and optimizer state come out as they went in. Where
     `gradients` are a part of all, `norm` is that of all, and the state of the others is not touched.
+    One parameter is updated after another, so that not all of them are there twice.
     """
     norm = global_norm(gradients) if norm is None else norm
     healthy = mx.logical_and(healthy, mx.isfinite(norm))
@@ -114,14 +115,30 @@ def apply(
         scale = clip_scale(norm, clip)
         gradients = tree_map(lambda g: g * scale, gradients)
     gradients = tree_map(lambda g, p: g.astype(p.dtype), gradients, parameters)
-    before = tree_map(lambda leaf: leaf, optimizer.state)
-    updated = optimizer.apply_gradients(gradients, parameters)
+    scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}
+    # With nothing to update, only schedules and the count of steps move.
+    optimizer.apply_gradients({}, {})
 
     def choose(new: mx.array, old: mx.array) -> mx.array:
         return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
 
-    restore(optimizer, tree_map(choose, optimizer.state, before))
-    return tree_map(choose, updated, parameters), norm
+    last: list[mx.array] = []
+
+    def update(gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
+        nonlocal last
+        old = dict(state)
+        if last:
+            gradient = mx.depends([gradient], last)[0]
+        updated = choose(optimizer.apply_single(gradient, parameter, state), parameter)
+        for name, value in old.items():
+            state[name] = choose(state[name], value)
+        last = [updated, *state.values()]
+        return updated
+
+    updated = tree_map(update, gradients, parameters, optimizer.state)
+    for name, value in scalars.items():
+        optimizer.state[name] = choose(optimizer.state[name], value)
+    return updated, norm
 
 
 def restore(optimizer: mlx.optimizers.Optimizer, state: dict[str, Any]) -> None:

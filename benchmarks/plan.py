@@ -1,0 +1,146 @@
+"""`deltatune plan` against what training allocates: live buffers and bytes at the peak of a step, planned and counted.
+
+usage: python benchmarks/plan.py [--only NAME ...] [--list]
+
+Each configuration is a process of its own. It plans, then trains some iterations with deltatune's own trainer on MLX's
+allocator with a counter in it (counted_allocator.py), and takes the most of any iteration but the first, in which MLX
+traces the step. Linux CPUs only. `beyond`: live buffers at the peak that are not parameters, gradients or moments;
+`first`: the peak of the first iteration, in which every Python number in the step is a buffer for a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+DEFAULTS: dict[str, Any] = {
+    "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
+    "tune": "lora", "pack": False, "implementation": "", "optimizer": "adamw", "bits": 0, "iterations": 6,
+}  # fmt: skip
+EXPERTS = {"family": "qwen3_5_moe", "depth": 8}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "experts": EXPERTS,
+    "experts, checkpointed": EXPERTS | {"checkpoint": True},
+    "experts, checkpointed, rank 2": EXPERTS | {"checkpoint": True, "rank": 2},
+    "experts, checkpointed, rank 64": EXPERTS | {"checkpoint": True, "rank": 64},
+    "experts, checkpointed, T=2048": EXPERTS | {"checkpoint": True, "tokens": 2048, "iterations": 3},
+    "2 rows, accumulated": {"rows": 2, "tokens": 512, "accumulate": 2},
+    "full fine-tuning": {"depth": 2, "tune": "full"},
+    "packed, checkpointed, adafactor": {"pack": True, "checkpoint": True, "optimizer": "adafactor"},
+    "4-bit base, checkpointed": {"bits": 4, "checkpoint": True},
+    "gated delta as a loop": {"depth": 2, "tokens": 96, "implementation": "naive"},
+}
+
+
+def worker(options: dict[str, Any]) -> dict[str, Any]:
+    """Plan and count one configuration in this process."""
+    import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+    # isort: split
+    import mlx.core as mx
+    import mlx.nn as nn
+    import numpy as np
+
+    from counted_allocator import Counter
+    from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.data import Splits
+    from deltatune.data.example import Example
+    from deltatune.diagnose.plan.layout import Layout
+    from deltatune.diagnose.plan.plan import plan_step
+    from deltatune.models.load import new_model
+    from deltatune.train.commands import prepare
+    from deltatune.train.log import Screen
+    from deltatune.train.loop import Trainer
+    from depth import config as model_config
+
+    counter = Counter()
+    described = model_config(options["family"], options["depth"])
+    model = new_model(described)
+    if options["bits"]:
+        nn.quantize(model, 64, options["bits"])
+    length, iterations = options["tokens"], options["iterations"] * options["accumulate"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig(
+            lora_parameters=LoraConfig(rank=options["rank"]), num_layers=-1, optimizer=options["optimizer"],
+            grad_checkpoint=options["checkpoint"], batch_size=options["rows"], iters=iterations, pack=options["pack"],
+            grad_accumulation_steps=options["accumulate"], max_seq_length=length, adapter_path=folder, val_batches=0,
+            fine_tune_type=options["tune"], save_every=1000, steps_per_report=1000,
+        )  # fmt: skip
+        prepare(model, config)
+        mx.eval(model.parameters())
+        plan = plan_step(model, config, options["rows"], length, Layout.measured())
+        random = np.random.default_rng(0)
+        tokens = random.integers(0, 512, (options["rows"] * iterations, length + 1)).astype(np.int32)
+        examples = [Example(row, np.ones(length + 1, bool), "random") for row in tokens]
+        peaks: list[tuple[int, int]] = []
+
+        class Tokenizer:
+            def save_pretrained(self, folder: str) -> None:
+                """Nothing to write."""
+
+        class Counted(Trainer):
+            def _advance(self, batch: Any) -> Any:
+                counter.reset()
+                found = super()._advance(batch)
+                now = counter.now()
+                peaks.append((now.peak_buffers, now.peak_bytes))
+                return found
+
+        data, screen = Splits(train=examples), Screen(shown=False)
+        Counted(model, Tokenizer(), config, data, model_config=described, screen=screen).run()
+    later = peaks[options["accumulate"] :]
+    known = sum(plan.counts.values())
+    return {
+        "planned": plan.buffers.amount, "counted": max(buffers for buffers, _ in later),
+        "planned_bytes": plan.bytes.amount, "counted_bytes": max(size for _, size in later),
+        "known": known, "tokens": plan.tokens, "first": peaks[0][0],
+    }  # fmt: skip
+
+
+def measure(options: dict[str, Any]) -> dict[str, Any]:
+    """worker() in a process of its own."""
+    command = [sys.executable, __file__, "--worker", json.dumps(options)]
+    environment = dict(os.environ)
+    if options.get("implementation"):
+        environment["DELTATUNE_GATED_DELTA"] = options["implementation"]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(worker(DEFAULTS | json.loads(arguments.worker))))
+        return
+    versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
+    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
+    print("|---" * 10 + "|")
+    for name in arguments.only:
+        found = measure(CONFIGURATIONS[name])
+        buffers, size = found["counted"], found["counted_bytes"]
+        off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
+        print(
+            f"| {name} | {found['tokens']} | {buffers:,} | {found['planned']:,} | {off:+.1%} "
+            f"| {buffers - found['known']:,} | {found['first']:,} | {size / 1e6:.1f} "
+            f"| {found['planned_bytes'] / 1e6:.1f} | {off_bytes:+.1%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

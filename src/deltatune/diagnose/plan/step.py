@@ -1,0 +1,176 @@
+"""Builds a training step as the trainer does, without evaluating anything, and simulates it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ... import backend
+from ...config import TrainConfig
+from ...data import Batch
+from ...models.describe import describe
+from ...ops.checkpoint import checkpointed
+from ...patches import patched
+from ...train import announce
+from ...train.compiling import without_kernels
+from ...train.distributed import World
+from ...train.optimizer import build_optimizer
+from ...train.step import Step, Sums
+from ...train.tree import leaves, random_key, set_random_key
+from .graph import Node, all_nodes, evaluation_order, read
+from .layout import Layout
+from .simulate import PACES, Simulation
+
+# What the allocators of MLX take for a scalar.
+SCALAR = {"cpu": 4, "metal": 4, "cuda": 8}
+_WIDTH = "MLX_BFS_MAX_WIDTH"
+
+
+@dataclass
+class Phase:
+    """One evaluation of a step: its graph's outputs, the order, and what nothing else refers to."""
+
+    name: str
+    outputs: list[Node]
+    order: list[Node]
+    dropped: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Built:
+    """A step that was built and not run. names: of parameters, by address; loss: the node of the loss."""
+
+    phases: list[Phase]
+    held: list[Node]
+    names: dict[int, str]
+    loss: Node
+    parameters: int
+    gradients: int
+    moments: int
+    parameter_bytes: int
+    gradient_bytes: int
+    moment_bytes: int
+    rows: int
+    length: int
+    # Scalars that the traces keep, and that no graph shows.
+    hidden: int
+    # The arrays behind the nodes: addresses are theirs for as long as they exist.
+    arrays: list[mx.array]
+
+
+def blank_batch(rows: int, length: int, packed: bool) -> Batch:
+    """A batch of that shape; what is in it does not matter."""
+    shape = (rows, length)
+    segments = np.zeros(shape, np.int32) if packed else None
+    ones = np.ones(shape, np.float32)
+    return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32), ones, segments, ((),) * rows, ((),) * rows)
+
+
+def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout: Layout) -> Built:
+    """The graphs of one iteration of `model` (converted, `prepare`d) on `rows` rows of `length` tokens.
+
+    The model comes out as it went in. Raises what building the step raises: UserError for options that do not fit.
+    """
+    with _as_trained(model, config) as loss_function:
+        optimizer = build_optimizer(config)
+        step = Step(
+            model,
+            optimizer,
+            loss_function,
+            World(),
+            accumulate=config.grad_accumulation_steps,
+            clip=config.grad_clip,
+        )
+        before = _leaves(model.trainable_parameters())
+        moments = _leaves(optimizer.state)
+        everything = _leaves(model.state)
+        sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
+        accumulated = _leaves(sums)
+        names = {layout.address(array): name for name, array in leaves(model.parameters())}
+        given = [*everything, *moments, *accumulated, random_key()]
+
+        active = mx.get_active_memory()
+        loss, weight, gradients = step.micro_batch(blank_batch(rows, length, config.pack), sums.gradients)
+        new = Sums(gradients, sums.loss + loss, sums.weight + weight)
+        first = [loss, weight, *_leaves(new)]
+        norm = step.update(*new)
+        second = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state), norm, random_key()]
+
+        there = {layout.address(array) for array in given}
+        one = read(layout, first, there)
+        done = {node.address for node in all_nodes(one)}
+        two = read(layout, second, there | {layout.address(array) for array in first})
+        width = int(os.environ.get(_WIDTH, "20"))
+        phases = [
+            Phase("forward and backward", one, evaluation_order(one, width), [layout.address(a) for a in accumulated]),
+            Phase(
+                "update",
+                two,
+                evaluation_order(two, width),
+                _replaced(layout, [*before, *moments, *_leaves(gradients)], second),
+            ),
+        ]
+        constants = [*_constants(one, there), *_constants(two, there | done)]
+        held = [*read(layout, given, there), *constants]
+        # The traces keep constants of what was simplified away too; no array leads there, but their bytes are counted.
+        gc.collect()
+        hidden = mx.get_active_memory() - active - sum(node.size * node.item_size for node in constants)
+    return Built(
+        phases, held, names, one[0], len(names), len(before), len(moments),
+        sum(array.nbytes for _, array in leaves(model.parameters())),
+        sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
+        rows, length, max(hidden, 0) // SCALAR[backend.device()], [*given, *first, *second],
+    )  # fmt: skip
+
+
+def _leaves(tree: Any) -> list[mx.array]:
+    return [array for _, array in leaves(tree) if isinstance(array, mx.array)]
+
+
+def _replaced(layout: Layout, old: Sequence[mx.array], new: Sequence[mx.array]) -> list[int]:
+    kept = {layout.address(array) for array in new}
+    return [at for at in dict.fromkeys(layout.address(array) for array in old) if at not in kept]
+
+
+def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
+    """Values inside the graphs, which the compiled functions keep: scalars above all."""
+    return [node for node in all_nodes(outputs) if not node.kind and node.address not in others]
+
+
+@contextlib.contextmanager
+def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
+    """The model as Trainer has it while it trains; afterwards as it was. Gives the loss function."""
+    training, key, parameters = model.training, random_key(), model.trainable_parameters()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(model))
+        if config.grad_checkpoint:
+            stack.enter_context(checkpointed([layer.module for layer in describe(model)]))
+        stack.enter_context(without_kernels())
+        loss, _ = announce.choose_loss(model)
+        model.train()
+        try:
+            yield loss
+        finally:
+            model.update(parameters)
+            model.train(training)
+            set_random_key(key)
+
+
+def simulated(built: Built, layout: Layout) -> Simulation:
+    """The step, run without computing, at the pace of MLX's default device."""
+    machine = Simulation(layout, PACES[backend.device()])
+    for leaf in built.held:
+        machine.place(leaf)
+    for _ in range(built.hidden):
+        machine.allocate(SCALAR[backend.device()], "given")
+    for phase in built.phases:
+        machine.evaluate(phase.order, phase.outputs, phase.dropped)
+    return machine
