@@ -36,14 +36,17 @@ host = _load(HERE / "host_machine.py")
 cases, oracle = (_load(HERE.parent / "gated_delta" / f"{name}.py") for name in ("cases", "oracle"))
 
 
-def metal_cut(slices: int | None = None, chunk: int | None = None) -> Callable:
+# Threadgroup memory for plans that no Mac could hold: what a block has on an NVIDIA GPU.
+MORE_BYTES = 227 * 1024
+
+
+def metal_cut(**asked: int) -> Callable:
     """The plan of a Metal GPU, with another cut where a test asks for one."""
 
     def cut(shape: tuple, dtype: mx.Dtype, **what: bool) -> Plan:
         plan = plan_on("metal", shape, dtype, **what)
-        asked = {"slice": slices, "chunk": chunk}
-        plan = replace(plan, **{name: value for name, value in asked.items() if value})
-        assert plan.fits
+        plan = replace(plan, **asked)
+        assert plan.fits or max(plan.prepare_bytes, plan.scan_bytes, plan.gradient_bytes) <= MORE_BYTES and asked
         return plan
 
     return cut
@@ -65,6 +68,12 @@ def machine(host_folder: Path):
 def watching(host_folder: Path):
     """The machine that looks at every access to threadgroup memory."""
     return host.HostMachine(host_folder, watch=True)
+
+
+@pytest.fixture(scope="session")
+def roomy(host_folder: Path):
+    """A machine with an NVIDIA GPU's memory a block, and the same one watching: for plans that no Mac could hold."""
+    return {watch: host.HostMachine(host_folder, watch=watch, bytes=MORE_BYTES) for watch in (False, True)}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import mlx.core as mx
 
@@ -23,9 +24,9 @@ def _padded(n: int) -> int:
 class Plan:
     """Sizes of one call, and how a machine cuts it.
 
-    `chunk` positions at a time; the scans give a block `slice` rows of the state, the gradients read
-    `gradient_slice` rows at a time; `stages` of a pipeline in shared memory; `overlay`: q and k come only after
-    the slices, where memory is short.
+    `chunk` positions at a time; the scans give a block `slice` rows of the state, and every 16 of them to `split`
+    groups; the gradients read `gradient_slice` rows at a time; `stages` of a pipeline in shared memory; `overlay`:
+    q and k come only after the slices, where memory is short.
     """
 
     batch: int
@@ -38,6 +39,7 @@ class Plan:
     machine: str
     chunk: int
     slice: int
+    split: int
     gradient_slice: int
     gradient_groups: int
     stages: int
@@ -84,11 +86,22 @@ class Plan:
 
     @property
     def staging(self) -> int:
-        """Bytes of a group's tiles on their way out of a scan."""
+        """Bytes of a strip's tiles on their way out of a scan, and between its groups."""
+        if self.split > 1:
+            return self._rooms
         if self.machine == "metal" or self.dtype == mx.float32:
             return 0
         saved = 2 if self.dtype == mx.bfloat16 else 4
         return 16 * max(saved * (_padded(self.key_size) + 8), 4 * (self.chunk + 8))
+
+    @property
+    def _rooms(self) -> int:
+        saved, state, square = self.saved.size, 16 * (_padded(self.key_size) + 8), 16 * (self.chunk + 8)
+        return max(saved * state + 16 * square, 4 * state + (8 + saved) * square)
+
+    @property
+    def scan_groups(self) -> int:
+        return self.slice // 16 * self.split
 
     @property
     def scan_bytes(self) -> int:
@@ -115,6 +128,15 @@ class Plan:
         return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes) <= self.most
 
 
+def _scan_cut(heads: int, key_size: int, value_size: int) -> tuple[int, int]:
+    """Rows of the state a block of a CUDA scan takes, and groups a strip of 16: what fills the GPU with `heads`."""
+    sizes = [size for size in (128, 64, 32) if size <= max(32, _padded(value_size))]
+    size = next((size for size in sizes if heads * -(-value_size // size) >= _FULL), sizes[-1])
+    split = 2 if size <= 64 and _padded(key_size) % 32 == 0 else 1
+    return size, split
+
+
+@lru_cache(maxsize=256)
 def plan(
     machine: str,
     shape: tuple[int, int, int, int, int, int],
@@ -128,18 +150,18 @@ def plan(
     tall = _padded(value_size)
     whole = [rows for rows in (64, 32, 16) if tall % rows == 0]
     if machine == "metal":
-        cuts = [(chunk, 16 * groups, 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
+        cuts = [(chunk, (16 * groups, 1), 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
     else:
-        slices = [size for size in (128, 64, 32) if size <= max(32, tall)]
-        full = [size for size in slices if batch * value_heads * -(-value_size // size) >= _FULL] or slices[-1:]
+        scans = [_scan_cut(batch * value_heads, key_size, value_size), (32, 1)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
-        cuts = [(c, s, rows, 2, False) for c in chunks for s in (full[0], 32) for rows in whole[:2]]
-        cuts += [(16, 32, rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
-    for chunk, rows, gradient_rows, stages, overlay in cuts:
-        if dtype == mx.float32 and machine == "metal" and chunk > 16:
+        cuts = [(c, scan, rows, 2, False) for c in chunks for scan in scans for rows in whole[:2]]
+        cuts += [(16, (32, 1), rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
+    for chunk, (rows, split), gradient_rows, stages, overlay in cuts:
+        if dtype == mx.float32 and machine == "metal" and chunk > 16 or chunk // 16 % split:
             continue
         groups = chunk // 16 * (2 if chunk == 64 else 4)
-        made = Plan(*(*shape, dtype, machine, chunk, rows, gradient_rows, groups, stages, overlay, masked, segmented))
+        cut = (chunk, rows, split, gradient_rows, groups, stages, overlay)
+        made = Plan(*(*shape, dtype, machine, *cut, masked, segmented))
         if made.fits:
             return made
     return None
@@ -147,7 +169,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Arguments:
-    """The contract's inputs, with arrays in place of what was left out."""
+    """The contract's inputs; `initial` is `no_state()` where there is none."""
 
     q: mx.array
     k: mx.array
@@ -155,14 +177,33 @@ class Arguments:
     log_g: mx.array
     beta: mx.array
     initial: mx.array
-    mask: mx.array
-    segments: mx.array
+    mask: mx.array | None
+    segments: mx.array | None
+
+    def named(self, *names: str) -> dict[str, mx.array]:
+        """Those of `names` that are there."""
+        found = {name: getattr(self, name) for name in names}
+        return {name: array for name, array in found.items() if array is not None}
+
+
+@cache
+def no_state() -> mx.array:
+    """Tells a scan to start from zeros: a state has heads of at least 4, and 8 elements are in Metal's device memory."""
+    array = mx.zeros((8, 1, 1, 1), dtype=mx.float32)
+    mx.eval(array)
+    return array
 
 
 _BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 
 
-def _launch(name, memory, plan, inputs, outputs, blocks, size, groups, order, memory_order, rows=None) -> Launch:
+# What stands in a call of a body for what a call of gated_delta leaves out, and beside what needs more.
+_ABSENT = "Nothing{}"
+_STARTED = "initial_shape[3] == DK"
+
+
+@lru_cache(maxsize=256)
+def _values(plan: Plan, order: tuple[str, ...], groups: int, rows: int | None) -> dict[str, int | bool | mx.Dtype]:
     values = {
         "In": plan.dtype,
         "C": plan.chunk,
@@ -173,23 +214,36 @@ def _launch(name, memory, plan, inputs, outputs, blocks, size, groups, order, me
         "HV": plan.value_heads,
         "GROUPS": groups,
         "STAGES": plan.stages,
+        "SPLIT": plan.split,
         "OVERLAY": plan.overlay,
         "MASKED": plan.masked,
         "SEGMENTED": plan.segmented,
     }
-    used = {name: value for name, value in values.items() if name in order}
+    return {name: value for name, value in values.items() if name in order}
+
+
+def _launch(name, memory, plan, names, inputs, outputs, blocks, size, groups, order, memory_order, rows=None) -> Launch:
+    """`names`: the body's arguments before its outputs; those that `inputs` lacks were left out."""
+    arguments = tuple(text for name in names for text in _texts(name, name in inputs))
     return Launch(
         name=f"gated_delta_{name}",
         memory=memory,
         inputs=inputs,
         outputs=outputs,
-        values=used,
+        values=_values(plan, order, groups, rows),
         order=order,
         memory_order=memory_order,
         blocks=blocks,
         bytes=size,
         groups=groups,
+        arguments=(*arguments, *outputs),
     )
+
+
+def _texts(name: str, there: bool) -> tuple[str, ...]:
+    if name == "initial":
+        return (name, _STARTED)
+    return (name if there else _ABSENT,)
 
 
 def prepare(plan: Plan, x: Arguments) -> Launch:
@@ -201,7 +255,8 @@ def prepare(plan: Plan, x: Arguments) -> Launch:
         "prepare",
         "PrepareMemory",
         plan,
-        {name: getattr(x, name) for name in names},
+        names,
+        x.named(*names),
         {"solve": triangle, "scores": triangle, "factors": ((*shape, 3, plan.chunk), mx.float32)},
         (plan.chunks, plan.value_heads, plan.batch),
         plan.prepare_bytes,
@@ -211,45 +266,49 @@ def prepare(plan: Plan, x: Arguments) -> Launch:
     )
 
 
-def _scan(name, plan: Plan, inputs, outputs) -> Launch:
+def _scan(name, plan: Plan, names, inputs, outputs) -> Launch:
     return _launch(
         name,
         "ScanMemory",
         plan,
+        names,
         inputs,
         outputs,
         (-(-plan.value_size // plan.slice), plan.value_heads, plan.batch),
         plan.scan_bytes,
-        groups=plan.slice // 16,
-        order=(*_BASE, "MASKED"),
-        memory_order=("In", "C", "DK", "SLICE", "STAGES"),
+        groups=plan.scan_groups,
+        order=(*_BASE, "SPLIT", "MASKED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "SPLIT"),
     )
 
 
 def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: mx.array) -> Launch:
     """y [B,T,Hv,Dv], states and u as the kernels keep them, a block a chunk, and last [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "initial": x.initial}
+    names = ("q", "k", "v", "mask", "initial", "solve", "scores", "factors")
+    inputs = x.named(*names[:5]) | {"solve": solve, "scores": scores, "factors": factors}
     outputs = {
         "y": (x.v.shape, plan.dtype),
         "states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
         "u": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
         "last": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }
-    return _scan("scan", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
+    return _scan("scan", plan, names, inputs, outputs)
 
 
 def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Launch:
     """d_states and d_right as the kernels keep them, dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
-    inputs = {"q": x.q, "k": x.k, "dy": dy, "mask": x.mask, "d_last": d_last}
+    names = ("q", "k", "dy", "mask", "d_last", "solve", "scores", "factors")
+    inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last}
+    inputs |= {"solve": solve, "scores": scores, "factors": factors}
     outputs = {
         "d_states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
         "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), plan.saved),
         "dv": (x.v.shape, plan.dtype),
         "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }
-    return _scan("reverse", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
+    return _scan("reverse", plan, names, inputs, outputs)
 
 
 def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
@@ -259,7 +318,8 @@ def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, d
         "gradients",
         "GradientMemory",
         plan,
-        {name: getattr(x, name) for name in names}
+        (*names, "factors", "states", "d_states", "u", "d_right", "dy"),
+        x.named(*names)
         | {"factors": factors, "states": states, "d_states": d_states, "u": u, "d_right": d_right, "dy": dy},
         {
             "dq": (x.q.shape, plan.dtype),
