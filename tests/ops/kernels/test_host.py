@@ -84,7 +84,10 @@ def test_two_groups_a_strip(cut, name, dtype, roomy, on_host, errors, table):
     assert max(found.values()) <= fused_bound(case.bound, dtype), found
 
 
-@pytest.mark.parametrize("cut", [TWO_GROUPS, FOUR_TILES], ids=["two tiles", "four tiles"])
+LOADER = {"slice": 16, "loaders": 1, "stages": 2, "overlay": False}
+
+
+@pytest.mark.parametrize("cut", [TWO_GROUPS, FOUR_TILES, LOADER], ids=["two tiles", "four tiles", "a group that loads"])
 def test_two_groups_a_strip_do_not_race(cut, roomy, on_host, errors, table):
     case = table.Case("watched", batch=1, length=70, key_size=24, value_size=40, mask="middle", segments=True)
     found = errors(*on_host(roomy[True], case, mx.bfloat16, **cut))

@@ -25,8 +25,8 @@ class Plan:
     """Sizes of one call, and how a machine cuts it.
 
     `chunk` positions at a time; the scans give a block `slice` rows of the state, and every 16 of them to `split`
-    groups; the gradients read `gradient_slice` rows at a time; `stages` of a pipeline in shared memory; `overlay`:
-    q and k come only after the slices, where memory is short.
+    groups, while `loaders` groups more bring the next chunk; the gradients read `gradient_slice` rows at a time;
+    `stages` of a pipeline in shared memory; `overlay`: q and k come only after the slices, where memory is short.
     """
 
     batch: int
@@ -40,6 +40,7 @@ class Plan:
     chunk: int
     slice: int
     split: int
+    loaders: int
     gradient_slice: int
     gradient_groups: int
     stages: int
@@ -101,7 +102,7 @@ class Plan:
 
     @property
     def scan_groups(self) -> int:
-        return self.slice // 16 * self.split
+        return self.slice // 16 * self.split + self.loaders
 
     @property
     def scan_bytes(self) -> int:
@@ -128,12 +129,12 @@ class Plan:
         return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes) <= self.most
 
 
-def _scan_cut(heads: int, key_size: int, value_size: int) -> tuple[int, int]:
-    """Rows of the state a block of a CUDA scan takes, and groups a strip of 16: what fills the GPU with `heads`."""
+def _scan_cut(heads: int, key_size: int, value_size: int) -> tuple[int, int, int]:
+    """Rows of the state a block of a CUDA scan takes, groups a strip of 16, and groups that load: to fill the GPU."""
     sizes = [size for size in (128, 64, 32) if size <= max(32, _padded(value_size))]
     size = next((size for size in sizes if heads * -(-value_size // size) >= _FULL), sizes[-1])
     split = 2 if size <= 64 and _padded(key_size) % 32 == 0 else 1
-    return size, split
+    return size, split, split - 1
 
 
 @lru_cache(maxsize=256)
@@ -150,17 +151,17 @@ def plan(
     tall = _padded(value_size)
     whole = [rows for rows in (64, 32, 16) if tall % rows == 0]
     if machine == "metal":
-        cuts = [(chunk, (16 * groups, 1), 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
+        cuts = [(chunk, (16 * groups, 1, 0), 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
     else:
-        scans = [_scan_cut(batch * value_heads, key_size, value_size), (32, 1)]
+        scans = [_scan_cut(batch * value_heads, key_size, value_size), (32, 1, 0)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
         cuts = [(c, scan, rows, 2, False) for c in chunks for scan in scans for rows in whole[:2]]
-        cuts += [(16, (32, 1), rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
-    for chunk, (rows, split), gradient_rows, stages, overlay in cuts:
+        cuts += [(16, (32, 1, 0), rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
+    for chunk, (rows, split, loaders), gradient_rows, stages, overlay in cuts:
         if dtype == mx.float32 and machine == "metal" and chunk > 16 or chunk // 16 % split:
             continue
         groups = chunk // 16 * (2 if chunk == 64 else 4)
-        cut = (chunk, rows, split, gradient_rows, groups, stages, overlay)
+        cut = (chunk, rows, split, loaders, gradient_rows, groups, stages, overlay)
         made = Plan(*(*shape, dtype, machine, *cut, masked, segmented))
         if made.fits:
             return made

@@ -97,7 +97,7 @@ def plan(
             continue
         groups = 8 if chunk == 32 else 4
         made = ChannelPlan(
-            *(*shape, dtype, machine, chunk, rows, 1, gradient_rows, groups, stages, stages == 1, masked, segmented)
+            *(*shape, dtype, machine, chunk, rows, 1, 0, gradient_rows, groups, stages, stages == 1, masked, segmented)
         )
         if made.fits:
             return made

@@ -319,6 +319,12 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
 template <bool Condition, typename X, typename Y> struct Choose { using type = X; };
 template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
 template <bool Value> struct Flag {};
+template <bool Condition> struct Choice {
+  template <typename X, typename Y> static inline X of(X x, Y) { return x; }
+};
+template <> struct Choice<false> {
+  template <typename X, typename Y> static inline Y of(X, Y y) { return y; }
+};
 
 // What the two scans multiply by the state. One gate a head: K and Q, and the gates scale the products. A gate a channel:
 // G K and G Q, and E K for the state's own end of the chunk.
@@ -381,32 +387,98 @@ inline Strip<In, BLOCKS, SPLIT> strip_at(threadgroup char* rooms, int offset) {
   return strip;
 }
 
+// Whether a group that has tiles `a` and `b` of the positions' needs the other tiles up to j, or from i on.
+template <int PART, int BLOCKS, int SPLIT>
+inline constexpr bool reaches_down(int j) {
+  return SPLIT == 1 || j <= own_tile<SPLIT, BLOCKS>(0, PART) || j <= own_tile<SPLIT, BLOCKS>(BLOCKS / SPLIT - 1, PART);
+}
+template <int PART, int BLOCKS, int SPLIT>
+inline constexpr bool reaches_up(int i) {
+  return SPLIT == 1 || i >= own_tile<SPLIT, BLOCKS>(0, PART);
+}
+// Two groups have registers for two sums a tile: products wait for the sum before them, so chains of half the length.
+template <int SPLIT, int TILES>
+struct Chains {
+  Tile odd[SPLIT > 1 ? TILES : 1];
+  inline void start() {
+    DELTATUNE_UNROLL
+    for (int n = 0; n < (SPLIT > 1 ? TILES : 1); ++n) tile_clear(odd[n]);
+  }
+  template <typename A, typename B>
+  inline void add(thread Tile* sums, int n, int turn, A a, B b, int lane) {
+    if (SPLIT > 1 && turn % 2) multiply(odd[SPLIT > 1 ? n : 0], a, b, lane);
+    else multiply(sums[n], a, b, lane);
+  }
+  inline void finish(thread Tile* sums) const {
+    if (SPLIT == 1) return;
+    DELTATUNE_UNROLL
+    for (int n = 0; n < TILES; ++n) {
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) sums[n].set(e, sums[n].get(e) + odd[SPLIT > 1 ? n : 0].get(e));
+    }
+  }
+};
+
 // A group's tiles of strip times a lower triangle's transpose, added to them; and times the triangle.
 template <int PART, typename In, int BLOCKS, int SPLIT, typename Store>
 inline void add_times_turned(thread Tile* sums, thread const Strip<In, BLOCKS, SPLIT>& strip, Store triangle, int lane) {
+  constexpr int tiles = BLOCKS / SPLIT;
+  Chains<SPLIT, tiles> chains;
+  chains.start();
   DELTATUNE_UNROLL
   for (int j = 0; j < BLOCKS; ++j) {
-    if (SPLIT > 1 && j > own_tile<SPLIT, BLOCKS>(0, PART) && j > own_tile<SPLIT, BLOCKS>(BLOCKS / SPLIT - 1, PART)) continue;
+    if (!reaches_down<PART, BLOCKS, SPLIT>(j)) continue;
     const Precise<In> a = strip_tile<PART>(strip, j, lane);
     DELTATUNE_UNROLL
-    for (int n = 0; n < BLOCKS / SPLIT; ++n) {
+    for (int n = 0; n < tiles; ++n) {
       const int i = own_tile<SPLIT, BLOCKS>(n, PART);
-      if (i >= j) multiply(sums[n], a, right(packed_turned(triangle, i, j), lane), lane);
+      if (i >= j) chains.add(sums, n, j, a, right(packed_turned(triangle, i, j), lane), lane);
     }
   }
+  chains.finish(sums);
 }
 template <int PART, typename In, int BLOCKS, int SPLIT, typename Store>
 inline void add_times(thread Tile* sums, thread const Strip<In, BLOCKS, SPLIT>& strip, Store triangle, int lane) {
+  constexpr int tiles = BLOCKS / SPLIT;
+  Chains<SPLIT, tiles> chains;
+  chains.start();
   DELTATUNE_UNROLL
   for (int i = BLOCKS - 1; i >= 0; --i) {
-    if (SPLIT > 1 && i < own_tile<SPLIT, BLOCKS>(0, PART)) continue;
+    if (!reaches_up<PART, BLOCKS, SPLIT>(i)) continue;
     const Precise<In> a = strip_tile<PART>(strip, i, lane);
     DELTATUNE_UNROLL
-    for (int n = 0; n < BLOCKS / SPLIT; ++n) {
+    for (int n = 0; n < tiles; ++n) {
       const int j = own_tile<SPLIT, BLOCKS>(n, PART);
-      if (i >= j) multiply(sums[n], a, right(packed(triangle, i, j), lane), lane);
+      if (i >= j) chains.add(sums, n, i, a, right(packed(triangle, i, j), lane), lane);
     }
   }
+  chains.finish(sums);
+}
+// add_times_turned, and the strip of another scale times columns of keys, added to the state: the one's chains of
+// products fill the other's waits.
+template <int PART, typename In, int BLOCKS, int SPLIT, int MINE, typename Store, typename Keys>
+inline void add_output_and_state(thread Tile* sums, thread Tile* state, thread const Strip<In, BLOCKS, SPLIT>& rated,
+                                 thread const Strip<In, BLOCKS, SPLIT>& ended, Store triangle, Keys keys, int stride,
+                                 int lane) {
+  constexpr int tiles = BLOCKS / SPLIT;
+  Chains<SPLIT, tiles> chains;
+  chains.start();
+  DELTATUNE_UNROLL
+  for (int j = 0; j < BLOCKS; ++j) {
+    if (reaches_down<PART, BLOCKS, SPLIT>(j)) {
+      const Precise<In> a = strip_tile<PART>(rated, j, lane);
+      DELTATUNE_UNROLL
+      for (int n = 0; n < tiles; ++n) {
+        const int i = own_tile<SPLIT, BLOCKS>(n, PART);
+        if (i >= j) chains.add(sums, n, j, a, right(packed_turned(triangle, i, j), lane), lane);
+      }
+    }
+    const Precise<In> e = strip_tile<PART>(ended, j, lane);
+    DELTATUNE_UNROLL
+    for (int m = 0; m < MINE; ++m)
+      multiply(state[m], e, right(straight(keys, stride, j * 16, (PART * MINE + m) * 16), lane), lane);
+  }
+  chains.finish(sums);
 }
 // The same for rows held as rough operands, all of them in registers.
 template <int PART, typename In, int BLOCKS, int SPLIT, typename Store>
@@ -556,14 +628,19 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   using Types = ScanTypes<In, CHANNEL, false>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), tall = padded(DV), mine = across / SPLIT, tiles = blocks / SPLIT;
-  static_assert(SLICE * SPLIT == 16 * GROUPS, "SPLIT groups a strip");
+  // Groups past those that compute bring the chunks; without such groups, all do.
+  constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
+  static_assert(GROUPS >= computing, "SPLIT groups a strip");
   static_assert(across % SPLIT == 0 && blocks % SPLIT == 0, "halves of Dk and of a chunk's tiles");
   const int strip = (unsigned)at.group / SPLIT, part = (unsigned)at.group % SPLIT, lane = at.lane;
   const int chunks = (length + C - 1) / C, own = strip * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
+  const bool computes = GROUPS == computing || at.group < computing, loads = GROUPS == computing || !computes;
+  Place loader = at;
+  loader.index -= GROUPS == computing ? 0 : computing * 32;
 
   Tile state[mine];
-  load_state<DK, DV, mine>(state, initial, started, head, first, part * mine, lane);
+  load_state<DK, DV, mine>(state, initial, started && computes, head, first, part * mine, lane);
   // With two stages a chunk is computed while the next one comes; with one, it is waited for.
   arrivals_start(memory + Memory::arrivals, at.index);
   threadgroup char* rooms = memory + Memory::staging + strip * Memory::out;
@@ -574,10 +651,10 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
     if (SPLIT > 1) writes_left();
     barrier();
-    if (coming < chunks) {
+    if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, MASKED, CHANNEL, false, Memory>(
-          at, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, MASKED, CHANNEL, false, Memory>(
+          loader, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
           coming);
     }
     if (step < 0) continue;
@@ -585,6 +662,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       copies_wait(here, step);
       barrier();
     }
+    if (!computes) continue;
     const int n = step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
     const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
@@ -663,8 +741,8 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       }
       tile_scale_columns(x[j], rate + tile * 16, lane);
       rated.put(j, tile, x[j], lane);
-      if (SPLIT > 1 && !CHANNEL) {
-        tile_scale_columns(x[j], after + tile * 16, lane);
+      if (SPLIT > 1) {
+        if (!CHANNEL) tile_scale_columns(x[j], after + tile * 16, lane);
         ended.put(j, tile, x[j], lane);
       }
     }
@@ -673,8 +751,15 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       pair_barrier(strip);
       if (part == 0 && first < tall) write_strip<16 * square>(u_out, (long)first * square, u_room, lane);
     }
-    if (part == 0) add_times_turned<0>(out, rated, p, lane);
-    else add_times_turned<1>(out, rated, p, lane);
+    DELTATUNE_UNROLL
+    for (int m = 0; m < mine; ++m) scale_state<CHANNEL, C>(state[m], before, part * mine + m, lane);
+    const auto last_keys = Choice<CHANNEL>::of(end_keys, keys);
+    if (SPLIT > 1) {
+      if (part == 0) add_output_and_state<0, In, blocks, SPLIT, mine>(out, state, rated, ended, p, last_keys, stride, lane);
+      else add_output_and_state<1, In, blocks, SPLIT, mine>(out, state, rated, ended, p, last_keys, stride, lane);
+    } else {
+      add_times_turned<0>(out, rated, p, lane);
+    }
     DELTATUNE_UNROLL
     for (int j = 0; j < tiles; ++j) {
       const int tile = own_tile<SPLIT, blocks>(j, part);
@@ -683,22 +768,20 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       if (!CHANNEL) tile_scale_columns(x[j], after + tile * 16, lane);
       ended.put(j, tile, x[j], lane);
     }
-    DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) scale_state<CHANNEL, C>(state[m], before, part * mine + m, lane);
-    DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      const Precise<In> a = ended.get(j, lane);
+    if (SPLIT == 1) {
       DELTATUNE_UNROLL
-      for (int m = 0; m < mine; ++m) {
-        const int column = (part * mine + m) * 16;
-        if (CHANNEL) multiply(state[m], a, right(straight(end_keys, stride, j * 16, column), lane), lane);
-        else multiply(state[m], a, right(straight(keys, stride, j * 16, column), lane), lane);
+      for (int j = 0; j < blocks; ++j) {
+        const Precise<In> a = ended.get(j, lane);
+        DELTATUNE_UNROLL
+        for (int m = 0; m < mine; ++m)
+          multiply(state[m], a, right(straight(last_keys, stride, j * 16, m * 16), lane), lane);
       }
     }
     group_barrier();
     write_tiles_of<tiles, SPLIT, blocks, DV>(values, own, thin, part, y, ((long)at.z * length + n * C) * HV + at.y, HV,
                                              first, length - n * C, lane);
   }
+  if (!computes) return;
   writes_done();
   store_state<DK, DV, mine>(state, last, head, first, part * mine, lane);
 }
@@ -723,14 +806,19 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
   using Types = ScanTypes<In, CHANNEL, true>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), tall = padded(DV), mine = across / SPLIT, tiles = blocks / SPLIT;
-  static_assert(SLICE * SPLIT == 16 * GROUPS, "SPLIT groups a strip");
+  // Groups past those that compute bring the chunks; without such groups, all do.
+  constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
+  static_assert(GROUPS >= computing, "SPLIT groups a strip");
   static_assert(across % SPLIT == 0 && blocks % SPLIT == 0, "halves of Dk and of a chunk's tiles");
   const int strip = (unsigned)at.group / SPLIT, part = (unsigned)at.group % SPLIT, lane = at.lane;
   const int chunks = (length + C - 1) / C, own = strip * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
+  const bool computes = GROUPS == computing || at.group < computing, loads = GROUPS == computing || !computes;
+  Place loader = at;
+  loader.index -= GROUPS == computing ? 0 : computing * 32;
 
   Tile state[mine];
-  load_state<DK, DV, mine>(state, d_last, true, head, first, part * mine, lane);
+  load_state<DK, DV, mine>(state, d_last, computes, head, first, part * mine, lane);
   arrivals_start(memory + Memory::arrivals, at.index);
   threadgroup char* rooms = memory + Memory::staging + strip * Memory::out;
   const Wide<In> state_room = shared_at<Wide<In>>(rooms, 0, 16 * stride);
@@ -740,10 +828,10 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
     if (SPLIT > 1) writes_left();
     barrier();
-    if (coming < chunks) {
+    if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, MASKED, CHANNEL, true, Memory>(
-          at, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, MASKED, CHANNEL, true, Memory>(
+          loader, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
           chunks - 1 - coming);
     }
     if (step < 0) continue;
@@ -751,11 +839,13 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
       copies_wait(here, step);
       barrier();
     }
+    if (!computes) continue;
     const int n = chunks - 1 - step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
     const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
     const auto queries = shared_at<typename Types::queries>(stage, Memory::q, C * stride);
     const auto end_keys = shared_at<typename Types::ends>(stage, Memory::ends, C * stride);
+    const auto last_keys = Choice<CHANNEL>::of(end_keys, keys);
     const Exact<In> slopes = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
     const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
@@ -780,6 +870,8 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     }
     // x: w, then R; transposed, rows of Dv by positions.
     Tile x[tiles];
+    Chains<SPLIT, tiles> chains;
+    chains.start();
     DELTATUNE_UNROLL
     for (int j = 0; j < tiles; ++j) tile_clear(x[j]);
     DELTATUNE_UNROLL
@@ -790,10 +882,10 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
       DELTATUNE_UNROLL
       for (int j = 0; j < tiles; ++j) {
         const int i = own_tile<SPLIT, blocks>(j, part) * 16;
-        if (CHANNEL) multiply(x[j], s, right(turned(end_keys, stride, m * 16, i), lane), lane);
-        else multiply(x[j], s, right(turned(keys, stride, m * 16, i), lane), lane);
+        chains.add(x, j, m, s, right(turned(last_keys, stride, m * 16, i), lane), lane);
       }
     }
+    chains.finish(x);
     DELTATUNE_UNROLL
     for (int j = 0; j < tiles; ++j) {
       if (!CHANNEL) tile_scale_columns(x[j], after + own_tile<SPLIT, blocks>(j, part) * 16, lane);
@@ -859,6 +951,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     write_tiles_of<tiles, SPLIT, blocks, DV>(slopes, own, thin, part, dv, ((long)at.z * length + n * C) * HV + at.y, HV,
                                              first, length - n * C, lane);
   }
+  if (!computes) return;
   writes_done();
   store_state<DK, DV, mine>(state, d_initial, head, first, part * mine, lane);
 }
