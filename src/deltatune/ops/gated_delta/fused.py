@@ -98,7 +98,7 @@ class Plan:
     @property
     def _rooms(self) -> int:
         saved, state, square = self.saved.size, 16 * (_padded(self.key_size) + 8), 16 * (self.chunk + 8)
-        return max(saved * state + 16 * square, 4 * state + (8 + saved) * square)
+        return max(saved * state + 16 * square, 4 * state + 12 * square)
 
     @property
     def scan_groups(self) -> int:
@@ -113,9 +113,9 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         c, rows, saved = self.chunk, self.gradient_slice, self.saved.size
-        stage = 2 * rows * (_padded(self.key_size) + 8) * saved + rows * (c + 8) * (4 + saved)
+        stage = 2 * rows * (_padded(self.key_size) + 8) * saved + rows * (c + 8) * 8
         stage += c * (rows + 8) * self.exact_bytes
-        pairs = 2 * self.keys + self.square * (4 + saved)
+        pairs = 2 * self.keys + self.square * 8
         slices = (0 if self.overlay else 2 * self.keys) + self.stages * stage
         return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 48 * c + 144
 
@@ -305,7 +305,7 @@ def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Lau
     inputs |= {"solve": solve, "scores": scores, "factors": factors}
     outputs = {
         "d_states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
-        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), plan.saved),
+        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
         "dv": (x.v.shape, plan.dtype),
         "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }

@@ -61,7 +61,7 @@ class ChannelPlan(Plan):
     @property
     def gradient_bytes(self) -> int:
         c, rows, saved, width = self.chunk, self.gradient_slice, self.saved.size, _padded(self.key_size)
-        stage = 2 * rows * (width + 8) * saved + rows * (c + 8) * (4 + saved) + c * (rows + 8) * self.exact_bytes
+        stage = 2 * rows * (width + 8) * saved + rows * (c + 8) * 8 + c * (rows + 8) * self.exact_bytes
         two = c // 16 - 1
         products = 3 * (c + 16 * two) * (width + 4) * 4
         pairs = 2 * 16 * 24 * 4 * two
@@ -175,7 +175,7 @@ def reverse(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, ke
     inputs = x.named("mask") | {"dy": dy, "queries": queries, "keys": keys, "ends": ends, "d_last": d_last}
     outputs = {
         "d_states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
-        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), plan.saved),
+        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
         "dv": (x.v.shape, plan.dtype),
         "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }

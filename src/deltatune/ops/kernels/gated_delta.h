@@ -354,7 +354,7 @@ struct Rooms {
   static constexpr constant int forward = ended + wide * Wide<In>::bytes;
   static constexpr constant int rated_w = tall * Wide<In>::bytes;
   static constexpr constant int rest = rated_w + wide * Wide<In>::bytes;
-  static constexpr constant int rated_rest = rest + wide * Saved<In>::bytes;
+  static constexpr constant int rated_rest = rest + wide * Wide<In>::bytes;
   static constexpr constant int backward = rated_rest + wide * Wide<In>::bytes;
   static constexpr constant int bytes = forward > backward ? forward : backward;
 };
@@ -853,7 +853,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;
     const auto states_out = stored_at<Saved<In>>(d_states, head * chunks + n, tall * stride);
-    const auto right_out = stored_at<Saved<In>>(d_right, head * chunks + n, tall * square);
+    const auto right_out = stored_at<Wide<In>>(d_right, head * chunks + n, tall * square);
 
     if (SPLIT > 1) {
       DELTATUNE_UNROLL
@@ -914,12 +914,12 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     else add_times<1>(x, rated, z, lane);
     if (SPLIT == 1 && first < tall) write_tiles<tiles>(right_out, (long)first * square, square, x, rooms, lane);
     Strip<In, blocks, SPLIT> right_part = strip_at<In, blocks, SPLIT>(rooms, Room::rated_rest);
-    const Saved<In> rest_room = shared_at<Saved<In>>(rooms, Room::rest, 16 * square);
+    const Wide<In> rest_room = shared_at<Wide<In>>(rooms, Room::rest, 16 * square);
     DELTATUNE_UNROLL
     for (int j = 0; j < tiles; ++j) {
       const int tile = own_tile<SPLIT, blocks>(j, part);
       if (SPLIT > 1) {
-        Rough<In> rest;
+        Precise<In> rest;
         hold(rest, x[j]);
         keep(rest_room, tile * 16, square, rest, lane);
       }
@@ -971,7 +971,7 @@ struct GradientMemory {
   static constexpr constant int d_state = state + SLICE * stride_of(DK) * Saved<In>::bytes;
   static constexpr constant int u = d_state + SLICE * stride_of(DK) * Saved<In>::bytes;
   static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int dy = right + SLICE * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int dy = right + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
   static constexpr constant int q = 0;
   static constexpr constant int k = q + C * stride_of(DK) * Exact<In>::bytes;
@@ -980,7 +980,7 @@ struct GradientMemory {
   static constexpr constant int slices = OVERLAY ? 0 : k_end;
   static constexpr constant int on_y = k_end;
   static constexpr constant int on_right = on_y + C * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int pairs_end = on_right + C * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int pairs_end = on_right + C * (C + 8) * Wide<In>::bytes;
   static constexpr constant int slices_end = slices + STAGES * stage;
   static constexpr constant int diagonal = pairs_end > slices_end ? pairs_end : slices_end;
   static constexpr constant int decay = diagonal + C * 17 * 4;
@@ -1006,8 +1006,8 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
   copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * square),
                                       stored_at<Wide<In>>(u, chunk, tall * square), (long)first * square, arrival,
                                       at.index);
-  copy_block<SLICE * square, threads>(shared_at<Saved<In>>(memory, Memory::right, SLICE * square),
-                                      stored_at<Saved<In>>(d_right, chunk, tall * square), (long)first * square,
+  copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * square),
+                                      stored_at<Wide<In>>(d_right, chunk, tall * square), (long)first * square,
                                       arrival, at.index);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
                                dy + (((long)at.z * length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
@@ -1022,34 +1022,45 @@ inline float spanning(threadgroup const float* diagonal, threadgroup const float
                       threadgroup const float* on_after, int parts, int t, int share) {
   constexpr int blocks = C / 16;
   const int own = t / 16, first = own * 16;
+  // Sixteen terms, then their sums: short sums round less.
   float sum = 0.0f;
   for (int b = share; b < blocks; b += Shares) {
     for (int p = 0; p < parts; ++p) {
+      float part = 0.0f;
       DELTATUNE_UNROLL
-      for (int i = 0; i < 16; ++i) sum += b * 16 + i >= t ? on_before[(b * 16 + i) * 4 + p] : on_after[(b * 16 + i) * 4 + p];
+      for (int i = 0; i < 16; ++i) part += b * 16 + i >= t ? on_before[(b * 16 + i) * 4 + p] : on_after[(b * 16 + i) * 4 + p];
+      sum += part;
     }
     if (b < own) {
+      float part = 0.0f;
       DELTATUNE_UNROLL
       for (int i = 0; i < 16; ++i) {
-        if (first + i >= t) sum += on_rows[(first + i) * blocks + b];
+        if (first + i >= t) part += on_rows[(first + i) * blocks + b];
       }
+      sum += part;
       for (int c = own + 1; c < blocks; ++c) {
+        part = 0.0f;
         DELTATUNE_UNROLL
-        for (int i = 0; i < 16; ++i) sum += on_rows[(c * 16 + i) * blocks + b];
+        for (int i = 0; i < 16; ++i) part += on_rows[(c * 16 + i) * blocks + b];
+        sum += part;
       }
     }
     if (b > own) {
+      float part = 0.0f;
       DELTATUNE_UNROLL
       for (int j = 0; j < 16; ++j) {
-        if (first + j < t) sum += on_columns[(first + j) * blocks + b];
+        if (first + j < t) part += on_columns[(first + j) * blocks + b];
       }
+      sum += part;
     }
   }
   for (int j = share; first + j < t && j < 16; j += Shares) {
+    float part = 0.0f;
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
-      if (first + i >= t) sum += diagonal[(first + i) * 17 + j];
+      if (first + i >= t) part += diagonal[(first + i) * 17 + j];
     }
+    sum += part;
   }
   return sum;
 }
@@ -1073,7 +1084,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
   const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
   const Wide<In> on_y = shared_at<Wide<In>>(memory, Memory::on_y, C * square);
-  const Saved<In> on_right = shared_at<Saved<In>>(memory, Memory::on_right, C * square);
+  const Wide<In> on_right = shared_at<Wide<In>>(memory, Memory::on_right, C * square);
   threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::diagonal);
   const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
   threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
@@ -1154,7 +1165,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       const Saved<In> state = shared_at<Saved<In>>(slice, Memory::state, SLICE * stride);
       const Saved<In> d_state = shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride);
       const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
-      const Saved<In> rest = shared_at<Saved<In>>(slice, Memory::right, SLICE * square);
+      const Wide<In> rest = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
@@ -1323,7 +1334,6 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     }
     copies_fence();
   }
-  barrier();
   DELTATUNE_UNROLL
   for (int m = 0; m < mine; ++m) {
     const int column = (part * mine + m) * 16;

@@ -4,7 +4,7 @@
 // Not yet run on Apple hardware.
 
 #ifndef DELTATUNE_SHARED
-#define DELTATUNE_SHARED(name, bytes) threadgroup char name[bytes]
+#define DELTATUNE_SHARED(name, bytes) alignas(16) threadgroup char name[bytes]
 #endif
 // CUDA keeps the word `device` for itself.
 #define GLOBAL device
