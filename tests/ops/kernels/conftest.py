@@ -46,7 +46,7 @@ def metal_cut(**asked: int) -> Callable:
     def cut(shape: tuple, dtype: mx.Dtype, **what: bool) -> Plan:
         plan = plan_on("metal", shape, dtype, **what)
         plan = replace(plan, **asked)
-        assert plan.fits or max(plan.prepare_bytes, plan.scan_bytes, plan.gradient_bytes) <= MORE_BYTES and asked
+        assert plan.fits or (max(plan.prepare_bytes, plan.scan_bytes, plan.gradient_bytes) <= MORE_BYTES and asked)
         return plan
 
     return cut

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import mlx.core as mx
 
@@ -80,7 +80,7 @@ class Plan:
     def decay(self) -> int:
         return _padded(4 * (self.chunk * 19 + self.chunk // 16))
 
-    @property
+    @cached_property
     def prepare_bytes(self) -> int:
         tops = max(2 * self.keys, 4 * (self.packed + self.square))
         return tops + 4 * self.square + 76 * self.chunk + self.decay + 16
@@ -104,13 +104,13 @@ class Plan:
     def scan_groups(self) -> int:
         return self.slice // 16 * self.split + self.loaders
 
-    @property
+    @cached_property
     def scan_bytes(self) -> int:
         thin = self.chunk * (self.slice + 8) * self.exact_bytes
         stage = 2 * self.keys + 8 * self.packed + thin + 12 * self.chunk
         return self.stages * stage + self.slice // 16 * self.staging + 16
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         c, rows, saved = self.chunk, self.gradient_slice, self.saved.size
         stage = 2 * rows * (_padded(self.key_size) + 8) * saved + rows * (c + 8) * 8
@@ -158,7 +158,7 @@ def plan(
         cuts = [(c, scan, rows, 2, False) for c in chunks for scan in scans for rows in whole[:2]]
         cuts += [(16, (32, 1, 0), rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
     for chunk, (rows, split, loaders), gradient_rows, stages, overlay in cuts:
-        if dtype == mx.float32 and machine == "metal" and chunk > 16 or chunk // 16 % split:
+        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % split:
             continue
         groups = chunk // 16 * (2 if chunk == 64 else 4)
         cut = (chunk, rows, split, loaders, gradient_rows, groups, stages, overlay)
@@ -183,8 +183,7 @@ class Arguments:
 
     def named(self, *names: str) -> dict[str, mx.array]:
         """Those of `names` that are there."""
-        found = {name: getattr(self, name) for name in names}
-        return {name: array for name, array in found.items() if array is not None}
+        return {name: array for name in names if (array := getattr(self, name)) is not None}
 
 
 @cache
@@ -223,9 +222,17 @@ def _values(plan: Plan, order: tuple[str, ...], groups: int, rows: int | None) -
     return {name: value for name, value in values.items() if name in order}
 
 
+@cache
+def _arguments(names: tuple[str, ...], given: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments of a body whose parameters are `names`, where `given` are there, and then the outputs."""
+    texts = {name: (name if name in given else _ABSENT) for name in names}
+    if "initial" in texts:
+        texts["initial"] += f", {_STARTED}"
+    return (*texts.values(), *outputs)
+
+
 def _launch(name, memory, plan, names, inputs, outputs, blocks, size, groups, order, memory_order, rows=None) -> Launch:
     """`names`: the body's arguments before its outputs; those that `inputs` lacks were left out."""
-    arguments = tuple(text for name in names for text in _texts(name, name in inputs))
     return Launch(
         name=f"gated_delta_{name}",
         memory=memory,
@@ -237,14 +244,8 @@ def _launch(name, memory, plan, names, inputs, outputs, blocks, size, groups, or
         blocks=blocks,
         bytes=size,
         groups=groups,
-        arguments=(*arguments, *outputs),
+        arguments=_arguments(names, tuple(inputs), tuple(outputs)),
     )
-
-
-def _texts(name: str, there: bool) -> tuple[str, ...]:
-    if name == "initial":
-        return (name, _STARTED)
-    return (name if there else _ABSENT,)
 
 
 def prepare(plan: Plan, x: Arguments) -> Launch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import mlx.core as mx
 
@@ -38,7 +38,7 @@ class ChannelPlan(Plan):
         """Bytes of prefix q, prefix k and suffix k, which pairs of two tiles need."""
         return 3 * 16 * (_padded(self.key_size) + 8) * 4 * (self.chunk // 16 - 1)
 
-    @property
+    @cached_property
     def prepare_bytes(self) -> int:
         gates = 4 * self.chunk * _padded(self.key_size)
         solve = 4 * self.packed + 8 * self.square
@@ -50,15 +50,15 @@ class ChannelPlan(Plan):
         stage = keys + self.scaled_queries + self.wide + 8 * self.packed + thin + numbers
         return self.stages * stage + self.slice // 16 * self.staging + 16
 
-    @property
+    @cached_property
     def scan_bytes(self) -> int:
         return self._scan_bytes(self.upper)
 
-    @property
+    @cached_property
     def reverse_bytes(self) -> int:
         return self._scan_bytes(self.wide)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         c, rows, saved, width = self.chunk, self.gradient_slice, self.saved.size, _padded(self.key_size)
         stage = 2 * rows * (width + 8) * saved + rows * (c + 8) * 8 + c * (rows + 8) * self.exact_bytes

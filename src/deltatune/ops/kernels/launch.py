@@ -47,18 +47,23 @@ class Launch:
 
     def run(self) -> list[mx.array]:
         """Launch on the default device: Metal or CUDA."""
-        machine = "metal" if mx.metal.is_available() else "cuda"
-        kernel = _kernel(machine, self.name, tuple(self.inputs), tuple(self.outputs), self.source, self.bytes)
+        kernel = _kernel(_machine(), self.name, tuple(self.inputs), tuple(self.outputs), self.source, self.bytes)
         x, y, z = self.blocks
         threads = self.groups * 32
+        shapes, dtypes = zip(*self.outputs.values(), strict=True)
         return kernel(
             inputs=list(self.inputs.values()),
-            output_shapes=[shape for shape, _ in self.outputs.values()],
-            output_dtypes=[dtype for _, dtype in self.outputs.values()],
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
             grid=(x * threads, y, z),
             threadgroup=(threads, 1, 1),
             template=list(self.values.items()),
         )
+
+
+@cache
+def _machine() -> str:
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 @cache
