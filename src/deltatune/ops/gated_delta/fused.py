@@ -12,8 +12,9 @@ from ..kernels.launch import Launch
 # What one block may hold in shared memory.
 METAL_BYTES = 32 * 1024
 CUDA_BYTES = 227 * 1024
-# Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state.
+# Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state; and what an H200 runs at once.
 _FULL = 64
+_MULTIPROCESSORS = 132
 
 
 def _padded(n: int) -> int:
@@ -129,12 +130,18 @@ class Plan:
         return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes) <= self.most
 
 
-def _scan_cut(heads: int, key_size: int, value_size: int) -> tuple[int, int, int]:
-    """Rows of the state a block of a CUDA scan takes, groups a strip of 16, and groups that load: to fill the GPU."""
-    sizes = [size for size in (128, 64, 32) if size <= max(32, _padded(value_size))]
+def _scan_cut(heads: int, key_size: int, value_size: int, dtype: mx.Dtype) -> tuple[int, int, int]:
+    """Rows of the state a block of a CUDA scan takes, groups a strip of 16 rows, and groups that load."""
+    tall = _padded(value_size)
+    if dtype == mx.bfloat16:
+        # Measured on an H200 (docs/log.md): thin blocks where all of them run at once.
+        split = 2 if _padded(key_size) % 32 == 0 else 1
+        for size, groups in ((32, split), (64, 1)):
+            if size <= max(32, tall) and heads * -(-value_size // size) <= _MULTIPROCESSORS:
+                return size, groups, 1
+    sizes = [size for size in (128, 64, 32) if size <= max(32, tall)]
     size = next((size for size in sizes if heads * -(-value_size // size) >= _FULL), sizes[-1])
-    split = 2 if size <= 64 and _padded(key_size) % 32 == 0 else 1
-    return size, split, split - 1
+    return size, 1, 0
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +160,7 @@ def plan(
     if machine == "metal":
         cuts = [(chunk, (16 * groups, 1, 0), 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
     else:
-        scans = [_scan_cut(batch * value_heads, key_size, value_size), (32, 1, 0)]
+        scans = [_scan_cut(batch * value_heads, key_size, value_size, dtype), (32, 1, 0)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
         cuts = [(c, scan, rows, 2, False) for c in chunks for scan in scans for rows in whole[:2]]
         cuts += [(16, (32, 1, 0), rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
