@@ -95,6 +95,18 @@ def errors() -> Callable[[dict, dict], dict[str, float]]:
 
 
 @pytest.fixture
+def norms() -> Callable[[dict, dict], dict[str, float]]:
+    """norms(results, expected) -> the error's norm over the expected one's, by name."""
+
+    def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
+        wide = {name: np.array(results[name].astype(mx.float32), dtype=np.float64) for name in expected}
+        norm = np.linalg.norm
+        return {name: float(norm(wide[name] - exact) / norm(exact)) for name, exact in expected.items()}
+
+    return relative
+
+
+@pytest.fixture
 def cotangents() -> Callable[[dict, int], tuple[np.ndarray, np.ndarray]]:
     """cotangents(inputs, seed) -> (dy, dstate), fp32."""
 

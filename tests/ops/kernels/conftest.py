@@ -89,9 +89,14 @@ def table() -> ModuleType:
 
 @pytest.fixture
 def on_host() -> Callable:
-    """on_host(machine, case, dtype, lanes=1, per_channel=False, **cut) -> (results, truth): arrays by name."""
+    """on_host(machine, case, dtype, lanes=1, per_channel=False, by=None, **cut) -> (results, truth): arrays by name.
 
-    def run(machine, case, dtype: mx.Dtype, lanes: int = 1, per_channel: bool = False, **asked) -> tuple[dict, dict]:
+    by: another implementation, run in the fused one's place.
+    """
+
+    def run(
+        machine, case, dtype: mx.Dtype, lanes: int = 1, per_channel: bool = False, by: Callable | None = None, **asked
+    ) -> tuple[dict, dict]:
         inputs = case.inputs(per_channel, 0)
         draw = np.random.default_rng(1)
         dy = mx.array(draw.normal(size=inputs["v"].shape).astype(np.float32)).astype(dtype)
@@ -102,6 +107,8 @@ def on_host() -> Callable:
         constants = {name: None if value is None else mx.array(value) for name, value in constants.items()}
 
         def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+            if by is not None:
+                return by(*arrays[:-1], initial_state=arrays[-1], **constants)
             launched = partial(machine.run, seed=lanes)
             more = {"cut": metal_cut(**asked), "execute": launched} | constants
             return gated_delta_fused(*arrays[:-1], initial_state=arrays[-1], **more)
@@ -133,5 +140,16 @@ def errors() -> Callable[[dict, dict], dict[str, float]]:
             found[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
             found[name] = np.inf if np.isnan(error) else found[name]
         return found
+
+    return measure
+
+
+@pytest.fixture
+def norms() -> Callable[[dict, dict], dict[str, float]]:
+    """norms(results, truth) -> the error's norm over the truth's, by name."""
+
+    def measure(results: dict, truth: dict) -> dict[str, float]:
+        norm = np.linalg.norm
+        return {name: float(norm(_wide(results[name]) - exact) / norm(exact)) for name, exact in truth.items()}
 
     return measure
