@@ -110,7 +110,7 @@ def test_two_groups_a_strip(cut, name, dtype, roomy, on_host, errors, table):
     assert max(found.values()) <= fused_bound(case.bound, dtype), found
 
 
-LOADER = {"slice": 16, "loaders": 1, "stages": 2, "overlay": False}
+LOADER = {"slice": 16, "loaders": 1, "stages": 2, "overlay": False, "chunk": 32, "gradient_slice": 48}
 
 
 @pytest.mark.parametrize("cut", [TWO_GROUPS, FOUR_TILES, LOADER], ids=["two tiles", "four tiles", "a group that loads"])
