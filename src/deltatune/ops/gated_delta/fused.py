@@ -209,7 +209,7 @@ _STARTED = "initial_shape[3] == DK"
 
 @lru_cache(maxsize=256)
 def _values(plan: Plan, order: tuple[str, ...], groups: int, rows: int | None) -> dict[str, int | bool | mx.Dtype]:
-    values = {
+    values: dict[str, int | bool | mx.Dtype] = {
         "In": plan.dtype,
         "C": plan.chunk,
         "DK": plan.key_size,
