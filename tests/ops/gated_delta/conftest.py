@@ -94,6 +94,23 @@ def errors() -> Callable[[dict, dict], dict[str, float]]:
     return relative
 
 
+def _norm(error: np.ndarray, exact: np.ndarray) -> float:
+    """Where the truth is zero throughout, only zero is right."""
+    size, largest = np.linalg.norm(error), np.linalg.norm(exact)
+    return float(size / largest) if largest > 0 else (np.inf if size > 0 else 0.0)
+
+
+@pytest.fixture
+def norms() -> Callable[[dict, dict], dict[str, float]]:
+    """norms(results, expected) -> the error's norm over the expected one's, by name."""
+
+    def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
+        wide = {name: np.array(results[name].astype(mx.float32), dtype=np.float64) for name in expected}
+        return {name: _norm(wide[name] - exact, exact) for name, exact in expected.items()}
+
+    return relative
+
+
 @pytest.fixture
 def cotangents() -> Callable[[dict, int], tuple[np.ndarray, np.ndarray]]:
     """cotangents(inputs, seed) -> (dy, dstate), fp32."""

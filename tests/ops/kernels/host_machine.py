@@ -114,11 +114,12 @@ class HostMachine:
     """Runs launches of `text`; each specialisation is compiled once, into `folder`, and kept there.
 
     watch: every access to threadgroup memory is looked at for races, whatever the order of lanes.
+    bytes: how much threadgroup memory a block may have; a Mac's by default.
     """
 
-    def __init__(self, folder: Path, text: str | None = None, watch: bool = False):
+    def __init__(self, folder: Path, text: str | None = None, watch: bool = False, bytes: int | None = None):
         self.folder = Path(folder)
-        self.flags = FLAGS + WATCH * watch
+        self.flags = FLAGS + WATCH * watch + ([f"-DDELTATUNE_THREADGROUP_BYTES={bytes}"] if bytes else [])
         self.text = header("metal") if text is None else text
         self.entries: dict[str, ctypes._CFuncPtr] = {}
 

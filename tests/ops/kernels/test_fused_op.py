@@ -64,6 +64,15 @@ def test_what_is_left_out(on_machine):
     assert launched == names
 
 
+def test_no_state_is_a_state_of_zeros(on_machine):
+    function, _ = on_machine
+    arrays = arguments()
+    found = gradients(function, arrays)
+    zeros = gradients(function, arrays | {"initial_state": mx.zeros((2, 4, 24, 16))})
+    for one, other in zip([*found[0], *found[1]], [*zeros[0], *zeros[1][:5]], strict=True):
+        assert mx.array_equal(one, other)
+
+
 def test_mask_alone_and_segments_of_another_integer(on_machine):
     function, _ = on_machine
     arrays = arguments() | {"initial_state": mx.random.normal((2, 4, 24, 16))}

@@ -11,7 +11,13 @@ import pytest
 from deltatune.ops.gated_delta.tolerances import fused_bound
 from deltatune.ops.kernels.launch import header
 
-KERNELS = ("prepare", "scan", "reverse", "gradients")
+# Kernel: where its body begins.
+KERNELS = {
+    "prepare": "gated_delta_prepare",
+    "scan": "scan_chunks",
+    "reverse": "reverse_chunks",
+    "gradients": "gated_delta_gradients",
+}
 # kernel: text, what stands in its place.
 DEFECTS = {
     "a global index off by one": (
@@ -59,7 +65,7 @@ BOUND = fused_bound(2e-6, "bfloat16")
 def at_first_barrier(kernel: str, instead: str) -> str:
     """The text with another statement in place of the kernel's first barrier."""
     text = header("metal")
-    start = re.search(rf"\bgated_delta_{kernel}\(Place", text).end()
+    start = re.search(rf"\b{KERNELS[kernel]}\(Place", text).end()
     return text[:start] + re.sub(r"\bbarrier\(\);", instead, text[start:], count=1)
 
 
@@ -77,7 +83,7 @@ def test_a_removed_barrier(kernel, planted):
 def test_a_removed_group_barrier(kernel, watching, host_module, host_folder, on_host, table):
     """The last one of the kernel, between its products and what other lanes write out. Only the watch sees it."""
     text = header("metal")
-    start = re.search(rf"\bgated_delta_{kernel}\(Place", text).end()
+    start = re.search(rf"\b{KERNELS[kernel]}\(Place", text).end()
     end = text.index("store_state", start)
     place = text.rindex("group_barrier();", start, end)
     wrong = host_module.HostMachine(host_folder, text[:place] + text[place + len("group_barrier();") :], watch=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 
 import mlx.core as mx
 
@@ -11,8 +12,9 @@ from ..kernels.launch import Launch
 # What one block may hold in shared memory.
 METAL_BYTES = 32 * 1024
 CUDA_BYTES = 227 * 1024
-# Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state.
+# Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state; and what an H200 runs at once.
 _FULL = 64
+_MULTIPROCESSORS = 132
 
 
 def _padded(n: int) -> int:
@@ -23,9 +25,9 @@ def _padded(n: int) -> int:
 class Plan:
     """Sizes of one call, and how a machine cuts it.
 
-    `chunk` positions at a time; the scans give a block `slice` rows of the state, the gradients read
-    `gradient_slice` rows at a time; `stages` of a pipeline in shared memory; `overlay`: q and k come only after
-    the slices, where memory is short.
+    `chunk` positions at a time; the scans give a block `slice` rows of the state, and every 16 of them to `split`
+    groups, while `loaders` groups more bring the next chunk; the gradients read `gradient_slice` rows at a time;
+    `stages` of a pipeline in shared memory; `overlay`: q and k come only after the slices, where memory is short.
     """
 
     batch: int
@@ -38,6 +40,8 @@ class Plan:
     machine: str
     chunk: int
     slice: int
+    split: int
+    loaders: int
     gradient_slice: int
     gradient_groups: int
     stages: int
@@ -77,31 +81,42 @@ class Plan:
     def decay(self) -> int:
         return _padded(4 * (self.chunk * 19 + self.chunk // 16))
 
-    @property
+    @cached_property
     def prepare_bytes(self) -> int:
         tops = max(2 * self.keys, 4 * (self.packed + self.square))
         return tops + 4 * self.square + 76 * self.chunk + self.decay + 16
 
     @property
     def staging(self) -> int:
-        """Bytes of a group's tiles on their way out of a scan."""
+        """Bytes of a strip's tiles on their way out of a scan, and between its groups."""
+        if self.split > 1:
+            return self._rooms
         if self.machine == "metal" or self.dtype == mx.float32:
             return 0
         saved = 2 if self.dtype == mx.bfloat16 else 4
         return 16 * max(saved * (_padded(self.key_size) + 8), 4 * (self.chunk + 8))
 
     @property
+    def _rooms(self) -> int:
+        saved, state, square = self.saved.size, 16 * (_padded(self.key_size) + 8), 16 * (self.chunk + 8)
+        return max(saved * state + 16 * square, 4 * state + 12 * square)
+
+    @property
+    def scan_groups(self) -> int:
+        return self.slice // 16 * self.split + self.loaders
+
+    @cached_property
     def scan_bytes(self) -> int:
         thin = self.chunk * (self.slice + 8) * self.exact_bytes
         stage = 2 * self.keys + 8 * self.packed + thin + 12 * self.chunk
         return self.stages * stage + self.slice // 16 * self.staging + 16
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         c, rows, saved = self.chunk, self.gradient_slice, self.saved.size
-        stage = 2 * rows * (_padded(self.key_size) + 8) * saved + rows * (c + 8) * (4 + saved)
+        stage = 2 * rows * (_padded(self.key_size) + 8) * saved + rows * (c + 8) * 8
         stage += c * (rows + 8) * self.exact_bytes
-        pairs = 2 * self.keys + self.square * (4 + saved)
+        pairs = 2 * self.keys + self.square * 8
         slices = (0 if self.overlay else 2 * self.keys) + self.stages * stage
         return max(pairs, slices) + 68 * c + self.decay + 16 * c + 8 * c * (c // 16) + 48 * c + 144
 
@@ -115,6 +130,21 @@ class Plan:
         return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes) <= self.most
 
 
+def _scan_cut(heads: int, key_size: int, value_size: int, dtype: mx.Dtype) -> tuple[int, int, int]:
+    """Rows of the state a block of a CUDA scan takes, groups a strip of 16 rows, and groups that load."""
+    tall = _padded(value_size)
+    if dtype == mx.bfloat16:
+        # Measured on an H200 (docs/log.md): thin blocks where all of them run at once.
+        split = 2 if _padded(key_size) % 32 == 0 else 1
+        for size, groups in ((32, split), (64, 1)):
+            if size <= max(32, tall) and heads * -(-value_size // size) <= _MULTIPROCESSORS:
+                return size, groups, 1
+    sizes = [size for size in (128, 64, 32) if size <= max(32, tall)]
+    size = next((size for size in sizes if heads * -(-value_size // size) >= _FULL), sizes[-1])
+    return size, 1, 0
+
+
+@lru_cache(maxsize=256)
 def plan(
     machine: str,
     shape: tuple[int, int, int, int, int, int],
@@ -128,18 +158,18 @@ def plan(
     tall = _padded(value_size)
     whole = [rows for rows in (64, 32, 16) if tall % rows == 0]
     if machine == "metal":
-        cuts = [(chunk, 16 * groups, 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
+        cuts = [(chunk, (16 * groups, 1, 0), 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
     else:
-        slices = [size for size in (128, 64, 32) if size <= max(32, tall)]
-        full = [size for size in slices if batch * value_heads * -(-value_size // size) >= _FULL] or slices[-1:]
+        scans = [_scan_cut(batch * value_heads, key_size, value_size, dtype), (32, 1, 0)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
-        cuts = [(c, s, rows, 2, False) for c in chunks for s in (full[0], 32) for rows in whole[:2]]
-        cuts += [(16, 32, rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
-    for chunk, rows, gradient_rows, stages, overlay in cuts:
-        if dtype == mx.float32 and machine == "metal" and chunk > 16:
+        cuts = [(c, scan, rows, 2, False) for c in chunks for scan in scans for rows in whole[:2]]
+        cuts += [(16, (32, 1, 0), rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
+    for chunk, (rows, split, loaders), gradient_rows, stages, overlay in cuts:
+        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % split:
             continue
         groups = chunk // 16 * (2 if chunk == 64 else 4)
-        made = Plan(*(*shape, dtype, machine, chunk, rows, gradient_rows, groups, stages, overlay, masked, segmented))
+        cut = (chunk, rows, split, loaders, gradient_rows, groups, stages, overlay)
+        made = Plan(*(*shape, dtype, machine, *cut, masked, segmented))
         if made.fits:
             return made
     return None
@@ -147,7 +177,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Arguments:
-    """The contract's inputs, with arrays in place of what was left out."""
+    """The contract's inputs; `initial` is `no_state()` where there is none."""
 
     q: mx.array
     k: mx.array
@@ -155,15 +185,31 @@ class Arguments:
     log_g: mx.array
     beta: mx.array
     initial: mx.array
-    mask: mx.array
-    segments: mx.array
+    mask: mx.array | None
+    segments: mx.array | None
+
+    def named(self, *names: str) -> dict[str, mx.array]:
+        """Those of `names` that are there."""
+        return {name: array for name in names if (array := getattr(self, name)) is not None}
+
+
+@cache
+def no_state() -> mx.array:
+    """Tells a scan to start from zeros: no state has heads of 1. Eight elements, as Metal's device memory wants."""
+    return mx.array([[[[0.0]]]] * 8, dtype=mx.float32)
 
 
 _BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 
 
-def _launch(name, memory, plan, inputs, outputs, blocks, size, groups, order, memory_order, rows=None) -> Launch:
-    values = {
+# What stands in a call of a body for what a call of gated_delta leaves out, and beside what needs more.
+_ABSENT = "Nothing{}"
+_STARTED = "initial_shape[3] == DK"
+
+
+@lru_cache(maxsize=256)
+def _values(plan: Plan, order: tuple[str, ...], groups: int, rows: int | None) -> dict[str, int | bool | mx.Dtype]:
+    values: dict[str, int | bool | mx.Dtype] = {
         "In": plan.dtype,
         "C": plan.chunk,
         "DK": plan.key_size,
@@ -173,22 +219,37 @@ def _launch(name, memory, plan, inputs, outputs, blocks, size, groups, order, me
         "HV": plan.value_heads,
         "GROUPS": groups,
         "STAGES": plan.stages,
+        "SPLIT": plan.split,
         "OVERLAY": plan.overlay,
         "MASKED": plan.masked,
         "SEGMENTED": plan.segmented,
     }
-    used = {name: value for name, value in values.items() if name in order}
+    return {name: value for name, value in values.items() if name in order}
+
+
+@cache
+def _arguments(names: tuple[str, ...], given: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments of a body whose parameters are `names`, where `given` are there, and then the outputs."""
+    texts = {name: (name if name in given else _ABSENT) for name in names}
+    if "initial" in texts:
+        texts["initial"] += f", {_STARTED}"
+    return (*texts.values(), *outputs)
+
+
+def _launch(name, memory, plan, names, inputs, outputs, blocks, size, groups, order, memory_order, rows=None) -> Launch:
+    """`names`: the body's arguments before its outputs; those that `inputs` lacks were left out."""
     return Launch(
         name=f"gated_delta_{name}",
         memory=memory,
         inputs=inputs,
         outputs=outputs,
-        values=used,
+        values=_values(plan, order, groups, rows),
         order=order,
         memory_order=memory_order,
         blocks=blocks,
         bytes=size,
         groups=groups,
+        arguments=_arguments(names, tuple(inputs), tuple(outputs)),
     )
 
 
@@ -201,7 +262,8 @@ def prepare(plan: Plan, x: Arguments) -> Launch:
         "prepare",
         "PrepareMemory",
         plan,
-        {name: getattr(x, name) for name in names},
+        names,
+        x.named(*names),
         {"solve": triangle, "scores": triangle, "factors": ((*shape, 3, plan.chunk), mx.float32)},
         (plan.chunks, plan.value_heads, plan.batch),
         plan.prepare_bytes,
@@ -211,45 +273,49 @@ def prepare(plan: Plan, x: Arguments) -> Launch:
     )
 
 
-def _scan(name, plan: Plan, inputs, outputs) -> Launch:
+def _scan(name, plan: Plan, names, inputs, outputs) -> Launch:
     return _launch(
         name,
         "ScanMemory",
         plan,
+        names,
         inputs,
         outputs,
         (-(-plan.value_size // plan.slice), plan.value_heads, plan.batch),
         plan.scan_bytes,
-        groups=plan.slice // 16,
-        order=(*_BASE, "MASKED"),
-        memory_order=("In", "C", "DK", "SLICE", "STAGES"),
+        groups=plan.scan_groups,
+        order=(*_BASE, "SPLIT", "MASKED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "SPLIT"),
     )
 
 
 def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: mx.array) -> Launch:
     """y [B,T,Hv,Dv], states and u as the kernels keep them, a block a chunk, and last [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "initial": x.initial}
+    names = ("q", "k", "v", "mask", "initial", "solve", "scores", "factors")
+    inputs = x.named(*names[:5]) | {"solve": solve, "scores": scores, "factors": factors}
     outputs = {
         "y": (x.v.shape, plan.dtype),
         "states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
         "u": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
         "last": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }
-    return _scan("scan", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
+    return _scan("scan", plan, names, inputs, outputs)
 
 
 def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Launch:
     """d_states and d_right as the kernels keep them, dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
-    inputs = {"q": x.q, "k": x.k, "dy": dy, "mask": x.mask, "d_last": d_last}
+    names = ("q", "k", "dy", "mask", "d_last", "solve", "scores", "factors")
+    inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last}
+    inputs |= {"solve": solve, "scores": scores, "factors": factors}
     outputs = {
         "d_states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
-        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), plan.saved),
+        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
         "dv": (x.v.shape, plan.dtype),
         "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }
-    return _scan("reverse", plan, inputs | {"solve": solve, "scores": scores, "factors": factors}, outputs)
+    return _scan("reverse", plan, names, inputs, outputs)
 
 
 def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
@@ -259,7 +325,8 @@ def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, d
         "gradients",
         "GradientMemory",
         plan,
-        {name: getattr(x, name) for name in names}
+        (*names, "factors", "states", "d_states", "u", "d_right", "dy"),
+        x.named(*names)
         | {"factors": factors, "states": states, "d_states": d_states, "u": u, "d_right": d_right, "dy": dy},
         {
             "dq": (x.q.shape, plan.dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import mlx.core as mx
 
@@ -37,7 +38,7 @@ class ChannelPlan(Plan):
         """Bytes of prefix q, prefix k and suffix k, which pairs of two tiles need."""
         return 3 * 16 * (_padded(self.key_size) + 8) * 4 * (self.chunk // 16 - 1)
 
-    @property
+    @cached_property
     def prepare_bytes(self) -> int:
         gates = 4 * self.chunk * _padded(self.key_size)
         solve = 4 * self.packed + 8 * self.square
@@ -49,18 +50,18 @@ class ChannelPlan(Plan):
         stage = keys + self.scaled_queries + self.wide + 8 * self.packed + thin + numbers
         return self.stages * stage + self.slice // 16 * self.staging + 16
 
-    @property
+    @cached_property
     def scan_bytes(self) -> int:
         return self._scan_bytes(self.upper)
 
-    @property
+    @cached_property
     def reverse_bytes(self) -> int:
         return self._scan_bytes(self.wide)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         c, rows, saved, width = self.chunk, self.gradient_slice, self.saved.size, _padded(self.key_size)
-        stage = 2 * rows * (width + 8) * saved + rows * (c + 8) * (4 + saved) + c * (rows + 8) * self.exact_bytes
+        stage = 2 * rows * (width + 8) * saved + rows * (c + 8) * 8 + c * (rows + 8) * self.exact_bytes
         two = c // 16 - 1
         products = 3 * (c + 16 * two) * (width + 4) * 4
         pairs = 2 * 16 * 24 * 4 * two
@@ -71,6 +72,7 @@ class ChannelPlan(Plan):
         return super().fits and self.reverse_bytes <= self.most
 
 
+@lru_cache(maxsize=256)
 def plan(
     machine: str,
     shape: tuple[int, int, int, int, int, int],
@@ -95,7 +97,7 @@ def plan(
             continue
         groups = 8 if chunk == 32 else 4
         made = ChannelPlan(
-            *(*shape, dtype, machine, chunk, rows, gradient_rows, groups, stages, stages == 1, masked, segmented)
+            *(*shape, dtype, machine, chunk, rows, 1, 0, gradient_rows, groups, stages, stages == 1, masked, segmented)
         )
         if made.fits:
             return made
@@ -113,7 +115,8 @@ def prepare(plan: ChannelPlan, x: Arguments) -> Launch:
         "channel_prepare",
         "ChannelPrepareMemory",
         plan,
-        {name: getattr(x, name) for name in names},
+        names,
+        x.named(*names),
         {
             "solve": triangle,
             "scores": triangle,
@@ -130,25 +133,31 @@ def prepare(plan: ChannelPlan, x: Arguments) -> Launch:
     )
 
 
-def _scan(name: str, plan: ChannelPlan, inputs, outputs, size: int) -> Launch:
+_BLOCKS = ("queries", "keys", "ends")
+_PREPARED = ("solve", "scores", "factors")
+
+
+def _scan(name: str, plan: ChannelPlan, names, inputs, outputs, size: int) -> Launch:
     return _launch(
         name,
         "ScanMemory",
         plan,
+        names,
         inputs,
         outputs,
         (-(-plan.value_size // plan.slice), plan.value_heads, plan.batch),
         size,
-        groups=plan.slice // 16,
-        order=(*_BASE, "MASKED"),
-        memory_order=("In", "C", "DK", "SLICE", "STAGES", "true", "true" if "reverse" in name else "false"),
+        groups=plan.scan_groups,
+        order=(*_BASE, "SPLIT", "MASKED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "true", "true" if "reverse" in name else "false"),
     )
 
 
 def scan(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, keys, ends) -> Launch:
     """y [B,T,Hv,Dv], states and u as the kernels keep them, and last [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
-    inputs = {"v": x.v, "mask": x.mask, "queries": queries, "keys": keys, "ends": ends, "initial": x.initial}
+    names = ("v", "mask", *_BLOCKS, "initial", *_PREPARED)
+    inputs = x.named("v", "mask", "initial") | {"queries": queries, "keys": keys, "ends": ends}
     outputs = {
         "y": (x.v.shape, plan.dtype),
         "states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
@@ -156,21 +165,22 @@ def scan(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, keys,
         "last": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }
     inputs |= {"solve": solve, "scores": scores, "factors": factors}
-    return _scan("channel_scan", plan, inputs, outputs, plan.scan_bytes)
+    return _scan("channel_scan", plan, names, inputs, outputs, plan.scan_bytes)
 
 
 def reverse(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, keys, ends, dy, d_last) -> Launch:
     """d_states and d_right as the kernels keep them, dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
-    inputs = {"dy": dy, "mask": x.mask, "queries": queries, "keys": keys, "ends": ends, "d_last": d_last}
+    names = ("dy", "mask", *_BLOCKS, "d_last", *_PREPARED)
+    inputs = x.named("mask") | {"dy": dy, "queries": queries, "keys": keys, "ends": ends, "d_last": d_last}
     outputs = {
         "d_states": ((*heads, plan.chunks, tall, _padded(plan.key_size) + 8), plan.saved),
-        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), plan.saved),
+        "d_right": ((*heads, plan.chunks, tall, plan.chunk + 8), mx.float32),
         "dv": (x.v.shape, plan.dtype),
         "d_initial": ((*heads, plan.value_size, plan.key_size), mx.float32),
     }
     inputs |= {"solve": solve, "scores": scores, "factors": factors}
-    return _scan("channel_reverse", plan, inputs, outputs, plan.reverse_bytes)
+    return _scan("channel_reverse", plan, names, inputs, outputs, plan.reverse_bytes)
 
 
 def gradients(plan: ChannelPlan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
@@ -180,7 +190,8 @@ def gradients(plan: ChannelPlan, x: Arguments, factors, states, d_states, u, d_r
         "channel_gradients",
         "ChannelGradientMemory",
         plan,
-        {name: getattr(x, name) for name in names}
+        (*names, "factors", "states", "d_states", "u", "d_right", "dy"),
+        x.named(*names)
         | {"factors": factors, "states": states, "d_states": d_states, "u": u, "d_right": d_right, "dy": dy},
         {
             "dq": (x.q.shape, plan.dtype),

@@ -19,8 +19,8 @@ Shape = tuple[int, int, int, int, int, int]
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
 
-# q, k, v, log_g, beta and the initial state; then the mask and the segments, where they are given.
-_FLOATS = 6
+# q, k, v, log_g, beta; then the initial state, the mask and the segments, where they are given.
+_FLOATS = 5
 # Smaller head sizes waste most of a 16 x 16 tile.
 _LEAST = 4
 
@@ -51,12 +51,10 @@ def gated_delta_fused(
     reason = uncovered(q, k, v, cut(shape_of(k, v), q.dtype, **options))
     if reason:
         raise ValueError(f"gated_delta: the fused kernels do not cover this call: {reason}.")
-    if initial_state is None:
-        initial_state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[3]), dtype=mx.float32)
     extra = [mask] if mask is not None else []
     extra += [segments.astype(mx.int32)] if segments is not None else []
-    forward = _forward_by(cut, execute, **options)
-    floats = [x.astype(mx.float32) for x in (log_g, beta, initial_state)]
+    forward = _forward_by(cut, execute, stateful=initial_state is not None, **options)
+    floats = [x.astype(mx.float32) for x in (log_g, beta, initial_state) if x is not None]
     y, state, *_ = forward(q, k, v, *floats, *map(mx.stop_gradient, extra))
     return y, state
 
@@ -90,19 +88,22 @@ def uncovered(q: mx.array, k: mx.array, v: mx.array, plan: Plan | None) -> str |
 
 
 @cache
-def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool, per_channel: bool) -> _Function:
-    """f(q, k, v, log_g, beta, state, mask?, segments?) -> (y, final state, and what the backward pass reads)."""
+def _forward_by(
+    cut: Cut, execute: Execute, stateful: bool, masked: bool, segmented: bool, per_channel: bool
+) -> _Function:
+    """f(q, k, v, log_g, beta, state?, mask?, segments?) -> (y, final state, and what the backward pass reads)."""
     kernels: Any = fused_channel if per_channel else fused
-    inputs = _FLOATS + masked + segmented
+    floats = _FLOATS + stateful
+    inputs = floats + masked + segmented
     options = {"masked": masked, "segmented": segmented, "per_channel": per_channel}
 
     def planned(arrays: Sequence[mx.array]) -> tuple[Plan, Arguments]:
-        q, k, v, log_g, beta, initial = arrays[:_FLOATS]
+        q, k, v, log_g, beta = arrays[:_FLOATS]
         plan = cut(shape_of(k, v), q.dtype, **options)
         assert plan is not None, "covered: checked before"
-        extra = list(arrays[_FLOATS:inputs])
-        mask = extra.pop(0) if masked else mx.ones((1,), dtype=mx.bool_)
-        segments = extra.pop(0) if segmented else mx.zeros((1,), dtype=mx.int32)
+        initial = arrays[_FLOATS] if stateful else fused.no_state()
+        mask = arrays[floats] if masked else None
+        segments = arrays[inputs - 1] if segmented else None
         return plan, Arguments(q, k, v, log_g, beta, initial, mask, segments)
 
     def run_forward(*arrays: mx.array) -> _Arrays:
@@ -118,7 +119,7 @@ def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool, per_c
         dy, d_last, factors = dy.astype(plan.dtype), d_last.astype(mx.float32), prepared[2]
         d_states, d_right, dv, d_initial = execute(kernels.reverse(plan, x, *prepared, dy, d_last))
         dq, dk, d_log_g, d_beta = execute(kernels.gradients(plan, x, factors, states, d_states, u, d_right, dy))
-        return dq, dk, dv, d_log_g, d_beta, d_initial
+        return (dq, dk, dv, d_log_g, d_beta, d_initial)[:floats]
 
     # No rule for vmap: MLX maps the graph inside as well, and its custom kernels refuse that.
     forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
@@ -126,7 +127,7 @@ def _forward_by(cut: Cut, execute: Execute, masked: bool, segmented: bool, per_c
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
         gradients = call_backward(*primals, *cotangents[:2], *outputs[2:])
-        return *gradients, *map(mx.zeros_like, primals[_FLOATS:])
+        return *gradients, *map(mx.zeros_like, primals[floats:])
 
     def refuse(*_: object) -> None:
         raise NotImplementedError(

@@ -19,6 +19,8 @@
 
 #define barrier() __syncthreads()
 #define group_barrier() __syncwarp()
+// The two groups of a strip.
+#define pair_barrier(strip) asm volatile("bar.sync %0, 64;" :: "r"(1 + (strip)) : "memory")
 
 using bf16 = __nv_bfloat16;
 
@@ -482,6 +484,40 @@ inline void copy_rows(Store s, int stride, const Source* from, int row_stride, i
   }
   copy_elements<Rows, Columns, Threads>(s, stride, from, row_stride, width, live, index);
 }
+
+// An operand into a shared matrix, as the products will read it.
+template <int Planes, typename Store>
+inline void keep(Store s, int offset, int stride, const Left<Planes>& a, int lane) {
+  static_assert(Planes == Store::planes, "as many planes as the matrix has");
+  const int place = offset + ((lane & 7) + (lane & 8)) * stride + ((lane & 16) >> 1);
+#pragma unroll
+  for (int plane = 0; plane < Planes; ++plane)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(shared_address(s.plane(plane) + place)), "r"(a.r[plane][0]), "r"(a.r[plane][1]),
+                    "r"(a.r[plane][2]), "r"(a.r[plane][3]) : "memory");
+}
+inline void keep(PlainFloat s, int offset, int stride, const LeftFloat& a, int lane) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) s.put(offset + tile_row(e, lane) * stride + tile_column(e, lane), a.x[e]);
+}
+
+// `Count` elements of a shared matrix out to a stored block, from `offset` on, the planes that the block has. One lane
+// sends; writes_left() by that lane, then a barrier, before the matrix is written again.
+template <int Count, typename To, typename Store>
+inline void write_strip(To to, long offset, Store s, int lane) {
+  if (lane != 0) return;
+  if constexpr (To::planes == 0) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :: "l"(to.elements + offset), "r"(shared_address(s.elements)), "r"(Count * 4) : "memory");
+  } else {
+#pragma unroll
+    for (int plane = 0; plane < To::planes; ++plane)
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                   :: "l"(to.plane(plane) + offset), "r"(shared_address(s.plane(plane))), "r"(Count * 2) : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+inline void writes_left() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // A group's row of tiles, 16 rows of `stride` elements, out to a stored block. Its last write is waited for first.
 template <int Count, typename Store>

@@ -10,6 +10,10 @@
 struct Place {
   int x, y, z, index, group, lane;
 };
+// In place of a mask or segments that a call leaves out.
+struct Nothing {
+  inline int operator[](long) const { return 1; }
+};
 template <typename Store, bool Transposed>
 struct View {
   using store_type = Store;
@@ -315,6 +319,12 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
 template <bool Condition, typename X, typename Y> struct Choose { using type = X; };
 template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
 template <bool Value> struct Flag {};
+template <bool Condition> struct Choice {
+  template <typename X, typename Y> static inline X of(X x, Y) { return x; }
+};
+template <> struct Choice<false> {
+  template <typename X, typename Y> static inline Y of(X, Y y) { return y; }
+};
 
 // What the two scans multiply by the state. One gate a head: K and Q, and the gates scale the products. A gate a channel:
 // G K and G Q, and E K for the state's own end of the chunk.
@@ -325,8 +335,166 @@ struct ScanTypes {
   using ends = Wide<In>;
 };
 
+// A strip is 16 rows of the state. One group has all of it (SPLIT 1), or two share it (SPLIT 2): each holds half of Dk,
+// computes the positions of half the chunk's tiles, and reads the other's part in the strip's rooms in shared memory.
+// Of the tiles one group takes the outer ones, one the inner: as many tiles of a triangle for both.
+template <int SPLIT, int BLOCKS>
+inline constexpr int own_tile(int n, int part) {
+  return SPLIT == 1 ? n : n == 0 ? part : BLOCKS - 1 - part;
+}
+
+// The rooms of a strip: the state, and by position r, u, beta u, E beta u; backward the state, beta w, R, G beta R.
+template <typename In, int C, int DK>
+struct Rooms {
+  static constexpr constant int tall = 16 * stride_of(DK), wide = 16 * (C + 8);
+  static constexpr constant int right = tall * Saved<In>::bytes;
+  static constexpr constant int u = right + wide * Wide<In>::bytes;
+  static constexpr constant int rated = u + wide * Wide<In>::bytes;
+  static constexpr constant int ended = rated + wide * Wide<In>::bytes;
+  static constexpr constant int forward = ended + wide * Wide<In>::bytes;
+  static constexpr constant int rated_w = tall * Wide<In>::bytes;
+  static constexpr constant int rest = rated_w + wide * Wide<In>::bytes;
+  static constexpr constant int rated_rest = rest + wide * Wide<In>::bytes;
+  static constexpr constant int backward = rated_rest + wide * Wide<In>::bytes;
+  static constexpr constant int bytes = forward > backward ? forward : backward;
+};
+
+// Rows of a strip by positions, as left operands: in registers where the group computed them, else in a room.
+template <typename In, int BLOCKS, int SPLIT>
+struct Strip {
+  static constexpr constant int stride = 16 * BLOCKS + 8;
+  Precise<In> own[BLOCKS / SPLIT];
+  Wide<In> room;
+  inline void put(int n, int tile, thread const Tile& t, int lane) {
+    hold(own[n], t);
+    if (SPLIT > 1) keep(room, tile * 16, stride, own[n], lane);
+  }
+  inline Precise<In> get(int j, int lane) const {
+    return SPLIT == 1 ? own[SPLIT == 1 ? j : 0] : left(straight(room, stride, 0, j * 16), lane);
+  }
+};
+template <int PART, typename In, int BLOCKS, int SPLIT>
+inline Precise<In> strip_tile(thread const Strip<In, BLOCKS, SPLIT>& strip, int j, int lane) {
+  DELTATUNE_UNROLL
+  for (int n = 0; n < BLOCKS / SPLIT; ++n)
+    if (own_tile<SPLIT, BLOCKS>(n, PART) == j) return strip.own[n];
+  return strip.get(j, lane);
+}
+template <typename In, int BLOCKS, int SPLIT>
+inline Strip<In, BLOCKS, SPLIT> strip_at(threadgroup char* rooms, int offset) {
+  Strip<In, BLOCKS, SPLIT> strip;
+  strip.room = shared_at<Wide<In>>(rooms, offset, 16 * (16 * BLOCKS + 8));
+  return strip;
+}
+
+// Whether a group that has tiles `a` and `b` of the positions' needs the other tiles up to j, or from i on.
+template <int PART, int BLOCKS, int SPLIT>
+inline constexpr bool reaches_down(int j) {
+  return SPLIT == 1 || j <= own_tile<SPLIT, BLOCKS>(0, PART) || j <= own_tile<SPLIT, BLOCKS>(BLOCKS / SPLIT - 1, PART);
+}
+template <int PART, int BLOCKS, int SPLIT>
+inline constexpr bool reaches_up(int i) {
+  return SPLIT == 1 || i >= own_tile<SPLIT, BLOCKS>(0, PART);
+}
+// Two groups have registers for two sums a tile: products wait for the sum before them, so chains of half the length.
+template <int SPLIT, int TILES>
+struct Chains {
+  Tile odd[SPLIT > 1 ? TILES : 1];
+  inline void start() {
+    DELTATUNE_UNROLL
+    for (int n = 0; n < (SPLIT > 1 ? TILES : 1); ++n) tile_clear(odd[n]);
+  }
+  template <typename A, typename B>
+  inline void add(thread Tile* sums, int n, int turn, A a, B b, int lane) {
+    if (SPLIT > 1 && turn % 2) multiply(odd[SPLIT > 1 ? n : 0], a, b, lane);
+    else multiply(sums[n], a, b, lane);
+  }
+  inline void finish(thread Tile* sums) const {
+    if (SPLIT == 1) return;
+    DELTATUNE_UNROLL
+    for (int n = 0; n < TILES; ++n) {
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) sums[n].set(e, sums[n].get(e) + odd[SPLIT > 1 ? n : 0].get(e));
+    }
+  }
+};
+
+// A group's tiles of strip times a lower triangle's transpose, added to them; and times the triangle.
+template <int PART, typename In, int BLOCKS, int SPLIT, typename Store>
+inline void add_times_turned(thread Tile* sums, thread const Strip<In, BLOCKS, SPLIT>& strip, Store triangle, int lane) {
+  constexpr int tiles = BLOCKS / SPLIT;
+  Chains<SPLIT, tiles> chains;
+  chains.start();
+  DELTATUNE_UNROLL
+  for (int j = 0; j < BLOCKS; ++j) {
+    if (!reaches_down<PART, BLOCKS, SPLIT>(j)) continue;
+    const Precise<In> a = strip_tile<PART>(strip, j, lane);
+    DELTATUNE_UNROLL
+    for (int n = 0; n < tiles; ++n) {
+      const int i = own_tile<SPLIT, BLOCKS>(n, PART);
+      if (i >= j) chains.add(sums, n, j, a, right(packed_turned(triangle, i, j), lane), lane);
+    }
+  }
+  chains.finish(sums);
+}
+template <int PART, typename In, int BLOCKS, int SPLIT, typename Store>
+inline void add_times(thread Tile* sums, thread const Strip<In, BLOCKS, SPLIT>& strip, Store triangle, int lane) {
+  constexpr int tiles = BLOCKS / SPLIT;
+  Chains<SPLIT, tiles> chains;
+  chains.start();
+  DELTATUNE_UNROLL
+  for (int i = BLOCKS - 1; i >= 0; --i) {
+    if (!reaches_up<PART, BLOCKS, SPLIT>(i)) continue;
+    const Precise<In> a = strip_tile<PART>(strip, i, lane);
+    DELTATUNE_UNROLL
+    for (int n = 0; n < tiles; ++n) {
+      const int j = own_tile<SPLIT, BLOCKS>(n, PART);
+      if (i >= j) chains.add(sums, n, i, a, right(packed(triangle, i, j), lane), lane);
+    }
+  }
+  chains.finish(sums);
+}
+// add_times_turned, and the strip of another scale times columns of keys, added to the state: the one's chains of
+// products fill the other's waits.
+template <int PART, typename In, int BLOCKS, int SPLIT, int MINE, typename Store, typename Keys>
+inline void add_output_and_state(thread Tile* sums, thread Tile* state, thread const Strip<In, BLOCKS, SPLIT>& rated,
+                                 thread const Strip<In, BLOCKS, SPLIT>& ended, Store triangle, Keys keys, int stride,
+                                 int lane) {
+  constexpr int tiles = BLOCKS / SPLIT;
+  Chains<SPLIT, tiles> chains;
+  chains.start();
+  DELTATUNE_UNROLL
+  for (int j = 0; j < BLOCKS; ++j) {
+    if (reaches_down<PART, BLOCKS, SPLIT>(j)) {
+      const Precise<In> a = strip_tile<PART>(rated, j, lane);
+      DELTATUNE_UNROLL
+      for (int n = 0; n < tiles; ++n) {
+        const int i = own_tile<SPLIT, BLOCKS>(n, PART);
+        if (i >= j) chains.add(sums, n, j, a, right(packed_turned(triangle, i, j), lane), lane);
+      }
+    }
+    const Precise<In> e = strip_tile<PART>(ended, j, lane);
+    DELTATUNE_UNROLL
+    for (int m = 0; m < MINE; ++m)
+      multiply(state[m], e, right(straight(keys, stride, j * 16, (PART * MINE + m) * 16), lane), lane);
+  }
+  chains.finish(sums);
+}
+// The same for rows held as rough operands, all of them in registers.
+template <int PART, typename In, int BLOCKS, int SPLIT, typename Store>
+inline void add_rough_times(thread Tile* sums, thread const Rough<In>* rows, Store triangle, int lane) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < BLOCKS; ++i) {
+    DELTATUNE_UNROLL
+    for (int n = 0; n < BLOCKS / SPLIT; ++n) {
+      const int j = own_tile<SPLIT, BLOCKS>(n, PART);
+      if (i >= j) multiply(sums[n], rows[i], right(packed(triangle, i, j), lane), lane);
+    }
+  }
+}
+
 // What the two scans hold of a chunk in shared memory, STAGES times.
-template <typename In, int C, int DK, int SLICE, int STAGES, bool CHANNEL = false, bool REVERSE = false>
+template <typename In, int C, int DK, int SLICE, int STAGES, int SPLIT, bool CHANNEL = false, bool REVERSE = false>
 struct ScanMemory {
   using Types = ScanTypes<In, CHANNEL, REVERSE>;
   static constexpr constant int k = 0;
@@ -337,8 +505,8 @@ struct ScanMemory {
   static constexpr constant int thin = scores + packed_offset(C / 16) * Wide<In>::bytes;
   static constexpr constant int factors = thin + C * (SLICE + 8) * Exact<In>::bytes;
   static constexpr constant int stage = factors + (CHANNEL ? C + padded(DK) : 3 * C) * 4;
-  // A group's tiles on their way out.
-  static constexpr constant int out = 16 * staged<In>(stride_of(DK), C + 8);
+  // A strip's tiles on their way out, and to the other group.
+  static constexpr constant int out = SPLIT > 1 ? Rooms<In, C, DK>::bytes : 16 * staged<In>(stride_of(DK), C + 8);
   static constexpr constant int staging = STAGES * stage;
   static constexpr constant int arrivals = staging + SLICE / 16 * out;
   static constexpr constant int bytes = arrivals + 16;
@@ -403,25 +571,26 @@ inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arriv
   copies_sent(arrival, at.index);
 }
 
-// A group's 16 rows of a state matrix in fp32.
-template <int DK, int DV, typename P>
-inline void load_state(thread Tile* state, P from, long head, int first, int lane) {
+// A group's part of a strip of a state matrix, in fp32: MINE tiles from column `from_tile` on. Zeros unless
+// it is `there`.
+template <int DK, int DV, int MINE, typename P>
+inline void load_state(thread Tile* state, P from, bool there, long head, int first, int from_tile, int lane) {
   DELTATUNE_UNROLL
-  for (int m = 0; m < padded(DK) / 16; ++m) {
+  for (int m = 0; m < MINE; ++m) {
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
-      const int row = first + tile_row(e, lane), column = m * 16 + tile_column(e, lane);
-      state[m].set(e, row < DV && column < DK ? static_cast<float>(from[(head * DV + row) * DK + column]) : 0.0f);
+      const int row = first + tile_row(e, lane), column = (from_tile + m) * 16 + tile_column(e, lane);
+      state[m].set(e, there && row < DV && column < DK ? static_cast<float>(from[(head * DV + row) * DK + column]) : 0.0f);
     }
   }
 }
-template <int DK, int DV>
-inline void store_state(thread const Tile* state, GLOBAL float* to, long head, int first, int lane) {
+template <int DK, int DV, int MINE>
+inline void store_state(thread const Tile* state, GLOBAL float* to, long head, int first, int from_tile, int lane) {
   DELTATUNE_UNROLL
-  for (int m = 0; m < padded(DK) / 16; ++m) {
+  for (int m = 0; m < MINE; ++m) {
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
-      const int row = first + tile_row(e, lane), column = m * 16 + tile_column(e, lane);
+      const int row = first + tile_row(e, lane), column = (from_tile + m) * 16 + tile_column(e, lane);
       if (row < DV && column < DK) to[(head * DV + row) * DK + column] = state[m].get(e);
     }
   }
@@ -434,48 +603,58 @@ inline void scale_state(thread Tile& tile, threadgroup const float* factors, int
   else tile_scale(tile, factors[C - 1]);
 }
 
-// Chunk after chunk; a group owns 16 rows of the state, in registers, and needs no other group.
+// A strip's columns of the positions that a group computed, out to rows of y or dv.
+template <int TILES, int SPLIT, int BLOCKS, int DV, typename Store, typename Target>
+inline void write_tiles_of(Store s, int own, int thin, int part, Target to, long row, int heads, int first, int length,
+                           int lane) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < TILES; ++j) {
+    const int i = own_tile<SPLIT, BLOCKS>(j, part) * 16;
+    write_rows<16, 16, 32>(s, i * thin + own, thin, to + (row + (long)i * heads) * DV + first, heads * DV, length - i,
+                           DV - first, lane);
+  }
+}
+
+// Chunk after chunk; a strip's state stays in its groups' registers, and no strip needs another.
 // y [B,T,Hv,Dv]; states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's start; u [B,Hv,chunks] blocks [Dv,C];
 // last [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
           bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
           typename OY, typename OS>
 inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
-                        PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last);
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY, typename OS>
-inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
-                             PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
-  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
-      at, memory, length, q, k, k, v, mask, initial, solve, scores, factors, y, states, u, last);
-}
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
-          typename OY, typename OS>
-inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
-                        PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, CHANNEL, false>;
+                        bool started, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, CHANNEL, false>;
+  using Room = Rooms<In, C, DK>;
   using Types = ScanTypes<In, CHANNEL, false>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
-  constexpr int triangle = packed_offset(blocks), tall = padded(DV);
-  static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
-  const int chunks = (length + C - 1) / C, own = at.group * 16, first = at.x * SLICE + own;
+  constexpr int triangle = packed_offset(blocks), tall = padded(DV), mine = across / SPLIT, tiles = blocks / SPLIT;
+  // Groups past those that compute bring the chunks; without such groups, all do.
+  constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
+  static_assert(GROUPS >= computing, "SPLIT groups a strip");
+  static_assert(across % SPLIT == 0 && blocks % SPLIT == 0, "halves of Dk and of a chunk's tiles");
+  const int strip = (unsigned)at.group / SPLIT, part = (unsigned)at.group % SPLIT, lane = at.lane;
+  const int chunks = (length + C - 1) / C, own = strip * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
+  const bool computes = GROUPS == computing || at.group < computing, loads = GROUPS == computing || !computes;
+  Place loader = at;
+  loader.index -= GROUPS == computing ? 0 : computing * 32;
 
-  Tile state[across];
-  load_state<DK, DV>(state, initial, head, first, at.lane);
+  Tile state[mine];
+  load_state<DK, DV, mine>(state, initial, started && computes, head, first, part * mine, lane);
   // With two stages a chunk is computed while the next one comes; with one, it is waited for.
   arrivals_start(memory + Memory::arrivals, at.index);
-  threadgroup char* staging = memory + Memory::staging + at.group * Memory::out;
+  threadgroup char* rooms = memory + Memory::staging + strip * Memory::out;
+  const Saved<In> state_room = shared_at<Saved<In>>(rooms, 0, 16 * stride);
   for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
     const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
     const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
     if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
+    if (SPLIT > 1) writes_left();
     barrier();
-    if (coming < chunks) {
+    if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, MASKED, CHANNEL, false, Memory>(
-          at, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, MASKED, CHANNEL, false, Memory>(
+          loader, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
           coming);
     }
     if (step < 0) continue;
@@ -483,6 +662,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       copies_wait(here, step);
       barrier();
     }
+    if (!computes) continue;
     const int n = step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
     const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
@@ -497,125 +677,161 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, tall * stride);
     const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, tall * square);
 
-    if (first < tall) write_tiles<across>(states_out, (long)first * stride, stride, state, staging, at.lane);
-    Tile x[blocks], out[blocks];
+    if (SPLIT > 1) {
+      DELTATUNE_UNROLL
+      for (int m = 0; m < mine; ++m) {
+        Rough<In> s;
+        hold(s, state[m]);
+        keep(state_room, (part * mine + m) * 16, stride, s, lane);
+      }
+      copies_fence();
+      pair_barrier(strip);
+      if (part == 0 && first < tall) write_strip<16 * stride>(states_out, (long)first * stride, state_room, lane);
+    } else if (first < tall) {
+      write_tiles<mine>(states_out, (long)first * stride, stride, state, rooms, lane);
+    }
+    Tile x[tiles], out[tiles];
     DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
+    for (int j = 0; j < tiles; ++j) {
       tile_clear(x[j]);
       tile_clear(out[j]);
     }
     DELTATUNE_UNROLL
     for (int m = 0; m < across; ++m) {
       Rough<In> s;
-      hold(s, state[m]);
+      if (SPLIT > 1) s = left(straight(state_room, stride, 0, m * 16), lane);
+      else hold(s, state[SPLIT > 1 ? 0 : m]);
       DELTATUNE_UNROLL
-      for (int j = 0; j < blocks; ++j) {
-        multiply(x[j], s, right(turned(keys, stride, m * 16, j * 16), at.lane), at.lane);
-        multiply(out[j], s, right(turned(queries, stride, m * 16, j * 16), at.lane), at.lane);
+      for (int j = 0; j < tiles; ++j) {
+        const int i = own_tile<SPLIT, blocks>(j, part) * 16;
+        multiply(x[j], s, right(turned(keys, stride, m * 16, i), lane), lane);
+        multiply(out[j], s, right(turned(queries, stride, m * 16, i), lane), lane);
       }
     }
-    // x: r, then u, then beta u; held: -beta r, beta u, E beta u. All of them transposed, rows of Dv by positions.
-    Precise<In> held[blocks];
+    // x: r, then u, then beta u. All of them transposed, rows of Dv by positions.
+    Strip<In, blocks, SPLIT> rights = strip_at<In, blocks, SPLIT>(rooms, Room::right);
     DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      const Tile value = tile_of(turned(values, thin, own, j * 16), at.lane);
+    for (int j = 0; j < tiles; ++j) {
+      const int tile = own_tile<SPLIT, blocks>(j, part);
+      const Tile value = tile_of(turned(values, thin, own, tile * 16), lane);
       Tile scaled;
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) {
-        const int i = j * 16 + tile_column(e, at.lane);
+        const int i = tile * 16 + tile_column(e, lane);
         x[j].set(e, value.get(e) - (CHANNEL ? 1.0f : before[i]) * x[j].get(e));
         if (!CHANNEL) out[j].set(e, before[i] * out[j].get(e));
         scaled.set(e, -rate[i] * x[j].get(e));
       }
-      hold(held[j], scaled);
+      rights.put(j, tile, scaled, lane);
+    }
+    if (SPLIT > 1) pair_barrier(strip);
+    if (part == 0) add_times_turned<0>(x, rights, z, lane);
+    else add_times_turned<1>(x, rights, z, lane);
+    if (SPLIT == 1 && first < tall) write_tiles<tiles>(u_out, (long)first * square, square, x, rooms, lane);
+    Strip<In, blocks, SPLIT> rated = strip_at<In, blocks, SPLIT>(rooms, Room::rated);
+    Strip<In, blocks, SPLIT> ended = strip_at<In, blocks, SPLIT>(rooms, CHANNEL ? Room::rated : Room::ended);
+    const Wide<In> u_room = shared_at<Wide<In>>(rooms, Room::u, 16 * square);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < tiles; ++j) {
+      const int tile = own_tile<SPLIT, blocks>(j, part);
+      if (SPLIT > 1) {
+        Precise<In> exact;
+        hold(exact, x[j]);
+        keep(u_room, tile * 16, square, exact, lane);
+      }
+      tile_scale_columns(x[j], rate + tile * 16, lane);
+      rated.put(j, tile, x[j], lane);
+      if (SPLIT > 1) {
+        if (!CHANNEL) tile_scale_columns(x[j], after + tile * 16, lane);
+        ended.put(j, tile, x[j], lane);
+      }
+    }
+    if (SPLIT > 1) {
+      copies_fence();
+      pair_barrier(strip);
+      if (part == 0 && first < tall) write_strip<16 * square>(u_out, (long)first * square, u_room, lane);
     }
     DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
+    for (int m = 0; m < mine; ++m) scale_state<CHANNEL, C>(state[m], before, part * mine + m, lane);
+    const auto last_keys = Choice<CHANNEL>::of(end_keys, keys);
+    if (SPLIT > 1) {
+      if (part == 0) add_output_and_state<0, In, blocks, SPLIT, mine>(out, state, rated, ended, p, last_keys, stride, lane);
+      else add_output_and_state<1, In, blocks, SPLIT, mine>(out, state, rated, ended, p, last_keys, stride, lane);
+    } else {
+      add_times_turned<0>(out, rated, p, lane);
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < tiles; ++j) {
+      const int tile = own_tile<SPLIT, blocks>(j, part);
+      put_turned(values, tile * 16 * thin + own, thin, out[j], lane);
+      if (SPLIT > 1) continue;
+      if (!CHANNEL) tile_scale_columns(x[j], after + tile * 16, lane);
+      ended.put(j, tile, x[j], lane);
+    }
+    if (SPLIT == 1) {
       DELTATUNE_UNROLL
-      for (int i = j; i < blocks; ++i) multiply(x[i], held[j], right(packed_turned(z, i, j), at.lane), at.lane);
-    }
-    if (first < tall) write_tiles<blocks>(u_out, (long)first * square, square, x, staging, at.lane);
-    DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      tile_scale_columns(x[j], rate + j * 16, at.lane);
-      hold(held[j], x[j]);
-    }
-    group_barrier();
-    DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      DELTATUNE_UNROLL
-      for (int i = j; i < blocks; ++i)
-        multiply(out[i], held[j], right(packed_turned(p, i, j), at.lane), at.lane);
-    }
-    DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      put_turned(values, (j * 16) * thin + own, thin, out[j], at.lane);
-      if (CHANNEL) continue;
-      tile_scale_columns(x[j], after + j * 16, at.lane);
-      hold(held[j], x[j]);
-    }
-    DELTATUNE_UNROLL
-    for (int m = 0; m < across; ++m) scale_state<CHANNEL, C>(state[m], before, m, at.lane);
-    DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      DELTATUNE_UNROLL
-      for (int m = 0; m < across; ++m) {
-        if (CHANNEL) multiply(state[m], held[j], right(straight(end_keys, stride, j * 16, m * 16), at.lane), at.lane);
-        else multiply(state[m], held[j], right(straight(keys, stride, j * 16, m * 16), at.lane), at.lane);
+      for (int j = 0; j < blocks; ++j) {
+        const Precise<In> a = ended.get(j, lane);
+        DELTATUNE_UNROLL
+        for (int m = 0; m < mine; ++m)
+          multiply(state[m], a, right(straight(last_keys, stride, j * 16, m * 16), lane), lane);
       }
     }
     group_barrier();
-    write_rows<C, 16, 32>(values, own, thin, y + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
-                          length - n * C, DV - first, at.lane);
+    write_tiles_of<tiles, SPLIT, blocks, DV>(values, own, thin, part, y, ((long)at.z * length + n * C) * HV + at.y, HV,
+                                             first, length - n * C, lane);
   }
+  if (!computes) return;
   writes_done();
-  store_state<DK, DV>(state, last, head, first, at.lane);
+  store_state<DK, DV, mine>(state, last, head, first, part * mine, lane);
+}
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
+          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY, typename OS>
+inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
+                             bool started, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, MASKED, false>(
+      at, memory, length, q, k, k, v, mask, initial, started, solve, scores, factors, y, states, u, last);
 }
 
 // Chunk before chunk, the mirror of the scan. d_states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's end;
 // d_right [B,Hv,chunks] blocks [Dv,C], R; dv [B,T,Hv,Dv]; d_initial [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
-          typename OS, typename OR, typename OV>
-inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
-                           PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
-                           GLOBAL float* d_initial);
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS, typename OR,
-          typename OV>
-inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
-                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
-                                GLOBAL float* d_initial) {
-  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, false>(
-      at, memory, length, q, k, k, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv, d_initial);
-}
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
           bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
           typename OS, typename OR, typename OV>
 inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
                            PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
                            GLOBAL float* d_initial) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, CHANNEL, true>;
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, CHANNEL, true>;
+  using Room = Rooms<In, C, DK>;
   using Types = ScanTypes<In, CHANNEL, true>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
-  constexpr int triangle = packed_offset(blocks), tall = padded(DV);
-  static_assert(SLICE == 16 * GROUPS, "a group a tile of rows");
-  const int chunks = (length + C - 1) / C, own = at.group * 16, first = at.x * SLICE + own;
+  constexpr int triangle = packed_offset(blocks), tall = padded(DV), mine = across / SPLIT, tiles = blocks / SPLIT;
+  // Groups past those that compute bring the chunks; without such groups, all do.
+  constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
+  static_assert(GROUPS >= computing, "SPLIT groups a strip");
+  static_assert(across % SPLIT == 0 && blocks % SPLIT == 0, "halves of Dk and of a chunk's tiles");
+  const int strip = (unsigned)at.group / SPLIT, part = (unsigned)at.group % SPLIT, lane = at.lane;
+  const int chunks = (length + C - 1) / C, own = strip * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
+  const bool computes = GROUPS == computing || at.group < computing, loads = GROUPS == computing || !computes;
+  Place loader = at;
+  loader.index -= GROUPS == computing ? 0 : computing * 32;
 
-  Tile state[across];
-  load_state<DK, DV>(state, d_last, head, first, at.lane);
+  Tile state[mine];
+  load_state<DK, DV, mine>(state, d_last, computes, head, first, part * mine, lane);
   arrivals_start(memory + Memory::arrivals, at.index);
-  threadgroup char* staging = memory + Memory::staging + at.group * Memory::out;
+  threadgroup char* rooms = memory + Memory::staging + strip * Memory::out;
+  const Wide<In> state_room = shared_at<Wide<In>>(rooms, 0, 16 * stride);
   for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
     const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
     const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
     if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
+    if (SPLIT > 1) writes_left();
     barrier();
-    if (coming < chunks) {
+    if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, GROUPS, MASKED, CHANNEL, true, Memory>(
-          at, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, MASKED, CHANNEL, true, Memory>(
+          loader, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
           chunks - 1 - coming);
     }
     if (step < 0) continue;
@@ -623,11 +839,13 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
       copies_wait(here, step);
       barrier();
     }
+    if (!computes) continue;
     const int n = chunks - 1 - step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
     const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
     const auto queries = shared_at<typename Types::queries>(stage, Memory::q, C * stride);
     const auto end_keys = shared_at<typename Types::ends>(stage, Memory::ends, C * stride);
+    const auto last_keys = Choice<CHANNEL>::of(end_keys, keys);
     const Exact<In> slopes = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
     const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
@@ -635,80 +853,116 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;
     const auto states_out = stored_at<Saved<In>>(d_states, head * chunks + n, tall * stride);
-    const auto right_out = stored_at<Saved<In>>(d_right, head * chunks + n, tall * square);
+    const auto right_out = stored_at<Wide<In>>(d_right, head * chunks + n, tall * square);
 
-    if (first < tall) write_tiles<across>(states_out, (long)first * stride, stride, state, staging, at.lane);
+    if (SPLIT > 1) {
+      DELTATUNE_UNROLL
+      for (int m = 0; m < mine; ++m) {
+        Precise<In> s;
+        hold(s, state[m]);
+        keep(state_room, (part * mine + m) * 16, stride, s, lane);
+      }
+      copies_fence();
+      pair_barrier(strip);
+      if (part == 0 && first < tall) write_strip<16 * stride>(states_out, (long)first * stride, state_room, lane);
+    } else if (first < tall) {
+      write_tiles<mine>(states_out, (long)first * stride, stride, state, rooms, lane);
+    }
     // x: w, then R; transposed, rows of Dv by positions.
-    Tile x[blocks];
+    Tile x[tiles];
+    Chains<SPLIT, tiles> chains;
+    chains.start();
     DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) tile_clear(x[j]);
+    for (int j = 0; j < tiles; ++j) tile_clear(x[j]);
     DELTATUNE_UNROLL
     for (int m = 0; m < across; ++m) {
       Precise<In> s;
-      hold(s, state[m]);
+      if (SPLIT > 1) s = left(straight(state_room, stride, 0, m * 16), lane);
+      else hold(s, state[SPLIT > 1 ? 0 : m]);
       DELTATUNE_UNROLL
-      for (int j = 0; j < blocks; ++j) {
-        if (CHANNEL) multiply(x[j], s, right(turned(end_keys, stride, m * 16, j * 16), at.lane), at.lane);
-        else multiply(x[j], s, right(turned(keys, stride, m * 16, j * 16), at.lane), at.lane);
+      for (int j = 0; j < tiles; ++j) {
+        const int i = own_tile<SPLIT, blocks>(j, part) * 16;
+        chains.add(x, j, m, s, right(turned(last_keys, stride, m * 16, i), lane), lane);
       }
     }
+    chains.finish(x);
     DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      if (!CHANNEL) tile_scale_columns(x[j], after + j * 16, at.lane);
+    for (int j = 0; j < tiles; ++j) {
+      if (!CHANNEL) tile_scale_columns(x[j], after + own_tile<SPLIT, blocks>(j, part) * 16, lane);
     }
-    Rough<In> slope[blocks];
+    Rough<In> exact[blocks], slope[blocks];
     DELTATUNE_UNROLL
     for (int i = 0; i < blocks; ++i) {
-      Tile t = tile_of(turned(slopes, thin, own, i * 16), at.lane);
-      Rough<In> exact;
-      hold(exact, t);
-      DELTATUNE_UNROLL
-      for (int j = 0; j <= i; ++j)
-        multiply(x[j], exact, right(packed(p, i, j), at.lane), at.lane);
-      if (!CHANNEL) tile_scale_columns(t, before + i * 16, at.lane);
+      Tile t = tile_of(turned(slopes, thin, own, i * 16), lane);
+      hold(exact[i], t);
+      if (!CHANNEL) tile_scale_columns(t, before + i * 16, lane);
       hold(slope[i], t);
     }
-    group_barrier();
-    Precise<In> held[blocks];
+    if (part == 0) add_rough_times<0, In, blocks, SPLIT>(x, exact, p, lane);
+    else add_rough_times<1, In, blocks, SPLIT>(x, exact, p, lane);
+    Strip<In, blocks, SPLIT> rated = strip_at<In, blocks, SPLIT>(rooms, Room::rated_w);
     DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
+    for (int j = 0; j < tiles; ++j) {
+      const int tile = own_tile<SPLIT, blocks>(j, part);
       Tile scaled;
       DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e) scaled.set(e, -rate[j * 16 + tile_column(e, at.lane)] * x[j].get(e));
-      hold(held[j], scaled);
+      for (int e = 0; e < 8; ++e) scaled.set(e, -rate[tile * 16 + tile_column(e, lane)] * x[j].get(e));
+      rated.put(j, tile, scaled, lane);
     }
+    if (SPLIT > 1) pair_barrier(strip);
+    if (part == 0) add_times<0>(x, rated, z, lane);
+    else add_times<1>(x, rated, z, lane);
+    if (SPLIT == 1 && first < tall) write_tiles<tiles>(right_out, (long)first * square, square, x, rooms, lane);
+    Strip<In, blocks, SPLIT> right_part = strip_at<In, blocks, SPLIT>(rooms, Room::rated_rest);
+    const Wide<In> rest_room = shared_at<Wide<In>>(rooms, Room::rest, 16 * square);
     DELTATUNE_UNROLL
-    for (int i = blocks - 1; i >= 0; --i) {
-      DELTATUNE_UNROLL
-      for (int j = 0; j <= i; ++j)
-        multiply(x[j], held[i], right(packed(z, i, j), at.lane), at.lane);
-    }
-    if (first < tall) write_tiles<blocks>(right_out, (long)first * square, square, x, staging, at.lane);
-    DELTATUNE_UNROLL
-    for (int j = 0; j < blocks; ++j) {
-      tile_scale_columns(x[j], rate + j * 16, at.lane);
-      put_turned(slopes, (j * 16) * thin + own, thin, x[j], at.lane);
+    for (int j = 0; j < tiles; ++j) {
+      const int tile = own_tile<SPLIT, blocks>(j, part);
+      if (SPLIT > 1) {
+        Precise<In> rest;
+        hold(rest, x[j]);
+        keep(rest_room, tile * 16, square, rest, lane);
+      }
+      tile_scale_columns(x[j], rate + tile * 16, lane);
+      put_turned(slopes, tile * 16 * thin + own, thin, x[j], lane);
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e)
-        x[j].set(e, (CHANNEL ? -1.0f : -before[j * 16 + tile_column(e, at.lane)]) * x[j].get(e));
-      hold(held[j], x[j]);
+        x[j].set(e, (CHANNEL ? -1.0f : -before[tile * 16 + tile_column(e, lane)]) * x[j].get(e));
+      right_part.put(j, tile, x[j], lane);
+    }
+    if (SPLIT > 1) {
+      copies_fence();
+      pair_barrier(strip);
+      if (part == 0 && first < tall) write_strip<16 * square>(right_out, (long)first * square, rest_room, lane);
     }
     DELTATUNE_UNROLL
-    for (int m = 0; m < across; ++m) scale_state<CHANNEL, C>(state[m], before, m, at.lane);
+    for (int m = 0; m < mine; ++m) scale_state<CHANNEL, C>(state[m], before, part * mine + m, lane);
     DELTATUNE_UNROLL
     for (int i = 0; i < blocks; ++i) {
+      const Precise<In> a = right_part.get(i, lane);
       DELTATUNE_UNROLL
-      for (int m = 0; m < across; ++m) {
-        multiply(state[m], slope[i], right(straight(queries, stride, i * 16, m * 16), at.lane), at.lane);
-        multiply(state[m], held[i], right(straight(keys, stride, i * 16, m * 16), at.lane), at.lane);
+      for (int m = 0; m < mine; ++m) {
+        const int column = (part * mine + m) * 16;
+        multiply(state[m], slope[i], right(straight(queries, stride, i * 16, column), lane), lane);
+        multiply(state[m], a, right(straight(keys, stride, i * 16, column), lane), lane);
       }
     }
     group_barrier();
-    write_rows<C, 16, 32>(slopes, own, thin, dv + (((long)at.z * length + n * C) * HV + at.y) * DV + first, HV * DV,
-                          length - n * C, DV - first, at.lane);
+    write_tiles_of<tiles, SPLIT, blocks, DV>(slopes, own, thin, part, dv, ((long)at.z * length + n * C) * HV + at.y, HV,
+                                             first, length - n * C, lane);
   }
+  if (!computes) return;
   writes_done();
-  store_state<DK, DV>(state, d_initial, head, first, at.lane);
+  store_state<DK, DV, mine>(state, d_initial, head, first, part * mine, lane);
+}
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
+          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS, typename OR,
+          typename OV>
+inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
+                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                                GLOBAL float* d_initial) {
+  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, MASKED, false>(
+      at, memory, length, q, k, k, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv, d_initial);
 }
 
 template <typename In, int C, int DK, int SLICE, int STAGES, bool OVERLAY>
@@ -717,7 +971,7 @@ struct GradientMemory {
   static constexpr constant int d_state = state + SLICE * stride_of(DK) * Saved<In>::bytes;
   static constexpr constant int u = d_state + SLICE * stride_of(DK) * Saved<In>::bytes;
   static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int dy = right + SLICE * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int dy = right + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
   static constexpr constant int q = 0;
   static constexpr constant int k = q + C * stride_of(DK) * Exact<In>::bytes;
@@ -726,7 +980,7 @@ struct GradientMemory {
   static constexpr constant int slices = OVERLAY ? 0 : k_end;
   static constexpr constant int on_y = k_end;
   static constexpr constant int on_right = on_y + C * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int pairs_end = on_right + C * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int pairs_end = on_right + C * (C + 8) * Wide<In>::bytes;
   static constexpr constant int slices_end = slices + STAGES * stage;
   static constexpr constant int diagonal = pairs_end > slices_end ? pairs_end : slices_end;
   static constexpr constant int decay = diagonal + C * 17 * 4;
@@ -752,8 +1006,8 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
   copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * square),
                                       stored_at<Wide<In>>(u, chunk, tall * square), (long)first * square, arrival,
                                       at.index);
-  copy_block<SLICE * square, threads>(shared_at<Saved<In>>(memory, Memory::right, SLICE * square),
-                                      stored_at<Saved<In>>(d_right, chunk, tall * square), (long)first * square,
+  copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * square),
+                                      stored_at<Wide<In>>(d_right, chunk, tall * square), (long)first * square,
                                       arrival, at.index);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
                                dy + (((long)at.z * length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
@@ -768,34 +1022,45 @@ inline float spanning(threadgroup const float* diagonal, threadgroup const float
                       threadgroup const float* on_after, int parts, int t, int share) {
   constexpr int blocks = C / 16;
   const int own = t / 16, first = own * 16;
+  // Sixteen terms, then their sums: short sums round less.
   float sum = 0.0f;
   for (int b = share; b < blocks; b += Shares) {
     for (int p = 0; p < parts; ++p) {
+      float part = 0.0f;
       DELTATUNE_UNROLL
-      for (int i = 0; i < 16; ++i) sum += b * 16 + i >= t ? on_before[(b * 16 + i) * 4 + p] : on_after[(b * 16 + i) * 4 + p];
+      for (int i = 0; i < 16; ++i) part += b * 16 + i >= t ? on_before[(b * 16 + i) * 4 + p] : on_after[(b * 16 + i) * 4 + p];
+      sum += part;
     }
     if (b < own) {
+      float part = 0.0f;
       DELTATUNE_UNROLL
       for (int i = 0; i < 16; ++i) {
-        if (first + i >= t) sum += on_rows[(first + i) * blocks + b];
+        if (first + i >= t) part += on_rows[(first + i) * blocks + b];
       }
+      sum += part;
       for (int c = own + 1; c < blocks; ++c) {
+        part = 0.0f;
         DELTATUNE_UNROLL
-        for (int i = 0; i < 16; ++i) sum += on_rows[(c * 16 + i) * blocks + b];
+        for (int i = 0; i < 16; ++i) part += on_rows[(c * 16 + i) * blocks + b];
+        sum += part;
       }
     }
     if (b > own) {
+      float part = 0.0f;
       DELTATUNE_UNROLL
       for (int j = 0; j < 16; ++j) {
-        if (first + j < t) sum += on_columns[(first + j) * blocks + b];
+        if (first + j < t) part += on_columns[(first + j) * blocks + b];
       }
+      sum += part;
     }
   }
   for (int j = share; first + j < t && j < 16; j += Shares) {
+    float part = 0.0f;
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
-      if (first + i >= t) sum += diagonal[(first + i) * 17 + j];
+      if (first + i >= t) part += diagonal[(first + i) * 17 + j];
     }
+    sum += part;
   }
   return sum;
 }
@@ -819,7 +1084,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
   const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
   const Wide<In> on_y = shared_at<Wide<In>>(memory, Memory::on_y, C * square);
-  const Saved<In> on_right = shared_at<Saved<In>>(memory, Memory::on_right, C * square);
+  const Wide<In> on_right = shared_at<Wide<In>>(memory, Memory::on_right, C * square);
   threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::diagonal);
   const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
   threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
@@ -900,7 +1165,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       const Saved<In> state = shared_at<Saved<In>>(slice, Memory::state, SLICE * stride);
       const Saved<In> d_state = shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride);
       const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
-      const Saved<In> rest = shared_at<Saved<In>>(slice, Memory::right, SLICE * square);
+      const Wide<In> rest = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
@@ -1069,7 +1334,6 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     }
     copies_fence();
   }
-  barrier();
   DELTATUNE_UNROLL
   for (int m = 0; m < mine; ++m) {
     const int column = (part * mine + m) * 16;

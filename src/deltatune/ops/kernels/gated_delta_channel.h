@@ -152,25 +152,24 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
     const int row = (unsigned)i / 16, b = row / 16;
     scores_out.put(packed_offset(b) + (row & 15) * packed_stride(b) + b * 16 + (i & 15), on_q[row * 17 + (i & 15)]);
   }
-  barrier();
   solve_triangle<C, GROUPS>(at, z, waiting, n, on_k, rate);
   write_block<triangle, threads>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);
 }
 
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
           typename PV, typename PM, typename PQ, typename PK, typename PI, typename OY, typename OS>
 inline void gated_delta_channel_scan(Place at, threadgroup char* memory, int length, PV v, PM mask, PQ queries, PK keys,
-                                     PK ends, PI initial, PK solve, PK scores, PK factors, OY y, OS states,
+                                     PK ends, PI initial, bool started, PK solve, PK scores, PK factors, OY y, OS states,
                                      GLOBAL float* u, GLOBAL float* last) {
-  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, true>(
-      at, memory, length, queries, keys, ends, v, mask, initial, solve, scores, factors, y, states, u, last);
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, MASKED, true>(
+      at, memory, length, queries, keys, ends, v, mask, initial, started, solve, scores, factors, y, states, u, last);
 }
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
           typename PY, typename PM, typename PQ, typename PK, typename PE, typename OS, typename OR, typename OV>
 inline void gated_delta_channel_reverse(Place at, threadgroup char* memory, int length, PY dy, PM mask, PQ queries,
                                         PK keys, PK ends, PE d_last, PK solve, PK scores, PK factors, OS d_states,
                                         OR d_right, OV dv, GLOBAL float* d_initial) {
-  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, MASKED, true>(
+  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, MASKED, true>(
       at, memory, length, queries, keys, ends, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv,
       d_initial);
 }
@@ -182,7 +181,7 @@ struct ChannelGradientMemory {
   static constexpr constant int d_state = state + SLICE * stride_of(DK) * Saved<In>::bytes;
   static constexpr constant int u = d_state + SLICE * stride_of(DK) * Saved<In>::bytes;
   static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int dy = right + SLICE * (C + 8) * Saved<In>::bytes;
+  static constexpr constant int dy = right + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
   // Once the slices are done with: products with the states, and between the tiles; [position, channel] in fp32.
   static constexpr constant int from_y = 0;
@@ -349,7 +348,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       const Saved<In> state = shared_at<Saved<In>>(slice, Memory::state, SLICE * stride);
       const Saved<In> d_state = shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride);
       const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
-      const Saved<In> rest = shared_at<Saved<In>>(slice, Memory::right, SLICE * square);
+      const Wide<In> rest = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
       DELTATUNE_UNROLL
       for (int m = 0; m < each; ++m) {
@@ -520,7 +519,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
         }
       }
     }
-    barrier();
+    if (blocks == 2) barrier();
     DELTATUNE_UNROLL
     for (int m = 0; m < tasks; ++m) {
       const int c = (part + m * parts) * 32 + lane;

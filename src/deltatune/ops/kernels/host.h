@@ -24,9 +24,14 @@ struct uint3 {
   uint x, y, z;
 };
 
+// A test of a plan for a machine with more memory asks for more.
+#ifndef DELTATUNE_THREADGROUP_BYTES
+#define DELTATUNE_THREADGROUP_BYTES 32768
+#endif
+
 namespace host {
 
-enum : int { most_lanes = 1024, most_buffers = 31, threadgroup_limit = 32768 };
+enum : int { most_lanes = 1024, most_buffers = 31, threadgroup_limit = DELTATUNE_THREADGROUP_BYTES };
 enum : size_t { stack_bytes = 256 * 1024, fence = 1 << 20 };
 enum Wait { running, at_barrier, in_group, done };
 

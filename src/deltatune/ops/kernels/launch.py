@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from zlib import crc32
 
 import mlx.core as mx
@@ -19,9 +20,10 @@ PLACE = (
 
 @dataclass(frozen=True)
 class Launch:
-    """A body's name, its arguments in order, compile-time values, and the blocks, groups of 32 lanes, and bytes.
+    """A body's name, its inputs and outputs, compile-time values, and the blocks, groups of 32 lanes, and bytes.
 
-    `order` lists the compile-time values the body takes, `memory` the struct that lays out its shared memory.
+    `order` lists the compile-time values the body takes, `memory` the struct that lays out its shared memory;
+    `arguments` the text of the body's arguments, where they are not the inputs and the outputs as they stand.
     """
 
     name: str
@@ -33,30 +35,26 @@ class Launch:
     memory_order: tuple[str, ...]
     blocks: tuple[int, int, int]
     bytes: int
-    groups: int = field(default=4)
+    groups: int = 4
+    arguments: tuple[str, ...] | None = None
 
     @property
     def source(self) -> str:
         """The text between the braces of the kernel, the same on every machine."""
-        memory = f"{self.memory}<{', '.join(self.memory_order)}>::bytes"
-        arguments = ", ".join([*self.inputs, *self.outputs])
         sequence = next(name for name in ("q", "v", "dy") if name in self.inputs)
-        return (
-            f'static_assert({memory} == {self.bytes}, "launch and body lay out shared memory alike");\n'
-            f"DELTATUNE_SHARED(memory, {self.bytes});\n{PLACE}"
-            f"{self.name}<{', '.join(self.order)}>(at, memory, (int){sequence}_shape[1], {arguments});\n"
-        )
+        arguments = self.arguments or (*self.inputs, *self.outputs)
+        return _source(self.name, self.order, arguments, sequence, self.memory, self.memory_order, self.bytes)
 
     def run(self) -> list[mx.array]:
         """Launch on the default device: Metal or CUDA."""
-        machine = "metal" if mx.metal.is_available() else "cuda"
-        kernel = _kernel(machine, self.name, tuple(self.inputs), tuple(self.outputs), self.source, self.bytes)
+        kernel = _kernel(_machine(), self.name, tuple(self.inputs), tuple(self.outputs), self.source, self.bytes)
         x, y, z = self.blocks
         threads = self.groups * 32
+        shapes, dtypes = zip(*self.outputs.values(), strict=True)
         return kernel(
             inputs=list(self.inputs.values()),
-            output_shapes=[shape for shape, _ in self.outputs.values()],
-            output_dtypes=[dtype for _, dtype in self.outputs.values()],
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
             grid=(x * threads, y, z),
             threadgroup=(threads, 1, 1),
             template=list(self.values.items()),
@@ -64,18 +62,47 @@ class Launch:
 
 
 @cache
+def _machine() -> str:
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+@cache
+def _source(
+    name: str,
+    order: tuple[str, ...],
+    arguments: tuple[str, ...],
+    sequence: str,
+    memory: str,
+    memory_order: tuple[str, ...],
+    size: int,
+) -> str:
+    return (
+        f"static_assert({memory}<{', '.join(memory_order)}>::bytes == {size}, "
+        f'"launch and body lay out shared memory alike");\n'
+        f"DELTATUNE_SHARED(memory, {size});\n{PLACE}"
+        f"{name}<{', '.join(order)}>(at, memory, (int){sequence}_shape[1], {', '.join(arguments)});\n"
+    )
+
+
+def _files(machine: str, channel: bool) -> list[str]:
+    return [f"{machine}.h", "gated_delta.h"] + ["gated_delta_channel.h"] * channel
+
+
+@cache
 def header(machine: str, channel: bool = True) -> str:
     """The vocabulary of `machine` (metal or cuda) and the bodies; those for gates a channel only where asked."""
-    names = [f"{machine}.h", "gated_delta.h"] + ["gated_delta_channel.h"] * channel
-    text = "".join((FOLDER / name).read_text() for name in names)
-    # MLX hashes the whole source at every launch: what the compiler does not need is left out.
-    lines = (line.strip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
+    return "".join((FOLDER / name).read_text() for name in _files(machine, channel))
 
 
 @cache
 def _kernel(machine: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, size: int):
-    name, text = f"{name}_{crc32(source.encode()):08x}", header(machine, "channel" in name)
+    channel = "channel" in name
+    text = header(machine, channel)
+    # MLX keeps what it compiled by this name, from one process to the next.
+    name = f"{name}_{crc32((text + source).encode()):08x}"
     if machine == "metal":
         return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)
+    # MLX copies and hashes the whole source at every launch: the compiler finds the bodies by their path instead.
+    if isinstance(FOLDER, Path):
+        text = "".join(f'#include "{FOLDER / file}"\n' for file in _files(machine, channel))
     return mx.fast.cuda_kernel(name, list(inputs), list(outputs), source, text, shared_memory=size)

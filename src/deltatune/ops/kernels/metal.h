@@ -4,7 +4,7 @@
 // Not yet run on Apple hardware.
 
 #ifndef DELTATUNE_SHARED
-#define DELTATUNE_SHARED(name, bytes) threadgroup char name[bytes]
+#define DELTATUNE_SHARED(name, bytes) alignas(16) threadgroup char name[bytes]
 #endif
 // CUDA keeps the word `device` for itself.
 #define GLOBAL device
@@ -13,6 +13,8 @@
 
 #define barrier() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define group_barrier() simdgroup_barrier(mem_flags::mem_threadgroup)
+// The two groups of a strip; here all of the block's.
+#define pair_barrier(strip) barrier()
 
 // Matrices in shared memory: the inputs' own type, what is computed in fp32, and what is saved between kernels.
 template <typename Element>
@@ -171,6 +173,7 @@ inline void copies_sent(const thread Arrival&, int) {}
 inline void copies_wait(const thread Arrival&, int) {}
 inline void copies_fence() {}
 inline void writes_done() {}
+inline void writes_left() {}
 
 template <int Count>
 void copy_floats(threadgroup float* to, const device float* from, thread Arrival&, int index) {
@@ -198,6 +201,18 @@ void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live
 template <int Count, typename Store>
 void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, threadgroup char*, int lane) {
   for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
+}
+
+// An operand into a shared matrix, as the products will read it.
+template <typename Store>
+void keep(Store s, int offset, int stride, const thread Tile& a, int lane) {
+  put_tile<true, true>(s, offset, stride, a, 16, 16, lane);
+}
+
+// `Count` elements of a shared matrix out to a stored block, from `offset` on, by one group.
+template <int Count, typename To, typename Store>
+void write_strip(To to, long offset, Store s, int lane) {
+  for (int i = lane; i < Count; i += 32) to.put(offset + i, s.get(i));
 }
 
 // Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
