@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
-from . import mlx_lm, patch
+from . import mlx_lm, mlx_vlm, patch
 from .patch import Patch, PatchWarning, Report
 from .recurrence import served
 from .structure import gated_delta_layers, is_gated_delta
@@ -28,7 +28,7 @@ __all__ = [
     "served",
 ]
 
-PATCHES: tuple[Patch, ...] = mlx_lm.PATCHES
+PATCHES: tuple[Patch, ...] = mlx_lm.PATCHES + mlx_vlm.PATCHES
 
 _depth = 0
 
