@@ -151,9 +151,8 @@ def test_a_call_with_state_steps_stays_upstreams(steps):
 def test_the_two_functions_of_one_name_are_no_strangers(tiny_vision_model):
     tiny_vision_model("qwen3_5")
 
-    shared, own, *holders = mlx_vlm_modules(
-        "gated_delta", "qwen3_5.gated_delta", "kimi_linear.language", "qwen3_5.language"
-    )
+    names = ("gated_delta", "qwen3_5.gated_delta", "kimi_linear.language", "qwen3_5.language")
+    shared, own, *holders = (importlib.import_module(f"mlx_vlm.models.{name}") for name in names)
     upstreams = shared.gated_delta_update, own.gated_delta_update
     with warnings.catch_warnings():
         warnings.simplefilter("error", PatchWarning)
