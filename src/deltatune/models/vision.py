@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,12 +19,9 @@ _HALF_TOLERANCE = 5e-2
 _TRIED = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
 
 
-class VisionArrays(NamedTuple):
-    """VisionBatch as MLX arrays; `tower` is None where the batch has no image."""
-
-    positions: mx.array
-    feature: mx.array
-    tower: TowerInputs | None
+# VisionBatch's fields as MLX arrays: positions, feature, and where there are images "tower": TowerInputs' fields.
+# Dictionaries, since mx.compile hands named tuples on as plain ones.
+VisionArrays = dict[str, Any]
 
 
 def has_vision(model: nn.Module) -> bool:
@@ -58,11 +54,10 @@ def vision_spec(model: Any) -> VisionSpec:
 
 def vision_arrays(batch: VisionBatch) -> VisionArrays:
     """`batch` for the model."""
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    positions, feature = mx.array(fields.pop("positions")), mx.array(fields.pop("feature"))
-    if not len(batch.patches):
-        return VisionArrays(positions, feature, None)
-    return VisionArrays(positions, feature, TowerInputs(**{name: mx.array(value) for name, value in fields.items()}))
+    arrays: VisionArrays = {"positions": mx.array(batch.positions), "feature": mx.array(batch.feature)}
+    if len(batch.patches):
+        arrays["tower"] = {name: mx.array(getattr(batch, name)) for name in TowerInputs._fields}
+    return arrays
 
 
 class VisionSplit(NamedTuple):
@@ -83,14 +78,14 @@ def split_vision(model: Any) -> VisionSplit:
     def backbone(tokens: mx.array, images: VisionArrays) -> mx.array:
         hidden = language.model.embed_tokens(tokens)
         more: dict[str, Any] = {}
-        if images.tower is not None:
-            features, deep = run_tower(model.vision_tower, images.tower)
-            here, row = (images.feature >= 0)[..., None], mx.maximum(images.feature, 0)
+        if "tower" in images:
+            features, deep = run_tower(model.vision_tower, TowerInputs(**images["tower"]))
+            here, row = (images["feature"] >= 0)[..., None], mx.maximum(images["feature"], 0)
             hidden = mx.where(here, features[row].astype(hidden.dtype), hidden)
             if deep:
                 more["visual_pos_masks"] = here[..., 0]
                 more["deepstack_visual_embeds"] = [mx.where(here, each[row], 0) for each in deep]
-        return language.model(tokens, inputs_embeds=hidden, position_ids=images.positions, **more)
+        return language.model(tokens, inputs_embeds=hidden, position_ids=images["positions"], **more)
 
     split = VisionSplit(backbone, head)
     _compare_with_upstream(model, split)
@@ -125,9 +120,9 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
     limit = _TOLERANCE.get(model.vision_tower.patch_embed.proj.weight.dtype, _HALF_TOLERANCE)
     if not difference <= limit:
         raise UserError(
-            f"{type(model).__module__}: on a small image its logits differ by {difference:.1e} of their size from those "
-            f"of deltatune's order of the same operations (at most {limit:.0e} is rounding), so it cannot be trained on "
-            "images. Is this version of mlx-vlm one that deltatune knows (docs/vision.md)?"
+            f"{type(model).__module__}: on a small image its logits differ by {difference:.1e} of their size from "
+            f"those of deltatune's order of the same operations (at most {limit:.0e} is rounding), so it cannot be "
+            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/vision.md)?"
         )
 
 

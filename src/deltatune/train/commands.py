@@ -13,7 +13,8 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data import BatchOrder
-from ..data.load import load_datasets
+from ..data.load import first_image, load_datasets
+from ..data.reader import Eyes
 from ..data.show import show_batch
 from ..errors import UserError
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
@@ -21,6 +22,7 @@ from ..lora.select import layer_paths
 from ..models.generate import Sampling, prompt_tokens, stream
 from ..models.load import Loaded, load
 from ..models.packing import check_packing
+from ..models.vision import vision_spec
 from ..patches import patched
 from . import announce
 from .compiling import without_kernels
@@ -37,13 +39,15 @@ def train(config: TrainConfig, *, show: bool = False) -> Result | None:
     if config.from_scratch:
         config = dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
     screen.say(f"Loading {config.model}")
+    image = first_image(config)
     loaded = load(
         config.model,
         trust_remote_code=config.trust_remote_code,
         from_scratch=config.from_scratch,
         seed=config.seed,
+        image=image,
     )
-    splits = load_datasets(config, loaded.tokenizer)
+    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
     if show:
         order = BatchOrder(splits.train, config.batch_size, config.max_seq_length, seed=config.seed, packed=config.pack)
         if world.main:
@@ -61,6 +65,11 @@ def train(config: TrainConfig, *, show: bool = False) -> Result | None:
     return result
 
 
+def eyes(loaded: Loaded) -> Eyes | None:
+    """What reading images takes, of a model that was loaded to look at some."""
+    return None if loaded.images is None else Eyes(loaded.images, vision_spec(loaded.model))
+
+
 def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
     """Make the part of `model` trainable that `config` asks for, in place; returns what a person should know of it.
 
@@ -70,7 +79,13 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
     layers = config.num_layers
     if layers == TrainConfig.num_layers and len(layer_paths(model)) < layers:
         layers = -1
-    report = convert_to_lora(model, config.lora_parameters, fine_tune_type=config.fine_tune_type, num_layers=layers)
+    report = convert_to_lora(
+        model,
+        config.lora_parameters,
+        fine_tune_type=config.fine_tune_type,
+        num_layers=layers,
+        parts=[part.strip() for part in config.parts.split(",") if part.strip()],
+    )
     if config.from_scratch:
         _unfreeze_beside_layers(model)
     if config.resume_adapter_file is not None:
@@ -90,9 +105,9 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     """Print and return the loss per token on the test set, of the model with the adapter or without one."""
     world = World()
     screen = Screen(shown=world.main)
-    loaded = _load_with_adapter(config.model, adapter_path, config.trust_remote_code)
     config = dataclasses.replace(config, train=False, test=True)
-    splits = load_datasets(config, loaded.tokenizer)
+    loaded = _load_with_adapter(config.model, adapter_path, config.trust_remote_code, first_image(config))
+    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
     for line in [splits.rule, *splits.notes]:
         screen.say(line)
     with patched(loaded.model):
@@ -126,8 +141,10 @@ def _say_loss(
     return loss
 
 
-def _load_with_adapter(model: str, adapter_path: str | None, trust_remote_code: bool) -> Loaded:
-    loaded = load(model, trust_remote_code=trust_remote_code)
+def _load_with_adapter(
+    model: str, adapter_path: str | None, trust_remote_code: bool, image: str | None = None
+) -> Loaded:
+    loaded = load(model, trust_remote_code=trust_remote_code, image=image)
     if adapter_path:
         load_adapters(loaded.model, adapter_path)
         loaded.model.eval()
