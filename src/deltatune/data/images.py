@@ -81,7 +81,9 @@ def _open(file: Any, source: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) if _stored(file) else file
+            # Read whole, so that no file stays open behind an image that is refused.
+            content = file.read_bytes() if isinstance(file, Path) else file
+            image = Image.open(io.BytesIO(content)) if isinstance(content, bytes) else content
             image.load()
     except UnidentifiedImageError as error:
         raise UserError(f"{named}: not an image, or of a format that Pillow does not read.") from error
@@ -92,7 +94,3 @@ def _open(file: Any, source: str) -> Any:
     if image.mode not in _MODES:
         raise UserError(f"{named}: of mode {image.mode!r}; expected 8-bit colour or grey. Convert it to RGB first.")
     return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def _stored(file: Any) -> bool:
-    return isinstance(file, bytes | Path)

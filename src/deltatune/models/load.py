@@ -33,14 +33,14 @@ _SHOWN = 4
 class Loaded:
     """A model in inference mode, mlx-lm's tokenizer wrapper, the config as mlx-lm completed it, the folder.
 
-    images: the processor that cuts images into patches, where the model was loaded to look at some.
+    processor: mlx-vlm's, which cuts images into patches, where the model was loaded to look at some.
     """
 
     model: nn.Module
     tokenizer: Any
     config: dict[str, Any]
     path: Path
-    images: Any = None
+    processor: Any = None
 
 
 def load(
@@ -75,7 +75,7 @@ def load(
 def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | None, image: str) -> Loaded:
     """`seed`: where weights are to be drawn, not read."""
     config = _plain_config(path, trust_remote_code)
-    vision_load.check_vision(config, path, image)
+    vision_load.check_vision(config, path, f"{image}: has an image")
     check_tokenizer(path)
     if seed is not None:
         model = vision_load.new_vision_model(config, seed)
@@ -86,8 +86,16 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
     template = vision_load.chat_template(path)
     if template is not None and not tokenizer.has_chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = template, True
-    images = vision_load.load_image_processor(path, config, trust_remote_code)
-    return Loaded(model, tokenizer, config, path, images)
+    processor = vision_load.load_processor(path, config, trust_remote_code)
+    return Loaded(model, tokenizer, config, path, processor)
+
+
+def load_eyes(path: Path) -> nn.Module:
+    """mlx-vlm's model of a checkpoint, weights on the disk until they are used."""
+    config = _plain_config(path, trust_remote_code=False)
+    vision_load.check_vision(config, path, "the adapter is for a vision tower")
+    weight_headers(path)
+    return vision_load.load_vision_model(path, config, lambda kind: _checked(kind, path), lazy=True)
 
 
 def locate(path_or_name: str | Path) -> Path:

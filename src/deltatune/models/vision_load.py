@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,15 @@ from .checkpoint_files import read_json
 _BUILDING = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
 
 
-def check_vision(config: dict[str, Any], path: Path, image: str) -> None:
-    """UserError where a model cannot look at images: it has no vision tower, or mlx-vlm is not installed or too old."""
+def check_vision(config: dict[str, Any], path: Path, why: str) -> None:
+    """UserError where a model cannot look at images, which `why` says are there: no vision tower, or no mlx-vlm."""
     if not config.get("vision_config"):
         raise UserError(
-            f"{image}: has an image, and model {path} ({config.get('model_type')}) has no vision tower (no "
+            f"{why}, and model {path} ({config.get('model_type')}) has no vision tower (no "
             "vision_config in its config.json); leave images out, or give a model with one."
         )
     if importlib.util.find_spec("mlx_vlm") is None:
-        raise UserError(
-            f"{image}: has an image, which needs mlx-vlm, and that is not installed: pip install 'deltatune[vision]'."
-        )
+        raise UserError(f"{why}, which needs mlx-vlm, and that is not installed: pip install 'deltatune[vision]'.")
     architecture(config)
 
 
@@ -76,24 +75,49 @@ def new_vision_model(config: dict[str, Any], seed: int) -> nn.Module:
     return model
 
 
-def load_image_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
-    """What turns an image into patches. UserError where it cannot be had, and what to install where it needs more."""
-    from mlx_vlm.utils import load_processor
+def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]]:
+    """What mlx-vlm makes of a checkpoint's tensors, as a function of them that changes none of them.
+
+    Upstream shifts norms in place. A tensor that is only renamed comes out as the very object that went in.
+    """
+
+    def all_of_it(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        for part in (model, model.vision_tower, model.language_model):
+            weights = part.sanitize(weights) if hasattr(part, "sanitize") else weights
+        return weights
+
+    def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        blank = {name: mx.broadcast_to(mx.array(0.0), tensor.shape) for name, tensor in weights.items()}
+        shifted = {name for name, tensor in all_of_it(blank).items() if mx.any(tensor != 0).item()}
+        copies = {name: mx.array(tensor) for name, tensor in weights.items()}
+        origin = {id(copy): weights[name] for name, copy in copies.items()}
+        kept = list(copies.values())
+        found = all_of_it(dict(copies))
+        del kept
+        return {name: value if name in shifted else origin.get(id(value), value) for name, value in found.items()}
+
+    return sanitize
+
+
+def load_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
+    """The processor, with its `image_processor`. UserError where it cannot be had, and what to install where needed."""
+    from mlx_vlm import utils
 
     architecture(config)  # Its import tells transformers of mlx-vlm's own processors, which need no torch.
     files = ("preprocessor_config.json", "processor_config.json")
     if not any((path / name).is_file() for name in files):
         raise UserError(f"processor {path}: neither {files[0]} nor {files[1]} in it; copy the model's own.")
     try:
-        processor = load_processor(path, add_detokenizer=False, trust_remote_code=trust_remote_code)
+        processor = utils.load_processor(
+            path, eos_token_ids=config.get("eos_token_id"), trust_remote_code=trust_remote_code
+        )
     except ImportError as error:
         raise UserError(f"processor {path}: {reason(error)}{_install(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"processor {path}: cannot be loaded: {reason(error)}{_install(error)}") from error
-    images = getattr(processor, "image_processor", None)
-    if images is None:
+    if getattr(processor, "image_processor", None) is None:
         raise UserError(f"processor {path}: it has no image processor.")
-    return images
+    return processor
 
 
 def _install(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,9 +21,10 @@ from ..errors import UserError
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.select import layer_paths
 from ..models.generate import Sampling, prompt_tokens, stream
-from ..models.load import Loaded, load
+from ..models.load import Loaded, load, locate
 from ..models.packing import check_packing
 from ..models.vision import vision_spec
+from ..models.vision_generate import stream_with_images
 from ..patches import patched
 from . import announce
 from .compiling import without_kernels
@@ -39,9 +41,11 @@ def train(config: TrainConfig, *, show: bool = False) -> Result | None:
     if config.from_scratch:
         config = dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
     screen.say(f"Loading {config.model}")
+    # Before the data are looked at for images: a model that is not there is said at once.
+    path = locate(config.model)
     image = first_image(config)
     loaded = load(
-        config.model,
+        path,
         trust_remote_code=config.trust_remote_code,
         from_scratch=config.from_scratch,
         seed=config.seed,
@@ -67,7 +71,9 @@ def train(config: TrainConfig, *, show: bool = False) -> Result | None:
 
 def eyes(loaded: Loaded) -> Eyes | None:
     """What reading images takes, of a model that was loaded to look at some."""
-    return None if loaded.images is None else Eyes(loaded.images, vision_spec(loaded.model))
+    if loaded.processor is None:
+        return None
+    return Eyes(loaded.processor.image_processor, vision_spec(loaded.model))
 
 
 def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
@@ -106,7 +112,8 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     world = World()
     screen = Screen(shown=world.main)
     config = dataclasses.replace(config, train=False, test=True)
-    loaded = _load_with_adapter(config.model, adapter_path, config.trust_remote_code, first_image(config))
+    path = locate(config.model)
+    loaded = _load_with_adapter(path, adapter_path, config.trust_remote_code, first_image(config))
     splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
     for line in [splits.rule, *splits.notes]:
         screen.say(line)
@@ -142,7 +149,7 @@ def _say_loss(
 
 
 def _load_with_adapter(
-    model: str, adapter_path: str | None, trust_remote_code: bool, image: str | None = None
+    model: str | Path, adapter_path: str | None, trust_remote_code: bool, image: str | None = None
 ) -> Loaded:
     loaded = load(model, trust_remote_code=trust_remote_code, image=image)
     if adapter_path:
@@ -169,6 +176,7 @@ class GenerateOptions:
     ignore_chat_template: bool = False
     chat_template_config: str | None = None
     extra_eos_token: tuple[str, ...] = ()
+    image: tuple[str, ...] = ()
     verbose: bool = True
     trust_remote_code: bool = False
 
@@ -178,7 +186,11 @@ def generate(options: GenerateOptions) -> str:
     if options.seed is not None:
         mx.random.seed(options.seed)
     template_options = _template_options(options.chat_template_config)
-    loaded = _load_with_adapter(options.model, options.adapter_path, options.trust_remote_code)
+    for name in options.image:
+        if not Path(name).is_file():
+            raise UserError(f"--image {name}: no such file.")
+    image = f"--image {options.image[0]}" if options.image else None
+    loaded = _load_with_adapter(options.model, options.adapter_path, options.trust_remote_code, image)
     for token in options.extra_eos_token:
         loaded.tokenizer.add_eos_token(token)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -189,12 +201,17 @@ def generate(options: GenerateOptions) -> str:
         prefill_response=options.prefill_response,
         chat_template=not options.ignore_chat_template,
         template_options=template_options,
+        images=len(options.image),
     )
     if not tokens:
         raise UserError("--prompt: nothing is left of it after the chat template; give a text.")
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
+    if options.image:
+        answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
+    else:
+        answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
-    for last in stream(loaded, tokens, options.max_tokens, sampling):
+    for last in answer:
         print(last.text, end="", flush=True)
         parts.append(last.text)
     print()
