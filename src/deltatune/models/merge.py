@@ -21,7 +21,8 @@ from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..lora import adapters, load_adapters
-from ..lora.adapter_files import read_config
+from ..lora.adapter_files import WEIGHTS as WEIGHTS_FILE
+from ..lora.adapter_files import read_config, read_weights
 from ..lora.parts import part_of
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import dense_weight, is_quantized
@@ -106,8 +107,8 @@ def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.a
 
 def _adapts_vision(adapter_path: Path) -> bool:
     """Whether the adapter reaches beyond the language model, whose tensors mlx-lm names as mlx-vlm does."""
-    parameters = read_config(adapter_path).get("lora_parameters") or {}
-    return any(part_of(str(key)) is not None for key in parameters.get("keys") or [])
+    read_config(adapter_path)
+    return any(part_of(name) is not None for name in read_weights(adapter_path / WEIGHTS_FILE))
 
 
 def _flat(module: nn.Module) -> dict[str, mx.array]:

@@ -20,10 +20,11 @@ from ..data.show import show_batch
 from ..errors import UserError
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.select import layer_paths
+from ..lora.whole_layers import adapts_experts, whole_layers
 from ..models.generate import Sampling, prompt_tokens, stream
 from ..models.load import Loaded, load, locate
 from ..models.packing import check_packing
-from ..models.vision import vision_spec
+from ..models.vision import has_vision, vision_spec
 from ..models.vision_generate import stream_with_images
 from ..patches import patched
 from . import announce
@@ -96,7 +97,13 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
         _unfreeze_beside_layers(model)
     if config.resume_adapter_file is not None:
         load_adapter_weights(model, config.resume_adapter_file)
-    return report.summary()
+    said = report.summary()
+    if has_vision(model) and adapts_experts(model) and whole_layers(model) is None:
+        said.append(
+            "mlx-vlm 0.7.10 loads adapters on experts only where all of the last layers' modules have one, and nothing "
+            "else: it will not load this adapter. deltatune does; merge it for mlx-vlm."
+        )
+    return said
 
 
 def _unfreeze_beside_layers(model: nn.Module) -> None:
