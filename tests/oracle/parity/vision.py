@@ -11,7 +11,7 @@ import numpy as np
 
 from . import seeded
 from .cases import STEPS
-from .families import _ATTENTION, _COMMON, _DELTA, _ENCLOSED, _EXPERTS, _STACKED, Config, Weights
+from .families import _ATTENTION, _COMMON, _DELTA, _ENCLOSED, _EXPERTS, Config, Weights
 
 START, END, IMAGE, VIDEO = 3, 4, 5, 6
 PATCH, MERGE, SIDE = 4, 2, 6
@@ -76,28 +76,34 @@ class VisionCase:
             return seeded.spread(key, shape, 0.5)
         return seeded.spread(key, shape, int(np.prod(shape[1:])) ** -0.5)
 
-    def readable(self, config: Config) -> Config:
-        """config.json as mlx-vlm 0.7.10 reads it; the tensors it takes as they are saved."""
+    def readable(self, config: Config, weights: Weights) -> tuple[Config, Weights]:
+        """config.json and tensors as mlx-vlm 0.7.10 reads them: it takes those of qwen3_5 as they are saved."""
         if "vl" not in self.model_type:
             text = config["text_config"]
             interval = text["layer_types"].index("full_attention") + 1
-            return {**config, "text_config": {**text, "full_attention_interval": interval}}
+            return {**config, "text_config": {**text, "full_attention_interval": interval}}, weights
         rope = config["text_config"]["rope_parameters"]
-        text = {**config["text_config"], "rope_theta": rope["rope_theta"]}
+        tied = "lm_head.weight" not in weights
+        text = {**config["text_config"], "rope_theta": rope["rope_theta"], "tie_word_embeddings": tied}
         text |= {"num_experts": text["num_local_experts"]} if "num_local_experts" in text else {}
         text["rope_scaling"] = {"type": "default", "mrope_section": rope["mrope_section"]}
         vision = {**config["vision_config"], "model_type": self.model_type}
-        return {**config, "text_config": text, "vision_config": vision}
+        # A released checkpoint has its experts' axes the other way round.
+        turned = {
+            name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
+            for name, value in weights.items()
+        }
+        return {**config, "text_config": text, "vision_config": vision}, turned
 
 
 _TEXT = {**_COMMON, **_ATTENTION, "num_hidden_layers": 3}
 _MIXED = {**_COMMON, **_ATTENTION, **_DELTA, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
 
 CASES: dict[str, VisionCase] = {
-    "qwen3_5": VisionCase("qwen3_5", {**_MIXED, **_STACKED}, centred_norms=True),
-    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **_ENCLOSED, **_EXPERTS}, centred_norms=True),
+    "qwen3_5": VisionCase("qwen3_5", {**_MIXED, **_ENCLOSED}, centred_norms=True, draw=4),
+    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **_ENCLOSED, **_EXPERTS}, centred_norms=True, draw=20),
     "qwen3_vl": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1)),
-    "qwen3_vl_moe": VisionCase("qwen3_vl_moe", {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE}, deep=(0, 1)),
+    "qwen3_vl_moe": VisionCase("qwen3_vl_moe", {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE}, deep=(0, 1), draw=17),
 }
 
 

@@ -32,8 +32,9 @@ from .vision import LEARNING_RATE, VisionCase, VisionRows, batch, mlx_path
 
 def load(case: VisionCase, config: Config, weights: Weights) -> nn.Module:
     """mlx-vlm's model of a Hugging Face save."""
+    config, weights = case.readable(config, weights)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(case.readable(config)))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         tensors = {name: mx.array(value) for name, value in weights.items()}
         mx.save_safetensors(str(Path(folder) / "model.safetensors"), tensors, {"format": "pt"})
         model = load_eyes(Path(folder))
