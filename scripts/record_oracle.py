@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "oracle"))
 
-from parity import record
+from parity import record, vision, vision_record
 from parity.cases import CASES
+
+ALL = CASES | {f"vision/{name}": case for name, case in vision.CASES.items()}
 
 
 def main() -> None:
@@ -23,19 +26,20 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write tests/oracle/recorded/CASE.json")
     parser.add_argument("cases", nargs="*", help="default: all")
     arguments = parser.parse_args()
-    unknown = set(arguments.cases) - set(CASES)
+    unknown = set(arguments.cases) - set(ALL)
     if unknown:
-        parser.error(f"unknown case {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; known: {', '.join(ALL)}")
     print("| case | loss falls by | loss | first gradients | final adapters | transformers nudged: loss | adapters |")
     print("|---|---|---|---|---|---|---|")
-    for name in arguments.cases or CASES:
-        case = CASES[name]
+    for name in arguments.cases or ALL:
+        case = ALL[name]
+        side: Any = record if name in CASES else vision_record
         if arguments.record:
-            reference, drift = record.record(name, case)
+            reference, drift = side.record(name.removeprefix("vision/"), case)
         else:
-            reference = record.reference(case)
-            drift = record.nudged(case, reference)
-        found = record.compare(case, reference)
+            reference = side.reference(case)
+            drift = side.nudged(case, reference)
+        found = side.compare(case, reference)
         errors = (found.loss, found.gradient, found.adapter, drift.loss, drift.adapter)
         print(f"| {name} | {reference.fall:.0%} | {' | '.join(f'{e:.1e}' for e in errors)} |", flush=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from packaging.version import Version
+
+sys.path.insert(0, str(Path(__file__).parent))
+import vision
 
 VOCABULARY = 320
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -215,7 +219,12 @@ def build_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
     return model
 
 
-def write_tokenizer(folder: Path, vocab_size: int = VOCABULARY, chat_template: str | None = CHAT_TEMPLATE) -> None:
+def write_tokenizer(
+    folder: Path,
+    vocab_size: int = VOCABULARY,
+    chat_template: str | None = CHAT_TEMPLATE,
+    more_tokens: list[str] = [],  # noqa: B006
+) -> None:
     """Byte-level BPE, padded with unused tokens so that its length equals `vocab_size`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -224,7 +233,7 @@ def write_tokenizer(folder: Path, vocab_size: int = VOCABULARY, chat_template: s
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=min(vocab_size, 300),
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=SPECIAL_TOKENS + more_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -311,5 +320,38 @@ def tiny_model() -> Callable[..., nn.Module]:
 
     def factory(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
         return build_model(family_config(family, **overrides), seed)
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_model() -> Callable[..., nn.Module]:
+    """tiny_vision_model(family, seed=0, **text_options) -> mlx-vlm's model with random weights."""
+    pytest.importorskip("mlx_vlm")
+
+    def factory(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
+        text = family_config(family)["text_config"] if family in _NESTED else {}
+        return vision.build_vision_model(vision.vision_config(family, text, **overrides), seed)
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_vision_checkpoint(family, *, seed=0, **text_options) -> folder, one for each set of arguments."""
+    pytest.importorskip("mlx_vlm")
+    made: dict[str, Path] = {}
+
+    def factory(family: str, *, seed: int = 0, **overrides: Any) -> Path:
+        key = repr((family, seed, sorted(overrides.items())))
+        if key not in made:
+            folder = made[key] = tmp_path_factory.mktemp(f"vision_{family}")
+            text = family_config(family)["text_config"] if family in _NESTED else {}
+            config = vision.vision_config(family, text, **overrides)
+            vision.save_weights(folder, vision.build_vision_model(config, seed))
+            (folder / "config.json").write_text(json.dumps(config, indent=2))
+            write_tokenizer(folder, config["vocab_size"], vision.CHAT_TEMPLATE, vision.TOKENS)
+            vision.write_processor(folder)
+        return made[key]
 
     return factory

@@ -16,6 +16,7 @@ from .errors import UserError
 
 _EVAL_OPTIONS = (
     "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "pack", "seed",
+    "min_pixels", "max_pixels",
     "trust_remote_code",
 )  # fmt: skip
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
@@ -244,6 +245,12 @@ def _generate_parser(commands: Any) -> None:
     add("--seed", type=int, metavar="N", help="seed of the sampling")
     add("--ignore-chat-template", action="store_true", help="take the prompt as it is")
     add("--chat-template-config", metavar="JSON", help='options of the chat template, as {"enable_thinking": false}')
+    add(
+        "--image",
+        nargs="+",
+        metavar="FILE",
+        help="images before the prompt, for a model with a vision tower",
+    )
     add("--extra-eos-token", nargs="+", metavar="TEXT", help="more tokens that end an answer")
     add("--verbose", type=lambda text: text.lower() not in ("false", "f"), metavar="BOOL", help="speeds after the text")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model or tokenizer")

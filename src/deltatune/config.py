@@ -122,6 +122,12 @@ class TrainConfig:
             _DATA, "loss on completions only: the default for prompts and chats; --no-mask-prompt: on every token"
         ),
     )
+    min_pixels: int | None = field(
+        default=None, metadata=_about(_DATA, "smaller images are scaled up to this area; default: the model's own")
+    )
+    max_pixels: int | None = field(
+        default=None, metadata=_about(_DATA, "larger images are scaled down to this area; default: the model's own")
+    )
     pack: bool = field(
         default=False,
         metadata=_about(_DATA, "several documents to a row, kept apart in attention, recurrence and convolution"),
@@ -139,6 +145,12 @@ class TrainConfig:
     adapter_path: str = field(default="adapters", metadata=_about(_SAVE, "folder for everything that a run writes"))
     resume: bool = field(
         default=False, metadata=_about(_SAVE, "continue the run saved in the adapter path, bit for bit")
+    )
+    parts: str = field(
+        default="language",
+        metadata=_about(
+            _TUNE, "which parts of a model with images train, separated by commas: language, vision, projector"
+        ),
     )
     resume_adapter_file: str | None = field(default=None, metadata=_about(_TUNE, "start from these adapter weights"))
     clear_cache_threshold: int = field(

@@ -48,7 +48,7 @@ class Layer(nn.Module):
 class Rows:
     """What Step takes from a batch."""
 
-    segments = None
+    segments = images = None
 
     def __init__(self, experts: list[int], seed: int, width: int = 16):
         values = mx.random.normal((len(experts), width), key=mx.random.key(seed))

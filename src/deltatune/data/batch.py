@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..models.vision_inputs import VisionBatch
 from .example import Example
+from .pictures import collate_pictures
 
 FINE_STEP = 32
 FINE_LIMIT = 256
@@ -23,7 +25,7 @@ class Batch:
     inputs int32 [B,T]; targets int32 [B,T], the token that follows each input; weights float32 [B,T], 1 where that
     token counts in the loss and 0 elsewhere; segments int32 [B,T] for packed rows (non-decreasing, one number a
     document, the padding has the last), else None. sources and positions: for each row, each document's source and
-    number of positions, in order; blank rows have none.
+    number of positions, in order; blank rows have none. images: the vision inputs of rows for a model with eyes.
 
     Padding stands on the right. In a causal model (attention, recurrence and short convolution alike) a position reads
     only itself and what is left of it, so padding reaches no real position, forward or backward, and needs no mask.
@@ -35,6 +37,7 @@ class Batch:
     segments: np.ndarray | None
     sources: tuple[tuple[str, ...], ...]
     positions: tuple[tuple[int, ...], ...]
+    images: VisionBatch | None = None
 
 
 def bucket_widths(max_seq_length: int) -> list[int]:
@@ -86,4 +89,5 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool) -> B
         segments,
         sources=tuple(tuple(example.source for example in row) for row in rows),
         positions=tuple(tuple(example.positions for example in row) for row in rows),
+        images=None if packed else collate_pictures([row[0] if row else None for row in rows], width),
     )

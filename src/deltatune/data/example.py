@@ -7,18 +7,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .pictures import Pictures
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
     """One document.
 
     tokens: int32 [N], N >= 2. targets: bool [N]; targets[i] says that token i counts as a prediction (made from the
-    tokens before it); targets[0] is never true. source: file and line, or data set and row, for messages.
+    tokens before it); targets[0] is never true. source: file and line, or data set and row, for messages. pictures: the
+    images of an example for a model with eyes, None for any other model.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     source: str
+    pictures: Pictures | None = None
 
     @property
     def positions(self) -> int:

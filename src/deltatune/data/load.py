@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from ..config import TrainConfig, nearest
 from ..errors import UserError
 from .example import Example, Splits
 from .packing import pack
+from .reader import Eyes, Reader
 from .sources import Table, hugging_face, jsonl, saved
-from .text import CHAT, COMPLETION, TEXT, Features, TextEncoder
+from .text import CHAT, COMPLETION, TEXT, Features
+from .vision import has_image
 
 OVERLONG = ("truncate", "skip")
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
@@ -24,30 +21,47 @@ _HF_KEYS = [
     "prompt_feature", "completion_feature", "chat_feature", "text_feature",
 ]  # fmt: skip
 _DATA_FILES = ("*.parquet", "*.arrow", "*.csv", "*.jsonl", "*.jsonl.gz")
-_PROGRESS_ROWS = 2000
 
 
-def load_datasets(config: TrainConfig, tokenizer: Any) -> Splits:
+def first_image(config: TrainConfig) -> str | None:
+    """Where the first image of the data stands (file and line), or None where it is text alone."""
+    wanted = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
+    for parts in _tables(config, wanted).values():
+        for table, features in parts:
+            for source, row in table.candidates():
+                if has_image(row, features.chat):
+                    return source
+    return None
+
+
+def load_datasets(config: TrainConfig, tokenizer: Any, eyes: Eyes | None = None) -> Splits:
     """The tokenised examples of the splits that the run needs: train and valid to train, test to test.
 
     Reads `hf_dataset` where given (mlx_lm.lora's keys), else `data`: a folder with train.jsonl, valid.jsonl and
     test.jsonl, a folder of a Hugging Face data set, or a name on the hub. tokenizer: mlx-lm's TokenizerWrapper.
-    Everything is tokenised here, so that lengths are known and a bad line is named before the first step. UserError
-    for anything in the data or the options that the user can mend.
+    eyes: of a model that looks at images. Everything is tokenised here, and every image looked at, so that lengths are
+    known and a bad line is named before the first step. UserError for anything in the data or the options that the
+    user can mend.
     """
     if config.overlong not in OVERLONG:
         raise UserError(f"overlong: expected one of {', '.join(OVERLONG)}, got {config.overlong!r}.")
     if config.max_seq_length < 2:
         raise UserError(f"max_seq_length: expected 2 or more, got {config.max_seq_length}.")
     wanted = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
-    found = _hf_tables(config, wanted) if config.hf_dataset else _data_tables(config, wanted)
-    reader = _Reader(config, tokenizer)
+    if eyes is not None and config.pack:
+        raise UserError("pack: rows with images are not packed; train this model without --pack.")
+    found = _tables(config, wanted)
+    reader = Reader(config, tokenizer, eyes)
     splits = {name: [example for part in found[name] for example in reader.read(*part)] for name in wanted}
     _check(config, splits, found, reader.notes)
     return Splits(**splits, rule=_rule(reader.kinds, config.mask_prompt), notes=reader.notes)
 
 
 Part = tuple[Table, Features]
+
+
+def _tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]]:
+    return _hf_tables(config, wanted) if config.hf_dataset else _data_tables(config, wanted)
 
 
 def _features(values: dict[str, Any]) -> Features:
@@ -97,54 +111,6 @@ def _hf_tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]]:
                 raise UserError(f"{where}: {name}_split is needed to {name}; give the name of a split of {path}.")
             found[name] += [(table, _features(entry)) for table in hugging_face(path, split, options).values()]
     return found
-
-
-class _Reader:
-    """Tokenises tables, applies the length limit, and remembers what there is to say about it."""
-
-    def __init__(self, config: TrainConfig, tokenizer: Any):
-        self._config, self._tokenizer = config, tokenizer
-        self.kinds: set[str] = set()
-        self.notes: list[str] = []
-
-    def read(self, table: Table, features: Features) -> list[Example]:
-        encoder = TextEncoder(self._tokenizer, features, self._config.mask_prompt)
-        limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
-        kept, overlong, longest = [], 0, 0
-        # Progress goes to the terminal alone: it has no place in a log file.
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            hidden = table.count < _PROGRESS_ROWS
-            task = progress.add_task(f"Tokenising {table.name}", total=table.count, visible=not hidden)
-            for source, row in table.rows():
-                example = encoder(row, source)
-                progress.advance(task)
-                if len(example.tokens) > limit:
-                    overlong, longest = overlong + 1, max(longest, len(example.tokens))
-                    if skip:
-                        continue
-                    example = _truncated(example, limit)
-                kept.append(example)
-        if overlong:
-            total = overlong + len(kept) if skip else len(kept)
-            done, other = ("skipped", "truncate cuts them") if skip else ("truncated", "skip leaves them out")
-            self.notes.append(
-                f"{table.name}: {overlong:,} of {total:,} examples are longer than max_seq_length {limit:,} (the "
-                f"longest has {longest:,} tokens) and were {done}; --overlong {other}."
-            )
-        self.kinds |= encoder.kinds
-        return kept
-
-
-def _truncated(example: Example, limit: int) -> Example:
-    tokens, targets = example.tokens[:limit].copy(), example.targets[:limit].copy()
-    if not targets.any():
-        first = int(np.argmax(example.targets))
-        raise UserError(
-            f"{example.source}: the prompt alone takes {first:,} tokens, so nothing to learn is left within "
-            f"max_seq_length {limit:,}; raise it, shorten the prompt, or leave such examples out with --overlong skip."
-        )
-    return replace(example, tokens=tokens, targets=targets)
 
 
 def _check(

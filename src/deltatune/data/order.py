@@ -117,6 +117,8 @@ class BatchOrder:
                 digest.update(example.positions.to_bytes(8, "little"))
                 digest.update(example.tokens.tobytes())
                 digest.update(example.targets.tobytes())
+                for picture in example.pictures.digests if example.pictures is not None else ():
+                    digest.update(picture)
             self._digest = digest.hexdigest()
         return {
             "seed": self._seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,20 @@ from ..errors import UserError
 
 Rows = Iterator[tuple[str, Any]]
 
+_TRIED_ROWS = 100
+
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one split: `rows()` yields (source, row), `count` of them or a few less; `name` is for messages."""
+    """Rows of one split: `rows()` yields (source, row), `count` of them or a few less; `name` is for messages.
+
+    `candidates()` yields those that may have an image, found without reading the others closely.
+    """
 
     name: str
     count: int
     rows: Callable[[], Rows]
+    candidates: Callable[[], Rows]
 
 
 def jsonl(path: Path) -> Table:
@@ -29,12 +36,15 @@ def jsonl(path: Path) -> Table:
             count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    return Table(str(path), count, lambda: _lines(path))
+    return Table(str(path), count, lambda: _lines(path), lambda: _lines(path, b'"image'))
 
 
-def _lines(path: Path) -> Rows:
+def _lines(path: Path, holding: bytes = b"") -> Rows:
+    """The rows of lines that hold some bytes."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
+            if holding not in raw:
+                continue
             source = f"{path}:{number}"
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -98,4 +108,8 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
 
 
 def _table(name: str, dataset: Any) -> Table:
-    return Table(name, len(dataset), lambda: ((f"{name} row {index}", row) for index, row in enumerate(dataset)))
+    def rows() -> Rows:
+        return ((f"{name} row {index}", row) for index, row in enumerate(dataset))
+
+    # A data set has the same columns in every row, though they may be empty in some.
+    return Table(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS))

@@ -40,19 +40,32 @@ class TextEncoder:
 
     def __call__(self, row: Any, source: str) -> Example:
         """The row's example, at full length. UserError, with `source`, where the row cannot be trained on."""
+        messages = self.conversation(row, source)
+        if messages is not None:
+            return self.encode_chat(row, messages, source)
+        tokens, targets = self._text(row, source)
+        return self._example(tokens, targets, TEXT, source)
+
+    def conversation(self, row: Any, source: str) -> list[dict[str, Any]] | None:
+        """The row's messages, a prompt and its completion being two; None for a row of plain text."""
         if not isinstance(row, Mapping):
             raise UserError(f"{source}: expected an object with {self._expected()}, got {type(row).__name__}.")
         kind = self._kind(row, source)
         self.kinds.add(kind)
         if kind == TEXT:
-            tokens, targets = self._text(row, source)
-        else:
-            messages = self._messages(row, source) if kind == CHAT else self._completion(row, source)
-            tools = _typed(row, TOOLS, list, source) if row.get(TOOLS) is not None else None
-            completions_only = self._mask_prompt is not False
-            tokens, targets = tokenize_chat(
-                self._tokenizer, messages, tools, completions_only=completions_only, source=source
-            )
+            return None
+        return self._messages(row, source) if kind == CHAT else self._completion(row, source)
+
+    def encode_chat(self, row: Mapping[str, Any], messages: list[dict[str, Any]], source: str) -> Example:
+        """The example of these messages, with the row's tools."""
+        tools = _typed(row, TOOLS, list, source) if row.get(TOOLS) is not None else None
+        completions_only = self._mask_prompt is not False
+        tokens, targets = tokenize_chat(
+            self._tokenizer, messages, tools, completions_only=completions_only, source=source
+        )
+        return self._example(tokens, targets, self._kind(row, source), source)
+
+    def _example(self, tokens: list[int], targets: np.ndarray, kind: str, source: str) -> Example:
         targets[:1] = False
         if not targets.any():
             what = "no assistant turn counts" if kind == CHAT else "there is no token to predict"

@@ -30,16 +30,19 @@ _NAMED = 3
 
 
 def save_adapters(
-    model: nn.Module, directory: str | Path, config: Mapping[str, Any], *, weights: str = WEIGHTS
+    model: nn.Module, directory: str | Path, config: Mapping[str, Any], *, weights: str = WEIGHTS, named: bool = True
 ) -> Path:
     """Write what `model` trains into `directory`; `config` (options of the run) is kept in adapter_config.json.
 
     Unequal ranks are padded with zeros and unequal scales folded into lora_b. UserError for what the format cannot
     say (LoRA and DoRA in one adapter, trained tensors outside adapters) and for a disk that refuses. Each file is
-    replaced in one move. Returns the path of the weights.
+    replaced in one move. `named` False leaves the list of modules out: `config`'s num_layers then says where adapters
+    are. Returns the path of the weights.
     """
     directory = Path(directory)
     tensors, described = adapter_state(model)
+    if not named:
+        del described["lora_parameters"]["keys"]
     content = {**config, **described}
     content.setdefault("num_layers", -1)
     try:

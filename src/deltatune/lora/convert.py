@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.nn as nn
@@ -11,6 +12,7 @@ from mlx.utils import tree_unflatten
 from ..config import LoraConfig
 from ..errors import UserError
 from .adapter import Adapter
+from .parts import check_parts, part_of
 from .select import adapter_class, chosen_layers, select
 from .weights import dense_weight, is_quantized
 
@@ -39,22 +41,29 @@ class Report:
 
 
 def convert_to_lora(
-    model: nn.Module, config: LoraConfig, *, fine_tune_type: str = "lora", num_layers: int = -1
+    model: nn.Module,
+    config: LoraConfig,
+    *,
+    fine_tune_type: str = "lora",
+    num_layers: int = -1,
+    parts: Sequence[str] = ("language",),
 ) -> Report:
     """Freeze `model` in place and make the chosen part of it trainable.
 
     lora, dora: adapters around the modules that `select.select` finds; with `rslora` the scale is divided by
     sqrt(rank) (https://arxiv.org/abs/2312.03732). full: the chosen layers themselves, without what is quantised.
+    parts: of a model with images, any of language, vision and projector.
     UserError for patterns, layers or ranks that do not fit the model.
     """
     if fine_tune_type not in FINE_TUNE_TYPES:
         raise UserError(f"fine_tune_type: {fine_tune_type!r} is not known; expected {', '.join(FINE_TUNE_TYPES)}.")
+    check_parts(model, list(parts))
     if fine_tune_type == "full":
-        return _unfreeze_layers(model, config, num_layers)
+        return _unfreeze_layers(model, config, num_layers, parts)
     if not 0 <= config.dropout < 1:
         raise UserError(f"dropout: {config.dropout} is not a share; expected 0 or more and less than 1.")
     dora = fine_tune_type == "dora"
-    selection = select(model, config, dora=dora, num_layers=num_layers)
+    selection = select(model, config, dora=dora, num_layers=num_layers, parts=parts)
     _check_rank(selection.targets, config.rank)
     scale = config.scale / config.rank**0.5 if config.rslora else config.scale
     ranks = dict.fromkeys(selection.targets, config.rank)
@@ -122,13 +131,15 @@ def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
     return notes
 
 
-def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> Report:
+def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> Report:
     report = Report()
     model.freeze()
     modules = dict(model.named_modules())
     if config.keys is not None:
         report.notes.append("keys choose modules for adapters; full fine-tuning trains whole layers and ignores them.")
-    for path in chosen_layers(model, config, num_layers):
+    towers = [path for path in modules if part_of(path) in parts and not list(modules[path].children())]
+    layers = chosen_layers(model, config, num_layers) if "language" in parts else []
+    for path in [*layers, *towers]:
         report.converted.append(path)
         for name, module in modules[path].named_modules():
             if is_quantized(module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -16,6 +16,7 @@ from .adapter import Adapter
 from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
 from .linear import DoRALinear, LoRALinear
+from .parts import part_of
 from .probe import directly_read
 from .weights import is_switch
 
@@ -102,18 +103,26 @@ def adapter_class(module: nn.Module, dora: bool) -> type[Adapter] | str:
     return f"{type(module).__name__} is no kind of layer that takes an adapter"
 
 
-def select(model: nn.Module, config: LoraConfig, *, dora: bool = False, num_layers: int = -1) -> Selection:
+def select(
+    model: nn.Module,
+    config: LoraConfig,
+    *,
+    dora: bool = False,
+    num_layers: int = -1,
+    parts: Sequence[str] = ("language",),
+) -> Selection:
     """The modules to adapt.
 
-    Without `keys`, every linear, expert and embedding module of the chosen layers. With them, what a pattern matches
-    by its full path, or by its path inside a chosen layer (the form of mlx_lm.lora's keys); a full path without
-    wildcards counts outside the chosen layers too. UserError for a pattern that yields nothing to adapt.
+    Without `keys`, every linear, expert and embedding module of the chosen layers (the part "language"), and every
+    linear of the vision tower ("vision") or its projector ("projector"), as `parts` names them. With them, what a
+    pattern matches by its full path, or by its path inside a chosen layer (the form of mlx_lm.lora's keys); a full path
+    without wildcards counts outside the chosen layers too. UserError for a pattern that yields nothing to adapt.
     """
     layers = chosen_layers(model, config, num_layers)
     paths = layer_paths(model)
     found = Selection()
     names = _Names(model, paths)
-    picked = _matches(names, config, layers)
+    picked = _matches(names, config, layers, parts)
     usable = {}
     for path in picked:
         module = names.modules[path]
@@ -155,7 +164,7 @@ def _outside_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _matches(names: _Names, config: LoraConfig, layers: list[str]) -> dict[str, list[str]]:
+def _matches(names: _Names, config: LoraConfig, layers: list[str], parts: Sequence[str]) -> dict[str, list[str]]:
     """{path: patterns that picked it}, in the model's order."""
     if config.rank < 1:
         raise UserError(f"rank: {config.rank} is not a rank; expected 1 or more.")
@@ -167,7 +176,11 @@ def _matches(names: _Names, config: LoraConfig, layers: list[str]) -> dict[str, 
         if any(names.match(pattern, path) for pattern in config.exclude):
             continue
         if config.keys is None:
-            by = ["*"] if names.layer[path] in layers else []
+            if (part := part_of(path)) is not None:
+                wanted = part in parts and adapter_class(names.modules[path], False) is LoRALinear
+            else:
+                wanted = "language" in parts and names.layer[path] in layers
+            by = ["*"] if wanted else []
         else:
             here = not names.layer[path] or names.layer[path] in layers
             by = [key for key in config.keys if key == path or (here and names.match(key, path))]

@@ -30,12 +30,21 @@ def prompt_tokens(
     prefill_response: str | None = None,
     chat_template: bool = True,
     template_options: dict[str, Any] | None = None,
+    images: int = 0,
 ) -> list[int]:
-    """The tokens of a user's `prompt`, through the tokenizer's chat template where it has one and it is wanted."""
+    """The tokens of a user's `prompt`, through the tokenizer's chat template where it has one and it is wanted.
+
+    images: how many stand before it; the template then writes one image token for each.
+    """
     if not (chat_template and tokenizer.has_chat_template):
         return tokenizer.encode(prompt)
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-    messages.append({"role": "user", "content": prompt})
+    messages: list[dict[str, Any]] = []
+    if system_prompt is not None:
+        messages = [{"role": "system", "content": system_prompt}]
+    content: Any = prompt
+    if images:
+        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": prompt}]
+    messages.append({"role": "user", "content": content})
     prefilled = prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": str(prefill_response)})

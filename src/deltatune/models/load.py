@@ -22,6 +22,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
+from . import vision_load
 from .checkpoint_files import check_config, check_tokenizer, read_json, weight_headers
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -30,12 +31,16 @@ _SHOWN = 4
 
 @dataclass
 class Loaded:
-    """A model in inference mode, mlx-lm's tokenizer wrapper, the config as mlx-lm completed it, the folder."""
+    """A model in inference mode, mlx-lm's tokenizer wrapper, the config as mlx-lm completed it, the folder.
+
+    processor: mlx-vlm's, which cuts images into patches, where the model was loaded to look at some.
+    """
 
     model: nn.Module
     tokenizer: Any
     config: dict[str, Any]
     path: Path
+    processor: Any = None
 
 
 def load(
@@ -45,13 +50,18 @@ def load(
     lazy: bool = False,
     from_scratch: bool = False,
     seed: int = 0,
+    image: str | None = None,
 ) -> Loaded:
     """The model in a folder, or of a name on the Hugging Face hub, with its tokenizer.
 
     `lazy` leaves weights on the disk until they are used. `from_scratch` draws them anew from `seed`: config and
-    tokenizer are all that the folder needs. UserError, one message, for whatever does not fit.
+    tokenizer are all that the folder needs. `image` says where the first image stands that the model must look at (file
+    and line): it is then loaded through mlx-vlm, vision tower and image processor included. UserError, one message, for
+    whatever does not fit.
     """
     path = locate(path_or_name)
+    if image is not None:
+        return _load_vision(path, trust_remote_code, lazy, seed if from_scratch else None, image)
     config = read_config(path, trust_remote_code)
     check_tokenizer(path)
     if from_scratch:
@@ -60,6 +70,32 @@ def load(
         model, config = load_model(path, trust_remote_code=trust_remote_code, lazy=lazy)
     tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code)
     return Loaded(model, tokenizer, config, path)
+
+
+def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | None, image: str) -> Loaded:
+    """`seed`: where weights are to be drawn, not read."""
+    config = _plain_config(path, trust_remote_code)
+    vision_load.check_vision(config, path, f"{image}: has an image")
+    check_tokenizer(path)
+    if seed is not None:
+        model = vision_load.new_vision_model(config, seed)
+    else:
+        weight_headers(path)
+        model = vision_load.load_vision_model(path, config, lambda kind: _checked(kind, path), lazy)
+    tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code)
+    template = vision_load.chat_template(path)
+    if template is not None and not tokenizer.has_chat_template:
+        tokenizer.chat_template, tokenizer.has_chat_template = template, True
+    processor = vision_load.load_processor(path, config, trust_remote_code)
+    return Loaded(model, tokenizer, config, path, processor)
+
+
+def load_eyes(path: Path) -> nn.Module:
+    """mlx-vlm's model of a checkpoint, weights on the disk until they are used."""
+    config = _plain_config(path, trust_remote_code=False)
+    vision_load.check_vision(config, path, "the adapter is for a vision tower")
+    weight_headers(path)
+    return vision_load.load_vision_model(path, config, lambda kind: _checked(kind, path), lazy=True)
 
 
 def locate(path_or_name: str | Path) -> Path:
@@ -81,13 +117,17 @@ def locate(path_or_name: str | Path) -> Path:
 
 def read_config(path: Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """config.json as mlx-lm reads it. UserError for an unknown model type and for names that lead out of the folder."""
-    if not (path / "config.json").is_file():
-        raise UserError(f"model {path}: no config.json in it; expected a checkpoint folder.")
-    check_config(path, read_json(path / "config.json"), trust_remote_code)
-    config = mlx_lm.utils.load_config(path)
+    config = _plain_config(path, trust_remote_code)
     if not config.get("model_file"):
         _classes(config)
     return config
+
+
+def _plain_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    if not (path / "config.json").is_file():
+        raise UserError(f"model {path}: no config.json in it; expected a checkpoint folder.")
+    check_config(path, read_json(path / "config.json"), trust_remote_code)
+    return mlx_lm.utils.load_config(path)
 
 
 def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = False) -> tuple[nn.Module, dict[str, Any]]:

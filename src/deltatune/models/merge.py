@@ -21,11 +21,15 @@ from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..lora import adapters, load_adapters
+from ..lora.adapter_files import WEIGHTS as WEIGHTS_FILE
+from ..lora.adapter_files import read_config, read_weights
+from ..lora.parts import part_of
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import dense_weight, is_quantized
 from .checkpoint_files import INDEX, WEIGHTS, read_json, weight_headers
-from .load import load_model, locate
+from .load import load_eyes, load_model, locate
 from .stored_names import StoredNames
+from .vision_load import sanitizer
 
 _QUANTISATION_KEYS = ("quantization", "quantization_config")
 _NOT_COPIED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack", ".gguf")
@@ -76,8 +80,12 @@ def merge_checkpoint(
 
 def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.array | None]:
     """{name in the base's files: new value, or None where it goes}. Values are lazy: nothing is in memory yet."""
-    model, _ = load_model(path, lazy=True)
-    names = StoredNames(model, path)
+    if _adapts_vision(adapter_path):
+        model = load_eyes(path)
+        names = StoredNames(model, path, sanitizer(model))
+    else:
+        model, _ = load_model(path, lazy=True)
+        names = StoredNames(model, path)
     before = _flat(model)
     load_adapters(model, adapter_path)
     new: dict[str, mx.array] = {}
@@ -95,6 +103,12 @@ def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.a
                 new[f"{name}.weight"] = dense_weight(module)
                 gone += [f"{name}.{key}" for key in ("scales", "biases", "global_scale") if module.get(key) is not None]
     return names.write_back(new, gone)
+
+
+def _adapts_vision(adapter_path: Path) -> bool:
+    """Whether the adapter reaches beyond the language model, whose tensors mlx-lm names as mlx-vlm does."""
+    read_config(adapter_path)
+    return any(part_of(name) is not None for name in read_weights(adapter_path / WEIGHTS_FILE))
 
 
 def _flat(module: nn.Module) -> dict[str, mx.array]:

@@ -7,7 +7,7 @@ run forward again and compared, and what does not come back is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,6 +17,8 @@ import numpy as np
 from ..errors import UserError
 from .checkpoint_files import WEIGHTS
 
+Sanitize = Callable[[dict[str, mx.array]], dict[str, mx.array]]
+
 # Below this, fp32 holds every whole number, and adding one to it is exact.
 _LARGEST_WHOLE = 2**23
 
@@ -24,8 +26,8 @@ _LARGEST_WHOLE = 2**23
 class StoredNames:
     """The tensors that a checkpoint's files hold, and what `model.sanitize` makes of them. Reads no values yet."""
 
-    def __init__(self, model: nn.Module, path: Path):
-        self._sanitize = model.sanitize if hasattr(model, "sanitize") else dict
+    def __init__(self, model: nn.Module, path: Path, sanitize: Sanitize | None = None):
+        self._sanitize: Sanitize = sanitize or (model.sanitize if hasattr(model, "sanitize") else dict)
         self._path = path
         self._stored: dict[str, mx.array] = {}
         for file in sorted(path.glob(WEIGHTS)):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
-from . import experts, mlx_lm, one_row, patch
+from . import experts, mlx_lm, mlx_vlm, one_row, patch
 from .patch import Patch, PatchWarning, Report
 from .recurrence import served
 from .structure import gated_delta_layers, is_gated_delta
@@ -28,7 +28,8 @@ __all__ = [
     "served",
 ]
 
-PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *experts.PATCHES)
+# Where two records fit one version of a target, the first is taken: what trains right before what trains fast.
+PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES)
 
 _depth = 0
 

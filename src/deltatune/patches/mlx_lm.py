@@ -14,7 +14,7 @@ from .patch import Function, Patch
 
 UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
 
-_LOOP = (
+LOOP = (
     "Training these layers then runs upstream's loop over tokens: right, but slow and hungry for memory, "
     "and packed documents cannot be kept apart in them."
 )
@@ -61,7 +61,7 @@ def _update_0_32(upstream: Function) -> Function:
     return gated_delta_update
 
 
-def _same_update(options: list[dict[str, Any]]) -> Any:
+def same_update(options: list[dict[str, Any]]) -> Any:
     """A check that ours computes what the installed function computes, gate by gate, on three tokens."""
 
     def check(upstream: Function, ours: Function) -> str | None:
@@ -160,7 +160,7 @@ _UPDATE_RECORD: dict[str, Any] = {
     "package": "mlx_lm",
     "module": "mlx_lm.models.gated_delta",
     "name": "gated_delta_update",
-    "without": _LOOP,
+    "without": LOOP,
 }
 
 PATCHES = (
@@ -171,7 +171,7 @@ PATCHES = (
         holders=tuple(f"mlx_lm.models.{name}" for name in ("qwen3_5", "qwen3_next", "kimi_linear")),
         reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
         replacement=_update_0_31,
-        check=_same_update([{}]),
+        check=same_update([{}]),
     ),
     Patch(
         **_UPDATE_RECORD,
@@ -184,7 +184,7 @@ PATCHES = (
         ),
         reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
         replacement=_update_0_32,
-        check=_same_update([{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}]),
+        check=same_update([{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}]),
     ),
     Patch(
         package="mlx_lm",

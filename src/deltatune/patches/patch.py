@@ -45,6 +45,8 @@ class Patch:
     without: str
     replacement: Callable[[Function], Function]
     check: Callable[[Function, Function], str | None] | None = None
+    # Versions that need no replacement: what the record mends is right there.
+    settled: str | None = None
 
     @property
     def target(self) -> str:
@@ -146,6 +148,8 @@ def in_force(target: str) -> Function | None:
 
 def _apply_target(records: list[Patch], report: Report) -> None:
     target = records[0].target
+    if target not in _in_force and _is_settled(records):
+        return
     if target not in _in_force:
         found = _known(records)
         if isinstance(found, str):
@@ -173,19 +177,30 @@ def _known(records: list[Patch]) -> _InForce | str:
     """The record that fits what is installed, checked against it; or why none does."""
     first = records[0]
     version = _version(first.package)
-    fitting = [p for p in records if version and SpecifierSet(p.versions).contains(Version(version), prereleases=True)]
+    fitting = [p for p in records if version and _contains(p.versions, version)]
     if version is None or not fitting:
         return f"{first.package} {version} is not a version that deltatune knows ({_versions(records)})."
-    patch = fitting[0]
-    upstream = _upstream(patch)
+    upstream = _upstream(first)
     if upstream is None:
-        return f"it was replaced by somebody else, and {patch.package}'s own function is nowhere to be found."
-    signature = _signature(upstream) if patch.signature else ""
+        return f"it was replaced by somebody else, and {first.package}'s own function is nowhere to be found."
+    signature = _signature(upstream) if first.signature else ""
+    patch = next((patch for patch in fitting if patch.signature == signature), fitting[0])
     if signature != patch.signature:
         return f"its signature is {signature}, and {patch.package} {version} was expected to have {patch.signature}."
     ours = functools.wraps(upstream)(patch.replacement(upstream))
     problem = patch.check(upstream, ours) if patch.check else None
     return problem if problem else _InForce(patch, version, upstream, ours)
+
+
+def _is_settled(records: list[Patch]) -> bool:
+    version = _version(records[0].package)
+    if version is None or any(_contains(patch.versions, version) for patch in records):
+        return False
+    return any(patch.settled is not None and _contains(patch.settled, version) for patch in records)
+
+
+def _contains(versions: str, version: str) -> bool:
+    return SpecifierSet(versions).contains(Version(version), prereleases=True)
 
 
 def _version(package: str) -> str | None:
@@ -280,7 +295,17 @@ def _foreign(entry: _InForce) -> Iterator[tuple[str, Any]]:
     for module in _modules():
         value = module.__dict__.get(patch.name)
         inside = module.__name__.partition(".")[0] == patch.package or module.__name__ in patch.holders
-        # A function of that name which the module defines itself is the package's own, and another one.
-        own = getattr(value, "__globals__", None) is module.__dict__ and module.__name__ != patch.module
+        # A function of that name which another module of the package defines is the package's own, and another one.
+        own = _of_another_target(value, patch)
         if inside and value is not None and value is not entry.ours and not own:
             yield f"{module.__name__}.{patch.name}", value
+
+
+def _of_another_target(value: Any, patch: Patch) -> bool:
+    """Whether `value` is what another module of the package defines by that name, or our replacement of it."""
+    for entry in _in_force.values():
+        if value is entry.ours and entry.patch.target != patch.target:
+            return True
+    home = sys.modules.get(getattr(value, "__module__", None) or "")
+    inside = home is not None and home.__name__.partition(".")[0] == patch.package and home.__name__ != patch.module
+    return inside and getattr(value, "__globals__", None) is vars(home)

@@ -79,15 +79,16 @@ def route(
     if documents is not None:
         if state is not None:
             raise ValueError("gated_delta_update: packed documents start without a state; pass no cache with segments.")
-        return _count(OURS, _ours(*arrays, state=None, mask=mask, documents=documents, **options))
+        return count(OURS, _ours(*arrays, state=None, mask=mask, documents=documents, **options))
     if state is not None and (use_kernel or arrays[0].shape[1] == 1):
-        return _count(UPSTREAM, upstream(*arrays, state, mask, use_kernel=use_kernel, **options))
+        return count(UPSTREAM, upstream(*arrays, state, mask, use_kernel=use_kernel, **options))
     if use_kernel:
-        return _count(BACKWARD, _upstream_forward(upstream, arrays, mask, options))
-    return _count(OURS, _ours(*arrays, state=state, mask=mask, documents=None, **options))
+        return count(BACKWARD, _upstream_forward(upstream, arrays, mask, options))
+    return count(OURS, _ours(*arrays, state=state, mask=mask, documents=None, **options))
 
 
-def _count(who: str, result: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+def count(who: str, result: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+    """`result`, noted as served by `who`."""
     _served[who] += 1
     if _callers is not None:
         _callers.append(_selves())

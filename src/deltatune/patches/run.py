@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import UserError
-from . import apply, mlx_lm, recurrence, revert
+from . import apply, recurrence, revert
 from .patch import Report
 
 USAGE = "Give a console script, a module, or a Python file: deltatune run -- mlx_lm.lora --model ..."
@@ -126,7 +126,7 @@ def _code(exit_: SystemExit) -> int:
 
 
 def _say(report: Report) -> None:
-    if any(each.patch.target == mlx_lm.UPDATE for each in report.applied):
+    if any(each.patch.name == "gated_delta_update" for each in report.applied):
         print(f"deltatune: patched {report}", file=sys.stderr)
 
 

@@ -14,18 +14,24 @@ from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..models.describe import LayerInfo
 from ..models.head import split_head
+from ..models.vision import has_vision, split_vision
 from ..patches import Report
 from .distributed import World
 from .step import LossFunction, chunked_loss, full_loss
 from .tree import leaves
 
+_CHUNKED = "chunked over the vocabulary, logits never held whole"
+
 
 def choose_loss(model: nn.Module) -> tuple[LossFunction, str]:
     """The chunked vocabulary loss where the model can be split before its head, else the full one; and which it is."""
+    if has_vision(model):
+        whole = split_vision(model)
+        return chunked_loss(whole.backbone, whole.head), _CHUNKED
     split = split_head(model)
     if split.backbone is None or split.head is None:
         return full_loss(model), f"over all logits at once: {split.reason}"
-    return chunked_loss(split.backbone, split.head), "chunked over the vocabulary, logits never held whole"
+    return chunked_loss(split.backbone, split.head), _CHUNKED
 
 
 def trainable_count(model: nn.Module) -> int:

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,14 +15,18 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data import BatchOrder, Splits
-from ..data.load import load_datasets
+from ..data.load import first_image, load_datasets
+from ..data.reader import Eyes
 from ..data.show import show_batch
 from ..errors import UserError
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.select import layer_paths
+from ..lora.whole_layers import adapts_experts, whole_layers
 from ..models.generate import Sampling, prompt_tokens, stream
-from ..models.load import Loaded, load
+from ..models.load import Loaded, load, locate
 from ..models.packing import check_packing
+from ..models.vision import has_vision, vision_spec
+from ..models.vision_generate import stream_with_images
 from ..patches import patched
 from . import announce
 from .compiling import without_kernels
@@ -41,13 +46,17 @@ def train(config: TrainConfig, *, show: bool = False, check: Check | None = None
     if config.from_scratch:
         config = dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
     screen.say(f"Loading {config.model}")
+    # Before the data are looked at for images: a model that is not there is said at once.
+    path = locate(config.model)
+    image = first_image(config)
     loaded = load(
-        config.model,
+        path,
         trust_remote_code=config.trust_remote_code,
         from_scratch=config.from_scratch,
         seed=config.seed,
+        image=image,
     )
-    splits = load_datasets(config, loaded.tokenizer)
+    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
     if show:
         order = BatchOrder(splits.train, config.batch_size, config.max_seq_length, seed=config.seed, packed=config.pack)
         if world.main:
@@ -67,6 +76,13 @@ def train(config: TrainConfig, *, show: bool = False, check: Check | None = None
     return result
 
 
+def eyes(loaded: Loaded) -> Eyes | None:
+    """What reading images takes, of a model that was loaded to look at some."""
+    if loaded.processor is None:
+        return None
+    return Eyes(loaded.processor.image_processor, vision_spec(loaded.model))
+
+
 def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
     """Make the part of `model` trainable that `config` asks for, in place; returns what a person should know of it.
 
@@ -76,12 +92,24 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
     layers = config.num_layers
     if layers == TrainConfig.num_layers and len(layer_paths(model)) < layers:
         layers = -1
-    report = convert_to_lora(model, config.lora_parameters, fine_tune_type=config.fine_tune_type, num_layers=layers)
+    report = convert_to_lora(
+        model,
+        config.lora_parameters,
+        fine_tune_type=config.fine_tune_type,
+        num_layers=layers,
+        parts=[part.strip() for part in config.parts.split(",") if part.strip()],
+    )
     if config.from_scratch:
         _unfreeze_beside_layers(model)
     if config.resume_adapter_file is not None:
         load_adapter_weights(model, config.resume_adapter_file)
-    return report.summary()
+    said = report.summary()
+    if has_vision(model) and adapts_experts(model) and whole_layers(model) is None:
+        said.append(
+            "mlx-vlm 0.7.10 loads adapters on experts only where all of the last layers' modules have one, and nothing "
+            "else: it will not load this adapter. deltatune does; merge it for mlx-vlm."
+        )
+    return said
 
 
 def _unfreeze_beside_layers(model: nn.Module) -> None:
@@ -96,9 +124,10 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     """Print and return the loss per token on the test set, of the model with the adapter or without one."""
     world = World()
     screen = Screen(shown=world.main)
-    loaded = _load_with_adapter(config.model, adapter_path, config.trust_remote_code)
     config = dataclasses.replace(config, train=False, test=True)
-    splits = load_datasets(config, loaded.tokenizer)
+    path = locate(config.model)
+    loaded = _load_with_adapter(path, adapter_path, config.trust_remote_code, first_image(config))
+    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
     for line in [splits.rule, *splits.notes]:
         screen.say(line)
     with patched(loaded.model):
@@ -132,8 +161,10 @@ def _say_loss(
     return loss
 
 
-def _load_with_adapter(model: str, adapter_path: str | None, trust_remote_code: bool) -> Loaded:
-    loaded = load(model, trust_remote_code=trust_remote_code)
+def _load_with_adapter(
+    model: str | Path, adapter_path: str | None, trust_remote_code: bool, image: str | None = None
+) -> Loaded:
+    loaded = load(model, trust_remote_code=trust_remote_code, image=image)
     if adapter_path:
         load_adapters(loaded.model, adapter_path)
         loaded.model.eval()
@@ -158,6 +189,7 @@ class GenerateOptions:
     ignore_chat_template: bool = False
     chat_template_config: str | None = None
     extra_eos_token: tuple[str, ...] = ()
+    image: tuple[str, ...] = ()
     verbose: bool = True
     trust_remote_code: bool = False
 
@@ -167,7 +199,11 @@ def generate(options: GenerateOptions) -> str:
     if options.seed is not None:
         mx.random.seed(options.seed)
     template_options = _template_options(options.chat_template_config)
-    loaded = _load_with_adapter(options.model, options.adapter_path, options.trust_remote_code)
+    for name in options.image:
+        if not Path(name).is_file():
+            raise UserError(f"--image {name}: no such file.")
+    image = f"--image {options.image[0]}" if options.image else None
+    loaded = _load_with_adapter(options.model, options.adapter_path, options.trust_remote_code, image)
     for token in options.extra_eos_token:
         loaded.tokenizer.add_eos_token(token)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -178,13 +214,18 @@ def generate(options: GenerateOptions) -> str:
         prefill_response=options.prefill_response,
         chat_template=not options.ignore_chat_template,
         template_options=template_options,
+        images=len(options.image),
     )
     if not tokens:
         raise UserError("--prompt: nothing is left of it after the chat template; give a text.")
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
+    if options.image:
+        answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
+    else:
+        answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
     with patched():
-        for last in stream(loaded, tokens, options.max_tokens, sampling):
+        for last in answer:
             print(last.text, end="", flush=True)
             parts.append(last.text)
     print()

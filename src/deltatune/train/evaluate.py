@@ -11,10 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import BatchOrder
-from ..ops.segments import segments
 from ..patches import gated_delta_layers
 from .distributed import World
-from .step import Arrays, LossFunction, arrays
+from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number
 
 
@@ -67,6 +66,4 @@ class Evaluation:
         return loss_sum / weight_sum if weight_sum else float("nan")
 
     def _trace(self, batch: Arrays) -> tuple[mx.array, mx.array]:
-        inputs, targets, weights, packed = batch
-        with segments(packed):
-            return self._loss(inputs, targets, weights)
+        return loss_of(self._loss, batch)

@@ -13,6 +13,8 @@ from ..config import TrainConfig
 from ..errors import UserError
 from ..lora import save_adapters
 from ..lora.tensor_files import replace_file, write_tensors
+from ..lora.whole_layers import adapts_experts, whole_layers
+from ..models.vision import has_vision
 from . import state
 from .tree import leaves
 
@@ -55,8 +57,13 @@ class Outputs:
             self._save_checkpoint()
             return
         options = dataclasses.asdict(self._config)
-        save_adapters(self._model, self.directory, options, weights=f"{iteration:07d}_adapters.safetensors")
-        save_adapters(self._model, self.directory, options)
+        # Instead of names: mlx-vlm takes adapters on experts in no other way.
+        layers = whole_layers(self._model) if has_vision(self._model) and adapts_experts(self._model) else None
+        named = layers is None
+        options |= {} if named else {"num_layers": layers}
+        copy = f"{iteration:07d}_adapters.safetensors"
+        save_adapters(self._model, self.directory, options, weights=copy, named=named)
+        save_adapters(self._model, self.directory, options, named=named)
 
     def _save_checkpoint(self) -> None:
         weights = self.directory / "model.safetensors"

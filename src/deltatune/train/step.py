@@ -12,6 +12,7 @@ import mlx.optimizers
 from mlx.utils import tree_map
 
 from ..data import Batch
+from ..models.vision import VisionArrays, vision_arrays
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.segments import segments
 from . import optimizer as updates
@@ -19,16 +20,19 @@ from .distributed import World
 from .expert_updates import ActiveExperts
 from .tree import leaves, number
 
-# (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), fp32 scalars.
-LossFunction = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
-Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None]
+# (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), fp32 scalars; for a model
+# that looks at images they come fourth, as models.vision.VisionArrays.
+LossFunction = Callable[..., tuple[mx.array, mx.array]]
+Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None, VisionArrays | None]
 
 
-def chunked_loss(backbone: Callable[[mx.array], mx.array], head: nn.Module) -> LossFunction:
+def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[mx.array], mx.array]) -> LossFunction:
     """Cross entropy that never holds [tokens, vocab], from a model split into `backbone` and `head`."""
 
-    def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-        return linear_cross_entropy(head, backbone(inputs), targets, weights)
+    def loss(
+        inputs: mx.array, targets: mx.array, weights: mx.array, *images: VisionArrays
+    ) -> tuple[mx.array, mx.array]:
+        return linear_cross_entropy(head, backbone(inputs, *images), targets, weights)
 
     return loss
 
@@ -45,18 +49,26 @@ def full_loss(model: nn.Module) -> LossFunction:
 
 
 def arrays(batch: Batch) -> Arrays:
-    """The batch's fields as MLX arrays: inputs, targets, weights, segments (or None)."""
+    """The batch's fields as MLX arrays: inputs, targets, weights, segments (or None), images (or None)."""
     packed = None if batch.segments is None else mx.array(batch.segments)
-    return mx.array(batch.inputs), mx.array(batch.targets), mx.array(batch.weights), packed
+    images = None if batch.images is None else vision_arrays(batch.images)
+    return mx.array(batch.inputs), mx.array(batch.targets), mx.array(batch.weights), packed, images
+
+
+def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, mx.array]:
+    """`loss` of a batch: its sum, and the sum of the weights."""
+    inputs, targets, weights, packed, images = batch
+    with segments(packed):
+        return loss(inputs, targets, weights) if images is None else loss(inputs, targets, weights, images)
 
 
 def mean_loss_and_gradients(model: nn.Module, loss: LossFunction, batch: Arrays) -> tuple[mx.array, mx.array, Any]:
     """The sum of losses, the sum of weights, and the gradients of their quotient (of 0 where no target counts)."""
-    inputs, targets, weights, packed = batch
+    packed = batch[3]
 
     def mean(parameters: Any) -> tuple[mx.array, mx.array, mx.array]:
         model.update(parameters)
-        total, weight = loss(inputs, targets, weights)
+        total, weight = loss_of(loss, batch)
         return total / mx.where(weight > 0, weight, 1.0), total, weight
 
     trainable = model.trainable_parameters()

@@ -101,9 +101,16 @@ TWO_GROUPS = {"split": 2, "slice": 16, "chunk": 32, "gradient_groups": 8}
 FOUR_TILES = {"split": 2, "slice": 32, "chunk": 64, "gradient_groups": 8, "stages": 2, "overlay": False}
 
 
-@pytest.mark.parametrize("name", ["65 tokens", "documents, masked middle", "near keys, beta 1.9"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cut", [TWO_GROUPS, FOUR_TILES], ids=["two tiles", "four tiles"])
+# Three of the twelve combinations: each takes clang a quarter of a minute.
+@pytest.mark.parametrize(
+    ("cut", "dtype", "name"),
+    [
+        (TWO_GROUPS, "bfloat16", "65 tokens"),
+        (FOUR_TILES, "float32", "documents, masked middle"),
+        (FOUR_TILES, "bfloat16", "near keys, beta 1.9"),
+    ],
+    ids=["two tiles", "four tiles, fp32", "four tiles"],
+)
 def test_two_groups_a_strip(cut, name, dtype, roomy, on_host, errors, table):
     case = table.Case(name, **CASES[name] | {"key_size": 24})
     found = errors(*on_host(roomy[False], case, FLOATS[dtype], lanes=len(name), **cut))
@@ -113,7 +120,7 @@ def test_two_groups_a_strip(cut, name, dtype, roomy, on_host, errors, table):
 LOADER = {"slice": 16, "loaders": 1, "stages": 2, "overlay": False, "chunk": 32, "gradient_slice": 48}
 
 
-@pytest.mark.parametrize("cut", [TWO_GROUPS, FOUR_TILES, LOADER], ids=["two tiles", "four tiles", "a group that loads"])
+@pytest.mark.parametrize("cut", [FOUR_TILES, LOADER], ids=["four tiles", "a group that loads"])
 def test_two_groups_a_strip_do_not_race(cut, roomy, on_host, errors, table):
     case = table.Case("watched", batch=1, length=70, key_size=24, value_size=40, mask="middle", segments=True)
     found = errors(*on_host(roomy[True], case, mx.bfloat16, **cut))

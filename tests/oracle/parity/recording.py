@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import seeded
+from . import seeded, vision
 from .cases import ADAPTER_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, Adapters, Case, Run
 from .families import Weights
+from .vision import VisionCase
 
 FOLDER = Path(__file__).parent.parent / "recorded"
 PROJECTIONS = 6
@@ -92,6 +93,7 @@ def path_of(name: str) -> Path:
 
 def write(name: str, content: dict[str, Any]) -> None:
     """One key a line at the top, the rest compact: small, and still readable in a diff."""
+    path_of(name).parent.mkdir(exist_ok=True)
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
     path_of(name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -106,10 +108,11 @@ class Recording:
     gradients: dict[str, Tensor]
     adapters: dict[str, Tensor]
 
-    def weights(self, case: Case) -> Weights:
+    def weights(self, case: Case | VisionCase) -> Weights:
         """The checkpoint drawn again; ValueError where it or the batches are not those of the recording."""
-        weights = case.family.weights(self.shapes)
-        if checksums(weights) != self.checksums:
+        text = isinstance(case, Case)
+        weights = case.family.weights(self.shapes) if text else case.weights(self.shapes)
+        if (checksums(weights) if text else vision.checksums(weights)) != self.checksums:
             raise ValueError("this machine draws another checkpoint or other batches than the recording had")
         return weights
 

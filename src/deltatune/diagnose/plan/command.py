@@ -11,12 +11,13 @@ import mlx.nn as nn
 
 from ...config import TrainConfig
 from ...data import BatchOrder, Splits
-from ...data.load import load_datasets
+from ...data.load import first_image, load_datasets
 from ...errors import UserError
 from ...lora.adapter import Adapter
 from ...lora.convert import adapters
 from ...lora.weights import dense_weight
 from ...models.load import load
+from ...models.vision import has_vision
 from ...train.commands import prepare
 from ...train.distributed import World
 from . import screen
@@ -53,6 +54,9 @@ def run(config: TrainConfig) -> int:
 def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
     """Plan the run that `config` describes, and look for the largest that fits. Weights stay on the disk."""
     config = _from_scratch(config)
+    image = first_image(config)
+    if image is not None:
+        raise UserError(f"plan: {image}: steps with images are not planned for yet; deltatune train works without.")
     try:
         layout = Layout.measured()
     except LayoutError as error:
@@ -88,7 +92,9 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
 
 def check(model: nn.Module, config: TrainConfig, splits: Splits, *, force: bool = False) -> str:
     """One line on the run that is about to start. UserError, with what would make it fit, where it cannot (or a line,
-    with `force`). Where this MLX cannot be looked into, the line says so."""
+    with `force`). Where this MLX cannot be looked into, or images train, the line says so."""
+    if has_vision(model):
+        return "Plan: none, since steps with images are not planned for yet."
     rows, length = shape(config, splits)
     try:
         layout = Layout.measured()

@@ -1,0 +1,96 @@
+"""Opens the images of a data set; a message with file and line for each that cannot be trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from ..models.vision_inputs import Grid, Picture
+
+# Modes that become 8-bit RGB without losing what is seen; 16-bit and floating ones would be clipped to white.
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+
+
+@dataclass(frozen=True, eq=False)
+class ImageReader:
+    """Turns what a row gives for an image into patches: a path, or what `datasets` holds in an image column.
+
+    processor: the model's image processor. folder: where relative paths begin. limits: min_pixels and max_pixels, the
+    sizes between which images are scaled; without them the processor's own.
+    """
+
+    processor: Any
+    folder: Path
+    limits: Mapping[str, int]
+
+    def picture(self, value: Any, source: str) -> Picture:
+        """The patches of an image. UserError, with `source`, where it is missing, damaged, of an odd mode or shape."""
+        image = _open(self._file(value, source), source)
+        try:
+            found = self.processor([image], **self.limits)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{source}: {name_of(value)}: the model's image processor refuses it: {error}.") from error
+        rows = np.asarray(found["image_grid_thw"]).reshape(-1, 3)
+        grid: Grid = (int(rows[0, 0]), int(rows[0, 1]), int(rows[0, 2]))
+        return Picture(np.asarray(found["pixel_values"], np.float32), grid)
+
+    def digest(self, value: Any, source: str) -> bytes:
+        """Tells this image from another, to resume on the same data."""
+        file = self._file(value, source)
+        content = file.read_bytes() if isinstance(file, Path) else file
+        return hashlib.blake2b(content if isinstance(content, bytes) else content.tobytes(), digest_size=16).digest()
+
+    def _file(self, value: Any, source: str) -> Any:
+        """A path, bytes, or a PIL image."""
+        if isinstance(value, Mapping):
+            if value.get("bytes") is not None:
+                return value["bytes"]
+            value = value.get("path")
+        if isinstance(value, str):
+            if value.startswith(("http://", "https://", "data:")):
+                raise UserError(f"{source}: image {value[:60]}: expected a path; download it, and give its path.")
+            path = self.folder / Path(value).expanduser()
+            if not path.is_file():
+                raise UserError(f"{source}: image {value}: no such file ({path}); paths begin at the data's folder.")
+            return path
+        if hasattr(value, "tobytes") and hasattr(value, "mode"):
+            return value
+        raise UserError(f"{source}: expected the path of an image, got {type(value).__name__} {str(value)[:60]!r}.")
+
+
+def name_of(value: Any) -> str:
+    """What an image is called in messages."""
+    if isinstance(value, Mapping):
+        value = value.get("path") or "in the data set"
+    return f"image {value}" if isinstance(value, str) else "image in the data set"
+
+
+def _open(file: Any, source: str) -> Any:
+    """The image, whole, upright, in RGB."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    named = f"{source}: image {file}" if isinstance(file, Path) else f"{source}: image in the data set"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            # Read whole, so that no file stays open behind an image that is refused.
+            content = file.read_bytes() if isinstance(file, Path) else file
+            image = Image.open(io.BytesIO(content)) if isinstance(content, bytes) else content
+            image.load()
+    except UnidentifiedImageError as error:
+        raise UserError(f"{named}: not an image, or of a format that Pillow does not read.") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UserError(f"{named}: too large ({error}); scale it down first.") from error
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UserError(f"{named}: truncated or damaged ({error}).") from error
+    if image.mode not in _MODES:
+        raise UserError(f"{named}: of mode {image.mode!r}; expected 8-bit colour or grey. Convert it to RGB first.")
+    return ImageOps.exif_transpose(image).convert("RGB")

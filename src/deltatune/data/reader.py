@@ -1,0 +1,114 @@
+"""Reads tables to examples: each row tokenised, its images looked at, the limit applied, and what to say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from ..config import TrainConfig
+from ..errors import UserError
+from ..models.vision_inputs import VisionSpec
+from .example import Example
+from .images import ImageReader
+from .sources import Table
+from .text import Features, TextEncoder
+from .vision import VisionEncoder
+
+_PROGRESS_ROWS = 2000
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """What reading images takes of a model: its image processor, and the numbers of its vision tower."""
+
+    processor: Any
+    spec: VisionSpec
+
+
+class Reader:
+    """Tokenises tables, applies the length limit, and remembers what there is to say about it."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Any, eyes: Eyes | None = None):
+        self._config, self._tokenizer, self._eyes = config, tokenizer, eyes
+        self.kinds: set[str] = set()
+        self.notes: list[str] = []
+
+    def read(self, table: Table, features: Features) -> list[Example]:
+        """Every example of a table that is within the limit, or is cut down to it."""
+        encoder = self._encoder(features)
+        limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
+        kept: list[Example] = []
+        overlong, longest, halved = 0, 0, 0
+        # Progress goes to the terminal alone: it has no place in a log file.
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            hidden = table.count < _PROGRESS_ROWS
+            task = progress.add_task(f"Tokenising {table.name}", total=table.count, visible=not hidden)
+            for source, row in table.rows():
+                example = encoder(row, source)
+                progress.advance(task)
+                if len(example.tokens) > limit:
+                    overlong, longest = overlong + 1, max(longest, len(example.tokens))
+                    if skip:
+                        continue
+                    if _cuts_an_image(example, limit):
+                        halved += 1
+                        continue
+                    example = _truncated(example, limit)
+                kept.append(example)
+        self._note_overlong(table, overlong, halved, longest, len(kept))
+        self.kinds |= encoder.kinds
+        return kept
+
+    def _encoder(self, features: Features) -> TextEncoder | VisionEncoder:
+        text = TextEncoder(self._tokenizer, features, self._config.mask_prompt)
+        if self._eyes is None:
+            return text
+        limits = {
+            name: value for name in ("min_pixels", "max_pixels") if (value := getattr(self._config, name)) is not None
+        }
+        folder = Path(self._config.data).expanduser()
+        return VisionEncoder(text, self._eyes.spec, ImageReader(self._eyes.processor, folder, limits))
+
+    def _note_overlong(self, table: Table, overlong: int, halved: int, longest: int, kept: int) -> None:
+        if not overlong:
+            return
+        skip = self._config.overlong == "skip"
+        total = overlong + kept if skip else kept + halved
+        done, other = ("skipped", "truncate cuts them") if skip else ("truncated", "skip leaves them out")
+        self.notes.append(
+            f"{table.name}: {overlong:,} of {total:,} examples are longer than max_seq_length "
+            f"{self._config.max_seq_length:,} (the longest has {longest:,} tokens) and were {done}; "
+            f"--overlong {other}."
+        )
+        if halved:
+            self.notes.append(
+                f"{table.name}: {halved:,} of them were skipped, not truncated: the limit would cut an image in half. "
+                "Raise max_seq_length, or scale images down with --max-pixels."
+            )
+
+
+def _cuts_an_image(example: Example, limit: int) -> bool:
+    """Whether the cut at `limit` goes through an image, or leaves one at the very end."""
+    pictures = example.pictures
+    if pictures is None:
+        return False
+    marks = np.isin(example.tokens, (pictures.spec.image_token, pictures.spec.video_token))
+    return bool(marks[limit - 1])
+
+
+def _truncated(example: Example, limit: int) -> Example:
+    tokens, targets = example.tokens[:limit].copy(), example.targets[:limit].copy()
+    if not targets.any():
+        first = int(np.argmax(example.targets))
+        raise UserError(
+            f"{example.source}: the prompt alone takes {first:,} tokens, so nothing to learn is left within "
+            f"max_seq_length {limit:,}; raise it, shorten the prompt, or leave such examples out with --overlong skip."
+        )
+    pictures = None if example.pictures is None else example.pictures.cut(tokens)
+    return replace(example, tokens=tokens, targets=targets, pictures=pictures)

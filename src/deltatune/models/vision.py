@@ -1,0 +1,142 @@
+"""Vision-language models of mlx-vlm, taken apart for training: images and tokens -> hidden states, and the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..errors import UserError
+from .vision_inputs import Picture, VisionBatch, VisionSpec, token_positions, vision_batch
+from .vision_tower import TowerInputs, run_tower
+
+# Relative difference of our order of the tower's operations from upstream's.
+_TOLERANCE = {mx.float32: 1e-4}
+_HALF_TOLERANCE = 5e-2
+_TRIED = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
+
+
+# VisionBatch's fields as MLX arrays: positions, feature, and where there are images "tower": TowerInputs' fields.
+# Dictionaries, since mx.compile hands named tuples on as plain ones.
+VisionArrays = dict[str, Any]
+
+
+def has_vision(model: nn.Module) -> bool:
+    """Whether `model` is one of mlx-vlm's: a language model with a vision tower beside it."""
+    return isinstance(model.get("vision_tower"), nn.Module) and isinstance(model.get("language_model"), nn.Module)
+
+
+def vision_spec(model: Any) -> VisionSpec:
+    """The numbers that images are cut and counted by. UserError for a tower that is not of the Qwen3-VL kind."""
+    tower, config = model.vision_tower, model.config
+    parts = ("patch_embed", "pos_embed", "rotary_pos_emb", "blocks", "merger")
+    missing = [name for name in parts if not hasattr(tower, name)]
+    if missing:
+        raise UserError(
+            f"{type(tower).__module__}: a vision tower without {', '.join(missing)} is of a kind that deltatune does "
+            "not train on images; it knows that of Qwen3-VL and Qwen3.5. Text trains with any."
+        )
+    about = config.vision_config
+    return VisionSpec(
+        patch=about.patch_size,
+        temporal=about.temporal_patch_size,
+        merge=about.spatial_merge_size,
+        side=int(about.num_position_embeddings**0.5),
+        values=about.in_channels * about.temporal_patch_size * about.patch_size**2,
+        image_token=config.image_token_id,
+        video_token=config.video_token_id,
+        start_token=config.vision_start_token_id,
+    )
+
+
+def vision_arrays(batch: VisionBatch) -> VisionArrays:
+    """`batch` for the model."""
+    arrays: VisionArrays = {"positions": mx.array(batch.positions), "feature": mx.array(batch.feature)}
+    if len(batch.patches):
+        arrays["tower"] = {name: mx.array(getattr(batch, name)) for name in TowerInputs._fields}
+    return arrays
+
+
+class VisionSplit(NamedTuple):
+    """`head(backbone(tokens [B,T], images))` equals the logits of the model."""
+
+    backbone: Callable[[mx.array, VisionArrays], mx.array]
+    head: nn.Module | Callable[[mx.array], mx.array]
+
+
+def split_vision(model: Any) -> VisionSplit:
+    """Take `model` apart, with the patches in force, and compare the parts with upstream's own forward pass.
+
+    UserError, with the difference, where they do not agree: this version then computes something else.
+    """
+    language = model.language_model
+    head = language.lm_head if "lm_head" in language else language.model.embed_tokens.as_linear
+
+    def backbone(tokens: mx.array, images: VisionArrays) -> mx.array:
+        hidden = language.model.embed_tokens(tokens)
+        more: dict[str, Any] = {}
+        if "tower" in images:
+            features, deep = run_tower(model.vision_tower, TowerInputs(**images["tower"]))
+            here, row = (images["feature"] >= 0)[..., None], mx.maximum(images["feature"], 0)
+            hidden = mx.where(here, features[row].astype(hidden.dtype), hidden)
+            if deep:
+                more["visual_pos_masks"] = here[..., 0]
+                more["deepstack_visual_embeds"] = [mx.where(here, each[row], 0) for each in deep]
+        return language.model(tokens, inputs_embeds=hidden, position_ids=images["positions"], **more)
+
+    split = VisionSplit(backbone, head)
+    _compare_with_upstream(model, split)
+    return split
+
+
+def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
+    """Two rows of text and images of several shapes, through both; as upstream is called to generate."""
+    spec = vision_spec(model)
+    tokens, pictures = _example(spec)
+    grids = [picture.grid for picture in pictures]
+    batch = vision_batch([(tokens, token_positions(tokens, _single(grids), spec), pictures)], len(tokens), spec)
+    modes = [(module, module.training) for module in model.modules()]
+    kept = {name: getattr(model.language_model, name, None) for name in ("_position_ids", "_rope_deltas")}
+    try:
+        # In training mode dropout would differ; adapters are zero or the same on both sides.
+        model.eval()
+        rows = mx.array(tokens[None])
+        expected = model(
+            rows,
+            pixel_values=mx.array(np.concatenate([picture.patches for picture in pictures])),
+            image_grid_thw=mx.array(_single(grids)),
+        ).logits
+        actual = split.head(split.backbone(rows, vision_arrays(batch)))
+    finally:
+        for module, training in modes:
+            module._set_training_mode(training)
+        for name, value in kept.items():
+            setattr(model.language_model, name, value)
+    expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
+    difference = float(mx.abs(actual - expected).max() / mx.abs(expected).max())
+    limit = _TOLERANCE.get(model.vision_tower.patch_embed.proj.weight.dtype, _HALF_TOLERANCE)
+    if not difference <= limit:
+        raise UserError(
+            f"{type(model).__module__}: on a small image its logits differ by {difference:.1e} of their size from "
+            f"those of deltatune's order of the same operations (at most {limit:.0e} is rounding), so it cannot be "
+            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/vision.md)?"
+        )
+
+
+def _single(grids: list[Any]) -> list[tuple[int, int, int]]:
+    return [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
+
+
+def _example(spec: VisionSpec) -> tuple[np.ndarray, list[Picture]]:
+    random = np.random.default_rng(0)
+    pictures = [
+        Picture(random.standard_normal((int(np.prod(grid)), spec.values), np.float32), grid)
+        for grid in _single([(f, r // 2 * spec.merge, c // 2 * spec.merge) for f, r, c in _TRIED])
+    ]
+    tokens = [1]
+    for picture in pictures:
+        tokens += [spec.start_token, *([spec.image_token] * spec.tokens(picture.grid)), 1, 2]
+    return np.array(tokens, np.int32), pictures

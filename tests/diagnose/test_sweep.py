@@ -1,0 +1,72 @@
+"""The sweep sees every custom kernel of a training forward, and whether backward arrives at it."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from deltatune.diagnose import sweep_trace
+from deltatune.diagnose.sweep import Kernel, sweep, without_gradient
+from deltatune.errors import UserError
+
+
+@pytest.fixture
+def found(monkeypatch):
+    kept: dict = {}
+    monkeypatch.setattr(sweep_trace, "_found", kept)
+    return kept
+
+
+def run_kernel(x: mx.array) -> mx.array:
+    kernel = sweep_trace._stand_in(name="twice", input_names=["x"], output_names=["y"], source="")
+    return kernel(inputs=[x, 3], output_shapes=[x.shape], output_dtypes=[x.dtype], grid=(1, 1, 1))[0]
+
+
+def test_a_kernel_that_backward_arrives_at_has_no_gradient(found):
+    mx.grad(lambda x: run_kernel(x * 2).sum())(mx.ones(4))
+    assert list(found.values()) == [[1, True]]
+    ((name, caller),) = found
+    assert name == "twice"
+    assert caller.endswith("run_kernel")
+
+
+def test_a_kernel_inside_a_custom_function_has_its_gradient(found):
+    @mx.custom_function
+    def whole(x: mx.array) -> mx.array:
+        return run_kernel(x)
+
+    @whole.vjp
+    def backward(primal, cotangent, _):
+        return cotangent * 2
+
+    mx.grad(lambda x: whole(x * 2).sum())(mx.ones(4))
+    assert list(found.values()) == [[1, False]]
+
+
+def test_a_kernel_that_nothing_trains_through_needs_none(found):
+    mx.grad(lambda x: (mx.stop_gradient(run_kernel(x)) * x).sum())(mx.ones(4))
+    assert list(found.values()) == [[1, False]]
+
+
+def test_the_sentence_names_layer_and_kernel():
+    kernels = [Kernel("sparse", "m.attention", 2, False), Kernel("fine", "m.rope", 2, True)]
+    assert without_gradient(kernels) == [
+        "this layer cannot be trained: m.attention runs the kernel sparse, which has no gradient"
+    ]
+    assert "NO gradient" in str(kernels[0])
+
+
+def test_a_model_with_eyes_is_traced_as_on_an_apple_gpu(tiny_vision_model):
+    kernels = sweep(tiny_vision_model("qwen3_vl_moe"))
+    assert [kernel.name.startswith("mrope_apply") for kernel in kernels] == [True]
+    assert all(kernel.differentiable for kernel in kernels)
+    assert kernels[0].calls == 6
+
+
+def test_a_model_that_keeps_no_config_is_refused():
+    with pytest.raises(UserError, match="keeps no config"):
+        sweep(nn.Linear(2, 2))

@@ -1,0 +1,100 @@
+"""The same run here: mlx-vlm's model under deltatune's patches, taken apart, in the compiled step."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.data import Batch
+from deltatune.lora import convert_to_lora
+from deltatune.models.load import load_eyes
+from deltatune.models.vision import split_vision, vision_spec
+from deltatune.models.vision_inputs import Picture, VisionSpec, token_positions, vision_batch
+from deltatune.patches import patched
+from deltatune.train.distributed import World
+from deltatune.train.optimizer import build_optimizer
+from deltatune.train.step import Step, chunked_loss
+
+from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Run
+from .families import Config, Weights
+from .ours import _adapters, _inside
+from .vision import LEARNING_RATE, VisionCase, VisionRows, batch, mlx_path
+
+
+def load(case: VisionCase, config: Config, weights: Weights) -> nn.Module:
+    """mlx-vlm's model of a Hugging Face save."""
+    config, weights = case.readable(config, weights)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        tensors = {name: mx.array(value) for name, value in weights.items()}
+        mx.save_safetensors(str(Path(folder) / "model.safetensors"), tensors, {"format": "pt"})
+        model = load_eyes(Path(folder))
+        mx.eval(model.parameters())
+    return model
+
+
+def adapt(model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
+    """Convert by deltatune, on exactly these transformers paths, and set the initial values; path -> module."""
+    paths = {path: mlx_path(path) for path in adapters}
+    report = convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE, keys=list(paths.values())))
+    if set(report.converted) != set(paths.values()):
+        raise ValueError(f"adapted {report.converted}, skipped {report.skipped}")
+    named = dict(model.named_modules())
+    modules = {path: named[mlx_path] for path, mlx_path in paths.items()}
+    for path, module in modules.items():
+        for key, value in adapters[path].items():
+            if module[key].shape != value.shape:
+                raise ValueError(f"{path}.{key}: {module[key].shape} here, {value.shape} there")
+            module[key] = mx.array(value)
+    return modules
+
+
+def as_batch(rows: VisionRows, spec: VisionSpec) -> Batch:
+    """The batch as deltatune's data makes it."""
+    ready = []
+    for index, size in enumerate(rows.lengths):
+        tokens, grids = rows.tokens[index, :size], rows.grids[index]
+        pictures = [Picture(patches, grid) for patches, grid in zip(rows.patches[index], grids, strict=True)]
+        # The last token is predicted and never read.
+        ready.append((tokens[:-1], token_positions(tokens, grids, spec)[:, :-1], pictures))
+    inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
+    images = vision_batch(ready, inputs.shape[1], spec)
+    empty = tuple(("",) for _ in inputs)
+    return Batch(inputs, targets, rows.counts, None, empty, tuple((0,) for _ in inputs), images)
+
+
+def run(
+    case: VisionCase, config: Config, weights: Weights, adapters: Adapters, plant: Callable[[], None] = lambda: None
+) -> Run:
+    """The whole recipe, from a Hugging Face save. `plant` runs once the patches are in force."""
+    settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
+    options = TrainConfig(optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=LEARNING_RATE)
+    model = load(case, config, weights)
+    modules = adapt(model, adapters)
+    model.train()
+    losses: list[float] = []
+    first: Adapters = {}
+    with patched(model) as report:
+        if not report.complete:
+            raise ValueError(str(report))
+        split, spec = split_vision(model), vision_spec(model)
+        plant()
+        optimizer = build_optimizer(options)
+        step = Step(model, optimizer, chunked_loss(split.backbone, split.head), World())
+        for index in range(STEPS):
+            total, weight, gradients = step.micro_batch(as_batch(batch(index), spec), None)
+            norm = step.update(gradients, total, weight)
+            mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
+            losses.append(total.item() / weight.item())
+            if index == 0:
+                first = _adapters({path: _inside(gradients, mlx_path(path)) for path in modules})
+    return Run(losses, first, _adapters(modules))

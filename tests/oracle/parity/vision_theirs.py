@@ -1,0 +1,89 @@
+"""The run of transformers + PEFT on text and images. Needs torch."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from . import theirs
+from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
+from .families import Config, Weights
+from .vision import IMAGE, LEARNING_RATE, VisionCase, batch
+
+
+def layout(case: VisionCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
+    """What transformers saves: its config.json, and the name and shape of every tensor."""
+    config = transformers.AutoConfig.for_model(case.model_type, **case.options)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        with safe_open(Path(folder) / "model.safetensors", "np") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return json.loads((Path(folder) / "config.json").read_text()), shapes
+
+
+def load(config: Config, weights: Weights) -> torch.nn.Module:
+    """The model of a save with these weights, read by transformers itself; no tensor missing or left over."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        model, notes = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+    wrong = {key: value for key, value in notes.items() if value}
+    if wrong:
+        raise ValueError(f"transformers did not take the checkpoint whole: {wrong}")
+    return model
+
+
+def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Every linear of both towers and the projector, but the head: its path, and (inputs, outputs)."""
+    return {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head")
+    }
+
+
+def train(model: torch.nn.Module, parameters: theirs.Parameters) -> Run:
+    """The recipe; `parameters` are trained in place."""
+    model.train()
+    optimizer = torch.optim.AdamW(
+        parameters.values(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
+    )
+    losses = []
+    gradients: Adapters = {}
+    for step in range(STEPS):
+        rows = batch(step)
+        tokens = torch.from_numpy(rows.tokens).long()
+        labels = tokens.clone()
+        labels[:, 1:][torch.from_numpy(rows.counts == 0)] = -100
+        labels[:, 0] = -100
+        present = torch.arange(tokens.shape[1])[None] < torch.tensor(rows.lengths)[:, None]
+        loss = model(
+            input_ids=tokens,
+            attention_mask=present.long(),
+            labels=labels,
+            pixel_values=torch.from_numpy(np.concatenate([each for row in rows.patches for each in row])),
+            image_grid_thw=torch.tensor([grid for row in rows.grids for grid in row]),
+            mm_token_type_ids=(tokens == IMAGE).int(),
+            use_cache=False,
+        ).loss
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            gradients = theirs.copied({key: parameter.grad for key, parameter in parameters.items()})
+        optimizer.step()
+        losses.append(loss.item())
+    return Run(losses, gradients, theirs.copied(parameters))

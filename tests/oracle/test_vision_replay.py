@@ -1,0 +1,77 @@
+"""Training on images against the recorded runs of transformers + PEFT: same checkpoint, images, optimizer; no torch."""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_vlm")
+from parity import recording, vision_ours
+from parity.cases import FALL, STEPS, initial_adapters
+from parity.vision import CASES
+
+from deltatune.models import vision as taken_apart
+
+
+@functools.cache
+def recorded(name: str) -> recording.Recording:
+    return recording.read(f"vision/{name}")
+
+
+def replay(name: str, plant=lambda: None) -> recording.Difference:
+    case, reference = CASES[name], recorded(name)
+    adapters = initial_adapters(reference.targets)
+    return reference.compare(vision_ours.run(case, reference.config, reference.weights(case), adapters, plant))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_loss_and_the_final_adapters_are_those_of_transformers(name):
+    losses = recorded(name).losses
+    assert len(losses) == STEPS
+    assert np.mean(losses[-3:]) <= (1 - FALL) * np.mean(losses[:3])
+    found = replay(name)
+    assert found.small, found
+
+
+def wrong_gelus(monkeypatch):
+    """qwen3_vl_moe's tower as mlx-vlm 0.7.10 has it."""
+    import mlx.nn as nn
+    from mlx_vlm.models.qwen3_vl_moe import vision
+
+    def mlp(self, x):
+        return self.linear_fc2(nn.gelu(self.linear_fc1(x)))
+
+    monkeypatch.setattr(vision.MLP, "__call__", mlp)
+
+
+def no_gradient_through_the_tower(monkeypatch):
+    run = taken_apart.run_tower
+
+    def stopped(*arguments):
+        features, deep = run(*arguments)
+        return mx.stop_gradient(features), [mx.stop_gradient(each) for each in deep]
+
+    monkeypatch.setattr(taken_apart, "run_tower", stopped)
+
+
+def rows_and_columns_swapped(monkeypatch):
+    angles = taken_apart.run_tower.__globals__["_angles"]
+    module = taken_apart.run_tower.__globals__
+    monkeypatch.setitem(module, "_angles", lambda tower, places: angles(tower, places[..., ::-1]))
+
+
+FAULTS = {
+    "mlx-vlm's own GELUs": (wrong_gelus, "qwen3_vl_moe"),
+    "no gradient through the tower": (no_gradient_through_the_tower, "qwen3_vl"),
+    "rows and columns swapped": (rows_and_columns_swapped, "qwen3_vl"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault, monkeypatch):
+    plant, name = FAULTS[fault]
+    found = replay(name, lambda: plant(monkeypatch))
+    assert not found.small, found

@@ -1,0 +1,198 @@
+"""Runs on images and text: every family, every part, adapters that mlx-vlm loads, merges, answers, resumed runs."""
+
+from __future__ import annotations
+
+import json
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from PIL import Image
+
+from deltatune import cli
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.data import BatchOrder
+from deltatune.data.load import load_datasets
+from deltatune.errors import UserError
+from deltatune.lora import convert_to_lora
+from deltatune.models.load import load
+from deltatune.models.merge import merge_checkpoint
+from deltatune.patches import patched
+from deltatune.train import announce, commands
+from deltatune.train.step import arrays, loss_of
+
+pytest.importorskip("mlx_vlm")
+
+COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Rows with none, one and two images of several sizes."""
+    path = tmp_path_factory.mktemp("pictures")
+    rows = []
+    for index in range(12):
+        names = [list(COLOURS)[(index + place) % 3] for place in range(index % 3)]
+        files = []
+        for place, name in enumerate(names):
+            files.append(f"{index}_{place}.png")
+            Image.new("RGB", (32 + 16 * (index % 2), 32), COLOURS[name]).save(path / files[-1])
+        user = "<image>" * len(names) + "which?"
+        answer = " ".join(names) or "none"
+        turns = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": turns, "images": files})
+    for split in ("train", "valid", "test"):
+        (path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def options(model, folder, target, **more):
+    flags = {"model": model, "data": folder, "adapter-path": target, "iters": 6, "batch-size": 4, "num-layers": -1}
+    flags |= {"learning-rate": 2e-3, "steps-per-report": 2, "steps-per-eval": 6} | more
+    return [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+
+
+def train(model, folder, target, **more):
+    return cli.main(["train", *options(model, folder, target, **more)])
+
+
+def logits(model, example):
+    """mlx-vlm's own, of one example."""
+    model.eval()
+    model.language_model._position_ids = model.language_model._rope_deltas = None
+    held = example.pictures
+    more = {}
+    if held.values:
+        patches = [held.reader.picture(value, "a test").patches for value in held.values]
+        more = {"pixel_values": mx.array(np.concatenate(patches)), "image_grid_thw": mx.array(held.grids)}
+    return model(mx.array(example.tokens[None]), **more).logits
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
+def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, folder, tmp_path, family):
+    from mlx_vlm import load as upstream_load
+
+    path = tiny_vision_checkpoint(family)
+    # mlx-vlm refuses adapters on experts by name, so a mixture of experts is trained whole layers at a time here.
+    parts = "language" if "moe" in family else "language,vision,projector"
+    assert train(path, folder, tmp_path / "a", parts=parts) == 0
+    losses = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    measured = [line["val_loss"] for line in losses if "val_loss" in line]
+    assert measured[-1] < 0.9 * measured[0]
+
+    loaded = commands._load_with_adapter(path, str(tmp_path / "a"), False, "a test")
+    config = TrainConfig(data=str(folder), batch_size=4)
+    examples = load_datasets(config, loaded.tokenizer, commands.eyes(loaded)).train
+    plain = load(path, image="a test")
+    theirs, _ = upstream_load(str(path), adapter_path=str(tmp_path / "a"))
+    for example in examples[:3]:
+        ours = logits(loaded.model, example)
+        assert mx.allclose(ours, logits(theirs, example), atol=1e-4)
+        assert mx.abs(ours - logits(plain.model, example)).max() > 1e-2
+
+    assert cli.main(["merge", "--model", str(path), "--adapter-path", str(tmp_path / "a"), "--save-path",
+                     str(tmp_path / "merged")]) == 0  # fmt: skip
+    merged = load(tmp_path / "merged", image="a test")
+    for example in examples[:3]:
+        # A token that two experts tie for may go to the other one after the merge.
+        difference = mx.abs(logits(merged.model, example) - logits(loaded.model, example))
+        assert np.median(np.array(difference)) < 1e-4
+
+
+@pytest.mark.parametrize(("part", "inside"), [
+    ("language", "language_model.model.layers"),
+    ("vision", "vision_tower.blocks"),
+    ("projector", "vision_tower.merger|vision_tower.deepstack_merger_list"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_parts_train_by_themselves(tiny_vision_model, part, inside, kind):
+    model = tiny_vision_model("qwen3_vl")
+    convert_to_lora(model, LoraConfig(rank=2), fine_tune_type=kind, parts=[part])
+    names = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    if kind == "full" and part == "vision":
+        inside = "vision_tower"
+    assert names
+    assert all(name.startswith(tuple(inside.split("|"))) for name in names)
+    assert not any("merger" in name for name in names if part != "projector")
+
+
+def test_an_adapter_that_mlx_vlm_refuses_is_announced_and_merges(tiny_vision_checkpoint, folder, tmp_path, capsys):
+    path = tiny_vision_checkpoint("qwen3_vl_moe")
+    assert train(path, folder, tmp_path / "a", parts="language,vision", iters=2) == 0
+    assert "it will not load this adapter" in capsys.readouterr().out
+    loaded = commands._load_with_adapter(path, str(tmp_path / "a"), False, "a test")
+    merge_checkpoint(path, tmp_path / "a", tmp_path / "merged")
+    config = TrainConfig(data=str(folder), batch_size=4)
+    example = load_datasets(config, loaded.tokenizer, commands.eyes(loaded)).train[2]
+    merged = load(tmp_path / "merged", image="a test")
+    assert np.median(np.array(mx.abs(logits(merged.model, example) - logits(loaded.model, example)))) < 1e-4
+
+
+def test_parts_that_are_not_there_are_named(tiny_vision_model, tiny_model):
+    with pytest.raises(UserError, match="'towers' is not known"):
+        convert_to_lora(tiny_vision_model("qwen3_vl"), LoraConfig(rank=2), parts=["towers"])
+    with pytest.raises(UserError, match="loaded without a vision tower"):
+        convert_to_lora(tiny_model("qwen3"), LoraConfig(rank=2), parts=["vision"])
+
+
+def test_keys_reach_the_tower_too(tiny_vision_model):
+    model = tiny_vision_model("qwen3_5")
+    found = convert_to_lora(model, LoraConfig(rank=2, keys=["vision_tower.blocks.*.attn.qkv", "self_attn.q_proj"]))
+    assert [path.split(".")[0] for path in found.converted].count("vision_tower") == 3
+    assert len(found.converted) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
+def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
+    """Images in differing number within a batch: the loss of four rows is that of the four alone."""
+    loaded = load(tiny_vision_checkpoint(family), image="a test")
+    config = TrainConfig(data=str(folder), batch_size=4)
+    examples = load_datasets(config, loaded.tokenizer, commands.eyes(loaded)).train[:4]
+    with patched(loaded.model):
+        loss, _ = announce.choose_loss(loaded.model)
+        together = loss_of(loss, arrays(next(BatchOrder(examples, 4, 2048))))
+        alone = [loss_of(loss, arrays(next(BatchOrder([example], 1, 2048)))) for example in examples]
+    assert together[1].item() == sum(weight.item() for _, weight in alone)
+    assert together[0].item() == pytest.approx(sum(total.item() for total, _ in alone), rel=1e-4)
+
+
+def test_a_plan_says_that_it_knows_no_images(tiny_vision_checkpoint, folder, tmp_path, capsys):
+    path = tiny_vision_checkpoint("qwen3_vl")
+    assert cli.main(["plan", *options(path, folder, tmp_path)]) == 2
+    assert "steps with images are not planned for yet" in capsys.readouterr().err
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path):
+    path = tiny_vision_checkpoint("qwen3_vl")
+    assert train(path, folder, tmp_path / "whole", parts="vision") == 0
+    assert cli.main(["train", *options(path, folder, tmp_path / "again", parts="vision", iters=3)]) == 0
+    assert cli.main(["train", *options(path, folder, tmp_path / "again", parts="vision"), "--resume"]) == 0
+    whole, again = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("whole", "again"))
+    assert all(mx.array_equal(value, again[name]) for name, value in whole.items())
+
+
+def test_eval_and_generate_look_at_images(tiny_vision_checkpoint, folder, capsys):
+    path = str(tiny_vision_checkpoint("qwen3_vl"))
+    assert cli.main(["eval", "--model", path, "--data", str(folder), "--batch-size", "2"]) == 0
+    image = str(folder / "1_0.png")
+    assert cli.main(["generate", "--model", path, "--image", image, "--prompt", "which?", "--max-tokens", "3"]) == 0
+    assert "prompt tokens" in capsys.readouterr().out
+    assert cli.main(["generate", "--model", path, "--image", "none.png", "--prompt", "which?"]) == 2
+    assert "--image none.png: no such file" in capsys.readouterr().err
+
+
+def test_a_text_model_given_images_is_one_message(tiny_checkpoint, folder, tmp_path, capsys):
+    assert train(tiny_checkpoint("qwen3"), folder, tmp_path / "a") == 2
+    error = capsys.readouterr().err
+    assert "train.jsonl:2: has an image" in error
+    assert "Traceback" not in error
+
+
+def test_show_batch_prints_rows_with_images(tiny_vision_checkpoint, folder, tmp_path, capsys):
+    path = tiny_vision_checkpoint("qwen3_vl")
+    assert cli.main(["train", *options(path, folder, tmp_path / "a"), "--show-batch"]) == 0
+    assert "<|image_pad|>" in capsys.readouterr().out

@@ -1,0 +1,128 @@
+"""Tiny vision-language checkpoints of every family, written without a download, for fixtures of tests/conftest.py."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+VISION_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+TOKENS = [START, END, IMAGE, VIDEO]
+# After the three special tokens of tests/conftest.py.
+IDS = {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% elif part['type'] == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PATCH, MERGE = 8, 2
+
+_VISION = {
+    "depth": 3,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_heads": 3,
+    "out_hidden_size": 64,
+    "patch_size": PATCH,
+    "spatial_patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "num_position_embeddings": 36,
+}
+_ROPE = {"type": "default", "mrope_section": [3, 3, 2]}
+_QWEN3_VL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": _ROPE,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+
+
+def vision_config(family: str, text: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """config.json of a tiny `family`; `text` is tests/conftest.py's text_config where that has one."""
+    if family == "qwen3_vl":
+        text = {"model_type": "qwen3_vl_text"} | _QWEN3_VL
+    elif family == "qwen3_vl_moe":
+        text = {"model_type": "qwen3_vl_moe_text"} | _QWEN3_VL | _EXPERTS
+    vision = {"model_type": family} | _VISION
+    vision["deepstack_visual_indexes"] = [0, 1] if "vl" in family else []
+    text = copy.deepcopy(text) | overrides
+    return {
+        "model_type": family,
+        "text_config": text,
+        "vision_config": vision,
+        "vocab_size": text["vocab_size"],
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        **IDS,
+    }
+
+
+def build_vision_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """mlx-vlm's model with random weights; tensors that start constant get noise, so that no gradient hides."""
+    module = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelConfig.from_dict(copy.deepcopy(config)))
+
+    def vary(array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating) or (array.size > 1 and (array.max() != array.min()).item()):
+            return array
+        return array + 0.1 * mx.random.normal(array.shape).astype(array.dtype)
+
+    model.update(tree_map(vary, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def write_processor(folder: Path, **size: int) -> None:
+    """preprocessor_config.json; `size`: shortest_edge, longest_edge, in pixels."""
+    content = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE,
+        "size": {"shortest_edge": 256, "longest_edge": 4096} | size,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(content, indent=2))
+
+
+def save_weights(folder: Path, model: nn.Module) -> None:
+    tensors: Any = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
