@@ -16,7 +16,6 @@ from .families import _ATTENTION, _COMMON, _DELTA, _ENCLOSED, _EXPERTS, Config, 
 START, END, IMAGE, VIDEO = 3, 4, 5, 6
 PATCH, MERGE, SIDE = 4, 2, 6
 VALUES = 3 * 2 * PATCH**2
-LEARNING_RATE = 4e-3
 
 _TOKENS = {
     "vision_start_token_id": START,
@@ -47,6 +46,7 @@ class VisionCase:
     text: Config
     deep: tuple[int, ...] = ()
     centred_norms: bool = False
+    learning_rate: float = 4e-3
     draw: int = 0
 
     @property
@@ -101,9 +101,15 @@ _MIXED = {**_COMMON, **_ATTENTION, **_DELTA, "rope_parameters": _ROPE | {"partia
 
 CASES: dict[str, VisionCase] = {
     "qwen3_5": VisionCase("qwen3_5", {**_MIXED, **_ENCLOSED}, centred_norms=True, draw=4),
-    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **_ENCLOSED, **_EXPERTS}, centred_norms=True, draw=20),
+    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **_ENCLOSED, **_EXPERTS}, centred_norms=True, draw=5),
     "qwen3_vl": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1)),
-    "qwen3_vl_moe": VisionCase("qwen3_vl_moe", {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE}, deep=(0, 1), draw=17),
+    "qwen3_vl_moe": VisionCase(
+        "qwen3_vl_moe",
+        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        deep=(0, 1),
+        learning_rate=1.3e-2,
+        draw=14,
+    ),
 }
 
 

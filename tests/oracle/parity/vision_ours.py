@@ -27,7 +27,7 @@ from deltatune.train.step import Step, chunked_loss
 from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Run
 from .families import Config, Weights
 from .ours import _adapters, _inside
-from .vision import LEARNING_RATE, VisionCase, VisionRows, batch, mlx_path
+from .vision import VisionCase, VisionRows, batch, mlx_path
 
 
 def load(case: VisionCase, config: Config, weights: Weights) -> nn.Module:
@@ -77,7 +77,7 @@ def run(
 ) -> Run:
     """The whole recipe, from a Hugging Face save. `plant` runs once the patches are in force."""
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
-    options = TrainConfig(optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=LEARNING_RATE)
+    options = TrainConfig(optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=case.learning_rate)
     model = load(case, config, weights)
     modules = adapt(model, adapters)
     model.train()

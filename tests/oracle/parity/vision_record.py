@@ -30,7 +30,7 @@ def reference(case: VisionCase, nudge: int = 0) -> Reference:
         routes = theirs.Routes(model)
         parameters = theirs.adapt(_Plain(), model, initial_adapters(targets))
         initial = theirs.copied(parameters)
-        run = vision_theirs.train(model, parameters)
+        run = vision_theirs.train(case, model, parameters)
     return Reference(config, weights, targets, initial, run, routes.nearest)
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from . import theirs
 from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
 from .families import Config, Weights
-from .vision import IMAGE, LEARNING_RATE, VisionCase, batch
+from .vision import IMAGE, VisionCase, batch
 
 
 def layout(case: VisionCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
@@ -56,11 +56,11 @@ def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def train(model: torch.nn.Module, parameters: theirs.Parameters) -> Run:
+def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameters) -> Run:
     """The recipe; `parameters` are trained in place."""
     model.train()
     optimizer = torch.optim.AdamW(
-        parameters.values(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
+        parameters.values(), lr=case.learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
     )
     losses = []
     gradients: Adapters = {}
