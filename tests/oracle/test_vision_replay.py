@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from parity.cases import FALL, STEPS, initial_adapters
 from parity.vision import CASES
 
 from deltatune.models import vision as taken_apart
+from deltatune.models import vision_tower
 
 
 @functools.cache
@@ -37,14 +39,8 @@ def test_every_loss_and_the_final_adapters_are_those_of_transformers(name):
 
 
 def wrong_gelus(monkeypatch):
-    """qwen3_vl_moe's tower as mlx-vlm 0.7.10 has it."""
-    import mlx.nn as nn
-    from mlx_vlm.models.qwen3_vl_moe import vision
-
-    def mlp(self, x):
-        return self.linear_fc2(nn.gelu(self.linear_fc1(x)))
-
-    monkeypatch.setattr(vision.MLP, "__call__", mlp)
+    """qwen3_vl_moe's MLP with the exact GELU, as mlx-vlm 0.7.10 has it."""
+    monkeypatch.setattr(nn, "gelu_approx", nn.gelu)
 
 
 def no_gradient_through_the_tower(monkeypatch):
@@ -58,9 +54,8 @@ def no_gradient_through_the_tower(monkeypatch):
 
 
 def rows_and_columns_swapped(monkeypatch):
-    angles = taken_apart.run_tower.__globals__["_angles"]
-    module = taken_apart.run_tower.__globals__
-    monkeypatch.setitem(module, "_angles", lambda tower, places: angles(tower, places[..., ::-1]))
+    angles = vision_tower._angles
+    monkeypatch.setattr(vision_tower, "_angles", lambda tower, places: angles(tower, places[..., ::-1]))
 
 
 FAULTS = {
