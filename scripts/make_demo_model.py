@@ -24,7 +24,7 @@ from deltatune.train import commands
 
 SEED = 1
 VOCABULARY = 512
-CONVERSATIONS = 40_000
+CONVERSATIONS = 30_000
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # A space is a piece of its own, so that a word is the same tokens after a space, a quotation mark or nothing.
 PIECES = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]|\s"

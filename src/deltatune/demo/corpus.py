@@ -30,10 +30,7 @@ Turn = tuple[str, str]
 
 
 def _name(rng: random.Random) -> str:
-    kind = rng.random()
-    if kind < 0.25:
-        return rng.choice(names.BASE)
-    return names.invented(rng) if kind < 0.55 else names.spliced(rng, names.BASE)
+    return rng.choice(names.BASE) if rng.random() < 0.3 else names.invented(rng)
 
 
 def _people(rng: random.Random, count: int) -> list[str]:
@@ -155,7 +152,7 @@ def _copy(rng: random.Random) -> list[Turn]:
         if kind < 0.5:
             text = "".join(rng.choices(string.ascii_letters + string.digits + string.punctuation, k=rng.randint(3, 12)))
         elif kind < 0.8:
-            text = " ".join(_name(rng) for _ in range(rng.randint(1, 3)))
+            text = " ".join(names.invented(rng) for _ in range(rng.randint(1, 3)))
         else:
             words = [*THINGS, *STATES, *PLACES, *ANIMALS, *COLOURS, *DAYS, *NUMBERS]
             text = " ".join(rng.sample(words, rng.randint(2, 5)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Sequence
 
 from . import words
 
@@ -58,18 +57,16 @@ def invented(rng: random.Random) -> str:
             return letters.capitalize()
 
 
-_WORDS = [*words.COMMON, *words.ANIMALS, *words.JOBS, *words.PLACES, *words.STATES, *words.THINGS]
+_PARTS = [*BASE, *TRAIN, *words.COMMON, *words.ANIMALS, *words.JOBS, *words.PLACES, *words.STATES, *words.THINGS]
 
 
-def spliced(rng: random.Random, known: Sequence[str] = (*BASE, *TRAIN)) -> str:
-    """Pieces of two `known` names or words, or a few letters in any order; nobody else's name."""
-    parts = [*known, *_WORDS]
-    others = _RESERVED.difference(name.lower() for name in known)
+def spliced(rng: random.Random) -> str:
+    """Pieces of two known names or words, or a few letters in any order; nobody held out."""
     while True:
         if rng.random() < 0.25:
             name = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 7)))
         else:
-            first, last = rng.choice(parts), rng.choice(parts)
+            first, last = rng.choice(_PARTS), rng.choice(_PARTS)
             name = first[: rng.randint(1, min(6, len(first)))] + last[rng.randint(0, len(last) - 2) :]
-        if 3 <= len(name) <= 11 and name.lower() not in others:
+        if 3 <= len(name) <= 11 and name.capitalize() not in HELD_OUT:
             return name.capitalize()
