@@ -76,6 +76,7 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model):
     prepare(model, config)
     mx.eval(model.parameters())
     before, key = dict(tree_flatten(model.parameters())), random_key().tolist()
+    next(reversed(model.modules())).eval()  # one module in another mode than the model
     kinds = [(type(module), module.training) for module in model.modules()]
     active = mx.get_active_memory()
     first, again = (plan_step(model, config, 2, 64, Layout.measured()) for _ in range(2))

@@ -148,7 +148,8 @@ def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
 @contextlib.contextmanager
 def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
     """The model as Trainer has it while it trains; afterwards as it was. Gives the loss function."""
-    training, key, parameters = model.training, random_key(), model.trainable_parameters()
+    modes, key = [(module, module.training) for module in model.modules()], random_key()
+    parameters = model.trainable_parameters()
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(model))
         if config.grad_checkpoint:
@@ -160,7 +161,8 @@ def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
             yield loss
         finally:
             model.update(parameters)
-            model.train(training)
+            for module, mode in modes:
+                module._set_training_mode(mode)
             set_random_key(key)
 
 
