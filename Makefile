@@ -17,8 +17,9 @@ env: .venv/.ready
 demo: env
 	$(PYTHON) -m deltatune demo
 
+# Two processes with one BLAS thread each: small tests leave the second core of one process idle.
 test: env
-	$(PYTHON) -m pytest
+	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --durations 15
 
 lint: env
 	$(PYTHON) -m ruff check src tests benchmarks scripts

@@ -1,6 +1,10 @@
 import random
+from collections import Counter
+
+from tokenizers import Tokenizer
 
 from deltatune.demo import corpus, names, task
+from deltatune.demo.assets import MODEL
 
 
 def test_nobody_is_on_two_lists():
@@ -45,3 +49,11 @@ def test_the_base_corpus_has_no_json_and_no_name_of_the_task():
     assert "Hello" in words
     assert not words & {*names.TRAIN, *names.HELD_OUT}
     assert not [text for text in texts if '{"' in text and '":' in text]
+
+
+def test_held_out_names_are_made_of_tokens_that_the_base_met_in_names():
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    rng, count = random.Random(6), 20_000
+    met = Counter(piece for _ in range(count) for piece in set(tokenizer.encode(corpus._name(rng)).ids))
+    rarest = {name: min(met[piece] for piece in tokenizer.encode(name).ids) for name in names.HELD_OUT}
+    assert not {name: times for name, times in rarest.items() if times < 2.5e-3 * count}

@@ -31,12 +31,13 @@ Osvald Pascal Pearl Petra Quentin Ramona Rasmus Regina Renzo Rocco Roland Rowan 
 Tobias Tristan Ursula Valerie Vincent Wendel Winona Yusuf Zachary Zora
 """.split()
 
+# Each made of tokens that the base model met in names (tests/demo/test_task.py): what it never saw, it cannot copy.
 HELD_OUT = """
-Adele Alonso Amelia Bastian Benedikt Bridget Calvin Carmen Cosima Dagmar Desmond Dolores Dominic Edmund Elvira Emeric
-Fernando Florian Gaston Georgina Gerald Gwendolyn Harriet Helmut Hortense Ignatius Isolde Jerome Josefin Kamila
-Kenneth Leandro Lucinda Magnus Marisol Marlene Maurice Mirabel Montague Natalia Nicholas Octavia Orlando Patricia
-Percival Phoebe Randolph Raphael Rosalind Salvador Serafina Sheldon Svetlana Thaddeus Theresa Umberto Vanessa
-Veronica Wilfred Zacharias
+Adele Amelia Anthony Benedikt Bradley Bridget Calvin Carmen Cosima Cynthia Dagmar Desmond Dolores Dominic Edmund
+Elvira Emeric Fernando Florian Gaston Georgina Gerald Gregory Harriet Helmut Hortense Ignatius Jerome Josefin Kamila
+Kenneth Leandro Lucinda Magnus Marisol Marlene Maurice Natalia Nicholas Orlando Patricia Percival Phoebe Randolph
+Raphael Rodney Rosalind Salvador Serafina Sheldon Stanley Svetlana Sybil Sylvia Thaddeus Timothy Umberto Vanessa
+Veronica Zacharias
 """.split()
 
 _ONSETS = "b c d f g h j k l m n p r s t v w z br ch cl cr dr fl fr gl gr kr ph pr sh sl st th tr".split()
