@@ -40,7 +40,7 @@ def input_size(module: nn.Module) -> int:
 
 
 def output_factor(module: nn.Module) -> mx.array | None:
-    """What a packed module multiplies its outputs with after the product, as [], [E, 1, 1] or [E, out, 1]; mostly None."""
+    """What a packed module multiplies its outputs with after the product: [], [E, 1, 1] or [E, out, 1]; else None."""
     name = next((name for name in (_MULTIPLIES, _DIVIDES) if name in module), None)
     if name is None:
         return None
