@@ -14,7 +14,7 @@ import mlx.nn as nn
 # What packed storage spends on one row of scales; the modes other than affine allow one (bits, group size) each.
 _QUANTISED_KEYS = ("group_size", "bits", "mode")
 # mlx-vlm's nvfp4 modules multiply their outputs by the one array, or divide them by the other: [], [E] or [E, out].
-_MULTIPLIES, _DIVIDES = "weight_scale_2", "weight_global_scale"
+OUTPUT_SCALES = _MULTIPLIES, _DIVIDES = ("weight_scale_2", "weight_global_scale")
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -41,7 +41,7 @@ def input_size(module: nn.Module) -> int:
 
 def output_factor(module: nn.Module) -> mx.array | None:
     """What a packed module multiplies its outputs with after the product: [], [E, 1, 1] or [E, out, 1]; else None."""
-    name = next((name for name in (_MULTIPLIES, _DIVIDES) if name in module), None)
+    name = next((name for name in OUTPUT_SCALES if name in module), None)
     if name is None:
         return None
     scale = module[name].astype(mx.float32)
