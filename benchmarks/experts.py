@@ -1,12 +1,11 @@
-"""The expert block on a CPU, forward and backward, against mlx-lm's own layers with its own LoRA; and its memory.
+"""The expert block on a CPU, forward and backward, against mlx-lm's own layers with its own LoRA.
 
-usage: DELTATUNE_THREADS=2 python benchmarks/experts.py [--rounds 3] [--only NAME ...] [--curves] [--tokens 2048]
+usage: DELTATUNE_THREADS=2 python benchmarks/experts.py [--rounds 3] [--only NAME ...] [--tokens 2048]
 
 E64 k8 I1024 D384 as in issue 4's target, LoRA r=8 on gate, up and down, gradients of x, scores and all factors. Each
 implementation lives in a process of its own; rounds are interleaved, and medians printed. One whose gradients on the
 first tokens are not those of a dense float64 computation gets no time. Peaks are MLX's own count beyond the inputs
-(gradients included). --curves: peak and live buffers of the block against rank and against experts, buffers counted
-in MLX's allocator.
+(gradients included).
 """
 
 from __future__ import annotations
@@ -241,76 +240,12 @@ def compare(names: list[str], rounds: int, shape: Shape, dtype: str) -> None:
         print(f"| {name} | {seconds:.2f} | {cpu:.2f} | {peak / 1e6:.1f} |")
 
 
-class Buffers:
-    """Counts the live buffers of MLX's allocator, by putting itself between its callers and it (Linux wheels)."""
-
-    def __init__(self) -> None:
-        import ctypes
-        from importlib.util import find_spec
-        from pathlib import Path
-
-        where = (find_spec("mlx") or sys).submodule_search_locations  # type: ignore[union-attr]
-        library = ctypes.CDLL(str(Path(next(iter(where))) / "lib" / "libmlx.so"))
-        allocator = library["_ZN3mlx4core9allocator9allocatorEv"]  # mlx/allocator.h: allocator(), virtual malloc, free
-        allocator.restype = ctypes.c_void_p
-        address = ctypes.cast(allocator(), ctypes.POINTER(ctypes.c_void_p))[0]
-        table = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
-        take_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        give_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-        take, give = take_type(table[0]), give_type(table[1])
-        self.live = self.most = 0
-
-        def taken(this: int, size: int) -> int:
-            self.live += 1
-            self.most = max(self.most, self.live)
-            return take(this, size)
-
-        def given(this: int, pointer: int) -> None:
-            self.live -= bool(pointer)
-            give(this, pointer)
-
-        self._kept = take_type(taken), give_type(given)
-        ctypes.CDLL(None).mprotect(ctypes.c_void_p(address & ~4095), 8192, 3)
-        self._table, self._before = table, (table[0], table[1])
-        table[0], table[1] = (ctypes.cast(f, ctypes.c_void_p).value for f in self._kept)
-
-    def stop(self) -> None:
-        self._table[0], self._table[1] = self._before
-
-
-def curves() -> None:
-    """Peak bytes beyond inputs and gradients, and live buffers beyond those before, for ranks and experts."""
-    import deltatune  # noqa: F401, I001
-    import mlx.core as mx
-
-    base = {"tokens": 512, "experts": 64, "k": 8, "outer": 256, "inner": 96, "rank": 8}
-    changes = [{"rank": r} for r in (1, 2, 4, 8, 16, 32, 64)] + [{"experts": e} for e in (8, 32, 128, 512)]
-    changes += [{"tokens": n} for n in (128, 2048)]
-    print("| | MB beyond inputs and gradients | MB of adapters | live buffers |\n|---|---|---|---|")
-    for change in changes:
-        given = arrays(base | change, "float32")
-        function, arguments = gradient(ours(given), given)
-        mx.eval(function(*arguments))
-        buffers = Buffers()
-        held = mx.get_active_memory()
-        mx.reset_peak_memory()
-        result = function(*arguments)
-        mx.eval(result)
-        buffers.stop()
-        own = sum(leaf.nbytes for leaf in flat(result))
-        adapters = sum(given[n][f].nbytes for n in FACTORS for f in ("lora_a", "lora_b"))
-        peak = mx.get_peak_memory() - held - own
-        print(f"| {change} | {peak / 1e6:.1f} | {adapters / 1e6:.1f} | {buffers.most} |", flush=True)
-        del result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--curves", action="store_true")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -318,9 +253,6 @@ def main() -> None:
         work(options.work[1], shape, dtype)
         return
     print(f"{date.today()}, {platform.processor() or platform.machine()}, Python {platform.python_version()}")
-    if options.curves:
-        curves()
-        return
     shape = {"tokens": options.tokens, "experts": 64, "k": 8, "outer": 1024, "inner": 384, "rank": 8}
     compare(options.only, options.rounds, shape, options.dtype)
 

@@ -41,7 +41,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for (name, points), colour in zip(lines.items(), cycle(COLOURS), strict=False):
             x, y = [point[0] for point in points], [max(point[which], 1e-3) for point in points]
             panel.plot(x, y, "o-", label=name, color=colour, markersize=3, linewidth=1.4)
-        _axes(panel, label)
+        axes(panel, label)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8
     )
@@ -52,11 +52,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _axes(panel: Axes, label: str) -> None:
+def axes(panel: Axes, label: str, along: str = "tokens", logarithmic: bool = True) -> None:
+    """The house style: doublings along x, `label` upwards, a logarithm of it or not."""
     panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
+    panel.set_yscale("log" if logarithmic else "linear")
     panel.xaxis.set_major_formatter(lambda x, _: f"{int(x):,}")
-    panel.set_xlabel("tokens")
+    panel.set_xlabel(along)
     panel.set_ylabel(label)
     panel.grid(color="#dddddd", linewidth=0.5)
     panel.tick_params(axis="x", labelrotation=45)

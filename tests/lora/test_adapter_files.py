@@ -190,6 +190,18 @@ def test_adapter_of_another_model(tiny_checkpoint, tmp_path):
         load_adapters(other, tmp_path / "full")
 
 
+def test_adapter_of_another_number_of_experts(tiny_checkpoint, tmp_path):
+    options = {"keys": ["*.switch_mlp.*"]}
+    save_adapters(adapted(tiny_checkpoint("qwen3_5_moe"), **options), tmp_path, {})
+    other, _ = load_model(tiny_checkpoint("qwen3_5_moe", num_experts=6))
+    with pytest.raises(
+        UserError,
+        match=r"is for another model: .*switch_mlp\.\w+\.lora_a has shape \(8, 4, 64\), the model's is \(6, 4, 64\)",
+    ):
+        load_adapters(other, tmp_path)
+    assert not adapters(other)
+
+
 def test_damaged_adapters(tiny_checkpoint, tmp_path):
     path = tiny_checkpoint("qwen3")
     folder = tmp_path / "adapter"

@@ -63,6 +63,11 @@ def test_ranks_that_do_not_fit(tiny_model):
         convert_to_lora(tiny_model("qwen3"), LoraConfig(dropout=1.0))
     with pytest.raises(UserError, match="fine_tune_type: 'lra' is not known"):
         convert_to_lora(tiny_model("qwen3"), LoraConfig(), fine_tune_type="lra")
+    experts = LoraConfig(rank=65, keys=["*.switch_mlp.*"])
+    with pytest.raises(UserError, match=r"rank: 65 is above .* the largest, .*switch_mlp\.\w+, has rank 64 at most"):
+        convert_to_lora(tiny_model("qwen3_5_moe"), experts)
+    with pytest.raises(UserError, match=r"rank: 0 is not a rank; expected 1 or more"):
+        convert_to_lora(tiny_model("qwen3_5_moe"), LoraConfig(rank=0, keys=["*.switch_mlp.*"]))
     # A router of one output beside larger matrices takes the rank of the rest, as in mlx-lm and PEFT.
     convert_to_lora(tiny_model("qwen3_5_moe"), LoraConfig(rank=8))
 

@@ -13,7 +13,7 @@ from mlx_lm.tuner.lora import LoRASwitchLinear as UpstreamLoRASwitchLinear
 from packaging.version import Version
 
 from deltatune.lora import LoRASwitchLinear
-from deltatune.lora.experts import PlainSwitchLinear
+from deltatune.lora.experts import PlainSwitchLinear, projection
 from deltatune.lora.weights import dense_weight, is_switch
 
 EXPERTS, INPUTS, OUTPUTS, RANK, SCALE = 5, 64, 24, 3, 1.4
@@ -91,6 +91,60 @@ def test_several_experts_for_each_token():
     assert np.allclose(float64(y)[0, 0, 1, 0], full[0] @ float64(x)[0, 0, 0, 0], atol=1e-5)
 
 
+@pytest.mark.parametrize("packing", PACKINGS[:3], ids=IDS[:3])
+def test_many_rows_unsorted_are_what_few_are(packing):
+    """From 64 indices on, rows are put in the order of experts: same values and gradients, row by row."""
+    adapter = adapted(packing)
+    indices = mx.random.randint(0, EXPERTS, (3, 20, 2))
+    x, dy = mx.random.normal((3, 20, 1, 1, INPUTS)), mx.random.normal((3, 20, 2, 1, OUTPUTS))
+
+    def gradients(run):
+        def loss(parameters, x):
+            adapter.update(parameters)
+            y = run(x)
+            return (y * dy).sum(), y
+
+        (_, y), (found, dx) = mx.value_and_grad(loss, argnums=(0, 1))(parameters, x)
+        adapter.update(parameters)
+        return {"y": y, "x": dx, **dict(tree_flatten(found))}
+
+    parameters = adapter.trainable_parameters()
+    wanted = gradients(lambda x: mx.concatenate([adapter(x[i : i + 1], indices[i : i + 1]) for i in range(3)]))
+    found = gradients(lambda x: adapter(x, indices))
+    for name, value in wanted.items():
+        assert found[name].shape == value.shape
+        assert mx.abs(found[name] - value).max() <= 2e-6 * mx.abs(value).max(), name
+
+
+def test_the_gradient_of_many_rows_unsorted_holds_no_matrix_a_row():
+    mx.random.seed(0)
+    rows, rank = 1024, 16
+    adapter = LoRASwitchLinear.from_base(SwitchLinear(INPUTS, OUTPUTS, EXPERTS, bias=False), rank=rank)
+    adapter.unfreeze_adapter()
+    x, indices = mx.random.normal((rows, 1, INPUTS)), mx.random.randint(0, EXPERTS, (rows,))
+
+    def loss(parameters):
+        adapter.update(parameters)
+        return adapter(x, indices).sum()
+
+    parameters = adapter.trainable_parameters()
+    mx.eval(adapter.parameters(), x, indices)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(mx.grad(loss)(parameters))
+    assert mx.get_peak_memory() - before < rows * rank * INPUTS * 4 / 2
+
+
+def test_sorted_indices_need_a_row_each():
+    adapter, indices = adapted(), mx.array([0, 1, 1, 3])
+    for x in (mx.zeros((1, 1, INPUTS)), mx.zeros((2, 1, INPUTS)), mx.zeros((4, 1, 1, INPUTS))[:1]):
+        with pytest.raises(
+            ValueError, match=r"a row \[1, 64\] of x for each of the 4 indices, got x .*repeat the rows"
+        ):
+            adapter(x, indices, sorted_indices=True)
+    assert adapter(mx.zeros((4, 1, INPUTS)), indices, sorted_indices=True).shape == (4, 1, OUTPUTS)
+
+
 @pytest.mark.parametrize("packing", PACKINGS, ids=IDS)
 def test_fuses_to_what_it_says(packing):
     adapter = adapted(packing)
@@ -113,6 +167,34 @@ def test_fuses_to_what_it_says(packing):
         indices, x = mx.array([0, 3, 4]), mx.random.normal((3, 1, INPUTS))
         plain.set_dtype(mx.float32)
         assert mx.allclose(plain(x, indices), adapter(x, indices), atol=1e-5 if tolerance == 1e-6 else 0.05)
+
+
+@pytest.mark.parametrize("name", ["weight_scale_2", "weight_global_scale"])
+@pytest.mark.parametrize("shape", [(), (EXPERTS,), (EXPERTS, OUTPUTS)], ids=["one", "an expert", "a row"])
+def test_mlx_vlms_nvfp4_experts_keep_their_output_scale(name, shape):
+    """Adapted, merged packed and merged plain: the same layer, whose outputs are scaled after the product."""
+    scaled = pytest.importorskip("mlx_vlm.quantization.nvfp4").ScaledQuantizedSwitchLinear
+    mx.random.seed(0)
+    packing = {"bits": 4, "group_size": 16, "mode": "nvfp4"}
+    base = SwitchLinear(INPUTS, OUTPUTS, EXPERTS, bias=False).to_quantized(**packing)
+    base = scaled(base, mx.random.uniform(2.0, 5.0, shape), name)
+    adapter = LoRASwitchLinear.from_base(base, rank=RANK, scale=SCALE)
+    x, indices = mx.random.normal((3, 1, INPUTS)), mx.array([0, 3, 4])
+    assert mx.array_equal(adapter(x, indices), base(x, indices))
+    weight = dense_weight(base).astype(mx.float32)
+    assert mx.allclose((x @ weight[indices].swapaxes(-1, -2)), base(x, indices), rtol=0.02, atol=0.05)
+    adapter.lora_b = 0.2 * mx.random.normal(adapter.lora_b.shape)
+    y = adapter(x, indices)
+    largest = mx.abs(y).max().item()
+    assert mx.abs(adapter.fuse(dequantize=True)(x, indices) - y).max().item() < 0.02 * largest
+    packed = adapter.fuse()
+    assert type(packed) is scaled
+    assert mx.array_equal(packed[name], base[name])
+    full = weight + SCALE * adapter.lora_b @ adapter.lora_a
+    error = dense_weight(packed).astype(mx.float32) - full
+    # What four bits lose; a scale forgotten or taken twice would be off by a factor of 2 to 5.
+    assert mx.linalg.norm(error.flatten()) < 0.15 * mx.linalg.norm(full.flatten())
+    assert projection(adapter) is None
 
 
 @pytest.mark.parametrize("packing", PACKINGS[:3], ids=IDS[:3])

@@ -179,6 +179,12 @@ def test_choices_that_do_not_fit(tiny_model):
     model = tiny_model("qwen3_5_moe")
     refused(r"keys: 'self_attn.qproj' matches no module \(nearest: .*self_attn.q_proj", model, keys=["self_attn.qproj"])
     refused(r"keys: 'q_proj' matches no module \(did you mean '\*.q_proj'\?\)", model, keys=["q_proj"])
+    refused(
+        r"'mlp.switch_mlp.gate_prj' matches no .*nearest: .*switch_mlp.gate_proj",
+        model,
+        keys=["mlp.switch_mlp.gate_prj"],
+    )
+    refused(r"'\*.experts.\*' matches no module \(nearest: mlp.switch_mlp.\*\)", model, keys=["*.experts.*"])
     refused("exclude: 'nothing' matches no module", model, exclude=["nothing"])
     refused("leaves out", model, keys=["linear_attn.out_proj"], layers=[3])
     refused("'linear_attn.conv1d' matches nothing that takes an adapter: .*Conv1d", model, keys=["linear_attn.conv1d"])

@@ -6,6 +6,7 @@ import deltatune  # noqa: F401
 
 # isort: split
 import importlib
+import inspect
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.config import LoraConfig
-from deltatune.lora import convert_to_lora
+from deltatune.lora import LoRASwitchLinear, convert_to_lora
 from deltatune.patches import experts, patched, revert
 
 FAMILIES = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing", "kimi_k3")
@@ -205,6 +206,68 @@ def test_half_precision_on_a_cpu_runs_in_evaluation_too(served, tiny_model):
         mx.eval(logits)
     assert served
     assert mx.all(mx.isfinite(logits))
+
+
+NVFP4 = {"bits": 4, "group_size": 16, "mode": "nvfp4"}
+
+
+def nvfp4_experts(kind: str) -> tuple[nn.Module, dict[str, mx.array]]:
+    """A SwitchGLU of 5 nvfp4 experts with a scale beyond those of groups, of mlx-lm or mlx-vlm; its plain weights."""
+    mx.random.seed(0)
+    package = "mlx_lm" if kind == "global_scale" else "mlx_vlm"
+    layers = importlib.import_module(f"{package}.models.switch_layers")
+    layer, plain = layers.SwitchGLU(32, 48, 5), {}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        if kind == "global_scale":
+            packed = layer[name].to_quantized(**NVFP4, global_scale=True)
+            each = zip(packed.weight, packed.scales, packed.global_scale, strict=True)
+            plain[name] = mx.stack([mx.dequantize(w, s, global_scale=g, **NVFP4) for w, s, g in each])
+        else:
+            scaled = pytest.importorskip("mlx_vlm.quantization.nvfp4").ScaledQuantizedSwitchLinear
+            packed = scaled(layer[name].to_quantized(**NVFP4), mx.random.uniform(2.0, 3.0, (5,)), kind)
+            factor = packed.global_scale if kind == "weight_scale_2" else 1 / packed.global_scale
+            plain[name] = mx.dequantize(packed.weight, packed.scales, **NVFP4) * factor[:, None, None]
+        layer[name] = packed
+    return layer, {name: weight.astype(mx.float32) for name, weight in plain.items()}
+
+
+class Called(nn.Module):
+    """A layer of experts that always gets the same indices."""
+
+    def __init__(self, layer: nn.Module, indices: mx.array):
+        super().__init__()
+        self.layer, self._indices = layer, indices
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.layer(x, self._indices)
+
+
+@pytest.mark.parametrize("kind", ["global_scale", "weight_scale_2", "weight_global_scale"])
+def test_nvfp4_with_one_scale_more(served, kind):
+    """mlx-lm's one an expert, for which MLX has no product on a CPU; mlx-vlm's two, which stay upstream's."""
+    from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
+
+    if kind == "global_scale" and "global_scale" not in inspect.signature(SwitchLinear.to_quantized).parameters:
+        pytest.skip("this mlx-lm has no scale for each expert")
+    layer, plain = nvfp4_experts(kind)
+    wanted_layer = SwitchGLU(32, 48, 5)
+    for name, weight in plain.items():
+        wanted_layer[name].weight = weight
+    for each in (layer, wanted_layer):
+        mx.random.seed(1)
+        for name in plain:
+            adapter = each[name] = LoRASwitchLinear.from_base(each[name], rank=3, scale=2.0)
+            adapter.lora_b = 0.1 * mx.random.normal(adapter.lora_b.shape)
+            adapter.unfreeze_adapter()
+    indices, x, dy = mx.random.randint(0, 5, (40, 2)), mx.random.normal((40, 32)), mx.random.normal((40, 2, 32))
+    ours, theirs = Called(layer, indices), Called(wanted_layer, indices)
+    with patched():
+        for training in (True, False):
+            wanted, found = (gradients(each.train(training), x, dy) for each in (theirs, ours))
+            assert found.keys() == wanted.keys()
+            for name, array in wanted.items():
+                assert mx.abs(found[name] - array).max() <= 1e-5 * mx.abs(array).max(), name
+    assert len(served) == (3 if kind == "global_scale" else 1)
 
 
 def test_mlx_lms_own_adapter_is_served(served, tiny_model):

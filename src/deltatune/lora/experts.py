@@ -1,12 +1,15 @@
 """LoRA on a linear per expert, plain or quantised.
 
 Names and shapes as in mlx_lm.tuner.lora.LoRASwitchLinear: lora_a [E, r, in], lora_b [E, out, r]. Called by itself, the
-adapter adds two gathered products to its base's. Inside a SwitchGLU or SwitchMLP that deltatune's patches serve, base
-and adapter are `projection(...)`, and ops.experts.expert_block runs all of the layer's at once.
+adapter adds two gathered products to its base's, in the order of experts. Inside a SwitchGLU or SwitchMLP that
+deltatune's patches serve, base and adapter are `projection(...)`, and ops.experts.expert_block runs all of the layer's
+at once.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -14,14 +17,17 @@ import mlx.nn as nn
 
 from ..ops.experts import Projection
 from .adapter import Adapter, uniform
-from .weights import dense_weight, input_size, is_quantized, takes_indices, with_weight
+from .weights import dense_weight, input_size, is_quantized, output_factor, takes_indices, with_weight
+
+# From as many indices on as mlx-lm's own expert layers sort.
+_SORTED_FROM = 64
 
 
 class LoRASwitchLinear(Adapter):
     """y = linear(x, indices) + scale * dropout(x) A[e]^T B[e]^T, for the expert e that `indices` names.
 
     x is [rows, 1, in] with indices [rows] where `sorted_indices`, else broadcastable to indices [..., k] with two
-    trailing axes [1, in].
+    trailing axes [1, in]. Values of indices are not checked. ValueError for sorted indices and another number of rows.
     """
 
     base_name = "linear"
@@ -54,6 +60,10 @@ class LoRASwitchLinear(Adapter):
         return self.lora_b.shape[1]
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        if sorted_indices:
+            _check_sorted(x, indices)
+        elif indices.size >= _SORTED_FROM:
+            return _in_order(self, x, indices)
         update = self.dropout(x)
         for factor in (self.lora_a, self.lora_b):
             update = mx.gather_mm(update, factor.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
@@ -63,6 +73,25 @@ class LoRASwitchLinear(Adapter):
         base = dense_weight(self.linear)
         weight = base.astype(mx.float32) + (self.scale * self.lora_b) @ self.lora_a
         return with_weight(self.linear, weight.astype(base.dtype), PlainSwitchLinear, dequantize)
+
+
+def _check_sorted(x: mx.array, indices: mx.array) -> None:
+    """The gradient of MLX's sorted product reads as many rows as there are indices, past the end of fewer."""
+    if math.prod(x.shape[:-2]) != indices.size:
+        raise ValueError(
+            f"sorted_indices: expected a row [1, {x.shape[-1]}] of x for each of the {indices.size} indices, got x "
+            f"{list(x.shape)}: repeat the rows (x[order // k]), or leave sorted_indices False."
+        )
+
+
+def _in_order(linear: Callable[..., mx.array], x: mx.array, indices: mx.array) -> mx.array:
+    """linear(x, indices) by rows in the order of experts: unsorted, the gradient holds a matrix a row."""
+    lead = mx.broadcast_shapes(x.shape[:-2], indices.shape)
+    rows = mx.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
+    flat = mx.stop_gradient(mx.broadcast_to(indices, lead).reshape(-1))
+    order = mx.argsort(flat)
+    y = linear(rows[order], flat[order], sorted_indices=True)[mx.argsort(order)]
+    return y.reshape(*lead, *y.shape[-2:])
 
 
 class PlainSwitchLinear(nn.Module):
@@ -93,7 +122,8 @@ class PlainSwitchLinear(nn.Module):
 def projection(module: nn.Module) -> Projection | None:
     """The arrays of a linear per expert, with the adapter around it (ours or mlx-lm's), for expert_block.
 
-    None for a module of another kind. Draws a key where the adapter drops inputs in training.
+    None for a module of another kind, mlx-vlm's nvfp4 experts with a scale of their own among them. Draws a key where
+    the adapter drops inputs in training.
     """
     adapter = None
     if "lora_a" in module and "lora_b" in module and "linear" in module and module["lora_a"].ndim == 3:
@@ -105,7 +135,7 @@ def projection(module: nn.Module) -> Projection | None:
         return None
     packed = held["scales"] is not None
     if packed:
-        if not is_quantized(module):
+        if not is_quantized(module) or output_factor(module) is not None:
             return None
         held |= {name: getattr(module, name) for name in ("group_size", "bits", "mode")}
     trains = [n for n in ("weight", "bias") if held[n] is not None and n not in module._no_grad and not packed]

@@ -210,4 +210,8 @@ def _suggestion(pattern: str, names: _Names) -> str:
     if any(name.endswith("." + pattern) for name in known):
         return f" (did you mean '*.{pattern}'?)"
     close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
+    if "expert" in pattern or "moe" in pattern:
+        # By whatever name a checkpoint or another library knows them, experts are what is meant.
+        holders = {names.relative(path).rpartition(".")[0] for path, m in names.modules.items() if is_switch(m)}
+        close = [*(f"{holder}.*" for holder in sorted(holders)), *close][:3]
     return f" (nearest: {', '.join(close)})" if close else ""

@@ -13,6 +13,8 @@ import mlx.nn as nn
 
 # What packed storage spends on one row of scales; the modes other than affine allow one (bits, group size) each.
 _QUANTISED_KEYS = ("group_size", "bits", "mode")
+# mlx-vlm's nvfp4 modules multiply their outputs by the one array, or divide them by the other: [], [E] or [E, out].
+OUTPUT_SCALES = _MULTIPLIES, _DIVIDES = ("weight_scale_2", "weight_global_scale")
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -37,10 +39,25 @@ def input_size(module: nn.Module) -> int:
     return module["weight"].shape[-1]
 
 
+def output_factor(module: nn.Module) -> mx.array | None:
+    """What a packed module multiplies its outputs with after the product: [], [E, 1, 1] or [E, out, 1]; else None."""
+    name = next((name for name in OUTPUT_SCALES if name in module), None)
+    if name is None:
+        return None
+    scale = module[name].astype(mx.float32)
+    scale = scale.reshape(()) if scale.size == 1 else scale.reshape(*module["weight"].shape[:-2], -1, 1)
+    return scale if name == _MULTIPLIES else 1 / scale
+
+
 def dense_weight(module: nn.Module) -> mx.array:
     """The weight [..., out, in], dequantised where packed."""
     if not is_quantized(module):
         return module["weight"]
+    weight, factor = _dequantized(module), output_factor(module)
+    return weight if factor is None else (weight * factor).astype(weight.dtype)
+
+
+def _dequantized(module: nn.Module) -> mx.array:
     weight, scales, biases = module["weight"], module["scales"], module.get("biases")
     settings = {key: getattr(module, key) for key in _QUANTISED_KEYS}
     global_scale = module.get("global_scale")
@@ -76,6 +93,8 @@ def _packed(module: nn.Module, weight: mx.array) -> nn.Module:
     settings = {key: getattr(module, key) for key in _QUANTISED_KEYS}
     packed = _clone(module)
     if module.get("global_scale") is None:
+        factor = output_factor(module)
+        weight = weight if factor is None else (weight / factor).astype(weight.dtype)
         packed.weight, packed.scales, *biases = mx.quantize(weight, **settings)
         if biases:
             packed.biases = biases[0]

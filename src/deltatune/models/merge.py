@@ -25,7 +25,7 @@ from ..lora.adapter_files import WEIGHTS as WEIGHTS_FILE
 from ..lora.adapter_files import read_config, read_weights
 from ..lora.parts import part_of
 from ..lora.tensor_files import Header, write_tensors
-from ..lora.weights import dense_weight, is_quantized
+from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
 from .checkpoint_files import INDEX, WEIGHTS, read_json, weight_headers
 from .load import load_eyes, load_model, locate
 from .stored_names import StoredNames
@@ -101,7 +101,8 @@ def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.a
         for name, module in model.named_modules():
             if is_quantized(module) and not name.startswith(tuple(f"{path}." for path in found)):
                 new[f"{name}.weight"] = dense_weight(module)
-                gone += [f"{name}.{key}" for key in ("scales", "biases", "global_scale") if module.get(key) is not None]
+                packing = ("scales", "biases", "global_scale", *OUTPUT_SCALES)
+                gone += [f"{name}.{key}" for key in packing if module.get(key) is not None]
     return names.write_back(new, gone)
 
 

@@ -83,15 +83,18 @@ def _block(upstream: Function) -> Function:
 def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -> Callable | None:
     """The block of this layer as a function of its scores; None where upstream's code is to run.
 
-    That is inference, except for half precision on a CPU, where MLX has no product for it; and any projection of a
-    kind that is not known.
+    That is inference, except on a CPU for half precision and nvfp4 with a global scale, where MLX has no product for
+    it; and any projection of a kind that is not known.
     """
-    half_on_cpu = backend.device() == "cpu" and x.dtype != mx.float32
-    if not self.training and not half_on_cpu:
+    on_cpu = backend.device() == "cpu"
+    if not self.training and not on_cpu:
         return None
     found = [projection(self[name]) for name in names]
     projections = [each for each in found if each is not None]
     if len(projections) < len(found):
+        return None
+    only_here = on_cpu and (x.dtype != mx.float32 or any(each.global_scale is not None for each in projections))
+    if not self.training and not only_here:
         return None
     up, down, *gate = projections
     kind = type(self.activation)

@@ -1,0 +1,39 @@
+"""A short form of benchmarks/long_run.py: after 60 steps of varying length as much is alive as after 20."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "long_run.py"
+SMALL = {"rank": 4, "steps": 60, "depth": 2, "layers": [0, 1], "hidden": 32, "inner": 16, "examples": 100}
+
+
+@pytest.fixture(scope="module")
+def steps():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, str(BENCHMARK), "--worker", json.dumps(SMALL)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])["steps"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the counter goes into the CPU allocator of Linux wheels")
+def test_nothing_grows_from_step_to_step(steps):
+    """A new length is traced, and its constants stay: so from the step on by which every length has been there."""
+    widths = [step["width"] for step in steps]
+    start = max(widths.index(width) for width in set(widths)) + 2
+    assert set(widths) == {32, 64, 96, 128}
+    assert start <= 20
+    later = steps[start:]
+    assert {step["buffers"] for step in later} == {later[0]["buffers"]}
+    # A result may take over a buffer some KB too large.
+    assert max(abs(step["bytes"] - later[0]["bytes"]) for step in later) < 32 * 1024
+    for width in set(widths):
+        peaks = [step["peak_buffers"] for step in later if step["width"] == width]
+        assert max(peaks[len(peaks) // 2 :]) <= 1.1 * max(peaks[: len(peaks) // 2])
