@@ -149,10 +149,12 @@ class _Block:
         rows = self._rows(x, chunk.source)
         arriving = self._rows(dy, chunk.source if self.summed else chunk.pair).astype(rows.dtype)
         score = self._scores(scores, chunk)
-        held = [p.dense(experts) for p in (up, *gate)]
+        dhidden, ddown = down.backward(arriving, experts, down.dense(experts), number)
+        # Matrices in fp32 are what a chunk holds most of: down's is done with before the others are made.
+        later = mx.depends([experts], [dhidden])[0]
+        held = [p.dense(later) for p in (up, *gate)]
         both = [p.forward(rows, experts, dense, number) for p, dense in zip((up, *gate), held, strict=True)]
         inner, lows = zip(*both, strict=True)
-        dhidden, ddown = down.backward(arriving, experts, down.dense(experts), number)
         weighted = dhidden * score.astype(dhidden.dtype)
         (hidden,), dinner = mx.vjp(lambda *a: [self.activation(*a)], list(inner), [weighted])
         dscore = (dhidden.astype(mx.float32) * hidden).sum(axis=-1)
