@@ -31,10 +31,14 @@ DEFAULTS: dict[str, Any] = {
 EXPERTS = {"family": "qwen3_5_moe", "depth": 8}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "experts": EXPERTS,
+    "experts, rank 2": EXPERTS | {"rank": 2},
+    "experts, rank 64": EXPERTS | {"rank": 64},
+    "experts, T=2048": EXPERTS | {"tokens": 2048, "iterations": 3},
     "experts, checkpointed": EXPERTS | {"checkpoint": True},
     "experts, checkpointed, rank 2": EXPERTS | {"checkpoint": True, "rank": 2},
     "experts, checkpointed, rank 64": EXPERTS | {"checkpoint": True, "rank": 64},
     "experts, checkpointed, T=2048": EXPERTS | {"checkpoint": True, "tokens": 2048, "iterations": 3},
+    "experts, checkpointed, 32 layers": EXPERTS | {"checkpoint": True, "depth": 32, "iterations": 3},
     "2 rows, accumulated": {"rows": 2, "tokens": 512, "accumulate": 2},
     "full fine-tuning": {"depth": 2, "tune": "full"},
     "packed, checkpointed, adafactor": {"pack": True, "checkpoint": True, "optimizer": "adafactor"},

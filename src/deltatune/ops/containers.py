@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,8 @@ class Arguments:
     def returned(self, result: Any) -> tuple[list[mx.array], Rebuild]:
         """The arrays in the result of the run, and in its containers; and the result around other arrays.
 
-        Rebuilding brings the caller's containers up to date, and puts them where the result holds their copies.
+        Rebuilding brings the caller's containers up to date, and puts them where the result holds their copies. To be
+        done while the caller holds them; the run's copies are let go.
         Raises ValueError for a list, a dict, or another attribute of a container that the run changed.
         """
         for kind, contents, before in self._handed:
@@ -64,10 +66,12 @@ class Arguments:
             for name in container.attributes
         ]
         make = self._take(result, arrays)
+        for container in self._containers:
+            container.copy = None
 
         def rebuild(arrays: list[mx.array]) -> Any:
             for original, name, attribute in updates:
-                setattr(original, name, attribute(arrays))
+                setattr(original(), name, attribute(arrays))
             return make(arrays)
 
         return arrays, rebuild
@@ -94,16 +98,16 @@ class Arguments:
 
     def _take_container(self, tree: Any, arrays: list[mx.array]) -> Rebuild:
         for known in self._containers:
-            if tree is known.original:
+            if tree is known.original():
                 return lambda new: known.copy
             if tree is known.copy:
-                return lambda new: known.original
-        container = _Container(tree, CONTAINERS[type(tree).__name__])
+                return lambda new: known.original()
+        container = _Container.of(tree)
         fields = {name: self._take(getattr(tree, name), arrays) for name in container.attributes}
         self._containers.append(container)
 
         def rebuild(new: list[mx.array]) -> Any:
-            container.copy = copy.copy(tree)
+            container.copy = copy.copy(container.empty)
             for name, make in fields.items():
                 setattr(container.copy, name, make(new))
             self._watch(container.copy, container.others)
@@ -121,11 +125,23 @@ class Arguments:
 
 @dataclass
 class _Container:
-    """An object of CONTAINERS among the arguments. A run is given a copy of it to change."""
+    """An object of CONTAINERS among the arguments. A run is given a copy of it to change.
 
-    original: Any
+    It is not held, for the sake of its arrays: gradients hold this for as long as their graph exists.
+    """
+
+    original: weakref.ref[Any]
+    empty: Any
     attributes: tuple[str, ...]
     copy: Any = None
+
+    @classmethod
+    def of(cls, tree: Any) -> _Container:
+        """`tree` as a container; `empty` is like it, without its arrays."""
+        attributes, empty = CONTAINERS[type(tree).__name__], copy.copy(tree)
+        for name in attributes:
+            setattr(empty, name, None)
+        return cls(weakref.ref(tree), empty, attributes)
 
     def others(self) -> list:
         """The copy's other attributes, which a run must leave alone."""

@@ -129,14 +129,14 @@ def _rotary(upstream: Function) -> Function:
         if not self.fused_apply:
             return upstream(self, q, k, position_ids, **options)
 
-        def forward(q: mx.array, k: mx.array) -> Any:
-            return upstream(self, q, k, position_ids, **options)
+        def forward(q: mx.array, k: mx.array, positions: mx.array) -> Any:
+            return upstream(self, q, k, positions, **options)
 
-        def plain(q: mx.array, k: mx.array) -> list[mx.array]:
+        def plain(q: mx.array, k: mx.array, positions: mx.array) -> list[mx.array]:
             # The flag alone chooses between upstream's two ways, and is put back before anything else can run.
             self.fused_apply = False
             try:
-                return list(upstream(self, q, k, position_ids, **options))
+                return list(upstream(self, q, k, positions, **options))
             finally:
                 self.fused_apply = True
 
@@ -144,9 +144,12 @@ def _rotary(upstream: Function) -> Function:
 
         @call.vjp
         def backward(primals: Any, cotangents: Any, _: Any) -> Any:
-            return tuple(mx.vjp(plain, list(primals), list(cotangents))[1])
+            *rotated, positions = primals
+            gradients = mx.vjp(lambda q, k: plain(q, k, positions), rotated, list(cotangents))[1]
+            return *gradients, mx.zeros_like(positions)
 
-        return call(q, k)
+        # The positions as an argument: held by the gradient, they would hold the graph that they come from.
+        return call(q, k, mx.stop_gradient(position_ids))
 
     return apply_rotary
 

@@ -85,9 +85,14 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
 
 
 def global_norm(gradients: Any) -> mx.array:
-    """The Euclidean norm over every leaf, accumulated in fp32; a scalar."""
-    squares = [leaf.astype(mx.float32).square().sum() for _, leaf in leaves(gradients)]
-    return mx.sqrt(mx.sum(mx.stack(squares)))
+    """The Euclidean norm over every leaf, accumulated in fp32; a scalar.
+
+    Added up one leaf after another: all of their sums at once would be a live buffer a parameter.
+    """
+    total, *more = (leaf.astype(mx.float32).square().sum() for _, leaf in leaves(gradients))
+    for square in more:
+        total = total + square
+    return mx.sqrt(total)
 
 
 def clip_scale(norm: mx.array, clip: float) -> mx.array:

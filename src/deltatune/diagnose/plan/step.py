@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ from .graph import Node, all_nodes, evaluation_order, read
 from .layout import Layout
 from .simulate import PACES, Simulation
 
-# What the allocators of MLX take for a scalar.
-SCALAR = {"cpu": 4, "metal": 4, "cuda": 8}
 _WIDTH = "MLX_BFS_MAX_WIDTH"
 
 
@@ -60,8 +57,6 @@ class Built:
     moment_bytes: int
     rows: int
     length: int
-    # Scalars that the traces keep, and that no graph shows.
-    hidden: int
     # The arrays behind the nodes: addresses are theirs for as long as they exist.
     arrays: list[mx.array]
 
@@ -97,7 +92,6 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         given = [*everything, *moments, *accumulated, random_key()]
 
-        active = mx.get_active_memory()
         loss, weight, gradients = step.micro_batch(blank_batch(rows, length, config.pack), sums.gradients)
         new = Sums(gradients, sums.loss + loss, sums.weight + weight)
         first = [loss, weight, *_leaves(new)]
@@ -120,14 +114,11 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
         ]
         constants = [*_constants(one, there), *_constants(two, there | done)]
         held = [*read(layout, given, there), *constants]
-        # The traces keep constants of what was simplified away too; no array leads there, but their bytes are counted.
-        gc.collect()
-        hidden = mx.get_active_memory() - active - sum(node.size * node.item_size for node in constants)
     return Built(
         phases, held, names, one[0], len(names), len(before), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
-        rows, length, max(hidden, 0) // SCALAR[backend.device()], [*given, *first, *second],
+        rows, length, [*given, *first, *second],
     )  # fmt: skip
 
 
@@ -171,8 +162,6 @@ def simulated(built: Built, layout: Layout) -> Simulation:
     machine = Simulation(layout, PACES[backend.device()])
     for leaf in built.held:
         machine.place(leaf)
-    for _ in range(built.hidden):
-        machine.allocate(SCALAR[backend.device()], "given")
     for phase in built.phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
     return machine

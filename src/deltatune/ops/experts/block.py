@@ -8,8 +8,8 @@ so that no output is computed a second time for the scores' sake.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from .projection import Projection, product
 from .tiles import Chunk, Sorted, Tiled, tile_rows
 
 Activation = Callable[..., mx.array]
+_Arrays = Sequence[mx.array]
 
 # Working memory of one chunk of rows, in bytes of fp32.
 CPU_CHUNK_BYTES = 4 * 2**20
@@ -58,30 +59,39 @@ def expert_block(
     rows = x.reshape(-1, x.shape[-1])
     flat = mx.stop_gradient(indices).reshape(-1, top_k)
     projections = [up, down] if gate is None else [up, down, gate]
-    block = _Block(projections, activation, flat, scores is not None)
+    layout = _layout(projections, *flat.shape)
+    block = _Block(projections, activation, layout, scores is not None)
     weights = mx.ones(flat.size, x.dtype) if scores is None else scores.reshape(-1)
-    arrays = [array for projection in projections for array in projection.trained()]
-    y = block.function()(rows, weights, *arrays)
+    placed = layout.sort(flat)
+    arrays = [array for projection in projections for array in projection.arrays()]
+    y = block.function(len(placed))(rows, weights, *placed, *arrays)
     return y.reshape(*lead, -1) if scores is not None else y.reshape(*lead, top_k, -1)
 
 
 class _Block:
-    """One call's projections and sorted rows: forward and backward over its chunks."""
+    """One call's sizes and frozen weights: forward and backward over its chunks.
 
-    def __init__(self, projections: list[Projection], activation: Activation, indices: mx.array, summed: bool):
-        # As arrays, made once: each Python number in a chunk's expressions would be a live buffer.
-        self.projections = [replace(each, scale=mx.array(each.scale, mx.float32)) for each in projections]
-        self.activation, self.summed = activation, summed
-        self.tokens, self.pairs = indices.shape[0], indices.size
-        self.layout = _layout(projections, indices)
+    Nothing in it is computed in the call: a compiled step keeps the closures of its gradients, and through such an
+    array all of the graph that led there, with every constant in it.
+    """
+
+    def __init__(self, projections: list[Projection], activation: Activation, layout: Tiled | Sorted, summed: bool):
+        self.projections = [projection.bare() for projection in projections]
+        self.activation, self.layout, self.summed = activation, layout, summed
         self.wide = backend.device() == "cpu"
 
-    def function(self) -> Callable[..., mx.array]:
-        forward: Any = mx.custom_function(self.forward)
-        backward: Any = mx.custom_function(self.backward)
+    def function(self, placed: int) -> Callable[..., mx.array]:
+        """f(x, scores, the layout's `placed` arrays, the projections' given arrays) -> y."""
+        forward: Any = mx.custom_function(
+            lambda x, scores, *more: self.forward(x, scores, more[:placed], more[placed:])
+        )
+        backward: Any = mx.custom_function(
+            lambda dy, x, scores, *more: self.backward(dy, x, scores, more[:placed], more[placed:])
+        )
 
         def vjp(primals: Any, cotangent: mx.array, _output: mx.array) -> Any:
-            return backward(cotangent, *primals)
+            dx, dscores, *found = backward(cotangent, *primals)
+            return [dx, dscores, *map(mx.zeros_like, primals[2 : 2 + placed]), *found]
 
         def refuse(*_: object) -> None:
             raise NotImplementedError("expert_block has no second derivative: its backward pass is written by hand.")
@@ -90,13 +100,13 @@ class _Block:
         backward.vjp(refuse)
         return forward
 
-    def forward(self, x: mx.array, scores: mx.array, *arrays: mx.array) -> mx.array:
-        up, down, *gate = self._around(arrays)
+    def forward(self, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> mx.array:
+        up, down, *gate = self._around(given)
         layout = self.layout
         kind = mx.float32 if self.wide else mx.result_type(x.dtype, scores.dtype)
-        total = mx.zeros((self.tokens if self.summed else self.pairs, down.outputs), kind)
+        total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), kind)
         for number in range(layout.chunks):
-            chunk = layout.chunk(number, [total] if number else [])
+            chunk = layout.chunk(placed, number, [total] if number else [])
             rows = self._rows(x, chunk.source)
             experts = chunk.experts
             inner = [each.forward(rows, experts, each.dense(experts), number)[0] for each in (up, *gate)]
@@ -105,21 +115,24 @@ class _Block:
             total = (layout.add_to_tokens if self.summed else layout.add_to_pairs)(total, y, chunk)
         return total.astype(mx.result_type(x.dtype, scores.dtype))
 
-    def backward(self, dy: mx.array, x: mx.array, scores: mx.array, *arrays: mx.array) -> list[mx.array]:
-        projections = self._around(arrays)
+    def backward(self, dy: mx.array, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> list[mx.array]:
+        """Gradients of x, scores, and each of `given`."""
+        projections = self._around(given)
         layout = self.layout
         dx = mx.zeros(x.shape, mx.float32 if self.wide else x.dtype)
-        dscores = mx.zeros(self.pairs)
+        dscores = mx.zeros(scores.size)
         gradients = [{name: mx.zeros(getattr(p, name).shape) for name in p.trains} for p in projections]
         for number in range(layout.chunks):
             done = [dx, dscores, *(array for each in gradients for array in each.values())]
-            chunk = layout.chunk(number, done if number else [])
+            chunk = layout.chunk(placed, number, done if number else [])
             tiles, dscore = self._backward_chunk(projections, gradients, dy, x, scores, chunk)
             dx = layout.add_to_tokens(dx, tiles, chunk)
             dscores = layout.add_to_pairs(dscores, dscore, chunk)
-        flat = [array for each in gradients for array in each.values()]
-        finished = [g.astype(a.dtype) for g, a in zip([dx, dscores, *flat], [x, scores, *arrays], strict=True)]
-        return finished
+        more = [each.get(name) for p, each in zip(projections, gradients, strict=True) for name in p.given]
+        return [
+            mx.zeros_like(array) if gradient is None else gradient.astype(array.dtype)
+            for gradient, array in zip([dx, dscores, *more], [x, scores, *given], strict=True)
+        ]
 
     def _backward_chunk(
         self,
@@ -136,10 +149,12 @@ class _Block:
         rows = self._rows(x, chunk.source)
         arriving = self._rows(dy, chunk.source if self.summed else chunk.pair).astype(rows.dtype)
         score = self._scores(scores, chunk)
-        held = [p.dense(experts) for p in (up, *gate)]
+        dhidden, ddown = down.backward(arriving, experts, down.dense(experts), number)
+        # Matrices in fp32 are what a chunk holds most of: down's is done with before the others are made.
+        later = mx.depends([experts], [dhidden])[0]
+        held = [p.dense(later) for p in (up, *gate)]
         both = [p.forward(rows, experts, dense, number) for p, dense in zip((up, *gate), held, strict=True)]
         inner, lows = zip(*both, strict=True)
-        dhidden, ddown = down.backward(arriving, experts, down.dense(experts), number)
         weighted = dhidden * score.astype(dhidden.dtype)
         (hidden,), dinner = mx.vjp(lambda *a: [self.activation(*a)], list(inner), [weighted])
         dscore = (dhidden.astype(mx.float32) * hidden).sum(axis=-1)
@@ -197,32 +212,27 @@ class _Block:
             each = each * chunk.valid
         return each.reshape(-1, self.layout.tile, 1)
 
-    def _around(self, arrays: tuple[mx.array, ...]) -> list[Projection]:
-        left = list(arrays)
-        made = []
-        for projection in self.projections:
-            count = len(projection.trains)
-            made.append(projection.with_trained(left[:count]))
-            del left[:count]
-        return made
+    def _around(self, given: _Arrays) -> list[Projection]:
+        left = iter(given)
+        return [each.around(*islice(left, len(each.given))) for each in self.projections]
 
 
-def _layout(projections: list[Projection], indices: mx.array) -> Tiled | Sorted:
+def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | Sorted:
     """Sizes of tiles and chunks, from shapes alone."""
-    experts, pairs = projections[0].experts, indices.size
+    experts, pairs = projections[0].experts, tokens * top_k
     outer, inner = projections[0].inputs, projections[0].outputs
     row_bytes = 4 * (3 * outer + 6 * inner)
     if backend.device() != "cpu":
         # Fewer rows than a few an expert would read every matrix for little.
         rows = max(GPU_CHUNK_BYTES // row_bytes, 4 * experts)
-        return Sorted(indices, experts, max(1, rows // indices.shape[1]))
+        return Sorted(tokens, top_k, experts, max(1, rows // top_k))
     copies = any(p.gathers_whole_weights() for p in projections)
     packed = any(p.scales is not None for p in projections)
     trains = any("weight" in p.trains for p in projections)
     cost = PACKED_COST if packed else HALF_COST if copies else TRAINED_COST if trains else DENSE_COST
     tile = tile_rows(pairs, experts, cost)
     tile_bytes = tile * row_bytes + (8 * outer * inner if copies or trains else 0)
-    return Tiled(indices, experts, tile, max(1, CPU_CHUNK_BYTES // tile_bytes))
+    return Tiled(pairs, top_k, experts, tile, max(1, CPU_CHUNK_BYTES // tile_bytes))
 
 
 def _check(

@@ -6,6 +6,7 @@ Rows come as tiles [t, m, in], each tile with one expert. They meet a matrix in 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -49,14 +50,24 @@ class Projection:
         """Columns of the weight before packing."""
         return self.weight.shape[2] if self.scales is None else self.scales.shape[2] * self.group_size
 
-    def trained(self) -> list[mx.array]:
-        """The arrays that get gradients, in the order of `trains`."""
-        return [getattr(self, name) for name in self.trains]
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the arrays that a call computes or differentiates; the others are frozen parameters."""
+        return (*self.trains, "key") if self.dropout else self.trains
 
-    def with_trained(self, arrays: list[mx.array]) -> Projection:
-        """The same projection around other values of `trained()`."""
-        named: dict[str, Any] = dict(zip(self.trains, arrays, strict=True))
+    def arrays(self) -> list[mx.array]:
+        """The arrays that `given` names."""
+        return [getattr(self, name) for name in self.given]
+
+    def around(self, *arrays: mx.array | None) -> Projection:
+        """The same projection around other values of `arrays()`."""
+        named: dict[str, Any] = dict(zip(self.given, arrays, strict=True))
         return replace(self, **named)
+
+    def bare(self) -> Projection:
+        """Without what `given` names; its scale as an array that all calls share, for numbers are buffers each."""
+        scale = self.scale if isinstance(self.scale, mx.array) else _scalar(self.scale)
+        return replace(self.around(*[None] * len(self.given)), scale=scale)
 
     def gathers_whole_weights(self) -> bool:
         """Whether each tile has to copy its expert's matrix: packed or half-precision weights on a CPU."""
@@ -139,6 +150,11 @@ class Projection:
             for i in range(experts.size)
         ]
         return mx.stack(each).astype(mx.float32)
+
+
+@lru_cache
+def _scalar(value: float) -> mx.array:
+    return mx.array(value, mx.float32)
 
 
 def product(rows: mx.array, weight: mx.array, experts: mx.array | None, transpose: bool) -> mx.array:

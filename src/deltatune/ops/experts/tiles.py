@@ -6,6 +6,7 @@ tiles of m rows: at most (R + n (m - 1)) / m tiles for R rows on n experts, what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -24,35 +25,37 @@ class Chunk(NamedTuple):
 class Tiled:
     """For a CPU: tiles of m rows, one BLAS call each; results are added up row by row, always in the same order."""
 
-    def __init__(self, indices: mx.array, experts: int, tile: int, tiles_at_once: int):
-        tokens, self.top_k = indices.shape
-        self.pairs, self.tile, self.tiles_at_once = tokens * self.top_k, tile, tiles_at_once
-        flat = indices.reshape(-1)
-        used = min(experts, self.pairs)
-        self.count = (self.pairs + used * (tile - 1)) // tile
+    def __init__(self, pairs: int, top_k: int, experts: int, tile: int, tiles_at_once: int):
+        self.pairs, self.top_k, self.experts = pairs, top_k, experts
+        self.tile, self.tiles_at_once = tile, tiles_at_once
+        used = min(experts, pairs)
+        self.count = (pairs + used * (tile - 1)) // tile
+
+    def sort(self, indices: mx.array) -> list[mx.array]:
+        """Of indices [N, k]: the tiles' experts, then for each row its token, its pair and whether it is valid."""
+        tile, flat = self.tile, indices.reshape(-1)
         order = mx.argsort(flat)
-        rows = mx.zeros(experts, mx.int32).at[flat].add(mx.array(1, mx.int32))
+        rows = mx.zeros(self.experts, mx.int32).at[flat].add(mx.array(1, mx.int32))
         tiles = (rows + (tile - 1)) // tile
         ends = mx.cumsum(tiles)
         numbers = mx.arange(self.count)
-        mine = mx.minimum((ends[None] <= numbers[:, None]).sum(axis=1), experts - 1)
+        mine = mx.minimum((ends[None] <= numbers[:, None]).sum(axis=1), self.experts - 1)
         inside = ((numbers - (ends - tiles)[mine]) * tile)[:, None] + mx.arange(tile)
         place = (mx.cumsum(rows) - rows)[mine][:, None] + inside
-        self._experts = mine.astype(mx.uint32)
-        self._valid = (inside < rows[mine][:, None]).astype(mx.float32)
-        self._pair = order[mx.minimum(place, self.pairs - 1)]
-        self._source = self._pair // self.top_k
+        valid = (inside < rows[mine][:, None]).astype(mx.float32)
+        pair = order[mx.minimum(place, self.pairs - 1)]
+        return [mine.astype(mx.uint32), pair // self.top_k, pair, valid]
 
     @property
     def chunks(self) -> int:
         return -(-self.count // self.tiles_at_once)
 
-    def chunk(self, number: int, after: list[mx.array]) -> Chunk:
-        """Tiles of one chunk, not to be looked at before `after` is there."""
+    def chunk(self, placed: Sequence[mx.array], number: int, after: list[mx.array]) -> Chunk:
+        """Tiles of one chunk of what `sort` gave, not to be looked at before `after` is there."""
         start = number * self.tiles_at_once
         part = slice(start, start + self.tiles_at_once)
-        rows = [each[part].reshape(-1) for each in (self._source, self._pair, self._valid)]
-        parts = [self._experts[part], *rows]
+        experts, *rows = placed
+        parts = [experts[part], *(each[part].reshape(-1) for each in rows)]
         return Chunk(number, *(mx.depends(parts, after) if after else parts))
 
     def laid_out(self, x: mx.array, rows: mx.array) -> mx.array:
@@ -77,18 +80,22 @@ class Sorted:
 
     tile = 1
 
-    def __init__(self, indices: mx.array, experts: int, tokens_at_once: int):
-        self.tokens, self.top_k = indices.shape
-        self._indices, self._experts, self._at_once = indices, experts, tokens_at_once
+    def __init__(self, tokens: int, top_k: int, experts: int, tokens_at_once: int):
+        self.tokens, self.top_k = tokens, top_k
+        self._experts, self._at_once = experts, tokens_at_once
 
     @property
     def chunks(self) -> int:
         return -(-self.tokens // self._at_once)
 
-    def chunk(self, number: int, after: list[mx.array]) -> Chunk:
+    def sort(self, indices: mx.array) -> list[mx.array]:
+        """The indices [N, k]: each chunk is sorted by itself."""
+        return [indices]
+
+    def chunk(self, placed: Sequence[mx.array], number: int, after: list[mx.array]) -> Chunk:
         """As Tiled.chunk."""
         start, stop = self._span(number)
-        flat = self._indices[start:stop].reshape(-1)
+        flat = placed[0][start:stop].reshape(-1)
         if after:
             flat = mx.depends([flat], after)[0]
         order = mx.argsort(flat)
