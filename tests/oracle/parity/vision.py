@@ -114,8 +114,31 @@ CASES: dict[str, VisionCase] = {
         learning_rate=1.3e-2,
         draw=14,
     ),
-    "qwen3_5-video": VisionCase("qwen3_5", {**_MIXED, **_ENCLOSED}, centred_norms=True, draw=4, videos=True),
+    "qwen3_5-video": VisionCase(
+        "qwen3_5",
+        {**_MIXED, **_ENCLOSED},
+        centred_norms=True,
+        learning_rate=2.5e-3,
+        draw=4,
+        videos=True,
+    ),
+    "qwen3_5_moe-video": VisionCase(
+        "qwen3_5_moe",
+        {**_MIXED, **_ENCLOSED, **_EXPERTS},
+        centred_norms=True,
+        learning_rate=2.5e-3,
+        draw=5,
+        videos=True,
+    ),
     "qwen3_vl-video": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1), videos=True),
+    "qwen3_vl_moe-video": VisionCase(
+        "qwen3_vl_moe",
+        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        deep=(0, 1),
+        learning_rate=1.3e-2,
+        draw=14,
+        videos=True,
+    ),
 }
 
 
