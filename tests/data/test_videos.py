@@ -21,7 +21,7 @@ from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.train.commands import eyes as eyes_of
 
-pytest.importorskip("mlx_vlm")
+pytest.importorskip("mlx_vlm", minversion="0.7")
 cv2 = pytest.importorskip("cv2")
 
 IMAGE, VIDEO = 5, 6

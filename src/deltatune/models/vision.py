@@ -31,13 +31,15 @@ def has_vision(model: nn.Module) -> bool:
 
 def vision_spec(model: Any) -> VisionSpec:
     """The numbers that images are cut and counted by. UserError for a tower that is not of the Qwen3-VL kind."""
-    tower, config = model.vision_tower, model.config
+    tower, config = model.get("vision_tower"), model.config
     parts = ("patch_embed", "pos_embed", "rotary_pos_emb", "blocks", "merger")
     missing = [name for name in parts if not hasattr(tower, name)]
     if missing:
+        what = "it has none by that name" if tower is None else f"{type(tower).__module__} has no {', '.join(missing)}"
         raise UserError(
-            f"{type(tower).__module__}: a vision tower without {', '.join(missing)} is of a kind that deltatune does "
-            "not train on images; it knows that of Qwen3-VL and Qwen3.5. Text trains with any."
+            f"{type(model).__module__}: this layer cannot be trained: the vision tower is of another kind than that of "
+            f"Qwen3-VL and Qwen3.5, the only one that deltatune trains on images with ({what}). Leave images and "
+            "videos out: text trains where mlx-lm knows the model (docs/vision.md)."
         )
     about = config.vision_config
     return VisionSpec(
