@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -76,7 +77,8 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[Kernel]:
 def _dtype(model: nn.Module) -> str:
     """The name of the type that most of the model's numbers have, quantised ones aside."""
     sizes: Counter[str] = Counter()
-    for _, array in tree_flatten(model.parameters()):
+    parameters: Any = tree_flatten(model.parameters())
+    for _, array in parameters:
         if mx.issubdtype(array.dtype, mx.floating):
             sizes[str(array.dtype).rpartition(".")[2]] += array.size
     return sizes.most_common(1)[0][0] if sizes else "float32"
