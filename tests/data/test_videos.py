@@ -52,6 +52,7 @@ def made(tmp_path_factory):
     for name in (*FRAMES, "image.png"):
         Image.fromarray(draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(path / name)
     Image.new("RGB", (64, 32)).save(path / "wide.png")
+    Image.new("RGB", (8, 8)).save(path / "small.png")
     (path / "cut.avi").write_bytes((path / "a.avi").read_bytes()[:8000])
     (path / "text.mp4").write_bytes(b"no video")
     return path
@@ -190,6 +191,18 @@ def test_options_choose_frames_and_sizes(folder, loaded, eyes):
     assert "<1.0 seconds>" in loaded.tokenizer.decode(few.tokens.tolist())
     with pytest.raises(UserError, match="fps: expected a number above 0, got -1"):
         read(folder, loaded, eyes, fps=-1.0)
+    with pytest.raises(UserError, match="video_max_frames: expected 2 or more, got 1"):
+        read(folder, loaded, eyes, video_max_frames=1)
+
+
+def test_frames_of_a_data_set_are_read_as_they_come(folder, eyes):
+    reader = VideoReader(eyes.videos, folder, {})
+    named = reader.clip(Video(FRAMES), "row 0")
+    opened = Video([Image.open(folder / name) for name in FRAMES])
+    stored = Video([{"bytes": (folder / name).read_bytes(), "path": None} for name in FRAMES])
+    for video in (opened, stored):
+        np.testing.assert_array_equal(reader.clip(video, "row 0").picture.patches, named.picture.patches)
+        assert len(reader.digest(video, "row 0")) == 16
 
 
 def test_a_count_that_is_a_little_too_high_is_forgiven(made, eyes, monkeypatch):
@@ -223,6 +236,7 @@ BAD = {
     "no frames": (chat(videos=[[]]), "a video with no frames"),
     "missing frame": (chat(video=["f0.png", "g.png"]), "frame 2 of a video: image g.png: no such file"),
     "sizes": (chat(video=["f0.png", "wide.png"]), "frames of 32x32 and 64x32 pixels; expected one size"),
+    "small": (chat(video=["small.png"] * 2), "the model's video processor refuses it: height:8"),
     "url": (chat(video="https://example.com/a.mp4"), "expected a path; download it"),
     "number": (chat(videos=[7]), "expected the path of a video, or a list of frames, got int"),
     "no list": (chat(videos="a.avi"), "'videos': expected a list of paths"),

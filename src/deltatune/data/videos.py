@@ -62,9 +62,10 @@ class VideoReader:
     max_frames: int | None = None
 
     def __post_init__(self) -> None:
-        for name, given in (("fps", self.fps), ("video_max_frames", self.max_frames)):
-            if given is not None and not 0 < given < math.inf:
-                raise UserError(f"{name}: expected a number above 0, got {given}.")
+        if self.fps is not None and not 0 < self.fps < math.inf:
+            raise UserError(f"fps: expected a number above 0, got {self.fps}.")
+        if self.max_frames is not None and self.max_frames < 2:
+            raise UserError(f"video_max_frames: expected 2 or more, got {self.max_frames}.")
 
     def clip(self, video: Video, source: str) -> Clip:
         """Decode a video. UserError, with `source`, where it is missing, damaged, too short or of an odd shape."""

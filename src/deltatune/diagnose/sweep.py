@@ -70,7 +70,9 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[Kernel]:
     done = subprocess.run(command, input=request, capture_output=True, env=environment, timeout=_LIMIT)
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise UserError(f"sweep: a training forward of {module} cannot be traced: {''.join(last)}")
+        raise UserError(
+            f"sweep: {module}: this layer cannot be trained: its training forward cannot be traced: {''.join(last)}"
+        )
     return [Kernel(**each) for each in json.loads(done.stdout.splitlines()[-1])]
 
 
