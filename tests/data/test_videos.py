@@ -100,6 +100,12 @@ ROWS = [
 ]
 
 
+def test_every_token_but_the_videos_counts_without_mask_prompt(folder, loaded, eyes):
+    write(folder, chat(video="a.avi"))
+    (example,) = read(folder, loaded, eyes, mask_prompt=False).train
+    assert (example.targets[1:] == (example.tokens[1:] != VIDEO)).all()
+
+
 def upstream(loaded, folder, text, videos, images):
     """What mlx-vlm makes of a prompt with videos, from its own decoding on."""
     from mlx_vlm.utils import VideoSampling, prepare_inputs
@@ -129,6 +135,10 @@ def test_tokens_and_patches_are_those_of_mlx_vlm(folder, loaded, eyes, case):
     assert example.tokens.tolist() == np.asarray(expected["input_ids"])[0].tolist()
     assert not example.targets[np.isin(example.tokens, (IMAGE, VIDEO))].any()
     assert example.targets.any()
+    grids = [expected.get(name) for name in ("image_grid_thw", "video_grid_thw")]
+    positions, _ = loaded.model.language_model.get_rope_index(expected["input_ids"], *grids)
+    positions = np.broadcast_to(np.array(positions), (3, 1, len(example.tokens)))
+    np.testing.assert_array_equal(example.pictures.positions, positions[:, 0])
     batch = next(BatchOrder([example], 1, 2048))
     held = [example.pictures.reader.picture(value, "a test") for value in example.pictures.values]
     assert batch.images.patches.shape[0] >= sum(picture.grid[0] for picture in held)
@@ -174,6 +184,18 @@ def test_frames_are_taken_as_mlx_vlm_takes_them(total, fps, least, most, monkeyp
             load_video("x", fps=fps, min_frames=least, max_frames=most)
     else:
         assert numbers == load_video("x", fps=fps, min_frames=least, max_frames=most)[1].frames_indices
+
+
+@pytest.mark.parametrize(("count", "fps"), [(2, 2.0), (5, 0.5), (12, 24.0)])
+def test_times_are_those_of_transformers(made, eyes, count, fps):
+    processing = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl")
+    frames = (FRAMES * 3)[:count]
+    clip = VideoReader(eyes.videos, made, {}, fps=fps).clip(Video(frames), "x")
+    expected = processing.Qwen3VLProcessor._calculate_timestamps(None, list(range(count)), fps, 2)
+    assert clip.seconds == pytest.approx(expected)
+    numbers = [round(second) for second in np.linspace(0, 23, 6)]
+    clip = VideoReader(eyes.videos, made, {}).clip(Video("a.avi"), "x")
+    assert clip.seconds == pytest.approx(processing.Qwen3VLProcessor._calculate_timestamps(None, numbers, 8.0, 2))
 
 
 def test_options_choose_frames_and_sizes(folder, loaded, eyes):
