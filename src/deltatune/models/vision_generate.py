@@ -12,7 +12,7 @@ from ..errors import UserError
 from ..patches import patched
 from .generate import Sampling
 from .load import Loaded
-from .vision_inputs import Picture
+from .vision_inputs import Picture, single_frames
 
 
 def stream_with_images(
@@ -33,7 +33,8 @@ def stream_with_videos(
     inputs = {
         "input_ids": mx.array([list(prompt)]),
         "pixel_values_videos": mx.array(np.concatenate([video.patches for video in videos])),
-        "video_grid_thw": mx.array([video.grid for video in videos]),
+        # Frame by frame, as they stand in the prompt: mlx-vlm before 0.7 does not take a video apart itself.
+        "video_grid_thw": mx.array(single_frames([video.grid for video in videos])),
     }
     yield from _stream(loaded, "", max_tokens, sampling, **inputs)
 
