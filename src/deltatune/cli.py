@@ -16,7 +16,7 @@ from .errors import UserError
 
 _EVAL_OPTIONS = (
     "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "pack", "seed",
-    "min_pixels", "max_pixels",
+    "min_pixels", "max_pixels", "fps", "video_max_frames",
     "trust_remote_code",
 )  # fmt: skip
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
@@ -251,6 +251,9 @@ def _generate_parser(commands: Any) -> None:
         metavar="FILE",
         help="images before the prompt, for a model with a vision tower",
     )
+    add("--video", nargs="+", metavar="FILE", help="videos before the prompt, or the images that are the frames of one")
+    add("--fps", type=float, metavar="X", help="frames a second to take from --video; default: the model's own")
+    add("--video-max-frames", type=int, metavar="N", help="most frames to take of --video; default: the model's own")
     add("--extra-eos-token", nargs="+", metavar="TEXT", help="more tokens that end an answer")
     add("--verbose", type=lambda text: text.lower() not in ("false", "f"), metavar="BOOL", help="speeds after the text")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model or tokenizer")

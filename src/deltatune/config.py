@@ -128,6 +128,15 @@ class TrainConfig:
     max_pixels: int | None = field(
         default=None, metadata=_about(_DATA, "larger images are scaled down to this area; default: the model's own")
     )
+    fps: float | None = field(
+        default=None,
+        metadata=_about(
+            _DATA, "frames a second to take from a video, or of a video given as frames; default: the model's own"
+        ),
+    )
+    video_max_frames: int | None = field(
+        default=None, metadata=_about(_DATA, "most frames to take of a video; default: the model's own")
+    )
     pack: bool = field(
         default=False,
         metadata=_about(_DATA, "several documents to a row, kept apart in attention, recurrence and convolution"),

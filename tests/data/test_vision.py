@@ -166,7 +166,7 @@ BAD = {
     "no list": (chat(images="0.png"), "expected a list of paths"),
     "text line": ({"text": "x", "images": ["0.png"]}, "a text line has no place for an image"),
     "own token": (chat("0.png", user="<image> <|image_pad|>"), "2 image tokens for 1 images"),
-    "video": (chat(video="a.mp4"), "videos are not read yet"),
+    "video": (chat(video="a.mp4"), "video a.mp4: the model's processor reads no videos"),
     "part": (chat("0.png", user=[{"type": "sound"}]), "message 1: expected parts"),
     "no user": ({"messages": [{"role": "system", "content": "x"}], "images": ["0.png"]}, "no user message"),
 }

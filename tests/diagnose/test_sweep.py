@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+
 import deltatune  # noqa: F401
 
 # isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from packaging.version import Version
 
+import other_towers
 from deltatune.diagnose import sweep_trace
 from deltatune.diagnose.sweep import Kernel, sweep, without_gradient
 from deltatune.errors import UserError
+
+recent = pytest.mark.skipif(
+    importlib.util.find_spec("mlx_vlm") is None or Version(importlib.metadata.version("mlx-vlm")) < Version("0.7"),
+    reason="models that older versions of mlx-vlm do not have",
+)
 
 
 @pytest.fixture
@@ -65,6 +75,22 @@ def test_a_model_with_eyes_is_traced_as_on_an_apple_gpu(tiny_vision_model):
     assert [kernel.name.startswith("mrope_apply") for kernel in kernels] == [True]
     assert all(kernel.differentiable for kernel in kernels)
     assert kernels[0].calls == 6
+
+
+@recent
+def test_the_kimi_towers_table_of_positions_has_no_gradient():
+    model = other_towers.build("kimi_vl")
+    model.set_dtype(mx.bfloat16)
+    assert without_gradient(sweep(model)) == [
+        "this layer cannot be trained: mlx_vlm.models.kernels.bicubic_interpolate runs the kernel "
+        "bicubic_interpolation_antialias, which has no gradient"
+    ]
+
+
+@recent
+def test_a_model_whose_backward_upstream_refuses_is_one_message():
+    with pytest.raises(UserError, match=r"glm5_next: this layer cannot be trained: .* VJP with respect to indices"):
+        sweep(other_towers.build("glm5_next"))
 
 
 def test_a_model_that_keeps_no_config_is_refused():

@@ -18,7 +18,7 @@ from deltatune.errors import UserError
 from deltatune.models import vision as taken_apart
 from deltatune.models.load import load
 from deltatune.models.vision import has_vision, split_vision, vision_arrays, vision_spec
-from deltatune.models.vision_inputs import Picture, token_positions, vision_batch
+from deltatune.models.vision_inputs import Picture, single_frames, token_positions, vision_batch
 from deltatune.patches import patched
 
 pytest.importorskip("mlx_vlm")
@@ -99,6 +99,51 @@ def compared(expected, actual):
             found[name] = difference
     assert any(mx.abs(actual[name]).max() > 0 for name in actual if "vision_tower.blocks.0" in name)
     return found
+
+
+def with_videos(spec, videos, seed=0):
+    """One row of text and videos of these grids, a time before each frame: (tokens, positions, pictures)."""
+    draw = np.random.default_rng(seed)
+    tokens, pictures = draw.integers(7, 300, 5).tolist(), []
+    for grid in videos:
+        pictures.append(Picture(draw.standard_normal((int(np.prod(grid)), spec.values)).astype(np.float32), grid))
+        for frame in single_frames([grid]):
+            block = [spec.start_token, *([spec.video_token] * spec.tokens(frame)), spec.end_token]
+            tokens += [*draw.integers(7, 300, 3), *block]
+    tokens = np.array([*tokens, *draw.integers(7, 300, 3)], np.int32)
+    return tokens, token_positions(tokens, single_frames(videos), spec), pictures
+
+
+@pytest.mark.parametrize("family", vision.VISION_FAMILIES)
+def test_videos_have_the_logits_positions_and_gradients_of_upstream(tiny_vision_model, family):
+    model = tiny_vision_model(family)
+    spec = vision_spec(model)
+    videos = [(3, 4, 6), (2, 2, 4)]
+    tokens, positions, pictures = with_videos(spec, videos)
+    grids = mx.array(videos)
+    expected, _ = model.language_model.get_rope_index(mx.array(tokens[None]), None, grids)
+    np.testing.assert_array_equal(positions, np.array(expected)[:, 0])
+    rows = mx.array(tokens[None])
+    ready = vision_batch([(tokens, positions, pictures)], len(tokens), spec)
+    assert ready.patches.shape[0] == 6
+    targets = mx.random.normal((1, len(tokens), 320))
+    pixels = mx.array(np.concatenate([picture.patches for picture in pictures]))
+
+    def theirs(model):
+        model.language_model._position_ids = model.language_model._rope_deltas = None
+        return (model(rows, pixel_values_videos=pixels, video_grid_thw=grids).logits * targets).sum()
+
+    def ours(model):
+        return (split.head(split.backbone(rows, vision_arrays(ready))) * targets).sum()
+
+    model.train()
+    with patched(model):
+        split = split_vision(model)
+        expected, tree = nn.value_and_grad(model, theirs)(model)
+        actual, other = nn.value_and_grad(model, ours)(model)
+        mx.eval(expected, tree, actual, other)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert not compared(dict(tree_flatten(tree)), dict(tree_flatten(other)))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])

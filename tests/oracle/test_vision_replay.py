@@ -1,4 +1,4 @@
-"""Training on images against the recorded runs of transformers + PEFT: same checkpoint, images, optimizer; no torch."""
+"""Training on images and videos against recorded runs of transformers + PEFT: same checkpoint, batches; no torch."""
 
 from __future__ import annotations
 
@@ -58,10 +58,31 @@ def rows_and_columns_swapped(monkeypatch):
     monkeypatch.setattr(vision_tower, "_angles", lambda tower, places: angles(tower, places[..., ::-1]))
 
 
+def positions_of_text(monkeypatch):
+    """Every token of a video in a place of its own, as if it were a word."""
+    plain = lambda tokens, grids, spec: np.tile(np.arange(len(tokens), dtype=np.int32), (3, 1))  # noqa: E731
+    monkeypatch.setattr(vision_ours, "token_positions", plain)
+
+
+def frames_in_another_order(monkeypatch):
+    grouped = vision_ours.vision_batch
+
+    def turned(rows, width, spec):
+        return grouped([(*row, [backwards(picture) for picture in pictures]) for *row, pictures in rows], width, spec)
+
+    def backwards(picture):
+        frames = picture.patches.reshape(picture.grid[0], -1, picture.patches.shape[1])
+        return vision_ours.Picture(frames[::-1].reshape(picture.patches.shape), picture.grid)
+
+    monkeypatch.setattr(vision_ours, "vision_batch", turned)
+
+
 FAULTS = {
     "mlx-vlm's own GELUs": (wrong_gelus, "qwen3_vl_moe"),
     "no gradient through the tower": (no_gradient_through_the_tower, "qwen3_vl"),
     "rows and columns swapped": (rows_and_columns_swapped, "qwen3_vl"),
+    "positions of text": (positions_of_text, "qwen3_vl-video"),
+    "frames in another order": (frames_in_another_order, "qwen3_vl-video"),
 }
 
 

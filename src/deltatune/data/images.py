@@ -33,7 +33,7 @@ class ImageReader:
 
     def picture(self, value: Any, source: str) -> Picture:
         """The patches of an image. UserError, with `source`, where it is missing, damaged, of an odd mode or shape."""
-        image = _open(self._file(value, source), source)
+        image = open_image(image_file(value, self.folder, source), source)
         try:
             found = self.processor([image], **self.limits)
         except (ValueError, TypeError) as error:
@@ -44,26 +44,27 @@ class ImageReader:
 
     def digest(self, value: Any, source: str) -> bytes:
         """Tells this image from another, to resume on the same data."""
-        file = self._file(value, source)
+        file = image_file(value, self.folder, source)
         content = file.read_bytes() if isinstance(file, Path) else file
         return hashlib.blake2b(content if isinstance(content, bytes) else content.tobytes(), digest_size=16).digest()
 
-    def _file(self, value: Any, source: str) -> Any:
-        """A path, bytes, or a PIL image."""
-        if isinstance(value, Mapping):
-            if value.get("bytes") is not None:
-                return value["bytes"]
-            value = value.get("path")
-        if isinstance(value, str):
-            if value.startswith(("http://", "https://", "data:")):
-                raise UserError(f"{source}: image {value[:60]}: expected a path; download it, and give its path.")
-            path = self.folder / Path(value).expanduser()
-            if not path.is_file():
-                raise UserError(f"{source}: image {value}: no such file ({path}); paths begin at the data's folder.")
-            return path
-        if hasattr(value, "tobytes") and hasattr(value, "mode"):
-            return value
-        raise UserError(f"{source}: expected the path of an image, got {type(value).__name__} {str(value)[:60]!r}.")
+
+def image_file(value: Any, folder: Path, source: str) -> Any:
+    """What a row gives for an image: a path, bytes, or a PIL image. UserError, with `source`, for anything else."""
+    if isinstance(value, Mapping):
+        if value.get("bytes") is not None:
+            return value["bytes"]
+        value = value.get("path")
+    if isinstance(value, str):
+        if value.startswith(("http://", "https://", "data:")):
+            raise UserError(f"{source}: image {value[:60]}: expected a path; download it, and give its path.")
+        path = folder / Path(value).expanduser()
+        if not path.is_file():
+            raise UserError(f"{source}: image {value}: no such file ({path}); paths begin at the data's folder.")
+        return path
+    if hasattr(value, "tobytes") and hasattr(value, "mode"):
+        return value
+    raise UserError(f"{source}: expected the path of an image, got {type(value).__name__} {str(value)[:60]!r}.")
 
 
 def name_of(value: Any) -> str:
@@ -73,8 +74,8 @@ def name_of(value: Any) -> str:
     return f"image {value}" if isinstance(value, str) else "image in the data set"
 
 
-def _open(file: Any, source: str) -> Any:
-    """The image, whole, upright, in RGB."""
+def open_image(file: Any, source: str) -> Any:
+    """The image of a path, of bytes or already open: whole, upright, in RGB. UserError, with `source`, where bad."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     named = f"{source}: image {file}" if isinstance(file, Path) else f"{source}: image in the data set"

@@ -9,10 +9,10 @@ from ..config import TrainConfig, nearest
 from ..errors import UserError
 from .example import Example, Splits
 from .packing import pack
+from .places import VIDEO, seen_in
 from .reader import Eyes, Reader
 from .sources import Table, hugging_face, jsonl, saved
 from .text import CHAT, COMPLETION, TEXT, Features
-from .vision import has_image
 
 OVERLONG = ("truncate", "skip")
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
@@ -24,13 +24,13 @@ _DATA_FILES = ("*.parquet", "*.arrow", "*.csv", "*.jsonl", "*.jsonl.gz")
 
 
 def first_image(config: TrainConfig) -> str | None:
-    """Where the first image of the data stands (file and line), or None where it is text alone."""
+    """Where the first image or video of the data stands (file and line), or None where it is text alone."""
     wanted = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
     for parts in _tables(config, wanted).values():
         for table, features in parts:
             for source, row in table.candidates():
-                if has_image(row, features.chat):
-                    return source
+                if seen := seen_in(row, features.chat):
+                    return f"{source}, in a video" if seen == VIDEO else source
     return None
 
 

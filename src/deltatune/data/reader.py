@@ -15,8 +15,10 @@ from ..errors import UserError
 from ..models.vision_inputs import VisionSpec
 from .example import Example
 from .images import ImageReader
+from .pictures import SightReader
 from .sources import Table
 from .text import Features, TextEncoder
+from .videos import VideoReader, video_names
 from .vision import VisionEncoder
 
 _PROGRESS_ROWS = 2000
@@ -24,10 +26,12 @@ _PROGRESS_ROWS = 2000
 
 @dataclass(frozen=True)
 class Eyes:
-    """What reading images takes of a model: its image processor, and the numbers of its vision tower."""
+    """What reading images takes of a model: its image processor, the numbers of its vision tower, and for videos its
+    video processor."""
 
     processor: Any
     spec: VisionSpec
+    videos: Any = None
 
 
 class Reader:
@@ -43,7 +47,8 @@ class Reader:
         encoder = self._encoder(features)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
         kept: list[Example] = []
-        overlong, longest, halved = 0, 0, 0
+        overlong, longest = 0, 0
+        halved: list[str] = []
         # Progress goes to the terminal alone: it has no place in a log file.
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -56,8 +61,8 @@ class Reader:
                     overlong, longest = overlong + 1, max(longest, len(example.tokens))
                     if skip:
                         continue
-                    if _cuts_an_image(example, limit):
-                        halved += 1
+                    if example.pictures is not None and (what := example.pictures.halved(example.tokens, limit)):
+                        halved.append(what)
                         continue
                     example = _truncated(example, limit)
                 kept.append(example)
@@ -73,13 +78,16 @@ class Reader:
             name: value for name in ("min_pixels", "max_pixels") if (value := getattr(self._config, name)) is not None
         }
         folder = Path(self._config.data).expanduser()
-        return VisionEncoder(text, self._eyes.spec, ImageReader(self._eyes.processor, folder, limits))
+        images = ImageReader(self._eyes.processor, folder, limits)
+        videos = VideoReader(self._eyes.videos, folder, limits, self._config.fps, self._config.video_max_frames)
+        names = video_names(self._tokenizer, self._eyes.spec)
+        return VisionEncoder(text, self._eyes.spec, SightReader(images, videos), names)
 
-    def _note_overlong(self, table: Table, overlong: int, halved: int, longest: int, kept: int) -> None:
+    def _note_overlong(self, table: Table, overlong: int, halved: list[str], longest: int, kept: int) -> None:
         if not overlong:
             return
         skip = self._config.overlong == "skip"
-        total = overlong + kept if skip else kept + halved
+        total = overlong + kept if skip else kept + len(halved)
         done, other = ("skipped", "truncate cuts them") if skip else ("truncated", "skip leaves them out")
         self.notes.append(
             f"{table.name}: {overlong:,} of {total:,} examples are longer than max_seq_length "
@@ -87,19 +95,12 @@ class Reader:
             f"--overlong {other}."
         )
         if halved:
+            what = " or ".join({"image": "an image", "video": "a video"}[kind] for kind in sorted(set(halved)))
+            fewer = ", or take fewer frames with --video-max-frames" if "video" in halved else ""
             self.notes.append(
-                f"{table.name}: {halved:,} of them were skipped, not truncated: the limit would cut an image in half. "
-                "Raise max_seq_length, or scale images down with --max-pixels."
+                f"{table.name}: {len(halved):,} of them were skipped, not truncated: the limit would cut {what} in "
+                f"half. Raise max_seq_length, or scale images down with --max-pixels{fewer}."
             )
-
-
-def _cuts_an_image(example: Example, limit: int) -> bool:
-    """Whether the cut at `limit` goes through an image, or leaves one at the very end."""
-    pictures = example.pictures
-    if pictures is None:
-        return False
-    marks = np.isin(example.tokens, (pictures.spec.image_token, pictures.spec.video_token))
-    return bool(marks[limit - 1])
 
 
 def _truncated(example: Example, limit: int) -> Example:

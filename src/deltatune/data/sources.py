@@ -20,7 +20,7 @@ _TRIED_ROWS = 100
 class Table:
     """Rows of one split: `rows()` yields (source, row), `count` of them or a few less; `name` is for messages.
 
-    `candidates()` yields those that may have an image, found without reading the others closely.
+    `candidates()` yields those that may have an image or a video, found without reading the others closely.
     """
 
     name: str
@@ -36,14 +36,14 @@ def jsonl(path: Path) -> Table:
             count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    return Table(str(path), count, lambda: _lines(path), lambda: _lines(path, b'"image'))
+    return Table(str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')))
 
 
-def _lines(path: Path, holding: bytes = b"") -> Rows:
-    """The rows of lines that hold some bytes."""
+def _lines(path: Path, holding: tuple[bytes, ...] = (b"",)) -> Rows:
+    """The rows of lines that hold one of some bytes."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            if holding not in raw:
+            if not any(each in raw for each in holding):
                 continue
             source = f"{path}:{number}"
             try:

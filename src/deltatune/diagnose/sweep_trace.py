@@ -26,6 +26,7 @@ def main() -> None:
     from deltatune.patches import patched
 
     model = getattr(importlib.import_module(request["module"]), request["class"])(request["arguments"])
+    model.set_dtype(getattr(mx, request["dtype"]))
     model.train()
     _found.clear()
     with patched() if request["patches"] else nullcontext():
@@ -86,27 +87,49 @@ def _caller() -> str:
 
 
 def _trace(model: Any, config: Any) -> None:
-    tokens = mx.zeros((1, _LENGTH), mx.int32)
-    more: dict[str, mx.array] = {}
+    tokens: list[int] = [0] * _LENGTH
+    more: dict[str, Any] = {}
     vision = getattr(config, "vision_config", None)
-    if vision is not None and hasattr(vision, "temporal_patch_size"):
-        tokens, more = _with_image(config, vision)
+    if vision is not None:
+        # Some models have no default for it.
+        more = {"pixel_values": None}
+        if hasattr(config, "media_placeholder_token_id"):
+            tokens, more = _moonvit(config, vision)
+        elif hasattr(vision, "in_channels") and hasattr(config, "image_token_id"):
+            tokens, more = _patches(config, vision)
+    rows = mx.array([tokens])
 
     def loss(parameters: Any) -> mx.array:
         model.update(parameters)
-        output = model(tokens, **more)
+        output = model(rows, **more)
         return (output if isinstance(output, mx.array) else output.logits).astype(mx.float32).sum()
 
     mx.value_and_grad(loss)(model.parameters())
 
 
-def _with_image(config: Any, vision: Any) -> tuple[mx.array, dict[str, mx.array]]:
+def _patches(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
+    """An image in flat patches of several frames: Qwen3-VL, Qwen3.5, GLM-5-Next."""
     frames, height, width = _GRID
     places = frames * height * width // vision.spatial_merge_size**2
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    row = [1, config.vision_start_token_id, *([config.image_token_id] * places), config.vision_end_token_id, 1]
+    # Models that find places by the token before them name it in one of two ways.
+    start, end = (
+        getattr(config, f"vision_{which}_token_id", None) or getattr(config, f"image_{which}_token_id")
+        for which in ("start", "end")
+    )
     pixels = mx.zeros((frames * height * width, patch))
-    return mx.array([row]), {"pixel_values": pixels, "image_grid_thw": mx.array([_GRID])}
+    tokens = [1, start, *([config.image_token_id] * places), end, 1]
+    return tokens, {"pixel_values": pixels, "image_grid_thw": mx.array([_GRID])}
+
+
+def _moonvit(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
+    """An image in square patches: the Kimi family."""
+    _, height, width = _GRID
+    down, across = vision.merge_kernel_size
+    places = height * width // (down * across)
+    pixels = mx.zeros((height * width, 3, vision.patch_size, vision.patch_size))
+    tokens = [1, *([config.media_placeholder_token_id] * places), 1]
+    return tokens, {"pixel_values": pixels, "image_grid_hws": mx.array([[height, width]])}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,12 @@ def prompt_tokens(
     chat_template: bool = True,
     template_options: dict[str, Any] | None = None,
     images: int = 0,
+    videos: Sequence[str] = (),
 ) -> list[int]:
     """The tokens of a user's `prompt`, through the tokenizer's chat template where it has one and it is wanted.
 
-    images: how many stand before it; the template then writes one image token for each.
+    images: how many stand before it; the template then writes one image token for each. videos: what is written for
+    each of those that stand before it.
     """
     if not (chat_template and tokenizer.has_chat_template):
         return tokenizer.encode(prompt)
@@ -42,8 +44,9 @@ def prompt_tokens(
     if system_prompt is not None:
         messages = [{"role": "system", "content": system_prompt}]
     content: Any = prompt
-    if images:
-        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": prompt}]
+    if images or videos:
+        before = [{"type": "image"}] * images + [{"type": "text", "text": text} for text in videos]
+        content = [*before, {"type": "text", "text": prompt}]
     messages.append({"role": "user", "content": content})
     prefilled = prefill_response is not None
     if prefilled:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError
-from .vision_inputs import Picture, VisionBatch, VisionSpec, token_positions, vision_batch
+from .vision_inputs import Picture, VisionBatch, VisionSpec, single_frames, token_positions, vision_batch
 from .vision_tower import TowerInputs, run_tower
 
 # Relative difference of our order of the tower's operations from upstream's.
@@ -31,13 +31,15 @@ def has_vision(model: nn.Module) -> bool:
 
 def vision_spec(model: Any) -> VisionSpec:
     """The numbers that images are cut and counted by. UserError for a tower that is not of the Qwen3-VL kind."""
-    tower, config = model.vision_tower, model.config
+    tower, config = model.get("vision_tower"), model.config
     parts = ("patch_embed", "pos_embed", "rotary_pos_emb", "blocks", "merger")
     missing = [name for name in parts if not hasattr(tower, name)]
     if missing:
+        what = "it has none by that name" if tower is None else f"{type(tower).__module__} has no {', '.join(missing)}"
         raise UserError(
-            f"{type(tower).__module__}: a vision tower without {', '.join(missing)} is of a kind that deltatune does "
-            "not train on images; it knows that of Qwen3-VL and Qwen3.5. Text trains with any."
+            f"{type(model).__module__}: this layer cannot be trained: the vision tower is of another kind than that of "
+            f"Qwen3-VL and Qwen3.5, the only one that deltatune trains on images with ({what}). Leave images and "
+            "videos out: text trains where mlx-lm knows the model (docs/vision.md)."
         )
     about = config.vision_config
     return VisionSpec(
@@ -49,6 +51,7 @@ def vision_spec(model: Any) -> VisionSpec:
         image_token=config.image_token_id,
         video_token=config.video_token_id,
         start_token=config.vision_start_token_id,
+        end_token=config.vision_end_token_id,
     )
 
 
@@ -97,7 +100,7 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
     spec = vision_spec(model)
     tokens, pictures = _example(spec)
     grids = [picture.grid for picture in pictures]
-    batch = vision_batch([(tokens, token_positions(tokens, _single(grids), spec), pictures)], len(tokens), spec)
+    batch = vision_batch([(tokens, token_positions(tokens, single_frames(grids), spec), pictures)], len(tokens), spec)
     modes = [(module, module.training) for module in model.modules()]
     kept = {name: getattr(model.language_model, name, None) for name in ("_position_ids", "_rope_deltas")}
     try:
@@ -107,7 +110,7 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
         expected = model(
             rows,
             pixel_values=mx.array(np.concatenate([picture.patches for picture in pictures])),
-            image_grid_thw=mx.array(_single(grids)),
+            image_grid_thw=mx.array(single_frames(grids)),
         ).logits
         actual = split.head(split.backbone(rows, vision_arrays(batch)))
     finally:
@@ -126,15 +129,11 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
         )
 
 
-def _single(grids: list[Any]) -> list[tuple[int, int, int]]:
-    return [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
-
-
 def _example(spec: VisionSpec) -> tuple[np.ndarray, list[Picture]]:
     random = np.random.default_rng(0)
     pictures = [
         Picture(random.standard_normal((int(np.prod(grid)), spec.values), np.float32), grid)
-        for grid in _single([(f, r // 2 * spec.merge, c // 2 * spec.merge) for f, r, c in _TRIED])
+        for grid in single_frames([(f, r // 2 * spec.merge, c // 2 * spec.merge) for f, r, c in _TRIED])
     ]
     tokens = [1]
     for picture in pictures:

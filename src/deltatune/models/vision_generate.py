@@ -1,14 +1,18 @@
-"""Text from images and a prompt: mlx-vlm's own generation, behind one function."""
+"""Text from images or videos and a prompt: mlx-vlm's own generation, behind two functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from ..errors import UserError
 from ..patches import patched
 from .generate import Sampling
 from .load import Loaded
+from .vision_inputs import Picture, single_frames
 
 
 def stream_with_images(
@@ -18,9 +22,26 @@ def stream_with_images(
 
     With the patches in force: qwen3_vl_moe sees what it was trained to see. UserError where an image is refused.
     """
+    text = loaded.tokenizer.decode(list(prompt))
+    yield from _stream(loaded, text, max_tokens, sampling, image=list(images))
+
+
+def stream_with_videos(
+    loaded: Loaded, prompt: Sequence[int], videos: Sequence[Picture], max_tokens: int, sampling: Sampling
+) -> Iterator[Any]:
+    """As `stream_with_images`, for videos already in patches. `prompt` has a token for each of their features."""
+    inputs = {
+        "input_ids": mx.array([list(prompt)]),
+        "pixel_values_videos": mx.array(np.concatenate([video.patches for video in videos])),
+        # Frame by frame, as they stand in the prompt: mlx-vlm before 0.7 does not take a video apart itself.
+        "video_grid_thw": mx.array(single_frames([video.grid for video in videos])),
+    }
+    yield from _stream(loaded, "", max_tokens, sampling, **inputs)
+
+
+def _stream(loaded: Loaded, text: str, max_tokens: int, sampling: Sampling, **inputs: Any) -> Iterator[Any]:
     from mlx_vlm import stream_generate
 
-    text = loaded.tokenizer.decode(list(prompt))
     options: dict[str, Any] = {
         "temperature": sampling.temp,
         "top_p": sampling.top_p,
@@ -29,8 +50,6 @@ def stream_with_images(
     }
     with patched():
         try:
-            yield from stream_generate(
-                loaded.model, loaded.processor, text, list(images), max_tokens=max_tokens, **options
-            )
+            yield from stream_generate(loaded.model, loaded.processor, text, max_tokens=max_tokens, **inputs, **options)
         except ValueError as error:
-            raise UserError(f"--image: {error}") from error
+            raise UserError(f"{'--image' if 'image' in inputs else '--video'}: {error}") from error

@@ -34,6 +34,7 @@ class VisionSpec:
     image_token: int
     video_token: int
     start_token: int
+    end_token: int
 
     def tokens(self, grid: Grid) -> int:
         """Tokens that an image or video of this grid takes."""
@@ -65,6 +66,11 @@ class VisionBatch:
     table: np.ndarray
     share: np.ndarray
     present: np.ndarray
+
+
+def single_frames(grids: Sequence[Grid]) -> list[Grid]:
+    """The grids of each frame by itself: so they stand in a prompt, with text between them."""
+    return [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
 
 
 def token_positions(tokens: np.ndarray, grids: Sequence[Grid], spec: VisionSpec) -> np.ndarray:

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..data import BatchOrder, Splits
 from ..data.load import first_image, load_datasets
 from ..data.reader import Eyes
 from ..data.show import show_batch
+from ..data.videos import Clip, Video, VideoReader, video_texts, with_features
 from ..errors import UserError
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.select import layer_paths
@@ -26,7 +28,7 @@ from ..models.generate import Sampling, prompt_tokens, stream
 from ..models.load import Loaded, load, locate
 from ..models.packing import check_packing
 from ..models.vision import has_vision, vision_spec
-from ..models.vision_generate import stream_with_images
+from ..models.vision_generate import stream_with_images, stream_with_videos
 from ..patches import patched
 from . import announce
 from .compiling import without_kernels
@@ -80,7 +82,8 @@ def eyes(loaded: Loaded) -> Eyes | None:
     """What reading images takes, of a model that was loaded to look at some."""
     if loaded.processor is None:
         return None
-    return Eyes(loaded.processor.image_processor, vision_spec(loaded.model))
+    videos = getattr(loaded.processor, "video_processor", None)
+    return Eyes(loaded.processor.image_processor, vision_spec(loaded.model), videos)
 
 
 def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
@@ -190,6 +193,9 @@ class GenerateOptions:
     chat_template_config: str | None = None
     extra_eos_token: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
+    video: tuple[str, ...] = ()
+    fps: float | None = None
+    video_max_frames: int | None = None
     verbose: bool = True
     trust_remote_code: bool = False
 
@@ -199,13 +205,11 @@ def generate(options: GenerateOptions) -> str:
     if options.seed is not None:
         mx.random.seed(options.seed)
     template_options = _template_options(options.chat_template_config)
-    for name in options.image:
-        if not Path(name).is_file():
-            raise UserError(f"--image {name}: no such file.")
-    image = f"--image {options.image[0]}" if options.image else None
-    loaded = _load_with_adapter(options.model, options.adapter_path, options.trust_remote_code, image)
+    shown = _shown(options)
+    loaded = _load_with_adapter(options.model, options.adapter_path, options.trust_remote_code, shown)
     for token in options.extra_eos_token:
         loaded.tokenizer.add_eos_token(token)
+    clips = _clips(options, loaded) if options.video else []
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokens = prompt_tokens(
         loaded.tokenizer,
@@ -215,12 +219,17 @@ def generate(options: GenerateOptions) -> str:
         chat_template=not options.ignore_chat_template,
         template_options=template_options,
         images=len(options.image),
+        videos=video_texts(loaded.tokenizer, clips, vision_spec(loaded.model)) if clips else (),
     )
     if not tokens:
         raise UserError("--prompt: nothing is left of it after the chat template; give a text.")
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
     if options.image:
         answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
+    elif clips:
+        tokens = with_features(tokens, clips, vision_spec(loaded.model))
+        pictures = [clip.picture for clip in clips]
+        answer = stream_with_videos(loaded, tokens, pictures, options.max_tokens, sampling)
     else:
         answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
@@ -235,6 +244,30 @@ def generate(options: GenerateOptions) -> str:
             f"{last.generation_tps:.1f}/s; peak memory {last.peak_memory:.2f} GB]"
         )
     return "".join(parts)
+
+
+def _shown(options: GenerateOptions) -> str | None:
+    """The first image or video, as messages name it."""
+    for flag, names in (("--image", options.image), ("--video", options.video)):
+        for name in names:
+            if not Path(name).is_file():
+                raise UserError(f"{flag} {name}: no such file.")
+    if options.image and options.video:
+        raise UserError("--image and --video: give one of them.")
+    if options.video:
+        return f"--video {options.video[0]}"
+    return f"--image {options.image[0]}" if options.image else None
+
+
+def _clips(options: GenerateOptions, loaded: Loaded) -> list[Clip]:
+    """The videos in patches. Several images are the frames of one."""
+    names = options.video
+    framed = [(guess_type(name)[0] or "").startswith("image/") for name in names]
+    if any(framed) and not all(framed):
+        raise UserError("--video: images beside videos; give video files, or the images that are the frames of one.")
+    processor = getattr(loaded.processor, "video_processor", None)
+    reader = VideoReader(processor, Path(), {}, options.fps, options.video_max_frames)
+    return [reader.clip(Video(value), "--video") for value in ([list(names)] if all(framed) else names)]
 
 
 def _template_options(text: str | None) -> dict[str, Any]:

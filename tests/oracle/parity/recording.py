@@ -112,7 +112,7 @@ class Recording:
         """The checkpoint drawn again; ValueError where it or the batches are not those of the recording."""
         text = isinstance(case, Case)
         weights = case.family.weights(self.shapes) if text else case.weights(self.shapes)
-        if (checksums(weights) if text else vision.checksums(weights)) != self.checksums:
+        if (checksums(weights) if text else vision.checksums(weights, case.videos)) != self.checksums:
             raise ValueError("this machine draws another checkpoint or other batches than the recording had")
         return weights
 

@@ -1,4 +1,4 @@
-"""Parity on images: what is compared, the tiny checkpoints, and the batches of text and images both sides train on."""
+"""Parity on images and videos: what is compared, the tiny checkpoints, and the batches that both sides train on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 
 
 @dataclass(frozen=True)
 class VisionCase:
-    """text: options of the transformers text_config. deep: tower layers whose features the language model adds."""
+    """text: options of the transformers text_config. deep: tower layers whose features the language model adds.
+
+    videos: trained on batches with videos beside the images.
+    """
 
     model_type: str
     text: Config
@@ -48,6 +51,7 @@ class VisionCase:
     centred_norms: bool = False
     learning_rate: float = 4e-3
     draw: int = 0
+    videos: bool = False
 
     @property
     def options(self) -> Config:
@@ -110,6 +114,31 @@ CASES: dict[str, VisionCase] = {
         learning_rate=1.3e-2,
         draw=14,
     ),
+    "qwen3_5-video": VisionCase(
+        "qwen3_5",
+        {**_MIXED, **_ENCLOSED},
+        centred_norms=True,
+        learning_rate=2.5e-3,
+        draw=4,
+        videos=True,
+    ),
+    "qwen3_5_moe-video": VisionCase(
+        "qwen3_5_moe",
+        {**_MIXED, **_ENCLOSED, **_EXPERTS},
+        centred_norms=True,
+        learning_rate=2.7e-3,
+        draw=41,
+        videos=True,
+    ),
+    "qwen3_vl-video": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1), videos=True),
+    "qwen3_vl_moe-video": VisionCase(
+        "qwen3_vl_moe",
+        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        deep=(0, 1),
+        learning_rate=1.3e-2,
+        draw=14,
+        videos=True,
+    ),
 }
 
 
@@ -121,7 +150,10 @@ def mlx_path(path: str) -> str:
 
 @dataclass(frozen=True)
 class VisionRows:
-    """One batch. tokens [B, T+1], counts [B, T], lengths; patches and grids of each row's images."""
+    """One batch. tokens [B, T+1], counts [B, T], lengths; patches and grids of each row's images and videos.
+
+    A grid of more than one frame is a video's.
+    """
 
     tokens: np.ndarray
     counts: np.ndarray
@@ -138,21 +170,32 @@ _GRIDS = (
 )
 
 
+# With videos: alone, beside an image before and behind them, of other lengths, and rows without.
+_VIDEO_GRIDS = (
+    (((3, 4, 2),), (), ((1, 2, 4), (2, 4, 4))),
+    (((2, 4, 6), (1, 4, 4)), ((4, 2, 2),)),
+    ((), ((2, 2, 2),), ((1, 4, 2),), ((2, 2, 4), (3, 2, 2))),
+)
+
+
 @cache
-def batch(step: int) -> VisionRows:
+def batch(step: int, videos: bool = False) -> VisionRows:
     """seeded.batch with images put in after the first tokens of a row, and between the next; those do not count."""
-    rows, grids = seeded.batch(step), _GRIDS[step % len(_GRIDS)]
-    draw = seeded.generator(f"images {step}")
+    table = _VIDEO_GRIDS if videos else _GRIDS
+    rows, grids = seeded.batch(step), table[step % len(table)]
+    draw = seeded.generator(f"videos {step}" if videos else f"images {step}")
     tokens, counts, lengths, patches = [], [], [], []
     for row, size in enumerate(rows.lengths):
         words, counted = rows.tokens[row, :size].tolist(), [0.0, *rows.counts[row, : size - 1].tolist()]
-        pictures = []
+        pictures, at = [], 1
         for index, grid in enumerate(grids[row]):
             count = int(np.prod(grid))
             pictures.append(((draw.random((count, VALUES)) - 0.5) * 3).astype(np.float32))
-            block = [START, *([IMAGE] * (count // MERGE**2)), END]
-            at = 1 + 12 * index
+            block = _block(grid, draw)
+            # A video's block is longer than the images' distance.
+            at = at if videos else 1 + 12 * index
             words[at:at], counted[at:at] = block, [0.0] * len(block)
+            at += len(block) + 6
         tokens.append(words)
         counts.append(counted)
         lengths.append(len(words))
@@ -165,11 +208,21 @@ def batch(step: int) -> VisionRows:
     return VisionRows(padded, weights[:, 1:], tuple(lengths), tuple(patches), grids)
 
 
-def checksums(weights: Weights) -> dict[str, str]:
-    """What both sides start from: the checkpoint, and the batches with their images."""
+def _block(grid: tuple[int, int, int], draw: np.random.Generator) -> list[int]:
+    """What stands in a row for an image, or for a video: its frames one by one, each behind a time in two tokens."""
+    frames, height, width = grid
+    size = height * width // MERGE**2
+    if frames == 1:
+        return [START, *([IMAGE] * size), END]
+    times = [[7 + int(draw.random() * 200) for _ in range(2)] for _ in range(frames)]
+    return [token for time in times for token in (*time, START, *([VIDEO] * size), END)]
+
+
+def checksums(weights: Weights, videos: bool = False) -> dict[str, str]:
+    """What both sides start from: the checkpoint, and the batches with their images and videos."""
     tensors: dict[str, Any] = {}
     for step in range(STEPS):
-        rows = batch(step)
+        rows = batch(step, videos)
         tensors |= {f"{step}.tokens": rows.tokens, f"{step}.counts": rows.counts}
         for row, pictures in enumerate(rows.patches):
             tensors |= {f"{step}.{row}.{index}": picture for index, picture in enumerate(pictures)}

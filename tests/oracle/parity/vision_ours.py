@@ -18,7 +18,7 @@ from deltatune.data import Batch
 from deltatune.lora import convert_to_lora
 from deltatune.models.load import load_eyes
 from deltatune.models.vision import split_vision, vision_spec
-from deltatune.models.vision_inputs import Picture, VisionSpec, token_positions, vision_batch
+from deltatune.models.vision_inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
 from deltatune.patches import patched
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
@@ -65,7 +65,7 @@ def as_batch(rows: VisionRows, spec: VisionSpec) -> Batch:
         tokens, grids = rows.tokens[index, :size], rows.grids[index]
         pictures = [Picture(patches, grid) for patches, grid in zip(rows.patches[index], grids, strict=True)]
         # The last token is predicted and never read.
-        ready.append((tokens[:-1], token_positions(tokens, grids, spec)[:, :-1], pictures))
+        ready.append((tokens[:-1], token_positions(tokens, single_frames(grids), spec)[:, :-1], pictures))
     inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
     images = vision_batch(ready, inputs.shape[1], spec)
     empty = tuple(("",) for _ in inputs)
@@ -91,7 +91,7 @@ def run(
         optimizer = build_optimizer(options)
         step = Step(model, optimizer, chunked_loss(split.backbone, split.head), World())
         for index in range(STEPS):
-            total, weight, gradients = step.micro_batch(as_batch(batch(index), spec), None)
+            total, weight, gradients = step.micro_batch(as_batch(batch(index, case.videos), spec), None)
             norm = step.update(gradients, total, weight)
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
             losses.append(total.item() / weight.item())

@@ -1,4 +1,4 @@
-"""Live runs on images and the recordings made from them. Needs torch."""
+"""Live runs on images and videos, and the recordings made from them. Needs torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def record(name: str, case: VisionCase) -> tuple[Reference, Difference]:
             "config": base.config,
             "shapes": {key: value.shape for key, value in base.weights.items()},
             "targets": base.targets,
-            "checksums": vision.checksums(base.weights),
+            "checksums": vision.checksums(base.weights, case.videos),
             "losses": base.run.losses,
             "gradients": recording.summary(base.run.gradients),
             "adapters": recording.summary(base.run.final, base.initial),

@@ -1,4 +1,4 @@
-"""The run of transformers + PEFT on text and images. Needs torch."""
+"""The run of transformers + PEFT on text, images and videos. Needs torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from . import theirs
 from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
 from .families import Config, Weights
-from .vision import IMAGE, VisionCase, batch
+from .vision import IMAGE, VIDEO, VisionCase, VisionRows, batch
 
 
 def layout(case: VisionCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
@@ -65,7 +65,7 @@ def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameter
     losses = []
     gradients: Adapters = {}
     for step in range(STEPS):
-        rows = batch(step)
+        rows = batch(step, case.videos)
         tokens = torch.from_numpy(rows.tokens).long()
         labels = tokens.clone()
         labels[:, 1:][torch.from_numpy(rows.counts == 0)] = -100
@@ -75,9 +75,8 @@ def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameter
             input_ids=tokens,
             attention_mask=present.long(),
             labels=labels,
-            pixel_values=torch.from_numpy(np.concatenate([each for row in rows.patches for each in row])),
-            image_grid_thw=torch.tensor([grid for row in rows.grids for grid in row]),
-            mm_token_type_ids=(tokens == IMAGE).int(),
+            **_pictures(rows),
+            mm_token_type_ids=(tokens == IMAGE).int() + 2 * (tokens == VIDEO).int(),
             use_cache=False,
         ).loss
         optimizer.zero_grad()
@@ -87,3 +86,22 @@ def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameter
         optimizer.step()
         losses.append(loss.item())
     return Run(losses, gradients, theirs.copied(parameters))
+
+
+def _pictures(rows: VisionRows) -> dict[str, torch.Tensor]:
+    """The model's arguments for the images and videos of a batch, of each kind where there is one."""
+    found: dict[str, torch.Tensor] = {}
+    for patches, grids, wanted in (
+        ("pixel_values", "image_grid_thw", lambda grid: grid[0] == 1),
+        ("pixel_values_videos", "video_grid_thw", lambda grid: grid[0] > 1),
+    ):
+        kept = [
+            (patch, grid)
+            for row, of_row in zip(rows.patches, rows.grids, strict=True)
+            for patch, grid in zip(row, of_row, strict=True)
+            if wanted(grid)
+        ]
+        if kept:
+            found[patches] = torch.from_numpy(np.concatenate([patch for patch, _ in kept]))
+            found[grids] = torch.tensor([grid for _, grid in kept])
+    return found
