@@ -225,6 +225,21 @@ def test_refuses_shapes_that_disagree(change, message):
         block(case, case.arrays | change)
 
 
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("index", [8, 9, 100_000, -1])
+def test_an_index_out_of_range_is_nan_and_nothing_else(index):
+    """One token's output; the others' and the memory behind them stay as they are."""
+    case = Case()
+    wanted = block(case, case.arrays)
+    case.indices = case.indices.astype(mx.int32)
+    case.indices[7, 1] = index
+    found = value_and_gradients(block, case, case.arrays)
+    assert mx.all(mx.isnan(found["y"][7]))
+    others = mx.array([token for token in range(case.tokens) if token != 7])
+    assert mx.abs(found["y"][others] - wanted[others]).max() < 1e-5
+    assert mx.any(mx.isnan(found["up.lora_a"]))
+
+
 def test_refuses_a_second_derivative():
     case = Case(tokens=4)
     up, down, gate = (Projection(case.arrays[f"{n}.weight"]) for n in NAMES)

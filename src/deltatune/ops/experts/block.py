@@ -8,7 +8,9 @@ so that no output is computed a second time for the scores' sake.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -44,7 +46,8 @@ def expert_block(
 
     Args:
         x: [..., D], fp32, bf16 or fp16.
-        indices: [..., k] integers below E; they get no gradient. Values are not checked.
+        indices: [..., k] integers from 0 to E - 1; they get no gradient. Values are data, which a lazy graph cannot
+            refuse: the output of a token with another one is NaN, and so is its gradient.
         scores: [..., k]; None leaves the outputs of the experts apart.
         up, down, gate: D -> I, I -> D, D -> I. Without gate the activation has one argument.
         activation: elementwise, without parameters of its own.
@@ -58,14 +61,25 @@ def expert_block(
     lead, top_k = indices.shape[:-1], indices.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
     flat = mx.stop_gradient(indices).reshape(-1, top_k)
+    # MLX would write past the end of memory for an expert that is not there. A negative number is a large one here.
+    flat = flat.astype(mx.uint32)
+    known = flat < _constant(up.experts, mx.uint32)
+    flat = flat * known
     projections = [up, down] if gate is None else [up, down, gate]
     layout = _layout(projections, *flat.shape)
     block = _Block(projections, activation, layout, scores is not None)
     weights = mx.ones(flat.size, x.dtype) if scores is None else scores.reshape(-1)
+    weights = mx.where(known.reshape(-1), weights, _constant(math.nan, weights.dtype))
     placed = layout.sort(flat)
     arrays = [array for projection in projections for array in projection.arrays()]
     y = block.function(len(placed))(rows, weights, *placed, *arrays)
     return y.reshape(*lead, -1) if scores is not None else y.reshape(*lead, top_k, -1)
+
+
+@cache
+def _constant(value: float, dtype: mx.Dtype) -> mx.array:
+    """One buffer for all layers and traces, which keep the constants that they are made with."""
+    return mx.array(value, dtype)
 
 
 class _Block:
