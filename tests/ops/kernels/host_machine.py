@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -52,6 +53,7 @@ def compiler() -> list[str]:
     return [clang] if clang else [sys.executable, "-m", "ziglang", "c++"]
 
 
+@cache
 def without_address_space(text: str) -> list[str]:
     """Pointers and references of `text` that name no address space: an error in Metal, none for clang on a CPU."""
     text = re.sub(r"//[^\n]*|#[^\n]*", "", text)
