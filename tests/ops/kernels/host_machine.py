@@ -36,7 +36,7 @@ MOST_BUFFERS = 31
 SPACES = ("device", "constant", "threadgroup", "thread", "GLOBAL")
 # C++14 and no double, as in Metal; nothing from a C++ library, so that any clang will do.
 FLAGS = ["-x", "c++", "-std=c++14", "-shared", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off"]
-# Compiling is most of the time, so the text is not optimised; zig links its runtime as for -O1, built five times sooner.
+# Not optimised, since compiling is most of the time; -O1 is for the runtime that zig builds once, five times sooner so.
 FLAGS += ["-O1", "-Xclang", "-O0"]
 FLAGS += ["-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-everything"]
 FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=double-promotion"]
