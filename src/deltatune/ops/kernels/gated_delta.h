@@ -89,8 +89,8 @@ inline Alive<Masked, M> alive(M mask, int row, int t0, int length) {
   return Alive<Masked, M>{mask, (long)row * length + t0, length - t0};
 }
 
-// Where a block has no room for matrices as wide as Dk (FAR), they are read where they lie in device memory. This is one
-// of an input's rows, by the index it would have in a shared matrix: zeros where a row is not live, and past the width.
+// Where a block has no room for matrices as wide as Dk (FAR, on Metal), they are read where they lie in device memory.
+// Rows of an input, each element by its index in the shared matrix there would be: zeros past Dk, and in rows not live.
 template <int DK, typename P, typename Live>
 struct FarRows {
   P from;
