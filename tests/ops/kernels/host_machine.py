@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,7 +35,9 @@ ATTRIBUTES = {
 MOST_BUFFERS = 31
 SPACES = ("device", "constant", "threadgroup", "thread", "GLOBAL")
 # C++14 and no double, as in Metal; nothing from a C++ library, so that any clang will do.
-FLAGS = ["-x", "c++", "-std=c++14", "-O1", "-shared", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off"]
+FLAGS = ["-x", "c++", "-std=c++14", "-shared", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off"]
+# Not optimised, since compiling is most of the time; -O1 is for the runtime that zig builds once, five times sooner so.
+FLAGS += ["-O1", "-Xclang", "-O0"]
 FLAGS += ["-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-everything"]
 FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=double-promotion"]
 # Calls the watch of host.h at every load and store.
@@ -50,6 +53,7 @@ def compiler() -> list[str]:
     return [clang] if clang else [sys.executable, "-m", "ziglang", "c++"]
 
 
+@cache
 def without_address_space(text: str) -> list[str]:
     """Pointers and references of `text` that name no address space: an error in Metal, none for clang on a CPU."""
     text = re.sub(r"//[^\n]*|#[^\n]*", "", text)

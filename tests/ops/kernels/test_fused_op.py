@@ -134,6 +134,33 @@ def test_refuses_a_second_derivative(on_machine):
         mx.grad(slope)(arrays["q"])
 
 
+def lazily(launch):
+    """A launch's outputs as MLX has them before anything runs, which is all that mx.vmap sees."""
+    touched = sum(array.sum().astype(mx.float32) for array in launch.inputs.values())
+    return [mx.zeros(shape, dtype) + touched.astype(dtype) for shape, dtype in launch.outputs.values()]
+
+
+@pytest.mark.parametrize("mapped", [NAMES, ("q",), ("beta",), ("mask",)], ids=" ".join)
+@pytest.mark.parametrize("around", [lambda f: f, mx.grad], ids=["forward", "gradient"])
+def test_refuses_vmap_by_name(mapped, around):
+    arrays = arguments() | {"mask": mx.ones((2, 20), mx.bool_)}
+    arrays |= {name: mx.stack([arrays[name]] * 3) for name in mapped}
+
+    def loss(*given):
+        function = partial(gated_delta_fused, cut=cut_on("metal"), execute=lazily)
+        return function(*given[:-1], mask=given[-1])[0].sum()
+
+    axes = tuple(0 if name in mapped else None for name in arrays)
+    with pytest.raises(ValueError, match=r"mx\.vmap cannot map the fused kernels.*fold the mapped axis into B"):
+        mx.vmap(around(loss), in_axes=axes)(*arrays.values())
+
+
+def test_chunk_can_be_mapped():
+    arrays = arguments()
+    y = mx.vmap(lambda *given: gated_delta_chunk(*given)[0])(*[mx.stack([array] * 2) for array in arrays.values()])
+    close([y[0], y[1]], [gated_delta_chunk(*arrays.values())[0]] * 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -12,6 +12,8 @@ from ..kernels.launch import Launch
 # What one block may hold in shared memory.
 METAL_BYTES = 32 * 1024
 CUDA_BYTES = 227 * 1024
+# Of a key that the Metal plans take: the contract's, and what a scan's registers are cut for.
+WIDEST = 256
 # Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state; and what an H200 runs at once.
 _FULL = 64
 _MULTIPROCESSORS = 132
@@ -27,7 +29,8 @@ class Plan:
 
     `chunk` positions at a time; the scans give a block `slice` rows of the state, and every 16 of them to `split`
     groups, while `loaders` groups more bring the next chunk; the gradients read `gradient_slice` rows at a time;
-    `stages` of a pipeline in shared memory; `overlay`: q and k come only after the slices, where memory is short.
+    `stages` of a pipeline in shared memory; `overlay`: q and k come only after the slices, where memory is short;
+    `far`: matrices as wide as a key stay in device memory and are read there (Metal alone).
     """
 
     batch: int
@@ -46,6 +49,7 @@ class Plan:
     gradient_groups: int
     stages: int
     overlay: bool
+    far: bool
     masked: bool
     segmented: bool
 
@@ -63,9 +67,13 @@ class Plan:
         """How states and their gradients are kept between kernels."""
         return mx.bfloat16 if self.dtype == mx.bfloat16 else mx.float32
 
+    def room(self, rows: int, size: int) -> int:
+        """Bytes of so many rows as wide as a key, in shared memory."""
+        return 0 if self.far else rows * (_padded(self.key_size) + 8) * size
+
     @property
     def keys(self) -> int:
-        return self.chunk * (_padded(self.key_size) + 8) * self.exact_bytes
+        return self.room(self.chunk, self.exact_bytes)
 
     @property
     def square(self) -> int:
@@ -114,7 +122,7 @@ class Plan:
     @cached_property
     def gradient_bytes(self) -> int:
         c, rows, saved = self.chunk, self.gradient_slice, self.saved.size
-        stage = 2 * rows * (_padded(self.key_size) + 8) * saved + rows * (c + 8) * 8
+        stage = 2 * self.room(rows, saved) + rows * (c + 8) * 8
         stage += c * (rows + 8) * self.exact_bytes
         pairs = 2 * self.keys + self.square * 8
         slices = (0 if self.overlay else 2 * self.keys) + self.stages * stage
@@ -158,17 +166,18 @@ def plan(
     tall = _padded(value_size)
     whole = [rows for rows in (64, 32, 16) if tall % rows == 0]
     if machine == "metal":
-        cuts = [(chunk, (16 * groups, 1, 0), 16, 1, True) for chunk in (32, 16) for groups in (2, 1)]
+        cuts = [(chunk, (16 * groups, 1, 0), 16, 1, True, False) for chunk in (32, 16) for groups in (2, 1)]
+        cuts += [(16, (32, 1, 0), 16, 1, True, True)] * (key_size <= WIDEST)
     else:
         scans = [_scan_cut(batch * value_heads, key_size, value_size, dtype), (32, 1, 0)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
-        cuts = [(c, scan, rows, 2, False) for c in chunks for scan in scans for rows in whole[:2]]
-        cuts += [(16, (32, 1, 0), rows, stages, stages == 1) for rows in whole for stages in (2, 1)]
-    for chunk, (rows, split, loaders), gradient_rows, stages, overlay in cuts:
+        cuts = [(c, scan, rows, 2, False, False) for c in chunks for scan in scans for rows in whole[:2]]
+        cuts += [(16, (32, 1, 0), rows, stages, stages == 1, False) for rows in whole for stages in (2, 1)]
+    for chunk, (rows, split, loaders), gradient_rows, stages, overlay, far in cuts:
         if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % split:
             continue
         groups = chunk // 16 * (2 if chunk == 64 else 4)
-        cut = (chunk, rows, split, loaders, gradient_rows, groups, stages, overlay)
+        cut = (chunk, rows, split, loaders, gradient_rows, groups, stages, overlay, far)
         made = Plan(*(*shape, dtype, machine, *cut, masked, segmented))
         if made.fits:
             return made
@@ -221,6 +230,7 @@ def _values(plan: Plan, order: tuple[str, ...], groups: int, rows: int | None) -
         "STAGES": plan.stages,
         "SPLIT": plan.split,
         "OVERLAY": plan.overlay,
+        "FAR": plan.far,
         "MASKED": plan.masked,
         "SEGMENTED": plan.segmented,
     }
@@ -268,8 +278,8 @@ def prepare(plan: Plan, x: Arguments) -> Launch:
         (plan.chunks, plan.value_heads, plan.batch),
         plan.prepare_bytes,
         groups=4,
-        order=("In", "C", "DK", "HK", "HV", "GROUPS", "MASKED", "SEGMENTED"),
-        memory_order=("In", "C", "DK"),
+        order=("In", "C", "DK", "HK", "HV", "GROUPS", "FAR", "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK", "FAR"),
     )
 
 
@@ -284,8 +294,8 @@ def _scan(name, plan: Plan, names, inputs, outputs) -> Launch:
         (-(-plan.value_size // plan.slice), plan.value_heads, plan.batch),
         plan.scan_bytes,
         groups=plan.scan_groups,
-        order=(*_BASE, "SPLIT", "MASKED"),
-        memory_order=("In", "C", "DK", "SLICE", "STAGES", "SPLIT"),
+        order=(*_BASE, "SPLIT", "FAR", "MASKED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "FAR"),
     )
 
 
@@ -337,7 +347,7 @@ def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, d
         (plan.chunks, plan.key_heads, plan.batch),
         plan.gradient_bytes,
         groups=plan.gradient_groups,
-        order=(*_BASE, "OVERLAY", "MASKED", "SEGMENTED"),
-        memory_order=("In", "C", "DK", "SLICE", "STAGES", "OVERLAY"),
+        order=(*_BASE, "OVERLAY", "FAR", "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "OVERLAY", "FAR"),
         rows=plan.gradient_slice,
     )

@@ -8,10 +8,13 @@ from functools import cached_property, lru_cache
 import mlx.core as mx
 
 from ..kernels.launch import Launch
-from .fused import Arguments, Plan, _launch, _padded
+from .fused import WIDEST, Arguments, Plan, _launch, _padded
 
+# Channels whose products with the states are in shared memory together, where a plan is far.
+_SPAN = 128
 # Blocks that fill a large GPU, as in fused.py.
 _FULL = 64
+_SCAN_MEMORY = ("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "FAR")
 _BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 
 
@@ -22,7 +25,7 @@ class ChannelPlan(Plan):
     @property
     def wide(self) -> int:
         """Bytes of one chunk of scaled keys, in full precision."""
-        return self.chunk * (_padded(self.key_size) + 8) * 4
+        return self.room(self.chunk, 4)
 
     @property
     def upper(self) -> int:
@@ -31,7 +34,7 @@ class ChannelPlan(Plan):
 
     @property
     def scaled_queries(self) -> int:
-        return self.chunk * (_padded(self.key_size) + 8) * self.saved.size
+        return self.room(self.chunk, self.saved.size)
 
     @property
     def across(self) -> int:
@@ -61,11 +64,11 @@ class ChannelPlan(Plan):
     @cached_property
     def gradient_bytes(self) -> int:
         c, rows, saved, width = self.chunk, self.gradient_slice, self.saved.size, _padded(self.key_size)
-        stage = 2 * rows * (width + 8) * saved + rows * (c + 8) * 8 + c * (rows + 8) * self.exact_bytes
-        two = c // 16 - 1
-        products = 3 * (c + 16 * two) * (width + 4) * 4
-        pairs = 2 * 16 * 24 * 4 * two
-        return max(self.stages * stage, products) + self.across + pairs + 2 * 68 * c + 20 * c + 20 * width + 16
+        stage = 2 * self.room(rows, saved) + rows * (c + 8) * 8 + c * (rows + 8) * self.exact_bytes
+        two, span = c // 16 - 1, _SPAN if self.far else width
+        products = 3 * (c + 16 * two) * (span + 4) * 4
+        pairs, by_channel = 2 * 16 * 24 * 4 * two, (8 if self.far else 20) * width
+        return max(self.stages * stage, products) + self.across + pairs + 2 * 68 * c + 20 * c + by_channel + 16
 
     @property
     def fits(self) -> bool:
@@ -82,23 +85,23 @@ def plan(
     segmented: bool,
 ) -> ChannelPlan | None:
     """As fused.plan, for gates a channel."""
-    batch, _, _, value_heads, _, value_size = shape
+    batch, _, _, value_heads, key_size, value_size = shape
     tall = _padded(value_size)
     whole = [rows for rows in (64, 32, 16) if tall % rows == 0]
     if machine == "metal":
-        cuts = [(chunk, 16 * groups, 16, 1) for chunk in (32, 16) for groups in (2, 1)]
+        cuts = [(chunk, 16 * groups, 16, 1, False) for chunk in (32, 16) for groups in (2, 1)]
+        cuts += [(16, 32, 16, 1, True)] * (key_size <= WIDEST)
     else:
         slices = [size for size in (128, 64, 32) if size <= max(32, tall)]
         full = [size for size in slices if batch * value_heads * -(-value_size // size) >= _FULL] or slices[-1:]
-        cuts = [(c, s, rows, 2) for c in (32, 16) for s in (full[0], 64, 32, 16) for rows in whole]
-        cuts += [(16, 16, rows, 1) for rows in whole]
-    for chunk, rows, gradient_rows, stages in cuts:
+        cuts = [(c, s, rows, 2, False) for c in (32, 16) for s in (full[0], 64, 32, 16) for rows in whole]
+        cuts += [(16, 16, rows, 1, False) for rows in whole]
+    for chunk, rows, gradient_rows, stages, far in cuts:
         if dtype == mx.float32 and machine == "metal" and chunk > 16:
             continue
         groups = 8 if chunk == 32 else 4
-        made = ChannelPlan(
-            *(*shape, dtype, machine, chunk, rows, 1, 0, gradient_rows, groups, stages, stages == 1, masked, segmented)
-        )
+        cut = (chunk, rows, 1, 0, gradient_rows, groups, stages, stages == 1, far)
+        made = ChannelPlan(*(*shape, dtype, machine, *cut, masked, segmented))
         if made.fits:
             return made
     return None
@@ -128,8 +131,8 @@ def prepare(plan: ChannelPlan, x: Arguments) -> Launch:
         (plan.chunks, plan.value_heads, plan.batch),
         plan.prepare_bytes,
         groups=4,
-        order=("In", "C", "DK", "HK", "HV", "GROUPS", "MASKED", "SEGMENTED"),
-        memory_order=("In", "C", "DK"),
+        order=("In", "C", "DK", "HK", "HV", "GROUPS", "FAR", "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK", "FAR"),
     )
 
 
@@ -148,8 +151,8 @@ def _scan(name: str, plan: ChannelPlan, names, inputs, outputs, size: int) -> La
         (-(-plan.value_size // plan.slice), plan.value_heads, plan.batch),
         size,
         groups=plan.scan_groups,
-        order=(*_BASE, "SPLIT", "MASKED"),
-        memory_order=("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "true", "true" if "reverse" in name else "false"),
+        order=(*_BASE, "SPLIT", "FAR", "MASKED"),
+        memory_order=(*_SCAN_MEMORY, "true", "true" if "reverse" in name else "false"),
     )
 
 
@@ -202,7 +205,7 @@ def gradients(plan: ChannelPlan, x: Arguments, factors, states, d_states, u, d_r
         (plan.chunks, plan.key_heads, plan.batch),
         plan.gradient_bytes,
         groups=plan.gradient_groups,
-        order=(*_BASE, "MASKED", "SEGMENTED"),
-        memory_order=("In", "C", "DK", "SLICE", "STAGES"),
+        order=(*_BASE, "FAR", "MASKED", "SEGMENTED"),
+        memory_order=("In", "C", "DK", "SLICE", "STAGES", "FAR"),
         rows=plan.gradient_slice,
     )

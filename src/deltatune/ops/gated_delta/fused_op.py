@@ -43,7 +43,7 @@ def gated_delta_fused(
     cut: makes the plan of a call, as plan_on does; by default that of MLX's device.
     execute: runs a launch; by default on MLX's device.
 
-    Raises ValueError for a call that the kernels do not cover (`uncovered` says why), and under mx.vmap;
+    Raises ValueError for a call that the kernels do not cover (`uncovered` says why), and when mx.vmap maps it;
     NotImplementedError when a second derivative is taken.
     """
     cut = cut or cut_on(backend.device())
@@ -55,8 +55,25 @@ def gated_delta_fused(
     extra += [segments.astype(mx.int32)] if segments is not None else []
     forward = _forward_by(cut, execute, stateful=initial_state is not None, **options)
     floats = [x.astype(mx.float32) for x in (log_g, beta, initial_state) if x is not None]
-    y, state, *_ = forward(q, k, v, *floats, *map(mx.stop_gradient, extra))
+    arrays = _unmapped()(q, k, v, *floats, *map(mx.stop_gradient, extra))
+    y, state, *_ = forward(*arrays)
     return y, state
+
+
+@cache
+def _unmapped() -> _Function:
+    """The arrays as they are, and no vmap over them: its rule is asked before MLX comes to the kernels behind it."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError(
+            "gated_delta: mx.vmap cannot map the fused kernels. Expected every array with its batch axis B first; fold "
+            "the mapped axis into B, or set DELTATUNE_GATED_DELTA=chunk, which can be mapped."
+        )
+
+    same = mx.custom_function(lambda *arrays: arrays)
+    same.vjp(lambda primals, cotangents, outputs: cotangents)
+    same.vmap(refuse)
+    return cast(_Function, same)
 
 
 @cache
@@ -121,7 +138,7 @@ def _forward_by(
         dq, dk, d_log_g, d_beta = execute(kernels.gradients(plan, x, factors, states, d_states, u, d_right, dy))
         return (dq, dk, dv, d_log_g, d_beta, d_initial)[:floats]
 
-    # No rule for vmap: MLX maps the graph inside as well, and its custom kernels refuse that.
+    # No rule for vmap here: MLX would map the graph inside as well, and its custom kernels have none (_unmapped).
     forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
 

@@ -36,8 +36,8 @@ def gated_delta(
     Returns y [B, T, Hv, Dv] in q's dtype, and the final state [B, Hv, Dv, Dk] in fp32.
 
     Raises ValueError, naming the argument, for a wrong shape or dtype; NotImplementedError when a second derivative
-    is taken. The values of log_g, beta and segments are not checked. On a GPU, mx.vmap ends in MLX's ValueError about
-    CustomKernel: fold the axis into B, or force chunk.
+    is taken. The values of log_g, beta and segments are not checked. Where the fused kernels serve, mx.vmap is refused
+    with a ValueError: fold the mapped axis into B, or force chunk.
 
     Source: arXiv 2412.06464 (scalar gates), arXiv 2510.26692 (a gate per channel); README.md beside this file.
     """

@@ -89,6 +89,38 @@ inline Alive<Masked, M> alive(M mask, int row, int t0, int length) {
   return Alive<Masked, M>{mask, (long)row * length + t0, length - t0};
 }
 
+// Where a block has no room for matrices as wide as Dk (FAR, on Metal), they are read where they lie in device memory.
+// Rows of an input, each element by its index in the shared matrix there would be: zeros past Dk, and in rows not live.
+template <int DK, typename P, typename Live>
+struct FarRows {
+  P from;
+  long first;
+  int row_stride;
+  Live live;
+  inline float get(int i) const {
+    const int row = (unsigned)i / stride_of(DK), column = (unsigned)i % stride_of(DK);
+    return column < DK && live(row) ? static_cast<float>(from[first + (long)row * row_stride + column]) : 0.0f;
+  }
+};
+template <int DK, typename P, typename Live>
+inline FarRows<DK, P, Live> far_rows(P from, long first, int row_stride, Live live) {
+  return FarRows<DK, P, Live>{from, first, row_stride, live};
+}
+template <bool FAR, typename Store, int C, int DK>
+inline constexpr int room_of() {
+  return FAR ? 0 : C * stride_of(DK) * Store::bytes;
+}
+
+template <bool Condition, typename X, typename Y> struct Choose { using type = X; };
+template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
+template <bool Value> struct Flag {};
+template <bool Condition> struct Choice {
+  template <typename X, typename Y> static inline X of(X x, Y) { return x; }
+};
+template <> struct Choice<false> {
+  template <typename X, typename Y> static inline Y of(X, Y y) { return y; }
+};
+
 // The gate of a position: exp(log_g), 1 where the step is not live, 0 where a document starts.
 template <bool Segmented, typename Live, typename L, typename Z>
 inline float gate_of(int i, Live live, L log_g, Z segments, int row, int head, int heads, int t0, int length) {
@@ -143,11 +175,11 @@ inline void fill_decay(Decay<C> d, threadgroup const float* gate, int index) {
   }
 }
 
-template <typename In, int C, int DK>
+template <typename In, int C, int DK, bool FAR>
 struct PrepareMemory {
   static constexpr constant int k = 0;
-  static constexpr constant int q = k + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int q_end = q + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int q = k + room_of<FAR, Exact<In>, C, DK>();
+  static constexpr constant int q_end = q + room_of<FAR, Exact<In>, C, DK>();
   // Once N and P stand, Q and K make room for Z and the rows that wait.
   static constexpr constant int z = 0;
   static constexpr constant int waiting = z + packed_offset(C / 16) * Wide<In>::bytes;
@@ -242,18 +274,18 @@ inline void solve_triangle(Place at, Z z, N waiting, N n, threadgroup const floa
 
 // solve [B,Hv,chunks] blocks of Z, scores of P, factors [B,Hv,chunks,3,C]: G, E, beta (0 where not live).
 // Grid: chunks, Hv, B.
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED, typename PQ,
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool FAR, bool MASKED, bool SEGMENTED, typename PQ,
           typename PK, typename PL, typename PB, typename PM, typename PZ>
 inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta, PM mask,
                                 PZ segments, GLOBAL float* solve, GLOBAL float* scores,
                                 GLOBAL float* factors) {
-  using Memory = PrepareMemory<In, C, DK>;
+  using Memory = PrepareMemory<In, C, DK, FAR>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
   constexpr int pairs = blocks * (blocks + 1) / 2, triangle = packed_offset(blocks);
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const long chunk = ((long)at.z * HV + at.y) * chunks + at.x;
-  const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
-  const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
+  const Exact<In> near_k = shared_at<Exact<In>>(memory, Memory::k, C * stride);
+  const Exact<In> near_q = shared_at<Exact<In>>(memory, Memory::q, C * stride);
   const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, triangle);
   const Wide<In> waiting = shared_at<Wide<In>>(memory, Memory::waiting, C * square);
   const Wide<In> n = shared_at<Wide<In>>(memory, Memory::n, C * square);
@@ -266,10 +298,14 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
   const auto live = alive<MASKED>(mask, at.z, t0, length);
 
   const long from = (((long)at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
+  const auto keys = Choice<FAR>::of(far_rows<DK>(k, from, HK * DK, live), near_k);
+  const auto queries = Choice<FAR>::of(far_rows<DK>(q, from, HK * DK, live), near_q);
   arrivals_start(memory + Memory::arrivals, at.index);
   Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
-  copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, arrival, at.index);
-  copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, arrival, at.index);
+  if (!FAR) {
+    copy_rows<C, columns, threads>(near_k, stride, k + from, HK * DK, DK, live, arrival, at.index);
+    copy_rows<C, columns, threads>(near_q, stride, q + from, HK * DK, DK, live, arrival, at.index);
+  }
   copies_sent(arrival, at.index);
   if (at.index < C) {
     gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, at.y, HV, t0, length);
@@ -315,16 +351,6 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
   solve_triangle<C, GROUPS>(at, z, waiting, n, diagonal, rate);
   write_block<triangle, threads>(solve_out, z, at.index);
 }
-
-template <bool Condition, typename X, typename Y> struct Choose { using type = X; };
-template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
-template <bool Value> struct Flag {};
-template <bool Condition> struct Choice {
-  template <typename X, typename Y> static inline X of(X x, Y) { return x; }
-};
-template <> struct Choice<false> {
-  template <typename X, typename Y> static inline Y of(X, Y y) { return y; }
-};
 
 // What the two scans multiply by the state. One gate a head: K and Q, and the gates scale the products. A gate a channel:
 // G K and G Q, and E K for the state's own end of the chunk.
@@ -494,13 +520,14 @@ inline void add_rough_times(thread Tile* sums, thread const Rough<In>* rows, Sto
 }
 
 // What the two scans hold of a chunk in shared memory, STAGES times.
-template <typename In, int C, int DK, int SLICE, int STAGES, int SPLIT, bool CHANNEL = false, bool REVERSE = false>
+template <typename In, int C, int DK, int SLICE, int STAGES, int SPLIT, bool FAR, bool CHANNEL = false,
+          bool REVERSE = false>
 struct ScanMemory {
   using Types = ScanTypes<In, CHANNEL, REVERSE>;
   static constexpr constant int k = 0;
-  static constexpr constant int q = k + C * stride_of(DK) * Types::keys::bytes;
-  static constexpr constant int ends = q + C * stride_of(DK) * Types::queries::bytes;
-  static constexpr constant int solve = ends + (CHANNEL ? C * stride_of(DK) * Types::ends::bytes : 0);
+  static constexpr constant int q = k + room_of<FAR, typename Types::keys, C, DK>();
+  static constexpr constant int ends = q + room_of<FAR, typename Types::queries, C, DK>();
+  static constexpr constant int solve = ends + (CHANNEL ? room_of<FAR, typename Types::ends, C, DK>() : 0);
   static constexpr constant int scores = solve + packed_offset(C / 16) * Wide<In>::bytes;
   static constexpr constant int thin = scores + packed_offset(C / 16) * Wide<In>::bytes;
   static constexpr constant int factors = thin + C * (SLICE + 8) * Exact<In>::bytes;
@@ -549,7 +576,18 @@ inline void load_keys(Flag<true>, Flag<true>, Place at, threadgroup char* memory
                              arrival, at.index);
 }
 
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool MASKED, bool CHANNEL,
+// The same where they lie.
+template <typename Store, int C, int DK, typename P, typename Live>
+inline FarRows<DK, P, Live> far_keys(Flag<false>, P from, long, long first, int row_stride, Live live) {
+  return far_rows<DK>(from, first, row_stride, live);
+}
+template <typename Store, int C, int DK, typename P, typename Live>
+inline auto far_keys(Flag<true>, P from, long chunk, long, int, Live)
+    -> decltype(stored_at<Store>(from, chunk, C * stride_of(DK))) {
+  return stored_at<Store>(from, chunk, C * stride_of(DK));
+}
+
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool FAR, bool MASKED, bool CHANNEL,
           bool REVERSE, typename Memory, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
 inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k, PE ends, PV thin, PM mask,
                        PF solve, PF scores, PF factors, int length, int chunks, int n) {
@@ -564,8 +602,9 @@ inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arriv
                                 stored_at<Wide<In>>(scores, chunk, triangle), 0, arrival, at.index);
   copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * numbers,
                        arrival, at.index);
-  load_keys<In, C, DK, HK, HV, GROUPS, Memory>(Flag<CHANNEL>{}, Flag<CHANNEL && REVERSE>{}, at, memory, arrival, q, k,
-                                               ends, live, chunk, row);
+  if (!FAR)
+    load_keys<In, C, DK, HK, HV, GROUPS, Memory>(Flag<CHANNEL>{}, Flag<CHANNEL && REVERSE>{}, at, memory, arrival, q, k,
+                                                 ends, live, chunk, row);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::thin, C * (SLICE + 8)), SLICE + 8,
                                thin + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, arrival, at.index);
   copies_sent(arrival, at.index);
@@ -618,12 +657,12 @@ inline void write_tiles_of(Store s, int own, int thin, int part, Target to, long
 // Chunk after chunk; a strip's state stays in its groups' registers, and no strip needs another.
 // y [B,T,Hv,Dv]; states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's start; u [B,Hv,chunks] blocks [Dv,C];
 // last [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
-          bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool FAR,
+          bool MASKED, bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
           typename OY, typename OS>
 inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
                         bool started, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, CHANNEL, false>;
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, FAR, CHANNEL, false>;
   using Room = Rooms<In, C, DK>;
   using Types = ScanTypes<In, CHANNEL, false>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
@@ -653,7 +692,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     barrier();
     if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, MASKED, CHANNEL, false, Memory>(
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, FAR, MASKED, CHANNEL, false, Memory>(
           loader, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
           coming);
     }
@@ -665,9 +704,17 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     if (!computes) continue;
     const int n = step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
-    const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
-    const auto queries = shared_at<typename Types::queries>(stage, Memory::q, C * stride);
-    const auto end_keys = shared_at<typename Types::ends>(stage, Memory::ends, C * stride);
+    const auto live = alive<MASKED>(mask, at.z, n * C, length);
+    const long rows = (((long)at.z * length + n * C) * HK + at.y / (HV / HK)) * DK;
+    const auto keys = Choice<FAR>::of(
+        far_keys<typename Types::keys, C, DK>(Flag<CHANNEL>{}, k, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::keys>(stage, Memory::k, C * stride));
+    const auto queries = Choice<FAR>::of(
+        far_keys<typename Types::queries, C, DK>(Flag<CHANNEL>{}, q, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::queries>(stage, Memory::q, C * stride));
+    const auto end_keys = Choice<FAR>::of(
+        far_keys<typename Types::ends, C, DK>(Flag<CHANNEL>{}, ends, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::ends>(stage, Memory::ends, C * stride));
     const Exact<In> values = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
     const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
@@ -785,23 +832,23 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   writes_done();
   store_state<DK, DV, mine>(state, last, head, first, part * mine, lane);
 }
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
-          typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY, typename OS>
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool FAR,
+          bool MASKED, typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF, typename OY, typename OS>
 inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
                              bool started, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u, GLOBAL float* last) {
-  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, MASKED, false>(
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, FAR, MASKED, false>(
       at, memory, length, q, k, k, v, mask, initial, started, solve, scores, factors, y, states, u, last);
 }
 
 // Chunk before chunk, the mirror of the scan. d_states [B,Hv,chunks] blocks [Dv,Dk], at each chunk's end;
 // d_right [B,Hv,chunks] blocks [Dv,C], R; dv [B,T,Hv,Dv]; d_initial [B,Hv,Dv,Dk]. Grid: slices, Hv, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
-          bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool FAR,
+          bool MASKED, bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
           typename OS, typename OR, typename OV>
 inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
                            PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
                            GLOBAL float* d_initial) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, CHANNEL, true>;
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, FAR, CHANNEL, true>;
   using Room = Rooms<In, C, DK>;
   using Types = ScanTypes<In, CHANNEL, true>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
@@ -830,7 +877,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     barrier();
     if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, MASKED, CHANNEL, true, Memory>(
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, FAR, MASKED, CHANNEL, true, Memory>(
           loader, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
           chunks - 1 - coming);
     }
@@ -842,9 +889,17 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     if (!computes) continue;
     const int n = chunks - 1 - step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
-    const auto keys = shared_at<typename Types::keys>(stage, Memory::k, C * stride);
-    const auto queries = shared_at<typename Types::queries>(stage, Memory::q, C * stride);
-    const auto end_keys = shared_at<typename Types::ends>(stage, Memory::ends, C * stride);
+    const auto live = alive<MASKED>(mask, at.z, n * C, length);
+    const long rows = (((long)at.z * length + n * C) * HK + at.y / (HV / HK)) * DK;
+    const auto keys = Choice<FAR>::of(
+        far_keys<typename Types::keys, C, DK>(Flag<CHANNEL>{}, k, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::keys>(stage, Memory::k, C * stride));
+    const auto queries = Choice<FAR>::of(
+        far_keys<typename Types::queries, C, DK>(Flag<CHANNEL>{}, q, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::queries>(stage, Memory::q, C * stride));
+    const auto end_keys = Choice<FAR>::of(
+        far_keys<typename Types::ends, C, DK>(Flag<CHANNEL>{}, ends, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::ends>(stage, Memory::ends, C * stride));
     const auto last_keys = Choice<CHANNEL>::of(end_keys, keys);
     const Exact<In> slopes = shared_at<Exact<In>>(stage, Memory::thin, C * thin);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
@@ -955,27 +1010,27 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
   writes_done();
   store_state<DK, DV, mine>(state, d_initial, head, first, part * mine, lane);
 }
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
-          typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS, typename OR,
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool FAR,
+          bool MASKED, typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF, typename OS, typename OR,
           typename OV>
 inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
                                 PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
                                 GLOBAL float* d_initial) {
-  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, MASKED, false>(
+  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, FAR, MASKED, false>(
       at, memory, length, q, k, k, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv, d_initial);
 }
 
-template <typename In, int C, int DK, int SLICE, int STAGES, bool OVERLAY>
+template <typename In, int C, int DK, int SLICE, int STAGES, bool OVERLAY, bool FAR>
 struct GradientMemory {
   static constexpr constant int state = 0;
-  static constexpr constant int d_state = state + SLICE * stride_of(DK) * Saved<In>::bytes;
-  static constexpr constant int u = d_state + SLICE * stride_of(DK) * Saved<In>::bytes;
+  static constexpr constant int d_state = state + room_of<FAR, Saved<In>, SLICE, DK>();
+  static constexpr constant int u = d_state + room_of<FAR, Saved<In>, SLICE, DK>();
   static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int dy = right + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
   static constexpr constant int q = 0;
-  static constexpr constant int k = q + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int k_end = k + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int k = q + room_of<FAR, Exact<In>, C, DK>();
+  static constexpr constant int k_end = k + room_of<FAR, Exact<In>, C, DK>();
   // The pairs' weights come once the slices are done with; so do Q and K where memory is short.
   static constexpr constant int slices = OVERLAY ? 0 : k_end;
   static constexpr constant int on_y = k_end;
@@ -991,18 +1046,20 @@ struct GradientMemory {
   static constexpr constant int bytes = arrivals + 16;
 };
 
-template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, typename Memory, bool MASKED, typename PT,
-          typename PU, typename PR, typename PY, typename PM>
+template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, typename Memory, bool FAR, bool MASKED,
+          typename PT, typename PU, typename PR, typename PY, typename PM>
 inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arrival, PT states, PT d_states, PU u, PR d_right, PY dy, PM mask,
                        int length, int hv, long chunk, int first) {
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8;
   constexpr int tall = padded(DV);
-  copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
-                                      stored_at<Saved<In>>(states, chunk, tall * stride), (long)first * stride, arrival,
-                                      at.index);
-  copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::d_state, SLICE * stride),
-                                      stored_at<Saved<In>>(d_states, chunk, tall * stride), (long)first * stride,
-                                      arrival, at.index);
+  if (!FAR) {
+    copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
+                                        stored_at<Saved<In>>(states, chunk, tall * stride), (long)first * stride,
+                                        arrival, at.index);
+    copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::d_state, SLICE * stride),
+                                        stored_at<Saved<In>>(d_states, chunk, tall * stride), (long)first * stride,
+                                        arrival, at.index);
+  }
   copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * square),
                                       stored_at<Wide<In>>(u, chunk, tall * square), (long)first * square, arrival,
                                       at.index);
@@ -1068,11 +1125,11 @@ inline float spanning(threadgroup const float* diagonal, threadgroup const float
 // Gradients of q, k, log_g and beta from what the scans left. A group owns 16 positions and a part of Dk.
 // Grid: chunks, Hk, B.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool OVERLAY,
-          bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, 
+          bool FAR, bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, 
           typename PF, typename PT, typename PR, typename PY, typename OQ, typename OK>
 inline void gated_delta_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask, PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right, PY dy_in, OQ dq,
                                   OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
-  using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY>;
+  using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY, FAR>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16;
   constexpr int columns = padded(DK), across = columns / 16, parts = GROUPS / blocks;
   constexpr int mine = (across + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts, members = HV / HK;
@@ -1081,8 +1138,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
-  const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
-  const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
+  const Exact<In> near_q = shared_at<Exact<In>>(memory, Memory::q, C * stride);
+  const Exact<In> near_k = shared_at<Exact<In>>(memory, Memory::k, C * stride);
   const Wide<In> on_y = shared_at<Wide<In>>(memory, Memory::on_y, C * square);
   const Wide<In> on_right = shared_at<Wide<In>>(memory, Memory::on_right, C * square);
   threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::diagonal);
@@ -1098,6 +1155,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   threadgroup float* on_rate = on_after + C * 4;
   threadgroup float* on_all = on_rate + C * 4;
   const auto live = alive<MASKED>(mask, at.z, t0, length);
+  const auto queries = Choice<FAR>::of(far_rows<DK>(q, key_offset, HK * DK, live), near_q);
+  const auto keys = Choice<FAR>::of(far_rows<DK>(k, key_offset, HK * DK, live), near_k);
 
   Tile dq_sums[mine], dk_sums[mine];
   DELTATUNE_UNROLL
@@ -1106,6 +1165,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     tile_clear(dk_sums[m]);
   }
   static_assert(padded(DV) % SLICE == 0 && (STAGES > 1) != OVERLAY, "whole slices; one stage goes with an overlay");
+  static_assert(OVERLAY || !FAR, "what stays far needs no room beside the slices");
   arrivals_start(memory + Memory::arrivals, at.index);
   int loads = 0;
   for (int member = 0; member < members; ++member) {
@@ -1116,12 +1176,12 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       // One stage's first load brings only the factors and, where they have room of their own, Q and K.
       Arrival arrival = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
       if (STAGES > 1)
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, MASKED>(
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, FAR, MASKED>(
             at, memory + Memory::slices + (loads & 1) * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in,
             mask, length, hv, chunk, 0);
       if (!OVERLAY && member == 0) {
-        copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
-        copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, arrival,
+        copy_rows<C, columns, threads>(near_q, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
+        copy_rows<C, columns, threads>(near_k, stride, k + key_offset, HK * DK, DK, live, arrival,
                                        at.index);
       }
       copy_floats<3 * C>(before, factors + chunk * 3 * C, arrival, at.index);
@@ -1151,7 +1211,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       barrier();
       if (coming * SLICE < DV) {
         Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, MASKED>(
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, FAR, MASKED>(
             at, memory + Memory::slices + turn * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in, mask,
             length, hv, chunk, coming * SLICE);
         copies_sent(arrival, at.index);
@@ -1162,8 +1222,11 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       }
       ++loads;
       if (n == 0) fill_decay<C>(decay, gate, at.index);
-      const Saved<In> state = shared_at<Saved<In>>(slice, Memory::state, SLICE * stride);
-      const Saved<In> d_state = shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride);
+      const auto state = Choice<FAR>::of(stored_at<Saved<In>>(states + n * SLICE * stride, chunk, padded(DV) * stride),
+                                         shared_at<Saved<In>>(slice, Memory::state, SLICE * stride));
+      const auto d_state = Choice<FAR>::of(
+          stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
+          shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
       const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
       const Wide<In> rest = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
@@ -1196,11 +1259,11 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     }
     whole = lane_sum(whole);
     barrier();
-    if (OVERLAY) {
+    if (OVERLAY && !FAR) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
       copies_fence();
-      copy_rows<C, columns, threads>(queries, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
-      copy_rows<C, columns, threads>(keys, stride, k + key_offset, HK * DK, DK, live, arrival,
+      copy_rows<C, columns, threads>(near_q, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
+      copy_rows<C, columns, threads>(near_k, stride, k + key_offset, HK * DK, DK, live, arrival,
                                      at.index);
       copies_sent(arrival, at.index);
       copies_wait(arrival, loads++);
@@ -1338,10 +1401,21 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   for (int m = 0; m < mine; ++m) {
     const int column = (part * mine + m) * 16;
     if (across % parts != 0 && column >= columns) continue;
-    put_tile<true, true>(queries, row * 16 * stride + column, stride, dq_sums[m], 16, 16, lane);
-    put_tile<true, true>(keys, row * 16 * stride + column, stride, dk_sums[m], 16, 16, lane);
+    if (FAR) {
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = row * 16 + tile_row(e, lane), c = column + tile_column(e, lane);
+        if (t0 + i >= length || c >= DK) continue;
+        dq[key_offset + (long)i * HK * DK + c] = static_cast<In>(dq_sums[m].get(e));
+        dk[key_offset + (long)i * HK * DK + c] = static_cast<In>(dk_sums[m].get(e));
+      }
+    } else {
+      put_tile<true, true>(near_q, row * 16 * stride + column, stride, dq_sums[m], 16, 16, lane);
+      put_tile<true, true>(near_k, row * 16 * stride + column, stride, dk_sums[m], 16, 16, lane);
+    }
   }
+  if (FAR) return;
   barrier();
-  write_rows<C, columns, threads>(queries, 0, stride, dq + key_offset, HK * DK, length - t0, DK, at.index);
-  write_rows<C, columns, threads>(keys, 0, stride, dk + key_offset, HK * DK, length - t0, DK, at.index);
+  write_rows<C, columns, threads>(near_q, 0, stride, dq + key_offset, HK * DK, length - t0, DK, at.index);
+  write_rows<C, columns, threads>(near_k, 0, stride, dk + key_offset, HK * DK, length - t0, DK, at.index);
 }

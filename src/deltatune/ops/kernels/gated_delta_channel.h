@@ -4,12 +4,12 @@
 // from the later tile's start to i (prefix_i), and of those from j + 1 to the earlier tile's end (suffix_j). Within a tile
 // pairs are summed directly. Nothing is divided by a gate, and sums are of terms that span their gate alone.
 
-template <typename In, int C, int DK>
+template <typename In, int C, int DK, bool FAR>
 struct ChannelPrepareMemory {
   static constexpr constant int across = C / 16 - 1;
   static constexpr constant int k = 0;
-  static constexpr constant int q = k + C * stride_of(DK) * Exact<In>::bytes;
-  static constexpr constant int gate = q + C * stride_of(DK) * Exact<In>::bytes;
+  static constexpr constant int q = k + room_of<FAR, Exact<In>, C, DK>();
+  static constexpr constant int gate = q + room_of<FAR, Exact<In>, C, DK>();
   // Where there are two tiles: prefix q and prefix k of the later, suffix k of the earlier.
   static constexpr constant int later_q = gate + C * padded(DK) * 4;
   static constexpr constant int later_k = later_q + across * 16 * stride_of(DK) * Wide<In>::bytes;
@@ -26,21 +26,21 @@ struct ChannelPrepareMemory {
 
 // solve and scores as for one gate a head; factors [B,Hv,chunks] blocks of beta [C], then the chunk's gates' product [Dk];
 // blocks [C,Dk], rows padded: queries G Q, keys G K, ends E K. Grid: chunks, Hv, B.
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool MASKED, bool SEGMENTED, typename PQ,
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool FAR, bool MASKED, bool SEGMENTED, typename PQ,
           typename PK, typename PL, typename PB, typename PM, typename PZ, typename OQ>
 inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
                                         PM mask, PZ segments, GLOBAL float* solve, GLOBAL float* scores,
                                         GLOBAL float* factors, OQ queries_out, GLOBAL float* keys_out,
                                         GLOBAL float* ends_out) {
-  using Memory = ChannelPrepareMemory<In, C, DK>;
+  using Memory = ChannelPrepareMemory<In, C, DK, FAR>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
   constexpr int triangle = packed_offset(blocks), numbers = C + columns, shares = GROUPS / blocks;
   constexpr int each = (columns + 31) / 32;
   static_assert(blocks <= 2 && GROUPS % blocks == 0, "one or two tiles a chunk");
   const int chunks = (length + C - 1) / C, t0 = at.x * C, lane = at.lane;
   const long chunk = ((long)at.z * HV + at.y) * chunks + at.x;
-  const Exact<In> keys = shared_at<Exact<In>>(memory, Memory::k, C * stride);
-  const Exact<In> queries = shared_at<Exact<In>>(memory, Memory::q, C * stride);
+  const Exact<In> near_k = shared_at<Exact<In>>(memory, Memory::k, C * stride);
+  const Exact<In> near_q = shared_at<Exact<In>>(memory, Memory::q, C * stride);
   const Wide<In> later_q = shared_at<Wide<In>>(memory, Memory::later_q, 16 * stride);
   const Wide<In> later_k = shared_at<Wide<In>>(memory, Memory::later_k, 16 * stride);
   const Wide<In> earlier_k = shared_at<Wide<In>>(memory, Memory::earlier_k, 16 * stride);
@@ -60,8 +60,10 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   const long from = (((long)at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
   arrivals_start(memory + Memory::arrivals, at.index);
   Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
-  copy_rows<C, columns, threads>(keys, stride, k + from, HK * DK, DK, live, arrival, at.index);
-  copy_rows<C, columns, threads>(queries, stride, q + from, HK * DK, DK, live, arrival, at.index);
+  if (!FAR) {
+    copy_rows<C, columns, threads>(near_k, stride, k + from, HK * DK, DK, live, arrival, at.index);
+    copy_rows<C, columns, threads>(near_q, stride, q + from, HK * DK, DK, live, arrival, at.index);
+  }
   copies_sent(arrival, at.index);
   for (int i = at.index; i < C * columns; i += threads) {
     const int row = (unsigned)i / columns, c = (unsigned)i % columns;
@@ -73,6 +75,8 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
         on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
     factors[chunk * numbers + at.index] = rate[at.index];
   }
+  const auto keys = Choice<FAR>::of(far_rows<DK>(k, from, HK * DK, live), near_k);
+  const auto queries = Choice<FAR>::of(far_rows<DK>(q, from, HK * DK, live), near_q);
   copies_wait(arrival, 0);
   barrier();
   for (int c = at.index; c < columns; c += threads) {
@@ -156,30 +160,32 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   write_block<triangle, threads>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);
 }
 
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
-          typename PV, typename PM, typename PQ, typename PK, typename PI, typename OY, typename OS>
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool FAR,
+          bool MASKED, typename PV, typename PM, typename PQ, typename PK, typename PI, typename OY, typename OS>
 inline void gated_delta_channel_scan(Place at, threadgroup char* memory, int length, PV v, PM mask, PQ queries, PK keys,
                                      PK ends, PI initial, bool started, PK solve, PK scores, PK factors, OY y, OS states,
                                      GLOBAL float* u, GLOBAL float* last) {
-  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, MASKED, true>(
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, FAR, MASKED, true>(
       at, memory, length, queries, keys, ends, v, mask, initial, started, solve, scores, factors, y, states, u, last);
 }
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool MASKED,
-          typename PY, typename PM, typename PQ, typename PK, typename PE, typename OS, typename OR, typename OV>
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool FAR,
+          bool MASKED, typename PY, typename PM, typename PQ, typename PK, typename PE, typename OS, typename OR, typename OV>
 inline void gated_delta_channel_reverse(Place at, threadgroup char* memory, int length, PY dy, PM mask, PQ queries,
                                         PK keys, PK ends, PE d_last, PK solve, PK scores, PK factors, OS d_states,
                                         OR d_right, OV dv, GLOBAL float* d_initial) {
-  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, MASKED, true>(
+  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, FAR, MASKED, true>(
       at, memory, length, queries, keys, ends, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv,
       d_initial);
 }
 
-template <typename In, int C, int DK, int SLICE, int STAGES>
+template <typename In, int C, int DK, int SLICE, int STAGES, bool FAR>
 struct ChannelGradientMemory {
-  static constexpr constant int across = C / 16 - 1, wide = padded(DK) + 4;
+  // Far: one tile a chunk, and the products come so many channels at a time, four groups of 32 lanes.
+  static constexpr constant int span = FAR ? 128 : padded(DK);
+  static constexpr constant int across = C / 16 - 1, wide = span + 4;
   static constexpr constant int state = 0;
-  static constexpr constant int d_state = state + SLICE * stride_of(DK) * Saved<In>::bytes;
-  static constexpr constant int u = d_state + SLICE * stride_of(DK) * Saved<In>::bytes;
+  static constexpr constant int d_state = state + room_of<FAR, Saved<In>, SLICE, DK>();
+  static constexpr constant int u = d_state + room_of<FAR, Saved<In>, SLICE, DK>();
   static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int dy = right + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
@@ -202,8 +208,8 @@ struct ChannelGradientMemory {
   static constexpr constant int on_rate = rate + C * 4;
   // The tiles' whole products, what each tile gives the other's gates, and the states' product, by channel.
   static constexpr constant int whole = on_rate + C * 4 * 4;
-  static constexpr constant int cross = whole + 2 * padded(DK) * 4;
-  static constexpr constant int on_all = cross + 2 * padded(DK) * 4;
+  static constexpr constant int cross = whole + (FAR ? 1 : 2) * padded(DK) * 4;
+  static constexpr constant int on_all = cross + (FAR ? 0 : 2) * padded(DK) * 4;
   static constexpr constant int arrivals = on_all + padded(DK) * 4;
   static constexpr constant int bytes = arrivals + 16;
 };
@@ -227,22 +233,36 @@ inline void load_channel(thread float* gate, thread float* query, thread float* 
                      : 1.0f;
 }
 
+// A tile of the products with the states, at its row and column, into shared memory.
+inline void put_products(threadgroup float* from_y, threadgroup float* from_right, threadgroup float* from_end,
+                         thread const Tile& y, thread const Tile& rest, thread const Tile& end,
+                         threadgroup const float* rate, int row, int column, int wide, int lane) {
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) {
+    const int i = row * 16 + tile_row(e, lane), to = i * wide + column + tile_column(e, lane);
+    from_y[to] = y.get(e);
+    from_right[to] = -rate[i] * rest.get(e);
+    from_end[to] = rate[i] * end.get(e);
+  }
+}
+
 // Gradients of q, k, log_g and beta. First as for one gate a head: a group owns 16 positions and a part of Dk. Then a lane
 // owns a channel of a tile, and goes along its positions. Grid: chunks, Hk, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool MASKED,
-          bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF, typename PT,
-          typename PR, typename PY, typename OQ, typename OK>
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool FAR,
+          bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF,
+          typename PT, typename PR, typename PY, typename OQ, typename OK>
 inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
                                           PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right,
                                           PY dy_in, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
-  using Memory = ChannelGradientMemory<In, C, DK, SLICE, STAGES>;
+  using Memory = ChannelGradientMemory<In, C, DK, SLICE, STAGES, FAR>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16;
-  constexpr int columns = padded(DK), across = columns / 16, parts = GROUPS / blocks, wide = columns + 4;
+  constexpr int columns = padded(DK), across = columns / 16, parts = GROUPS / blocks, wide = Memory::wide;
   constexpr int mine = (across + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts, members = HV / HK;
   constexpr int tasks = ((columns + 31) / 32 + parts - 1) / parts, numbers = C + columns;
   constexpr int each = (columns + threads - 1) / threads;
   static_assert(GROUPS % blocks == 0 && parts <= 4 && blocks <= 2, "groups share the columns of a row of tiles");
   static_assert(padded(DV) % SLICE == 0, "whole slices");
+  static_assert(!FAR || (blocks == 1 && parts * 32 == Memory::span), "a span of channels at a time");
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
@@ -280,7 +300,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     barrier();
     if (STAGES > 1) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, loads & 1);
-      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, MASKED>(at, memory + (loads & 1) * Memory::stage, arrival,
+      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, FAR, MASKED>(at, memory + (loads & 1) * Memory::stage, arrival,
                                                                    states, d_states, u_in, d_right, dy_in, mask, length,
                                                                    hv, chunk, 0);
       copies_sent(arrival, at.index);
@@ -335,7 +355,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       barrier();
       if (coming * SLICE < DV) {
         Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, MASKED>(at, memory + turn * Memory::stage, arrival, states,
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, FAR, MASKED>(at, memory + turn * Memory::stage, arrival, states,
                                                                      d_states, u_in, d_right, dy_in, mask, length, hv,
                                                                      chunk, coming * SLICE);
         copies_sent(arrival, at.index);
@@ -345,8 +365,11 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
         barrier();
       }
       ++loads;
-      const Saved<In> state = shared_at<Saved<In>>(slice, Memory::state, SLICE * stride);
-      const Saved<In> d_state = shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride);
+      const auto state = Choice<FAR>::of(stored_at<Saved<In>>(states + n * SLICE * stride, chunk, padded(DV) * stride),
+                                         shared_at<Saved<In>>(slice, Memory::state, SLICE * stride));
+      const auto d_state = Choice<FAR>::of(
+          stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
+          shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
       const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
       const Wide<In> rest = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
@@ -389,13 +412,8 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     for (int m = 0; m < mine; ++m) {
       const int column = (part * mine + m) * 16;
       if (across % parts != 0 && column >= columns) continue;
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 8; ++e) {
-        const int i = row * 16 + tile_row(e, lane), to = i * wide + column + tile_column(e, lane);
-        from_y[to] = y_sums[m].get(e);
-        from_right[to] = -rate[i] * right_sums[m].get(e);
-        from_end[to] = rate[i] * end_sums[m].get(e);
-      }
+      if (FAR && column >= Memory::span) continue;
+      put_products(from_y, from_right, from_end, y_sums[m], right_sums[m], end_sums[m], rate, row, column, wide, lane);
     }
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
@@ -448,9 +466,21 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     DELTATUNE_UNROLL
     for (int m = 0; m < tasks; ++m) {
       const int c = (part + m * parts) * 32 + lane, first = row * 16;
+      if (FAR && m > 0) {
+        barrier();
+        DELTATUNE_UNROLL
+        for (int n = 0; n < mine; ++n) {
+          const int column = (part * mine + n) * 16 - m * Memory::span;
+          if (column < 0 || column >= Memory::span || column + m * Memory::span >= columns) continue;
+          put_products(from_y, from_right, from_end, y_sums[n], right_sums[n], end_sums[n], rate, row, column, wide,
+                       lane);
+        }
+        barrier();
+      }
       DELTATUNE_UNROLL
       for (int i = 0; i < 16; ++i) on_gate[m][i] = 0.0f;
       if (c >= DK) continue;
+      const int cell = c - (FAR ? m * Memory::span : 0);
       float gate[16], query[16], key[16];
       load_channel<DK, SEGMENTED, 16>(gate, query, key, c, first, live, q, k, log_g, segments, at.z, hv, HV, HK * DK,
                                       key_offset, t0, length);
@@ -460,7 +490,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       DELTATUNE_UNROLL
       for (int i = 0; i < 16; ++i) {
         prefix *= gate[i];
-        const int of = (first + i) * wide + c;
+        const int of = (first + i) * wide + cell;
         float y_part = lead * prefix * from_y[of], k_part = lead * prefix * from_right[of];
         given += query[i] * y_part + key[i] * k_part;
         if (row == 1) {
@@ -482,7 +512,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       given = 0.0f;
       DELTATUNE_UNROLL
       for (int j = 15; j >= 0; --j) {
-        float end_part = suffix * tail * from_end[(first + j) * wide + c];
+        float end_part = suffix * tail * from_end[(first + j) * wide + cell];
         given += key[j] * end_part;
         if (blocks == 2 && row == 0) end_part += suffix * over_end[j * wide + c];
         before[j] = key[j] * end_part;
