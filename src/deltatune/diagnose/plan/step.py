@@ -25,7 +25,7 @@ from ...train import announce
 from ...train.compiling import without_kernels
 from ...train.distributed import World
 from ...train.optimizer import build_optimizer
-from ...train.step import Step, Sums, arrays
+from ...train.step import Arrays, Step, Sums, arrays
 from ...train.tree import leaves, random_key, set_random_key
 from .graph import Node, all_nodes, evaluation_order, read
 from .layout import Layout
@@ -102,15 +102,7 @@ def build(
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         given = [*everything, *moments, *accumulated, random_key()]
 
-        blank = blank_batch(rows, length, config.pack)
-        features: list[mx.array] = []
-        if looked is not None:
-            images = blank_vision_batch(rows, length, looked[:2], vision_spec(model))
-            blank = dataclasses.replace(blank, images=images)
-            blank.weights.reshape(-1)[: looked.silent] = 0
-            if step.tower is not None and looked.frames:
-                features = step.tower.look(images, 0, looked.patches)
-        batch = arrays(blank, step.tower and (lambda images: _of_all(features, len(images.patches))))
+        batch, features = _batch(model, step, blank_batch(rows, length, config.pack), looked)
         loss, weight, gradients = step.on_arrays(batch, sums.gradients)
         new = Sums(gradients, sums.loss + loss, sums.weight + weight)
         first = [loss, weight, *_leaves(new)]
@@ -133,9 +125,7 @@ def build(
                 _replaced(layout, [*before, *moments, *_leaves(gradients)], second),
             ),
         ]
-        tower = read(layout, features, there)
-        read_before = [node for node in all_nodes(tower) if not node.kind and node.address not in there]
-        before_it = Phase("the vision tower", tower, evaluation_order(tower, width), [n.address for n in read_before])
+        tower, tower_reads = _tower_phase(layout, features, there, width)
         data = {layout.address(array) for array in _leaves(batch)}
         constants = [*_constants(one, there | data), *_constants(two, there | done)]
         held = [*read(layout, [*given, *_leaves(batch)], there | data), *constants]
@@ -144,8 +134,31 @@ def build(
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
         rows, length, [*given, *first, *second, *_leaves(batch), *features],
-        before_it if features else None, read_before,
+        tower, tower_reads,
     )  # fmt: skip
+
+
+def _batch(model: nn.Module, step: Step, blank: Batch, looked: Looked | None) -> tuple[Arrays, list[mx.array]]:
+    """The batch's arrays, with images where some are `looked` at, and what a tower that does not train makes of one."""
+    features: list[mx.array] = []
+    if looked is not None:
+        images = blank_vision_batch(*blank.inputs.shape, looked[:2], vision_spec(model))
+        blank = dataclasses.replace(blank, images=images)
+        blank.weights.reshape(-1)[: looked.silent] = 0
+        if step.tower is not None and looked.frames:
+            features = step.tower.look(images, 0, looked.patches)
+    return arrays(blank, step.tower and (lambda images: _of_all(features, len(images.patches)))), features
+
+
+def _tower_phase(
+    layout: Layout, features: list[mx.array], there: set[int], width: int
+) -> tuple[Phase | None, list[Node]]:
+    """The run of a tower by itself, and the nodes that it reads beside parameters."""
+    if not features:
+        return None, []
+    outputs = read(layout, features, there)
+    reads = [node for node in all_nodes(outputs) if not node.kind and node.address not in there]
+    return Phase("the vision tower", outputs, evaluation_order(outputs, width), [n.address for n in reads]), reads
 
 
 def _of_all(features: list[mx.array], frames: int) -> dict[str, Any]:
