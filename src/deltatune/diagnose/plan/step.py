@@ -86,14 +86,8 @@ def build(
     """
     with _as_trained(model, config) as loss_function:
         optimizer = build_optimizer(config)
-        step = Step(
-            model,
-            optimizer,
-            loss_function,
-            World(),
-            accumulate=config.grad_accumulation_steps,
-            clip=config.grad_clip,
-        )
+        accumulate, clip = config.grad_accumulation_steps, config.grad_clip
+        step = Step(model, optimizer, loss_function, World(), accumulate=accumulate, clip=clip)
         before = _leaves(model.trainable_parameters())
         moments = _leaves(optimizer.state)
         everything = _leaves(model.state)
@@ -142,7 +136,8 @@ def _batch(model: nn.Module, step: Step, blank: Batch, looked: Looked | None) ->
     """The batch's arrays, with images where some are `looked` at, and what a tower that does not train makes of one."""
     features: list[mx.array] = []
     if looked is not None:
-        images = blank_vision_batch(*blank.inputs.shape, looked[:2], vision_spec(model))
+        rows, length = blank.inputs.shape
+        images = blank_vision_batch(rows, length, looked[:2], vision_spec(model))
         blank = dataclasses.replace(blank, images=images)
         blank.weights.reshape(-1)[: looked.silent] = 0
         if step.tower is not None and looked.frames:
