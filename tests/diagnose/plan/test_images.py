@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from dataclasses import replace
@@ -73,6 +74,7 @@ def measured_peak(model, config, rows, length):
 
 @pytest.mark.parametrize("parts", ["language", "language,vision,projector"])
 def test_a_plan_is_what_a_step_takes(tiny_vision_model, parts):
+    gc.collect()
     before = mx.get_active_memory()
     model, config = tiny_vision_model("qwen3_5"), TrainConfig(num_layers=-1, parts=parts)
     prepare(model, config)
@@ -86,6 +88,7 @@ def test_a_plan_is_what_a_step_takes(tiny_vision_model, parts):
 
 
 def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
+    gc.collect()
     before = mx.get_active_memory()
     model, config = tiny_vision_model("qwen3_vl"), TrainConfig(num_layers=-1)
     prepare(model, config)
