@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from pathlib import Path
 
 import deltatune  # noqa: F401
 
@@ -11,13 +13,23 @@ import mlx.core as mx
 import pytest
 
 from deltatune import cli
-from deltatune.diagnose import examination, kernels, machine, probes
+from deltatune.diagnose import doctor, examination, kernels, machine, probes
 from deltatune.diagnose.probes import Fault
+from deltatune.diagnose.sweep import sweep
+from deltatune.errors import UserError
+from deltatune.models import vision_load
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(machine, "_SIDE", 64)
+    monkeypatch.setattr(examination, "sweep", lambda model: [])
+
+
+@pytest.fixture
+def swept(monkeypatch):
+    """The models' forwards are really traced, which takes seconds each."""
+    monkeypatch.setattr(examination, "sweep", sweep)
 
 
 @pytest.fixture
@@ -118,3 +130,55 @@ def test_layers_that_run_other_code_are_named(tiny_checkpoint, monkeypatch, caps
 def test_a_model_that_is_none_is_bad_input(tmp_path, capsys):
     assert cli.main(["doctor", "--model", str(tmp_path / "nowhere")]) == 2
     assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.fixture
+def planted(monkeypatch, swept, tiny_model):
+    """The doctor is given a model whose first layer runs a kernel that has no gradient."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    module = importlib.import_module("planted_kernel")
+    model = module.Model(tiny_model("qwen3", num_hidden_layers=1).args)
+    monkeypatch.setattr(examination, "to_train_on", lambda path: ({"text": model}, []))
+
+
+def test_a_kernel_without_a_gradient_stops_training(planted, monkeypatch, tmp_path, capsys):
+    found = examination.examine(str(tmp_path))
+    monkeypatch.setattr(doctor, "examine", lambda model: found)
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 1
+    text = said(capsys)
+    assert "✗ this layer cannot be trained: planted_kernel.Sparse.__call__ runs the kernel sparse_attention" in text
+    assert "This model cannot be trained on an Apple GPU: 1 kernels without a gradient" in text
+    assert cli.main(["doctor", "--json", "--model", str(tmp_path)]) == 1
+    said_as_json = json.loads(capsys.readouterr().out)
+    (forward,) = said_as_json["model"]["forwards"]
+    assert forward["kernels"] == [
+        {"name": "sparse_attention", "caller": "planted_kernel.Sparse.__call__", "calls": 1, "differentiable": False}
+    ]
+    assert len(forward["untrainable"]) == 1
+    assert said_as_json["wrong"] is True
+
+
+def test_a_model_with_eyes_is_swept_with_and_without_them(swept, tiny_vision_checkpoint, capsys):
+    assert cli.main(["doctor", "--json", "--model", str(tiny_vision_checkpoint("qwen3_5"))]) == 0
+    forwards = {each["data"]: each for each in json.loads(capsys.readouterr().out)["model"]["forwards"]}
+    assert [kernel["differentiable"] for kernel in forwards["images"]["kernels"]] == [True]
+    assert forwards["images"]["package"] == "mlx-vlm"
+    assert forwards["text"]["kernels"] == []
+    assert forwards["text"]["unreached"] == forwards["images"]["unreached"] == []
+
+
+def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(vision_load.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["doctor", "--model", str(tiny_vision_checkpoint("qwen3_5"))]) == 0
+    text = said(capsys)
+    assert "✓ 3 of 3 delta layers train with deltatune's on text, through mlx-lm" in text
+    assert "– its config.json has a vision tower, which needs mlx-vlm, and that is not installed" in text
+
+
+def test_a_forward_that_cannot_be_traced_is_said(tiny_checkpoint, monkeypatch, capsys):
+    def refuses(model):
+        raise UserError("sweep: it keeps no config")
+
+    monkeypatch.setattr(examination, "sweep", refuses)
+    assert cli.main(["doctor", "--model", str(tiny_checkpoint("qwen3"))]) == 0
+    assert "! custom kernels: not known on text, through mlx-lm sweep: it keeps no config" in said(capsys)

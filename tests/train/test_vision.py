@@ -160,17 +160,12 @@ def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
     assert together[0].item() == pytest.approx(sum(total.item() for total, _ in alone), rel=1e-4)
 
 
-def test_a_plan_says_that_it_knows_no_images(tiny_vision_checkpoint, folder, tmp_path, capsys):
+@pytest.mark.parametrize("parts", ["vision", "language"])
+def test_a_killed_run_goes_on_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path, parts):
     path = tiny_vision_checkpoint("qwen3_vl")
-    assert cli.main(["plan", *options(path, folder, tmp_path)]) == 2
-    assert "steps with images are not planned for yet" in capsys.readouterr().err
-
-
-def test_a_killed_run_goes_on_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path):
-    path = tiny_vision_checkpoint("qwen3_vl")
-    assert train(path, folder, tmp_path / "whole", parts="vision") == 0
-    assert cli.main(["train", *options(path, folder, tmp_path / "again", parts="vision", iters=3)]) == 0
-    assert cli.main(["train", *options(path, folder, tmp_path / "again", parts="vision"), "--resume"]) == 0
+    assert train(path, folder, tmp_path / "whole", parts=parts) == 0
+    assert cli.main(["train", *options(path, folder, tmp_path / "again", parts=parts, iters=3)]) == 0
+    assert cli.main(["train", *options(path, folder, tmp_path / "again", parts=parts), "--resume"]) == 0
     whole, again = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("whole", "again"))
     assert all(mx.array_equal(value, again[name]) for name, value in whole.items())
 

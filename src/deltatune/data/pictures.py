@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..models.vision_inputs import Grid, Picture, VisionBatch, VisionSpec, vision_batch
+from ..models.vision_inputs import (
+    Grid,
+    Looked,
+    Picture,
+    VisionBatch,
+    VisionSpec,
+    padded_frames,
+    padded_patches,
+    vision_batch,
+)
 from .images import ImageReader
 from .videos import Video, VideoReader
 
@@ -85,6 +94,23 @@ class Pictures:
     def _ends(self) -> np.ndarray:
         """How many tokens of pictures there are to the end of each."""
         return np.cumsum([self.spec.tokens(grid) for grid in self.grids])
+
+
+def largest_batch(examples: Sequence[Any], rows: int) -> Looked | None:
+    """The most that a batch of `rows` of these examples is padded to, or None without eyes.
+
+    Which rows meet in a batch changes from epoch to epoch, so this takes those with most frames, the largest image, and
+    the rows of which most counts.
+    """
+    held = [example.pictures for example in examples if example.pictures is not None]
+    if not held:
+        return None
+    frames = sorted((sum(grid[0] for grid in each.grids) for each in held), reverse=True)
+    count = sum(frames[row % len(frames)] for row in range(rows))
+    silent = sorted(example.positions - int(example.targets[1:].sum()) for example in examples)
+    quiet = sum(silent[row % len(silent)] for row in range(rows))
+    patches = max((grid[1] * grid[2] for each in held for grid in each.grids), default=0)
+    return Looked(padded_frames(count), padded_patches(patches, held[0].spec) if count else 0, quiet)
 
 
 def collate_pictures(rows: Sequence[Any], width: int) -> VisionBatch | None:

@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from .examination import Examination, Layers, Patches, examine
+from .examination import Examination, Forward, Layers, Patches, examine
 from .kernels import Finding
 from .probes import Fault
 
@@ -33,7 +33,8 @@ _MARKS = {
 
 
 def run(machine_readable: bool = False, model: str | None = None) -> int:
-    """Examine, print, return the exit code: 1 if training here would compute wrong numbers. UserError as examine."""
+    """Examine, print, return the exit code: 1 if training here would compute wrong numbers or the model cannot be
+    trained. UserError as examine."""
     if machine_readable:
         found = examine(model)
         print(as_json(found))
@@ -146,16 +147,41 @@ def _model(layers: Layers) -> RenderableType:
     kinds = ", ".join(f"{count} {kind}" for kind, count in layers.kinds.items())
     experts = f"; experts in {layers.experts}" if layers.experts else ""
     table.add_row(Text("✓", style="green"), Text(f"{sum(layers.kinds.values())} layers: {kinds}{experts}"))
-    ours = layers.delta - len(layers.unreached)
-    if layers.delta:
-        sign, style = _MIND if layers.unreached else _GOOD
-        table.add_row(Text(sign, style=style), Text(f"{ours} of {layers.delta} delta layers train with deltatune's"))
-    for path in layers.unreached:
-        table.add_row("", Text(f"{path} runs other code: its speed, memory and gradients", style="yellow"))
+    for forward in layers.forwards:
+        _forward(table, forward)
+    for message in layers.left_out:
+        table.add_row(Text("–", style="dim"), Text(message, style="dim"))
     return table
 
 
+def _forward(table: Table, forward: Forward) -> None:
+    """A line on who runs the gated-delta layers, and one for each custom kernel."""
+    through = f"  on {forward.data}, through {forward.package}"
+    ours = forward.delta - len(forward.unreached)
+    if forward.delta:
+        sign, style = _MIND if forward.unreached else _GOOD
+        text = Text(f"{ours} of {forward.delta} delta layers train with deltatune's").append(through, style="dim")
+        table.add_row(Text(sign, style=style), text)
+    for path in forward.unreached:
+        table.add_row("", Text(f"{path} runs other code: its speed, memory and gradients", style="yellow"))
+    if forward.untraced is not None:
+        text = Text("custom kernels: not known").append(through, style="dim").append(f"\n{forward.untraced}")
+        table.add_row(Text(_MIND[0], style=_MIND[1]), text)
+        return
+    kernels = [kernel for kernel in forward.kernels if kernel.differentiable]
+    if not forward.kernels:
+        table.add_row(Text("✓", style="green"), Text("reaches no custom kernel").append(through, style="dim"))
+    for kernel in kernels:
+        text = Text(f"kernel {kernel.name}: has a gradient, or needs none").append(through, style="dim")
+        table.add_row(Text("✓", style="green"), text.append(f"\n{kernel.caller}", style="dim"))
+    for message in forward.untrainable:
+        table.add_row(Text(_BAD[0], style=_BAD[1]), Text(message, style="red").append(through, style="dim"))
+
+
 def _verdict(found: Examination) -> RenderableType:
+    if found.untrainable:
+        stopped = f"This model cannot be trained on an Apple GPU: {len(found.untrainable)} kernels without a gradient."
+        return Group(Rule(style="red"), Text(stopped, style="bold red"))
     if found.wrong:
         marked = "Something here would train wrong: see ✗ above, and please report it with --json."
         return Group(Rule(style="red"), Text(marked, style="bold red"))

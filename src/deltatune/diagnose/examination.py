@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import mlx.nn as nn
+
 from .. import backend
 from ..errors import UserError
 from ..models.describe import LayerInfo, describe
-from ..models.load import load_model, locate
+from ..models.load import locate, to_train_on
 from ..patches import PATCHES, patched, reached
 from . import kernels, machine, probes
 from .kernels import Finding
 from .probes import Fault
+from .sweep import Kernel, sweep, without_gradient
 
 
 @dataclass
@@ -38,19 +41,35 @@ class Patches:
 
 
 @dataclass
+class Forward:
+    """A training forward on `data`, text or images, of a package's model. `delta`: layers of gated delta; `unreached`:
+    those that do not call deltatune's; `kernels`: custom ones that it reaches; `untrainable`: a sentence for each that
+    stops training; `untraced`: why the kernels are not known, where they are not."""
+
+    data: str
+    package: str
+    delta: int
+    unreached: list[str]
+    kernels: list[Kernel] = field(default_factory=list)
+    untrainable: list[str] = field(default_factory=list)
+    untraced: str | None = None
+
+
+@dataclass
 class Layers:
-    """A model's layers by kind; of those with gated delta, which do not call deltatune's."""
+    """A model's layers by kind, and what training it runs; `left_out`: what was not looked at, and why."""
 
     path: str
     kinds: dict[str, int]
     experts: int
-    delta: int
-    unreached: list[str]
+    forwards: list[Forward]
+    left_out: list[str]
 
 
 @dataclass
 class Examination:
-    """All that the doctor found. `wrong`: whether training here would compute wrong numbers."""
+    """All that the doctor found. `wrong`: whether training here would compute wrong numbers, or the model cannot be
+    trained; `untrainable` says the second."""
 
     versions: dict[str, str]
     machine: dict[str, str]
@@ -62,7 +81,12 @@ class Examination:
 
     @property
     def wrong(self) -> bool:
-        return any(finding.wrong for finding in self.findings) or any(fault.wrong for fault in self.faults)
+        measured = [finding.wrong for finding in self.findings] + [fault.wrong for fault in self.faults]
+        return any(measured) or bool(self.untrainable)
+
+    @property
+    def untrainable(self) -> list[str]:
+        return [] if self.model is None else [line for each in self.model.forwards for line in each.untrainable]
 
 
 def examine(model: str | None = None) -> Examination:
@@ -85,15 +109,27 @@ def examine(model: str | None = None) -> Examination:
 
 
 def _layers(path: str) -> Layers:
-    model, _ = load_model(locate(path), lazy=True)
-    found: list[LayerInfo] = describe(model)
+    models, left_out = to_train_on(locate(path))
+    found: list[LayerInfo] = describe(next(iter(models.values())))
+    kinds = {kind: sum(layer.kind == kind for layer in found) for kind in sorted({layer.kind for layer in found})}
+    forwards = [_forward(data, model) for data, model in models.items()]
+    return Layers(path, kinds, sum(layer.experts for layer in found), forwards, left_out)
+
+
+def _forward(data: str, model: nn.Module) -> Forward:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with patched():
             calls = reached(model)
-    kinds = {kind: sum(layer.kind == kind for layer in found) for kind in sorted({layer.kind for layer in found})}
+    package = type(model).__module__.partition(".")[0].replace("_", "-")
     unreached = [name for name, ours in calls.items() if not ours]
-    return Layers(path, kinds, sum(layer.experts for layer in found), len(calls), unreached)
+    forward = Forward(data, package, len(calls), unreached)
+    try:
+        forward.kernels = sweep(model)
+    except UserError as error:
+        forward.untraced = str(error)
+    forward.untrainable = without_gradient(forward.kernels)
+    return forward
 
 
 @contextmanager

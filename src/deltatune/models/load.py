@@ -90,12 +90,31 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
     return Loaded(model, tokenizer, config, path, processor)
 
 
-def load_eyes(path: Path) -> nn.Module:
-    """mlx-vlm's model of a checkpoint, weights on the disk until they are used."""
+def load_eyes(path: Path, why: str = "the adapter is for a vision tower") -> nn.Module:
+    """mlx-vlm's model of a checkpoint, weights on the disk until they are used. `why`: what needs it, for errors."""
     config = _plain_config(path, trust_remote_code=False)
-    vision_load.check_vision(config, path, "the adapter is for a vision tower")
+    vision_load.check_vision(config, path, why)
     weight_headers(path)
     return vision_load.load_vision_model(path, config, lambda kind: _checked(kind, path), lazy=True)
+
+
+def to_train_on(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
+    """The models of a checkpoint by what they train on, `text` through mlx-lm and `images` through mlx-vlm, and a
+    sentence for each of the two that cannot be had. Weights stay on the disk. UserError where neither can."""
+    models: dict[str, nn.Module] = {}
+    left_out: list[UserError] = []
+    if _plain_config(path, trust_remote_code=False).get("vision_config"):
+        try:
+            models["images"] = load_eyes(path, "its config.json has a vision tower")
+        except UserError as error:
+            left_out.append(error)
+    try:
+        models["text"] = load_model(path, lazy=True)[0]
+    except UserError as error:
+        left_out.append(error)
+    if not models:
+        raise left_out[-1]
+    return models, [str(error) for error in left_out]
 
 
 def locate(path_or_name: str | Path) -> Path:

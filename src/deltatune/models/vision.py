@@ -19,8 +19,9 @@ _HALF_TOLERANCE = 5e-2
 _TRIED = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
 
 
-# VisionBatch's fields as MLX arrays: positions, feature, and where there are images "tower": TowerInputs' fields.
-# Dictionaries, since mx.compile hands named tuples on as plain ones.
+# VisionBatch's fields as MLX arrays: positions, feature, and where there are images "tower": TowerInputs' fields, or
+# "features" and "deep" of a tower that was run before; "counted": the positions that the loss looks at, where it is not
+# all of them. Dictionaries, since mx.compile hands named tuples on as plain ones.
 VisionArrays = dict[str, Any]
 
 
@@ -55,10 +56,12 @@ def vision_spec(model: Any) -> VisionSpec:
     )
 
 
-def vision_arrays(batch: VisionBatch) -> VisionArrays:
-    """`batch` for the model."""
+def vision_arrays(batch: VisionBatch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> VisionArrays:
+    """`batch` for the model. tower: one that does not train (frozen_tower.FrozenTower), run here."""
     arrays: VisionArrays = {"positions": mx.array(batch.positions), "feature": mx.array(batch.feature)}
-    if len(batch.patches):
+    if tower is not None:
+        arrays |= tower(batch)
+    elif len(batch.patches):
         arrays["tower"] = {name: mx.array(getattr(batch, name)) for name in TowerInputs._fields}
     return arrays
 
@@ -70,10 +73,11 @@ class VisionSplit(NamedTuple):
     head: nn.Module | Callable[[mx.array], mx.array]
 
 
-def split_vision(model: Any) -> VisionSplit:
+def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
     """Take `model` apart, with the patches in force, and compare the parts with upstream's own forward pass.
 
-    UserError, with the difference, where they do not agree: this version then computes something else.
+    UserError, with the difference, where they do not agree: this version then computes something else. `compare`:
+    False computes nothing, and reads no weights.
     """
     language = model.language_model
     head = language.lm_head if "lm_head" in language else language.model.embed_tokens.as_linear
@@ -81,8 +85,11 @@ def split_vision(model: Any) -> VisionSplit:
     def backbone(tokens: mx.array, images: VisionArrays) -> mx.array:
         hidden = language.model.embed_tokens(tokens)
         more: dict[str, Any] = {}
-        if "tower" in images:
-            features, deep = run_tower(model.vision_tower, TowerInputs(**images["tower"]))
+        if "tower" in images or "features" in images:
+            if "tower" in images:
+                features, deep = run_tower(model.vision_tower, TowerInputs(**images["tower"]))
+            else:
+                features, deep = images["features"], images["deep"]
             here, row = (images["feature"] >= 0)[..., None], mx.maximum(images["feature"], 0)
             hidden = mx.where(here, features[row].astype(hidden.dtype), hidden)
             if deep:
@@ -91,7 +98,8 @@ def split_vision(model: Any) -> VisionSplit:
         return language.model(tokens, inputs_embeds=hidden, position_ids=images["positions"], **more)
 
     split = VisionSplit(backbone, head)
-    _compare_with_upstream(model, split)
+    if compare:
+        _compare_with_upstream(model, split)
     return split
 
 

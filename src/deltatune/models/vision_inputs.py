@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +48,15 @@ class Picture:
 
     patches: np.ndarray
     grid: Grid
+
+
+class Looked(NamedTuple):
+    """The shapes of a batch of a model with eyes: `frames` frames of `patches` patches each, padding included, and
+    `silent` positions that count nothing in the loss."""
+
+    frames: int
+    patches: int
+    silent: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +126,7 @@ def vision_batch(
     size = padded_patches(max((len(patches) for _, patches, _ in frames), default=0), spec)
     total = padded_frames(len(frames))
     per_frame = size // spec.merge**2
-    batch = _empty(len(rows), width, total, size, spec)
+    batch = blank_vision_batch(len(rows), width, (total, size), spec)
     features: list[list[int]] = [[] for _ in rows]
     for index, (row, patches, grid) in enumerate(frames):
         count = len(patches)
@@ -146,15 +156,17 @@ def padded_frames(count: int) -> int:
     return -(-count // step) * step
 
 
-def _empty(rows: int, width: int, frames: int, size: int, spec: VisionSpec) -> VisionBatch:
+def blank_vision_batch(rows: int, width: int, frames: tuple[int, int], spec: VisionSpec) -> VisionBatch:
+    """A batch of so many frames of so many patches, without a token or a patch in it."""
+    count, size = frames
     return VisionBatch(
         positions=np.broadcast_to(np.arange(width, dtype=np.int32), (3, rows, width)).copy(),
         feature=np.full((rows, width), -1, np.int32),
-        patches=np.zeros((frames, size, spec.values), np.float32),
-        places=np.zeros((frames, size, 2), np.int32),
-        table=np.zeros((4, frames, size), np.int32),
-        share=np.zeros((4, frames, size), np.float32),
-        present=np.ones((frames, size), bool),
+        patches=np.zeros((count, size, spec.values), np.float32),
+        places=np.zeros((count, size, 2), np.int32),
+        table=np.zeros((4, count, size), np.int32),
+        share=np.zeros((4, count, size), np.float32),
+        present=np.ones((count, size), bool),
     )
 
 

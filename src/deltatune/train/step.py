@@ -9,16 +9,22 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
+import numpy as np
 from mlx.utils import tree_map
 
 from ..data import Batch
+from ..models.frozen_tower import frozen_tower
 from ..models.vision import VisionArrays, vision_arrays
+from ..models.vision_inputs import VisionBatch
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.segments import segments
 from . import optimizer as updates
 from .distributed import World
 from .expert_updates import ActiveExperts
 from .tree import leaves, number
+
+# Numbers of positions that a step on images is compiled for, at most.
+_PARTS = 4
 
 # (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), fp32 scalars; for a model
 # that looks at images they come fourth, as models.vision.VisionArrays.
@@ -32,7 +38,11 @@ def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[
     def loss(
         inputs: mx.array, targets: mx.array, weights: mx.array, *images: VisionArrays
     ) -> tuple[mx.array, mx.array]:
-        return linear_cross_entropy(head, backbone(inputs, *images), targets, weights)
+        hidden = backbone(inputs, *images)
+        if images and "counted" in images[0]:
+            at = images[0]["counted"]
+            hidden, targets, weights = (x.reshape(-1, *x.shape[2:])[at] for x in (hidden, targets, weights))
+        return linear_cross_entropy(head, hidden, targets, weights)
 
     return loss
 
@@ -48,11 +58,30 @@ def full_loss(model: nn.Module) -> LossFunction:
     return loss
 
 
-def arrays(batch: Batch) -> Arrays:
-    """The batch's fields as MLX arrays: inputs, targets, weights, segments (or None), images (or None)."""
+def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> Arrays:
+    """The batch's fields as MLX arrays: inputs, targets, weights, segments (or None), images (or None).
+
+    tower: one that does not train, which runs here instead of in the step.
+    """
     packed = None if batch.segments is None else mx.array(batch.segments)
-    images = None if batch.images is None else vision_arrays(batch.images)
+    images = None
+    if batch.images is not None:
+        images = vision_arrays(batch.images, tower)
+        counted = counted_positions(batch.weights)
+        images |= {} if counted is None else {"counted": mx.array(counted)}
     return mx.array(batch.inputs), mx.array(batch.targets), mx.array(batch.weights), packed, images
+
+
+def counted_positions(weights: np.ndarray) -> np.ndarray | None:
+    """The positions of weights other than 0, int32, ascending, made up with others to whole quarters of all, so that
+    few shapes are compiled; None where that is all of them. Images and prompts count nothing, and need no logits."""
+    quarter = max(weights.size // _PARTS, 1)
+    counted = np.flatnonzero(weights)
+    size = max(-(-len(counted) // quarter), 1) * quarter
+    if size >= weights.size:
+        return None
+    others = np.flatnonzero(weights.reshape(-1) == 0)[: size - len(counted)]
+    return np.sort(np.concatenate([counted, others])).astype(np.int32)
 
 
 def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, mx.array]:
@@ -113,6 +142,7 @@ class Step:
         self._weighted = accumulate > 1 or world.size > 1
         self._accumulates = accumulate > 1
         optimizer.init(model.trainable_parameters())
+        self.tower = frozen_tower(model)
         random = mx.random.state
         self._micro_batch = partial(mx.compile, inputs=[model.state, random], outputs=[random])(self._trace_micro_batch)
         self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
@@ -127,7 +157,11 @@ class Step:
 
     def micro_batch(self, batch: Batch, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
         """Sum of losses, sum of weights, and `accumulated` plus the gradients of the sum of losses."""
-        return self._micro_batch(arrays(batch), accumulated)
+        return self.on_arrays(arrays(batch, self.tower), accumulated)
+
+    def on_arrays(self, batch: Arrays, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
+        """micro_batch, of a batch that is on the device."""
+        return self._micro_batch(batch, accumulated)
 
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
         """Step the optimizer with gradients / weight, summed over ranks; the norm before clipping (or not finite).

@@ -12,13 +12,13 @@ import mlx.nn as nn
 from ...config import TrainConfig
 from ...data import BatchOrder, Splits
 from ...data.load import first_image, load_datasets
+from ...data.pictures import largest_batch
 from ...errors import UserError
 from ...lora.adapter import Adapter
 from ...lora.convert import adapters
 from ...lora.weights import dense_weight
 from ...models.load import load
-from ...models.vision import has_vision
-from ...train.commands import prepare
+from ...train.commands import eyes, prepare
 from ...train.distributed import World
 from . import screen
 from .layout import Layout
@@ -54,9 +54,6 @@ def run(config: TrainConfig) -> int:
 def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
     """Plan the run that `config` describes, and look for the largest that fits. Weights stay on the disk."""
     config = _from_scratch(config)
-    image = first_image(config)
-    if image is not None:
-        raise UserError(f"plan: {image}: steps with images are not planned for yet; deltatune train works without.")
     try:
         layout = Layout.measured()
     except LayoutError as error:
@@ -64,23 +61,24 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
             f"plan: this MLX keeps its graphs in a way that is not known here ({error}); deltatune train works without."
         ) from error
     limits = limits or device_limits()
-    loaded = _loaded(config)
-    splits = load_datasets(config, loaded.tokenizer)
+    image = first_image(config)
+    loaded = _loaded(config, image)
+    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
     prepare(loaded.model, config)
     rows, length = shape(config, splits)
-    first = plan_step(loaded.model, config, rows, length, layout)
+    first = _step(loaded.model, config, splits, layout, rows, length)
     positions = _positions(loaded.config)
 
     def ranked(rank: int) -> Plan:
         changed = dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank))
-        model = _loaded(changed).model
+        model = _loaded(changed, image).model
         prepare(model, changed)
-        return plan_step(model, changed, rows, length, layout)
+        return _step(model, changed, splits, layout, rows, length)
 
     world = World().size
-    bigger = partial(_step, loaded.model, config, layout, length=length)
+    bigger = partial(_step, loaded.model, config, splits, layout, length=length)
     batch = largest(bigger, limits, {rows: first}, step=1, most=max(rows, _MOST_ROWS), leap=_MOST_ROWS)
-    longer = partial(_step, loaded.model, config, layout, rows)
+    longer = partial(_step, loaded.model, config, splits, layout, rows)
     longest = largest(longer, limits, {length: first}, step=_LENGTHS, most=max(length, positions))
     rank = None
     if config.fine_tune_type != "full":
@@ -92,19 +90,17 @@ def examine(config: TrainConfig, limits: Limits | None = None) -> Found:
 
 def check(model: nn.Module, config: TrainConfig, splits: Splits, *, force: bool = False) -> str:
     """One line on the run that is about to start. UserError, with what would make it fit, where it cannot (or a line,
-    with `force`). Where this MLX cannot be looked into, or images train, the line says so."""
-    if has_vision(model):
-        return "Plan: none, since steps with images are not planned for yet."
+    with `force`). Where this MLX cannot be looked into, the line says so."""
     rows, length = shape(config, splits)
     try:
         layout = Layout.measured()
-        plan = plan_step(model, config, rows, length, layout)
+        plan = _step(model, config, splits, layout, rows, length)
     except LayoutError as error:
         return f"Plan: none, since this MLX keeps its graphs in a way that is not known here ({error})."
     limits = device_limits()
     if fits(plan, limits):
         return screen.line(plan, limits)
-    message = f"{screen.line(plan, limits)} {_mended(model, config, plan, limits, layout)}"
+    message = f"{screen.line(plan, limits)} {_mended(model, config, splits, plan, limits, layout)}"
     if force:
         return f"{message} Training all the same (--force)."
     raise UserError(f"{message} --force trains all the same.")
@@ -119,28 +115,29 @@ def shape(config: TrainConfig, splits: Splits) -> tuple[int, int]:
     return config.batch_size // world.size, order.widths[-1]
 
 
-def _mended(model: nn.Module, config: TrainConfig, plan: Plan, limits: Limits, layout: Layout) -> str:
+def _mended(model: nn.Module, config: TrainConfig, splits: Splits, plan: Plan, limits: Limits, layout: Layout) -> str:
     """What would make the run fit: the least change first."""
     tried: list[tuple[str, TrainConfig]] = [("", config)]
     if not config.grad_checkpoint:
         changed = dataclasses.replace(config, grad_checkpoint=True)
-        if fits(plan_step(model, changed, plan.rows, plan.length, layout), limits):
+        if fits(_step(model, changed, splits, layout, plan.rows, plan.length), limits):
             return "It fits with --grad-checkpoint."
         tried = [("--grad-checkpoint and ", changed)]
     for words, changed in tried:
-        fewer = partial(_step, model, changed, layout, length=plan.length)
+        fewer = partial(_step, model, changed, splits, layout, length=plan.length)
         found = largest(fewer, limits, {}, step=1, most=plan.rows - 1)
         if found.value:
             return f"It fits with {words}--batch-size {found.value * World().size}."
-        shorter = partial(_step, model, changed, layout, plan.rows)
+        shorter = partial(_step, model, changed, splits, layout, plan.rows)
         found = largest(shorter, limits, {}, step=_LENGTHS, most=plan.length - 1)
         if found.value:
             return f"It fits with {words}--max-seq-length {found.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
 
 
-def _step(model: nn.Module, config: TrainConfig, layout: Layout, rows: int, length: int) -> Plan:
-    return plan_step(model, config, rows, length, layout)
+def _step(model: nn.Module, config: TrainConfig, splits: Splits, layout: Layout, rows: int, length: int) -> Plan:
+    """A plan with the images of the data as they are, whatever the length."""
+    return plan_step(model, config, rows, length, layout, largest_batch(splits.train, rows))
 
 
 def _from_scratch(config: TrainConfig) -> TrainConfig:
@@ -149,13 +146,14 @@ def _from_scratch(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _loaded(config: TrainConfig) -> Any:
+def _loaded(config: TrainConfig, image: str | None) -> Any:
     return load(
         config.model,
         trust_remote_code=config.trust_remote_code,
         lazy=True,
         from_scratch=config.from_scratch,
         seed=config.seed,
+        image=image,
     )
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from ...config import TrainConfig
+from ...models.vision_inputs import Looked
 from .graph import Node
 from .layout import Layout
 from .simulate import Peak, Simulation
-from .step import Built, build, simulated
+from .step import Built, build, simulated, tower_simulated
 
 _SHOWN = 5
 _NEAR = 400
@@ -63,17 +64,25 @@ class Plan:
         return self.buffers.amount - sum(self.counts.values())
 
 
-def plan_step(model: nn.Module, config: TrainConfig, rows: int, length: int, layout: Layout) -> Plan:
-    """Plan a step of the converted `model`; nothing is evaluated and the model comes out as it went in."""
+def plan_step(
+    model: nn.Module, config: TrainConfig, rows: int, length: int, layout: Layout, looked: Looked | None = None
+) -> Plan:
+    """Plan a step of the converted `model`; nothing is evaluated and the model comes out as it went in.
+
+    looked: the shapes of a batch's images, of a model that looks at some.
+    """
     try:
-        return _planned(build(model, config, rows, length, layout), config, layout)
+        return _planned(build(model, config, rows, length, layout, looked), config, layout)
     finally:
         # A graph is full of cycles, and its constants are buffers.
         gc.collect()
 
 
 def _planned(built: Built, config: TrainConfig, layout: Layout) -> Plan:
-    machine = simulated(built, layout)
+    machine, tower = simulated(built, layout), tower_simulated(built, layout)
+    most = _moment(machine, built, machine.bytes, by_bytes=True)
+    if tower is not None and tower.bytes.amount > most.amount:
+        most = _moment(tower, built, tower.bytes, by_bytes=True, where="the vision tower, before the step")
     counts = {"parameters": built.parameters, "gradients": built.gradients, "moments": built.moments}
     sizes = {
         "parameters": built.parameter_bytes, "gradients": built.gradient_bytes, "moments": built.moment_bytes,
@@ -83,21 +92,21 @@ def _planned(built: Built, config: TrainConfig, layout: Layout) -> Plan:
         built.length,
         config.lora_parameters.rank,
         _moment(machine, built, machine.buffers, by_bytes=False),
-        _moment(machine, built, machine.bytes, by_bytes=True),
+        most,
         counts,
         sizes,
         len(machine.evaluated),
     )
 
 
-def _moment(machine: Simulation, built: Built, peak: Peak, *, by_bytes: bool) -> Moment:
+def _moment(machine: Simulation, built: Built, peak: Peak, *, by_bytes: bool, where: str = "") -> Moment:
     alive = machine.alive(peak.at)
     buffers, sizes = Counter(b.kind for b in alive), Counter[str]()
     for buffer in alive:
         sizes[buffer.kind] += buffer.size
     found = [Kept(kind, buffers[kind], sizes[kind]) for kind in buffers if kind != "given"]
     found.sort(key=lambda kept: kept.bytes if by_bytes else kept.buffers, reverse=True)
-    return Moment(peak.amount, _place(machine.evaluated, built, peak.at), found[:_SHOWN])
+    return Moment(peak.amount, where or _place(machine.evaluated, built, peak.at), found[:_SHOWN])
 
 
 def _place(evaluated: list[Node], built: Built, at: int) -> str:

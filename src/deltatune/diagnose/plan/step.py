@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,15 @@ from ... import backend
 from ...config import TrainConfig
 from ...data import Batch
 from ...models.describe import describe
+from ...models.vision import vision_spec
+from ...models.vision_inputs import Looked, blank_vision_batch
 from ...ops.checkpoint import checkpointed
 from ...patches import patched
 from ...train import announce
 from ...train.compiling import without_kernels
 from ...train.distributed import World
 from ...train.optimizer import build_optimizer
-from ...train.step import Step, Sums
+from ...train.step import Arrays, Step, Sums, arrays
 from ...train.tree import leaves, random_key, set_random_key
 from .graph import Node, all_nodes, evaluation_order, read
 from .layout import Layout
@@ -59,6 +62,9 @@ class Built:
     length: int
     # The arrays behind the nodes: addresses are theirs for as long as they exist.
     arrays: list[mx.array]
+    # A tower that does not train runs by itself, on one frame after another, and what it reads.
+    tower: Phase | None = None
+    tower_reads: list[Node] = field(default_factory=list)
 
 
 def blank_batch(rows: int, length: int, packed: bool) -> Batch:
@@ -66,24 +72,22 @@ def blank_batch(rows: int, length: int, packed: bool) -> Batch:
     shape = (rows, length)
     segments = np.zeros(shape, np.int32) if packed else None
     ones = np.ones(shape, np.float32)
-    return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32), ones, segments, ((),) * rows, ((),) * rows)
+    blank, nothing = np.zeros(shape, np.int32), ((),) * rows
+    return Batch(blank, blank, ones, segments, nothing, nothing)
 
 
-def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout: Layout) -> Built:
-    """The graphs of one iteration of `model` (converted, `prepare`d) on `rows` rows of `length` tokens.
+def build(
+    model: nn.Module, config: TrainConfig, rows: int, length: int, layout: Layout, looked: Looked | None = None
+) -> Built:
+    """The graphs of one iteration of `model` (converted, `prepare`d) on `rows` rows of `length` tokens; `looked`: their
+    images, where the model looks at some.
 
     The model comes out as it went in. Raises what building the step raises: UserError for options that do not fit.
     """
     with _as_trained(model, config) as loss_function:
         optimizer = build_optimizer(config)
-        step = Step(
-            model,
-            optimizer,
-            loss_function,
-            World(),
-            accumulate=config.grad_accumulation_steps,
-            clip=config.grad_clip,
-        )
+        accumulate, clip = config.grad_accumulation_steps, config.grad_clip
+        step = Step(model, optimizer, loss_function, World(), accumulate=accumulate, clip=clip)
         before = _leaves(model.trainable_parameters())
         moments = _leaves(optimizer.state)
         everything = _leaves(model.state)
@@ -92,7 +96,8 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         given = [*everything, *moments, *accumulated, random_key()]
 
-        loss, weight, gradients = step.micro_batch(blank_batch(rows, length, config.pack), sums.gradients)
+        batch, features = _batch(model, step, blank_batch(rows, length, config.pack), looked)
+        loss, weight, gradients = step.on_arrays(batch, sums.gradients)
         new = Sums(gradients, sums.loss + loss, sums.weight + weight)
         first = [loss, weight, *_leaves(new)]
         norm = step.update(*new)
@@ -103,8 +108,10 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
         done = {node.address for node in all_nodes(one)}
         two = read(layout, second, there | {layout.address(array) for array in first})
         width = int(os.environ.get(_WIDTH, "20"))
+        # The trainer keeps neither: its arrays live until the graph has read them.
+        gone = [*accumulated, *_leaves(batch)]
         phases = [
-            Phase("forward and backward", one, evaluation_order(one, width), [layout.address(a) for a in accumulated]),
+            Phase("forward and backward", one, evaluation_order(one, width), [layout.address(a) for a in gone]),
             Phase(
                 "update",
                 two,
@@ -112,14 +119,50 @@ def build(model: nn.Module, config: TrainConfig, rows: int, length: int, layout:
                 _replaced(layout, [*before, *moments, *_leaves(gradients)], second),
             ),
         ]
-        constants = [*_constants(one, there), *_constants(two, there | done)]
-        held = [*read(layout, given, there), *constants]
+        tower, tower_reads = _tower_phase(layout, features, there, width)
+        data = {layout.address(array) for array in _leaves(batch)}
+        constants = [*_constants(one, there | data), *_constants(two, there | done)]
+        held = [*read(layout, [*given, *_leaves(batch)], there | data), *constants]
     return Built(
         phases, held, names, one[0], len(names), len(before), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
-        rows, length, [*given, *first, *second],
+        rows, length, [*given, *first, *second, *_leaves(batch), *features],
+        tower, tower_reads,
     )  # fmt: skip
+
+
+def _batch(model: nn.Module, step: Step, blank: Batch, looked: Looked | None) -> tuple[Arrays, list[mx.array]]:
+    """The batch's arrays, with images where some are `looked` at, and what a tower that does not train makes of one."""
+    features: list[mx.array] = []
+    if looked is not None:
+        rows, length = blank.inputs.shape
+        images = blank_vision_batch(rows, length, looked[:2], vision_spec(model))
+        blank = dataclasses.replace(blank, images=images)
+        blank.weights.reshape(-1)[: looked.silent] = 0
+        if step.tower is not None and looked.frames:
+            features = step.tower.look(images, 0, looked.patches)
+    return arrays(blank, step.tower and (lambda images: _of_all(features, len(images.patches)))), features
+
+
+def _tower_phase(
+    layout: Layout, features: list[mx.array], there: set[int], width: int
+) -> tuple[Phase | None, list[Node]]:
+    """The run of a tower by itself, and the nodes that it reads beside parameters."""
+    if not features:
+        return None, []
+    outputs = read(layout, features, there)
+    reads = [node for node in all_nodes(outputs) if not node.kind and node.address not in there]
+    return Phase("the vision tower", outputs, evaluation_order(outputs, width), [n.address for n in reads]), reads
+
+
+def _of_all(features: list[mx.array], frames: int) -> dict[str, Any]:
+    """What a batch of so many frames is given of a tower that made `features` of one."""
+    if not features:
+        return {}
+    whole = [mx.zeros((frames * len(each), each.shape[1]), each.dtype) for each in features]
+    mx.eval(whole)
+    return {"features": whole[0], "deep": whole[1:]}
 
 
 def _leaves(tree: Any) -> list[mx.array]:
@@ -146,7 +189,7 @@ def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
         if config.grad_checkpoint:
             stack.enter_context(checkpointed([layer.module for layer in describe(model)]))
         stack.enter_context(without_kernels())
-        loss, _ = announce.choose_loss(model)
+        loss, _ = announce.choose_loss(model, compare=False)
         model.train()
         try:
             yield loss
@@ -155,6 +198,17 @@ def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
             for module, mode in modes:
                 module._set_training_mode(mode)
             set_random_key(key)
+
+
+def tower_simulated(built: Built, layout: Layout) -> Simulation | None:
+    """The tower that runs before the step, where it does not train, on one frame."""
+    if built.tower is None:
+        return None
+    machine = Simulation(layout, PACES[backend.device()])
+    for leaf in [*built.held, *built.tower_reads]:
+        machine.place(leaf)
+    machine.evaluate(built.tower.order, built.tower.outputs, built.tower.dropped)
+    return machine
 
 
 def simulated(built: Built, layout: Layout) -> Simulation:

@@ -1,0 +1,130 @@
+"""`deltatune plan` for steps with images: planned, and counted in MLX's own allocator while deltatune trains.
+
+usage: DELTATUNE_THREADS=1 python benchmarks/plan_images.py [--only NAME ...]
+
+As benchmarks/plan.py, on a checkpoint and images written for the purpose: two rows, of two images and of one, in three
+sizes. Each configuration is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import vision_step
+
+SHAPE = vision_step.Shape(256, 768, 4, (4, 2, 64), (4, 4, 64), 2048, (3, 192, 768, 3))
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "adapters on the language model": {},
+    "the same, checkpointed": {"grad_checkpoint": True},
+    "on tower and projector too, checkpointed": {"grad_checkpoint": True, "parts": "language,vision,projector"},
+    "images of 512 x 512": {"side": 512},
+}
+ITERATIONS = 6
+
+
+def write_data(folder: Path, side: int) -> None:
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    rows = []
+    for row, sizes in enumerate((((side, side), (side // 2, side)), ((side // 2, side // 2),))):
+        names = [f"{row}-{number}.png" for number in range(len(sizes))]
+        for name, size in zip(names, sizes, strict=True):
+            Image.fromarray(draw.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / name)
+        answer = "".join(chr(i) for i in draw.integers(ord("a"), ord("z"), 200))
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        rows.append(json.dumps({"messages": messages, "images": names}))
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def worker(options: dict[str, Any]) -> dict[str, Any]:
+    """Plan and count one configuration in this process."""
+    import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+    # isort: split
+    from counted_allocator import Counter
+    from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.data.load import load_datasets
+    from deltatune.diagnose.plan import command
+    from deltatune.models.load import load
+    from deltatune.train.commands import eyes, prepare
+    from deltatune.train.log import Screen
+    from deltatune.train.loop import Trainer
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        vision_step.write_model(folder, SHAPE)
+        write_data(folder, options.pop("side", 256))
+        counter = Counter()
+        config = TrainConfig(
+            model=name, data=name, lora_parameters=LoraConfig(rank=8), num_layers=-1, optimizer="adamw", batch_size=2,
+            iters=ITERATIONS, max_seq_length=1024, adapter_path=str(folder / "out"), val_batches=0, min_pixels=1024,
+            save_every=1000, steps_per_report=1000, **options,
+        )  # fmt: skip
+        loaded = load(folder, image="train.jsonl:1")
+        splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
+        prepare(loaded.model, config)
+        layout = command.Layout.measured()
+        rows, length = command.shape(config, splits)
+        plan = command._step(loaded.model, config, splits, layout, rows, length)
+        peaks: list[tuple[int, int]] = []
+
+        class Counted(Trainer):
+            def _advance(self, batch: Any) -> Any:
+                counter.reset()
+                found = super()._advance(batch)
+                now = counter.now()
+                peaks.append((now.peak_buffers, now.peak_bytes))
+                return found
+
+        screen = Screen(shown=False)
+        Counted(loaded.model, loaded.tokenizer, config, splits, model_config=loaded.config, screen=screen).run()
+    later = peaks[1:]
+    return {
+        "planned": plan.buffers.amount, "counted": max(buffers for buffers, _ in later), "tokens": plan.tokens,
+        "planned_bytes": plan.bytes.amount, "counted_bytes": max(size for _, size in later), "first": peaks[0][0],
+        "known": sum(plan.counts.values()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(worker(json.loads(arguments.worker))))
+        return
+    names = ("deltatune", "mlx", "mlx-lm", "mlx-vlm")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
+    print("|---" * 10 + "|")
+    for name in arguments.only:
+        command = [sys.executable, __file__, "--worker", json.dumps(CONFIGURATIONS[name])]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        buffers, size = found["counted"], found["counted_bytes"]
+        off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
+        print(
+            f"| {name} | {found['tokens']} | {buffers:,} | {found['planned']:,} | {off:+.1%} "
+            f"| {buffers - found['known']:,} | {found['first']:,} | {size / 1e6:.1f} "
+            f"| {found['planned_bytes'] / 1e6:.1f} | {off_bytes:+.1%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""A training step on images and text against mlx-vlm's own trainer: same checkpoint, lines and options.
+
+usage: DELTATUNE_THREADS=2 python benchmarks/vision_step.py [--shape quarter] [--rounds 5] [--checkpoint] [--only ...]
+
+A random Qwen3.5 with its vision tower, fp32; LoRA r=8 on the language model's linears, AdamW, batch 2, rows of 1,024
+tokens, half of them images. Each trainer is its own command line (`mlx_vlm.train`, `deltatune train`) in a process of
+its own, held before each iteration until its turn: rounds are interleaved, medians printed. An iteration is all of it:
+batch, forward, backward, update. A trainer whose first loss, tokens counted or numbers trained are not those of the
+first row gets no time. Peaks: MLX's own count over the timed iterations, and the whole process's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from machine import cpu, versions
+
+TOKENS, BATCH, IMAGES, SIDE, PATCH, MERGE = 1024, 2, 2, 512, 16, 2
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+SPECIAL += ["<|video_pad|>"]
+IDS = {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'][0] }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+)
+AGREES = 1e-4
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    mlp: int
+    layers: int
+    attention: tuple[int, int, int]  # heads, key-value heads, head size
+    delta: tuple[int, int, int]  # key heads, value heads, head size
+    vocabulary: int
+    tower: tuple[int, int, int, int]  # layers, width, MLP, heads
+
+    def __str__(self) -> str:
+        attention, delta, tower = ("{}/{} x {}".format(*self.attention), "{}/{} x {}".format(*self.delta), self.tower)
+        return (
+            f"hidden {self.hidden}, MLP {self.mlp}, {self.layers} layers, 3 of 4 gated delta, attention {attention}, "
+            f"delta {delta}, vocabulary {self.vocabulary:,}, tied; tower of {tower[0]} layers, width {tower[1]}"
+        )
+
+    def config(self) -> dict[str, Any]:
+        heads, groups, size = self.attention
+        keys, values, delta = self.delta
+        depth, width, inner, eyes = self.tower
+        third = size // 24
+        rope = {"type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+        text = {
+            "model_type": "qwen3_5_text", "vocab_size": self.vocabulary, "hidden_size": self.hidden,
+            "intermediate_size": self.mlp, "num_hidden_layers": self.layers, "num_attention_heads": heads,
+            "num_key_value_heads": groups, "head_dim": size, "linear_num_key_heads": keys,
+            "linear_num_value_heads": values, "linear_key_head_dim": delta, "linear_value_head_dim": delta,
+            "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 8192, "tie_word_embeddings": True,
+            "rope_parameters": rope | {"mrope_section": [size // 8 - 2 * third, third, third]},
+        }  # fmt: skip
+        tower = {
+            "model_type": "qwen3_5", "depth": depth, "hidden_size": width, "intermediate_size": inner,
+            "num_heads": eyes, "out_hidden_size": self.hidden, "patch_size": PATCH, "spatial_patch_size": PATCH,
+            "spatial_merge_size": MERGE, "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [],
+        }  # fmt: skip
+        config = {"model_type": "qwen3_5", "text_config": text, "vision_config": tower, **IDS}
+        return config | {"vocab_size": self.vocabulary, "tie_word_embeddings": True, "eos_token_id": 2}
+
+
+SHAPES = {
+    # Qwen3.5-0.8B at a quarter of its width and a third of its depth; head and tower keep their share of the weights.
+    "quarter": Shape(256, 896, 8, (4, 1, 128), (4, 4, 128), 20480, (4, 192, 768, 3)),
+    # The model of recipe.py, with a tower.
+    "recipe": Shape(256, 768, 8, (4, 2, 64), (4, 4, 64), 2048, (4, 256, 1024, 4)),
+}
+
+
+def write_model(folder: Path, shape: Shape) -> None:
+    """A checkpoint folder that both trainers read: weights, config, one token a byte, image processor."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_vlm.models import qwen3_5
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    mx.random.seed(0)
+    config = shape.config()
+    model = qwen3_5.Model(qwen3_5.ModelConfig.from_dict(json.loads(json.dumps(config))))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+    )
+    words = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [f"<|unused_{index}|>" for index in range(shape.vocabulary - len(words))]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": PATCH,
+        "temporal_patch_size": 2, "merge_size": MERGE, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    }  # fmt: skip
+    files = {"config": config, "tokenizer_config": about | {"chat_template": TEMPLATE}}
+    for name, content in (files | {"preprocessor_config": processor}).items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def write_data(folder: Path) -> None:
+    """Two rows of two images and so many letters that a row has TOKENS tokens."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    rows = []
+    per_image = (SIDE // PATCH // MERGE) ** 2
+    # Of the template: im_start, role, im_end of two turns; vision_start and vision_end of each image; the question.
+    letters = TOKENS - IMAGES * (per_image + 2) - 6 - 1
+    for row in range(BATCH):
+        names = [f"{row}-{number}.png" for number in range(IMAGES)]
+        for name in names:
+            small = draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(small).resize((SIDE, SIDE)).save(folder / name)
+        answer = "".join(chr(i) for i in draw.integers(ord("a"), ord("z"), letters))
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        rows.append(json.dumps({"messages": messages, "images": names}))
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def answer(**found: Any) -> None:
+    sys.__stdout__.write("\n@" + json.dumps(found) + "\n")
+    sys.__stdout__.flush()
+
+
+class Turns:
+    """Waits for its turn before each iteration, and says what the last one took. The first says what trains."""
+
+    def __init__(self, trained: int) -> None:
+        self.trained, self.started, self.said = trained, 0.0, {}
+
+    def wait(self) -> None:
+        import mlx.core as mx
+
+        if self.started:
+            seconds, used = time.perf_counter() - self.started, time.process_time() - self.used
+            answer(seconds=seconds, cpu=used, peak=mx.get_peak_memory(), **self.said)
+        else:
+            answer(trained=self.trained)
+        if not sys.stdin.readline():
+            os._exit(0)
+        mx.reset_peak_memory()
+        self.started, self.used = time.perf_counter(), time.process_time()
+
+
+def trained(model: Any) -> int:
+    from mlx.utils import tree_flatten
+
+    return sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+
+
+def unseen(folder: Path, checkpoint: bool) -> None:
+    """As in a first epoch: no image was looked at before."""
+    ours(folder, checkpoint, forget=True)
+
+
+def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
+    from deltatune import cli
+    from deltatune.train import commands
+
+    class Paced(commands.Trainer):
+        def _iterate(self, stop: Any) -> bool:
+            if not hasattr(self, "_turns"):
+                self._turns = Turns(trained(self.model))
+            if forget:
+                self._step.tower._kept.clear()
+                self._step.tower._bytes = 0
+            self._turns.wait()
+            return super()._iterate(stop)
+
+        def _advance(self, batch: Any) -> Any:
+            found = super()._advance(batch)
+            self._turns.said = {"loss": found[0] / found[1], "counted": found[1]}
+            return found
+
+    commands.Trainer = Paced  # type: ignore[misc]
+    options = {"lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0}, "optimizer_config": {"adamw": {}}}
+    options["optimizer_config"]["adamw"] = {"weight_decay": 0.0, "bias_correction": False}
+    (folder / "ours.yaml").write_text(json.dumps(options))
+    arguments = f"train --model {folder} --data {folder} -c {folder / 'ours.yaml'} --adapter-path {folder / 'ours'}"
+    arguments += f" --batch-size {BATCH} --max-seq-length {TOKENS} --optimizer adamw --num-layers -1 --iters 1000000"
+    arguments += " --save-every 1000000 --steps-per-report 1000000" + " --grad-checkpoint" * checkpoint
+    sys.exit(cli.main(arguments.split()))
+
+
+def theirs(folder: Path, checkpoint: bool) -> None:
+    from mlx_vlm import train as command
+    from mlx_vlm.trainer import api
+
+    class Paced(api.Trainer):
+        def train(self) -> dict:
+            turns, batches = Turns(trained(self.model)), self.task.batches
+
+            def paced(*given: Any, **options: Any) -> Iterator[Any]:
+                source = iter(batches(*given, **options))
+                while True:
+                    if self.log_history:
+                        last = self.log_history[-1]
+                        turns.said = {"loss": last["train_loss"], "counted": last["total_tokens"]}
+                        turns.said["counted"] /= last["iteration"]
+                    turns.wait()
+                    yield next(source)
+
+            self.task.batches = paced
+            return super().train()
+
+    command.Trainer = Paced  # type: ignore[misc]
+    arguments = f"--model {folder} --data {folder} --iters 1000000 --batch-size {BATCH} --max-seq-length {TOKENS}"
+    arguments += " --lora-rank 8 --lora-alpha 16 --train-on-completions --steps-per-report 1 --steps-per-save 1000000"
+    arguments += f" --output-path {folder / 'theirs'}" + " --grad-checkpoint" * checkpoint
+    command.main(arguments.split())
+
+
+TRAINERS: dict[str, tuple[Callable[[Path, bool], None], str]] = {
+    "deltatune train": (ours, "openblas"),
+    "deltatune train, every image new": (unseen, "openblas"),
+    "mlx-vlm, OpenBLAS only": (theirs, "openblas"),
+    "mlx-vlm as installed": (theirs, "installed"),
+}
+# One step: what it compiles and reads in its first is little beside the rest.
+SLOW = ("mlx-vlm as installed",)
+
+
+class Worker:
+    def __init__(self, name: str, folder: Path, checkpoint: bool) -> None:
+        own = folder / name.replace(" ", "-")
+        own.mkdir()
+        command = [sys.executable, __file__, "--work", name, "--folder", str(folder)]
+        command += ["--checkpoint"] * checkpoint
+        self.log = (own / "log").open("w+")
+        pipe = subprocess.PIPE
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment, cwd=own
+        )
+        self.name, self.answers = name, []
+        self.trained = self.read()["trained"]
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("@"):
+                return json.loads(line[1:])
+        self.log.seek(0)
+        raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}:\n{self.log.read()[-3000:]}")
+
+    def run(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        self.answers.append(self.read())
+
+    def resident(self) -> float:
+        """Most memory of the whole process so far, bytes."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return float(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def measure(names: list[str], folder: Path, checkpoint: bool, rounds: int) -> list[Worker]:
+    workers = [Worker(name, folder, checkpoint) for name in names]
+    for number in range(rounds + 1):
+        for worker in workers:
+            if worker.name not in SLOW or number == 1:
+                worker.run()
+    return workers
+
+
+def table(workers: list[Worker]) -> None:
+    first = workers[0]
+    print("| trainer | ms a step | over ours | CPU, ms | peak, MB | over ours | process, MB | first loss | counted |")
+    print("|---" * 9 + "|")
+    base: tuple[float, float] | None = None
+    for worker in workers:
+        start, later = worker.answers[0], worker.answers[1:] or worker.answers
+        same = worker.trained == first.trained and start["counted"] == first.answers[0]["counted"]
+        row = [worker.name]
+        if not same or not abs(start["loss"] - first.answers[0]["loss"]) <= AGREES * start["loss"]:
+            row += ["not timed: another loss", "", "", "", "", ""]
+        else:
+            seconds, used = (statistics.median(each[key] for each in later) for key in ("seconds", "cpu"))
+            peak = max(each["peak"] for each in later)
+            base = base or (seconds, peak)
+            row += [f"{seconds * 1e3:,.0f}", f"{seconds / base[0]:.1f}x", f"{used * 1e3:,.0f}", f"{peak / 1e6:,.0f}"]
+            row += [f"{peak / base[1]:.1f}x", f"{worker.resident() / 1e6:,.0f}"]
+        row += [f"{start['loss']:.5f}", f"{start['counted']:.0f} of {worker.trained:,}"]
+        print("| " + " | ".join(row) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="quarter")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, in all of them")
+    parser.add_argument("--only", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        run, blas = TRAINERS[options.work]
+        if blas == "openblas":
+            import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx; nothing is patched)
+        run(options.folder, options.checkpoint)
+        return
+    shape = SHAPES[options.shape]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, shape)
+        write_data(folder)
+        workers = measure(options.only, folder, options.checkpoint, options.rounds)
+        print(f"{date.today()}, {cpu()}; {versions()}.")
+        how = ", checkpointing" * options.checkpoint
+        print(f"{options.shape}: {shape}; fp32, batch {BATCH}, T={TOKENS} of which {IMAGES} images of {SIDE} x {SIDE}")
+        print(f"pixels{how}; medians of {options.rounds} rounds; of the slow, the first step.\n")
+        table(workers)
+        for worker in workers:
+            worker.process.kill()
+
+
+if __name__ == "__main__":
+    main()
