@@ -16,7 +16,16 @@ import deltatune  # noqa: F401
 # isort: split
 import mlx.core as mx
 
+# In MLX's words.
 NO_GRADIENT = "[Primitive::vjp] Not implemented for CustomKernel."
+
+
+_declared = False
+
+
+def declared() -> bool:
+    """Whether present() was called."""
+    return _declared
 
 
 def builds() -> None:
@@ -26,6 +35,8 @@ def builds() -> None:
 
 def present() -> None:
     """Declare Metal present; arrays are computed where they were."""
+    global _declared
+    _declared = True
     builds()
     cpu, stream = mx.Device(mx.cpu), mx.new_stream
     # A compiled function around a stand-in would be built for this machine.
