@@ -59,7 +59,8 @@ def test_the_loop_over_tokens_in_text(tiny_model, tmp_path, record_property, fam
 
 
 @pytest.mark.parametrize("family", DELTA)
-def test_the_loop_over_tokens_in_vision_models(tiny_vision_model, tmp_path, record_property, family):
+def test_the_loop_over_tokens_in_vision_models(tiny_vision_model, tmp_path, record_property, experts_cut_off, family):
+    experts_cut_off()
     model = tiny_vision_model(family)
     module = importlib.import_module(model.language_model.model.layers[0].linear_attn.__class__.__module__)
     own = importlib.import_module(module.gated_delta_update.__module__)
