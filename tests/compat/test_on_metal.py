@@ -1,7 +1,9 @@
-"""With Metal declared present (metal.py): kernels without a gradient stop training; patched, it gets naive's gradients."""
+"""With Metal declared present (metal.py): kernels without a gradient stop training; patched, gradients are naive's."""
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import deltatune  # noqa: F401
@@ -20,17 +22,15 @@ from deltatune.patches.patch import _contains
 
 pytestmark = pytest.mark.compat
 TOLERANCE = 5e-5
+# Experts of mlx-lm 0.31 refuse before the kernel is asked.
+REFUSED = f"{re.escape(NO_GRADIENT)}|Cannot calculate VJP with respect to indices"
 
 
 def check(model: nn.Module, stops: bool, rows: mx.array, more: dict[str, Any], record_property, monkeypatch) -> None:
     """The gradient of a call in the mode that `model` is in: `stops` says what upstream alone does."""
-    try:
+    record_property("unpatched", "refused" if stops else "accepted")
+    with pytest.raises(ValueError, match=REFUSED) if stops else nullcontext():
         gradients(model, rows, **more)
-        found = "accepted"
-    except ValueError as problem:
-        assert str(problem).startswith(NO_GRADIENT[:24]) or "VJP" in str(problem), problem
-        found = "refused"
-    record_property("unpatched", found)
     with patched(model):
         loss, actual = gradients(model, rows, **more)
         monkeypatch.setenv(GATED_DELTA, "naive")
@@ -40,7 +40,6 @@ def check(model: nn.Module, stops: bool, rows: mx.array, more: dict[str, Any], r
     record_property("error", distance)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert distance < TOLERANCE
-    assert found == ("refused" if stops else "accepted")
 
 
 @pytest.mark.parametrize("family", TEXT)

@@ -122,15 +122,17 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
         )
     if miscounts:
         warnings.warn(
-            f"mlx-vlm {mlx_vlm.__version__} miscounts several images in one row, and then places their tokens otherwise "
-            f"than Hugging Face does. Training places them right; generating with this version, from several images, "
-            f"does not. mlx-vlm {_COUNTS_SEVERAL} does.",
+            f"mlx-vlm {mlx_vlm.__version__} miscounts several images in one row, and then places their tokens "
+            "otherwise than Hugging Face does. Training places them right; generating from several images with this "
+            f"version does not. mlx-vlm {_COUNTS_SEVERAL} does.",
             PatchWarning,
             stacklevel=3,
         )
 
 
-def _difference(model: Any, split: VisionSplit, example: tuple[np.ndarray, list[Picture]], own_positions: bool) -> float:
+def _difference(
+    model: Any, split: VisionSplit, example: tuple[np.ndarray, list[Picture]], own_positions: bool
+) -> float:
     """Of our logits from upstream's, which has its own positions or is given ours, over the largest logit."""
     spec, (tokens, pictures) = vision_spec(model), example
     grids = [picture.grid for picture in pictures]

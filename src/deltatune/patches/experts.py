@@ -170,7 +170,9 @@ _VLM_BLOCKS = {
 def _block_record(base: dict[str, Any], module: str, name: str, **more: Any) -> Patch:
     record = {**base, "reason": "the outputs of k experts a token live at once before they are weighted and summed"}
     signature = "(self, x)"
-    return Patch(**record, module=module, name=f"{name}.__call__", signature=signature, replacement=weighted_block, **more)
+    return Patch(
+        **record, module=module, name=f"{name}.__call__", signature=signature, replacement=weighted_block, **more
+    )
 
 
 def _switch_records(base: dict[str, Any], module: str, **more: Any) -> tuple[Patch, ...]:
