@@ -36,7 +36,7 @@ def architecture(config: dict[str, Any]) -> Any:
 
     try:
         return get_model_and_args(config)[0]
-    except (ValueError, KeyError, ImportError) as error:
+    except (ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UserError(
             f"config.json: model_type {config.get('model_type')!r} is of a kind that mlx-vlm {mlx_vlm.__version__} "
             f"cannot load: {error}"
