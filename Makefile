@@ -7,7 +7,7 @@ help:
 	@echo "make env     only the virtual environment, in .venv"
 	@echo "make lint    ruff and mypy"
 	@echo "make oracle  compare training with transformers + PEFT, live (installs PyTorch)"
-	@echo "make compat  try older versions of mlx, mlx-lm and mlx-vlm, an environment each (5 GB in .compat)"
+	@echo "make compat  try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
 
 env: .venv/.ready
 
