@@ -62,7 +62,16 @@ def check(versions: Versions, python: Path) -> Result:
         report = FOLDER / f"{versions.name}.{run}.xml"
         report.unlink(missing_ok=True)
         plugin = ["-p", versions.plugin] if versions.plugin and run != "metal" else []
-        command = [str(python), "-m", "pytest", *arguments, *plugin, f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            *arguments,
+            *plugin,
+            f"--junitxml={report}",
+            "-o",
+            "junit_family=xunit1",
+        ]
         print(f"{versions.name}: {run}", flush=True)
         try:
             code = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, timeout=_LIMIT).returncode
