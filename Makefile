@@ -1,4 +1,4 @@
-.PHONY: help env demo test lint oracle clean
+.PHONY: help env demo test lint oracle compat clean
 PYTHON := .venv/bin/python
 
 help:
@@ -7,6 +7,7 @@ help:
 	@echo "make env     only the virtual environment, in .venv"
 	@echo "make lint    ruff and mypy"
 	@echo "make oracle  compare training with transformers + PEFT, live (installs PyTorch)"
+	@echo "make compat  try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
 
 env: .venv/.ready
 
@@ -30,5 +31,8 @@ oracle: env
 	scripts/make_env oracle
 	$(PYTHON) -m pytest -m oracle
 
+compat: env
+	$(PYTHON) scripts/compat
+
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv .compat build dist src/*.egg-info

@@ -15,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
+from deltatune.models import vision_load
+
 VISION_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 TOKENS = [START, END, IMAGE, VIDEO]
@@ -96,7 +98,7 @@ def build_vision_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
     """mlx-vlm's model with random weights; tensors that start constant get noise, so that no gradient hides."""
     module = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     mx.random.seed(seed)
-    model = module.Model(module.ModelConfig.from_dict(copy.deepcopy(config)))
+    model = vision_load.build(module, config)
 
     def vary(array: mx.array) -> mx.array:
         if not mx.issubdtype(array.dtype, mx.floating) or (array.size > 1 and (array.max() != array.min()).item()):

@@ -19,7 +19,7 @@ from deltatune.models import vision as taken_apart
 from deltatune.models.load import load
 from deltatune.models.vision import has_vision, split_vision, vision_arrays, vision_spec
 from deltatune.models.vision_inputs import Picture, single_frames, token_positions, vision_batch
-from deltatune.patches import patched
+from deltatune.patches import PatchWarning, patched
 
 pytest.importorskip("mlx_vlm")
 
@@ -255,3 +255,23 @@ def test_a_processor_that_needs_torch_says_what_to_install(tiny_vision_checkpoin
     monkeypatch.setattr(utils, "load_processor", needs)
     with pytest.raises(UserError, match="pip install torch torchvision"):
         load(tiny_vision_checkpoint("qwen3_vl"), image="x:1")
+
+
+def test_a_version_that_miscounts_images_is_announced_and_given_the_right_positions(tiny_vision_model, monkeypatch):
+    import mlx_vlm
+
+    model = tiny_vision_model("qwen3_5")
+    own, asked = model.language_model.get_rope_index, []
+    kind = type(model.language_model)
+
+    def miscounted(self, tokens, grids=None, *arguments, **options):
+        asked.append(len(grids))
+        return own(tokens, grids, *arguments, **options)
+
+    monkeypatch.setattr(kind, "get_rope_index", miscounted)
+    monkeypatch.setattr(mlx_vlm, "__version__", "0.5.0")
+    with pytest.warns(PatchWarning, match=r"mlx-vlm 0\.5\.0 miscounts several images"):
+        split_vision(model)
+    assert asked
+    assert set(asked) == {1}, "upstream was asked for several"
+    assert "get_rope_index" not in vars(model.language_model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import math
 import sys
 import warnings
@@ -29,7 +31,7 @@ from deltatune.patches import (
     revert,
     served,
 )
-from deltatune.patches.patch import _signature
+from deltatune.patches.patch import Patch, _InForce, _is_settled, _known, _signature
 
 pytest.importorskip("mlx_vlm")
 import vision
@@ -68,6 +70,22 @@ def error(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> float:
     return math.hypot(*(d for d, _ in pairs)) / math.hypot(*(g for _, g in pairs))
 
 
+def cut_off(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    return lambda *arguments, **options: mx.stop_gradient(function(*arguments, **options))
+
+
+def installed(records: tuple[Patch, ...], name: str, family: str = "") -> Patch | None:
+    """The record that the installed mlx-vlm gets for this target, as apply() chooses it."""
+    found = [r for r in records if r.name.startswith(name) and family in r.module]
+    known = _known(found) if found and importlib.util.find_spec(found[0].module) and load(found[0].module) else None
+    return known.patch if isinstance(known, _InForce) else None
+
+
+def load(module: str) -> bool:
+    importlib.import_module(module)
+    return True
+
+
 def fresh(model: nn.Module) -> nn.Module:
     """Upstream keeps positions of the last call; a test must not inherit them."""
     model.language_model._position_ids = model.language_model._rope_deltas = None
@@ -84,10 +102,13 @@ def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, fami
     model = tiny_vision_model(family)
     model.train(training)
     rows = tokens(2, 21)
-    with monkeypatch.context() as loop:
+    with monkeypatch.context() as mended:
         # Upstream's loop over tokens in place of its scan, whose differences of cumulated logs cost 6e-5.
-        own = sys.modules["mlx_vlm.models.qwen3_5.gated_delta"]
-        loop.setattr(own, "gated_delta_chunked", own.gated_delta_ops)
+        own = sys.modules.get("mlx_vlm.models.qwen3_5.gated_delta")
+        if hasattr(own, "gated_delta_chunked"):
+            mended.setattr(own, "gated_delta_chunked", own.gated_delta_ops)
+        # Older versions leave the chosen experts in the graph, which newer MLX refuses.
+        mended.setattr(mx, "argpartition", cut_off(mx.argpartition))
         expected_loss, expected = gradients(fresh(model), rows)
     expected_logits = fresh(model)(rows).logits
     with patched(model) as report:
@@ -121,12 +142,15 @@ def test_decoding_is_upstreams_bit_for_bit(tiny_vision_model, family):
     with patched():
         recurrence.reset()
         actual = decode()
-        assert set(served()) == {recurrence.UPSTREAM}
+        assert served()[recurrence.UPSTREAM]
+        assert not served()[recurrence.OURS]
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
 def test_speculative_verification_is_upstreams_bit_for_bit(tiny_vision_model):
     model = tiny_vision_model("qwen3_5").language_model
+    if hasattr(sys.modules["mlx_vlm.models.qwen3_5.language"], "_TARGET_VERIFY_GEMV"):
+        pytest.skip("this mlx-vlm verifies through Metal kernels alone")
     model.eval()
     prompt, block = tokens(1, 7), tokens(1, 4, seed=1)
 
@@ -134,21 +158,24 @@ def test_speculative_verification_is_upstreams_bit_for_bit(tiny_vision_model):
         model._position_ids = model._rope_deltas = None
         cache = model.make_cache()
         first = model(prompt, cache=cache).logits
-        return [first, model(block, cache=cache, speculative_verify=True).logits]
+        told = "speculative_verify" in type(model).__call__.__code__.co_consts
+        how = {"speculative_verify": True} if told else {"capture_layer_ids": []}
+        return [first, model(block, cache=cache, **how).logits]
 
     expected = verify()
     mx.eval(expected)
     with patched():
         recurrence.reset()
         actual = verify()
-        assert set(served()) == {recurrence.UPSTREAM}
+        assert not served()[recurrence.OURS]
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
 @pytest.mark.parametrize("steps", [None, 3])
 def test_a_call_with_state_steps_stays_upstreams(steps):
-    from mlx_vlm.models.qwen3_5 import gated_delta
-
+    gated_delta = pytest.importorskip("mlx_vlm.models.qwen3_5.gated_delta", exc_type=ImportError)
+    if "state_steps" not in inspect.signature(gated_delta.gated_delta_update).parameters:
+        pytest.skip("this mlx-vlm has no state_steps")
     arrays = [mx.random.normal((1, 5, 1, 4)) for _ in range(2)] + [mx.random.normal((1, 5, 2, 3))]
     arrays += [mx.random.normal((1, 5, 2)) for _ in range(2)] + [mx.zeros(2), mx.ones(2)]
     expected = gated_delta.gated_delta_update(*arrays, state_steps=steps)
@@ -163,6 +190,7 @@ def test_a_call_with_state_steps_stays_upstreams(steps):
 def test_the_two_functions_of_one_name_are_no_strangers(tiny_vision_model):
     tiny_vision_model("qwen3_5")
 
+    pytest.importorskip("mlx_vlm.models.gated_delta", reason="this mlx-vlm has one such function at most")
     names = ("gated_delta", "qwen3_5.gated_delta", "kimi_linear.language", "qwen3_5.language")
     shared, own, *holders = (importlib.import_module(f"mlx_vlm.models.{name}") for name in names)
     upstreams = shared.gated_delta_update, own.gated_delta_update
@@ -180,10 +208,11 @@ def test_the_two_functions_of_one_name_are_no_strangers(tiny_vision_model):
 def test_a_stranger_among_them_is_named(tiny_vision_model, monkeypatch):
     model = tiny_vision_model("qwen3_5")
     language = sys.modules["mlx_vlm.models.qwen3_5.language"]
-    monkeypatch.setattr(language, "gated_delta_update", lambda q, *_, **__: (q, None))
-    with pytest.warns(PatchWarning, match="left alone"), patched() as report:
+    upstream = language.gated_delta_update
+    monkeypatch.setattr(language, "gated_delta_update", lambda *arguments, **more: upstream(*arguments, **more))
+    # Where the function is mlx-lm's, it is the trace of the model that tells.
+    with pytest.warns(PatchWarning, match="left alone|does not call deltatune"), patched(model) as report:
         assert not report.complete
-    del model
 
 
 @pytest.mark.parametrize(
@@ -241,13 +270,15 @@ def test_the_fused_rotation_has_the_gradient_of_the_plain_one(fused):
 
 
 @pytest.mark.parametrize(
-    ("family", "block", "index"), [("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", 2), ("qwen3_vl_moe", None, 3)]
+    ("family", "block", "todays"), [("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", 2), ("qwen3_vl_moe", "Qwen3VLMoE", 3)]
 )
-def test_routers_of_older_versions_give_todays_values_and_gradients(tiny_vision_model, family, block, index):
-    """The replacement that 0.4.4 to 0.7.4 get, on today's layer, which has the same arithmetic."""
-    record = mlx_vlm_experts.PATCHES[index]
-    assert block is None or record.name.startswith(block)
+def test_routers_of_older_versions_give_upstreams_values_and_gradients(
+    tiny_vision_model, monkeypatch, family, block, todays
+):
+    """The installed version's replacement; where it needs none, the last one, whose arithmetic today's layer has."""
     layer = tiny_vision_model(family).language_model.model.layers[0].mlp
+    record = installed(mlx_vlm_experts.PATCHES, block, family) or mlx_vlm_experts.PATCHES[todays]
+    assert record.name.startswith(block)
     upstream = type(layer).__call__
     ours = record.replacement(upstream)
     x = mx.random.normal((2, 9, 64))
@@ -256,13 +287,17 @@ def test_routers_of_older_versions_give_todays_values_and_gradients(tiny_vision_
         return nn.value_and_grad(layer, lambda module, x: (function(module, x) ** 2).sum())(layer, x)
 
     assert mx.array_equal(ours(layer, x), upstream(layer, x))
-    (expected, tree), (actual, other) = loss(upstream), loss(ours)
+    actual, other = loss(ours)
+    monkeypatch.setattr(mx, "argpartition", cut_off(mx.argpartition))
+    expected, tree = loss(upstream)
     assert expected.item() == actual.item()
     assert error(dict(tree_flatten(tree)), dict(tree_flatten(other))) == 0
 
 
 def test_records_that_a_version_settled_are_silent(tiny_vision_model):
     tiny_vision_model("qwen3_5_moe")
+    if not all(_is_settled([record]) for record in mlx_vlm_experts.PATCHES):
+        pytest.skip("this mlx-vlm needs these records")
     with patched() as report:
         applied = [each.patch for each in report.applied]
     assert not any(patch in mlx_vlm_experts.PATCHES for patch in applied)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import io
 import warnings
@@ -31,11 +33,20 @@ class ImageReader:
     folder: Path
     limits: Mapping[str, int]
 
+    @functools.cached_property
+    def _limited(self) -> Any:
+        """The processor, with the limits as its own: mlx-vlm before 0.6 does not heed those of a call."""
+        limited = copy.copy(self.processor)
+        for name, value in self.limits.items():
+            if hasattr(limited, name):
+                setattr(limited, name, value)
+        return limited
+
     def picture(self, value: Any, source: str) -> Picture:
         """The patches of an image. UserError, with `source`, where it is missing, damaged, of an odd mode or shape."""
         image = open_image(image_file(value, self.folder, source), source)
         try:
-            found = self.processor([image], **self.limits)
+            found = self._limited([image], **self.limits)
         except (ValueError, TypeError) as error:
             raise UserError(f"{source}: {name_of(value)}: the model's image processor refuses it: {error}.") from error
         rows = np.asarray(found["image_grid_thw"]).reshape(-1, 3)

@@ -144,6 +144,9 @@ def _patched() -> Iterator[Patches]:
             # A holder that is missing is another version's.
             if module in defining:
                 found.absent.append(f"{module} is not installed ({error})")
+        except RuntimeError as error:
+            # mlx-vlm 0.6.2 builds a Metal kernel when it is imported.
+            found.absent.append(f"{module} cannot be imported on this machine ({error})")
     with ExitStack() as stack:
         try:
             with warnings.catch_warnings():

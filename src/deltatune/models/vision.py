@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from packaging.version import Version
 
 from ..errors import UserError
-from .vision_inputs import Picture, VisionBatch, VisionSpec, single_frames, token_positions, vision_batch
+from ..patches import PatchWarning
+from .vision_inputs import Grid, Picture, VisionBatch, VisionSpec, single_frames, token_positions, vision_batch
 from .vision_tower import TowerInputs, run_tower
 
 # Relative difference of our order of the tower's operations from upstream's.
 _TOLERANCE = {mx.float32: 1e-4}
 _HALF_TOLERANCE = 5e-2
+# The first that was read to count them right; 0.4.4 and 0.5.0 do not.
+_COUNTS_SEVERAL = Version("0.6.2")
 _TRIED = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
 
 
@@ -104,13 +109,47 @@ def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
 
 
 def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
-    """Two rows of text and images of several shapes, through both; as upstream is called to generate."""
+    """A row of text and images of several shapes, through both; as upstream is called to generate.
+
+    mlx-vlm before 0.6.2 counts the images of a row right where there is one (for several it reads a token behind the
+    row's end): then one image by upstream's places, and several by ours, have to agree.
+    """
+    import mlx_vlm
+
     spec = vision_spec(model)
-    tokens, pictures = _example(spec)
+    limit = _TOLERANCE.get(model.vision_tower.patch_embed.proj.weight.dtype, _HALF_TOLERANCE)
+    miscounts = Version(mlx_vlm.__version__) < _COUNTS_SEVERAL
+    difference = _difference(model, split, _example(spec, _TRIED), own_positions=not miscounts)
+    if miscounts:
+        difference = max(difference, _difference(model, split, _example(spec, _TRIED[:1]), own_positions=True))
+    if not difference <= limit:
+        raise UserError(
+            f"{type(model).__module__}: on a small image its logits differ by {difference:.1e} of their size from "
+            f"those of deltatune's order of the same operations (at most {limit:.0e} is rounding), so it cannot be "
+            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/vision.md)?"
+        )
+    if miscounts:
+        warnings.warn(
+            f"mlx-vlm {mlx_vlm.__version__} miscounts several images in one row, and then places their tokens "
+            "otherwise than Hugging Face does. Training places them right; generating from several images with this "
+            f"version does not. mlx-vlm {_COUNTS_SEVERAL} does.",
+            PatchWarning,
+            stacklevel=3,
+        )
+
+
+def _difference(
+    model: Any, split: VisionSplit, example: tuple[np.ndarray, list[Picture]], own_positions: bool
+) -> float:
+    """Of our logits from upstream's, which has its own positions or is given ours, over the largest logit."""
+    spec, (tokens, pictures) = vision_spec(model), example
     grids = [picture.grid for picture in pictures]
-    batch = vision_batch([(tokens, token_positions(tokens, single_frames(grids), spec), pictures)], len(tokens), spec)
-    modes = [(module, module.training) for module in model.modules()]
-    kept = {name: getattr(model.language_model, name, None) for name in ("_position_ids", "_rope_deltas")}
+    batch = vision_batch([(tokens, token_positions(tokens, grids, spec), pictures)], len(tokens), spec)
+    language, modes = model.language_model, [(module, module.training) for module in model.modules()]
+    kept = {name: getattr(language, name, None) for name in ("_position_ids", "_rope_deltas")}
+    if not own_positions:
+        # Not every version heeds positions that its call is given.
+        language.get_rope_index = lambda *_, **__: (mx.array(batch.positions), mx.zeros((1, 1), mx.int32))
     try:
         # In training mode dropout would differ; adapters are zero or the same on both sides.
         model.eval()
@@ -118,31 +157,24 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
         expected = model(
             rows,
             pixel_values=mx.array(np.concatenate([picture.patches for picture in pictures])),
-            image_grid_thw=mx.array(single_frames(grids)),
+            image_grid_thw=mx.array(grids),
         ).logits
         actual = split.head(split.backbone(rows, vision_arrays(batch)))
     finally:
+        vars(language).pop("get_rope_index", None)
         for module, training in modes:
             module._set_training_mode(training)
         for name, value in kept.items():
-            setattr(model.language_model, name, value)
+            setattr(language, name, value)
     expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
-    difference = float(mx.abs(actual - expected).max() / mx.abs(expected).max())
-    limit = _TOLERANCE.get(model.vision_tower.patch_embed.proj.weight.dtype, _HALF_TOLERANCE)
-    if not difference <= limit:
-        raise UserError(
-            f"{type(model).__module__}: on a small image its logits differ by {difference:.1e} of their size from "
-            f"those of deltatune's order of the same operations (at most {limit:.0e} is rounding), so it cannot be "
-            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/vision.md)?"
-        )
+    return float(mx.abs(actual - expected).max() / mx.abs(expected).max())
 
 
-def _example(spec: VisionSpec) -> tuple[np.ndarray, list[Picture]]:
+def _example(spec: VisionSpec, shapes: Sequence[Grid]) -> tuple[np.ndarray, list[Picture]]:
+    """A row of tokens with an image for each frame of each shape, and the images."""
     random = np.random.default_rng(0)
-    pictures = [
-        Picture(random.standard_normal((int(np.prod(grid)), spec.values), np.float32), grid)
-        for grid in single_frames([(f, r // 2 * spec.merge, c // 2 * spec.merge) for f, r, c in _TRIED])
-    ]
+    grids = single_frames([(f, r // 2 * spec.merge, c // 2 * spec.merge) for f, r, c in shapes])
+    pictures = [Picture(random.standard_normal((int(np.prod(grid)), spec.values), np.float32), grid) for grid in grids]
     tokens = [1]
     for picture in pictures:
         tokens += [spec.start_token, *([spec.image_token] * spec.tokens(picture.grid)), 1, 2]

@@ -36,7 +36,7 @@ def architecture(config: dict[str, Any]) -> Any:
 
     try:
         return get_model_and_args(config)[0]
-    except (ValueError, KeyError, ImportError) as error:
+    except (ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UserError(
             f"config.json: model_type {config.get('model_type')!r} is of a kind that mlx-vlm {mlx_vlm.__version__} "
             f"cannot load: {error}"
@@ -67,12 +67,20 @@ def new_vision_model(config: dict[str, Any], seed: int) -> nn.Module:
     module = architecture(config)
     mx.random.seed(seed)
     try:
-        model = module.Model(module.ModelConfig.from_dict(copy.deepcopy(config)))
+        model = build(module, config)
     except _BUILDING as error:
         raise UserError(f"config.json: mlx-vlm cannot build a model from it: {reason(error)}") from error
     mx.eval(model.parameters())
     model.eval()
     return model
+
+
+def build(module: Any, config: dict[str, Any]) -> nn.Module:
+    """The model of one of mlx-vlm's modules; versions differ in who makes objects of the nested configs."""
+    from mlx_vlm.utils import update_module_configs
+
+    config = copy.deepcopy(config)
+    return module.Model(update_module_configs(module.ModelConfig.from_dict(config), module, config, ["text", "vision"]))
 
 
 def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]]:

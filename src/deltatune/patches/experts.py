@@ -69,11 +69,13 @@ class _Weighted:
         return self._routed._computed() * self._scores[..., None]
 
 
-def _block(upstream: Function) -> Function:
-    def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
+def weighted_block(upstream: Function) -> Function:
+    """The call of a block whose experts may wait for their scores (Routed)."""
+
+    def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
         token = _deferring.set(True)
         try:
-            return upstream(self, x)
+            return upstream(self, x, *arguments, **keywords)
         finally:
             _deferring.reset(token)
 
@@ -107,7 +109,7 @@ def _switch(*names: str) -> Callable[[Function], Function]:
         def __call__(self: Any, x: mx.array, indices: mx.array) -> Any:  # noqa: N807
             run = _runner(self, names, x, indices)
             if run is None:
-                return upstream(self, x, indices)
+                return upstream(self, x, mx.stop_gradient(indices))
             if _deferring.get():
                 return Routed(run, indices, x.shape[-1], x.dtype)
             return run(None)
@@ -126,7 +128,7 @@ def _combining_switch(upstream: Function) -> Function:
     ) -> Any:
         run = _runner(self, _GLU, x, indices)
         if run is None:
-            return upstream(self, x, indices, weights, shared, residual)
+            return upstream(self, x, mx.stop_gradient(indices), weights, shared, residual)
         if _deferring.get() and weights is None and shared is None and residual is None:
             return Routed(run, indices, x.shape[-1], x.dtype)
         routed = run(None if weights is None else weights.astype(x.dtype))
@@ -168,7 +170,9 @@ _VLM_BLOCKS = {
 def _block_record(base: dict[str, Any], module: str, name: str, **more: Any) -> Patch:
     record = {**base, "reason": "the outputs of k experts a token live at once before they are weighted and summed"}
     signature = "(self, x)"
-    return Patch(**record, module=module, name=f"{name}.__call__", signature=signature, replacement=_block, **more)
+    return Patch(
+        **record, module=module, name=f"{name}.__call__", signature=signature, replacement=weighted_block, **more
+    )
 
 
 def _switch_records(base: dict[str, Any], module: str, **more: Any) -> tuple[Patch, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .experts import weighted_block
 from .patch import Function, Patch
 
 
@@ -68,7 +69,7 @@ def _record(versions: str, module: str, name: str, signature: str, replacement: 
         holders=(),
         reason="the indices of the chosen experts are not cut off from the gradient, which mlx >= 0.32.1 refuses",
         without="Training these experts then fails with mlx >= 0.32.1, and is upstream's own before it.",
-        replacement=replacement,
+        replacement=lambda upstream: weighted_block(replacement(upstream)),
     )
 
 

@@ -82,6 +82,12 @@ def _constant(value: float, dtype: mx.Dtype) -> mx.array:
     return mx.array(value, dtype)
 
 
+@cache
+def _promoted(one: mx.Dtype, other: mx.Dtype) -> mx.Dtype:
+    """The type of their sum; mx.result_type came after mlx 0.31.2."""
+    return (mx.zeros((), one) + mx.zeros((), other)).dtype
+
+
 class _Block:
     """One call's sizes and frozen weights: forward and backward over its chunks.
 
@@ -117,7 +123,8 @@ class _Block:
     def forward(self, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> mx.array:
         up, down, *gate = self._around(given)
         layout = self.layout
-        kind = mx.float32 if self.wide else mx.result_type(x.dtype, scores.dtype)
+        promoted = _promoted(x.dtype, scores.dtype)
+        kind = mx.float32 if self.wide else promoted
         total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), kind)
         for number in range(layout.chunks):
             chunk = layout.chunk(placed, number, [total] if number else [])
@@ -127,7 +134,7 @@ class _Block:
             y, _ = down.forward(self.activation(*inner), experts, down.dense(experts), number)
             y = y * self._scores(scores, chunk).astype(y.dtype)
             total = (layout.add_to_tokens if self.summed else layout.add_to_pairs)(total, y, chunk)
-        return total.astype(mx.result_type(x.dtype, scores.dtype))
+        return total.astype(promoted)
 
     def backward(self, dy: mx.array, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> list[mx.array]:
         """Gradients of x, scores, and each of `given`."""

@@ -1,0 +1,73 @@
+"""What the checks have in common: families, a loss of text or of images, gradients and how far apart two are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_vlm
+import numpy as np
+from mlx.utils import tree_flatten
+from packaging.version import Version
+
+from deltatune.models.vision import _COUNTS_SEVERAL, _TRIED, _example, vision_spec
+
+TEXT = ("qwen3_5", "qwen3_5_moe")
+VISION = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+MOE = ("qwen3_5_moe", "qwen3_vl_moe")
+DELTA = ("qwen3_5", "qwen3_5_moe")
+
+
+def tokens(length: int, seed: int = 0) -> mx.array:
+    """[2, length], without image tokens."""
+    return mx.random.randint(7, 320, (2, length), key=mx.random.key(seed))
+
+
+def images(model: Any) -> tuple[mx.array, dict[str, mx.array]]:
+    """A row [1, T] with four images of unequal shapes, and what upstream's call takes with it.
+
+    One image where mlx-vlm reads behind the end of the row to count several.
+    """
+    several = Version(mlx_vlm.__version__) >= _COUNTS_SEVERAL
+    row, pictures = _example(vision_spec(model), _TRIED if several else _TRIED[:1])
+    grids = [picture.grid for picture in pictures]
+    pixels = np.concatenate([picture.patches for picture in pictures])
+    return mx.array(row[None]), {"pixel_values": mx.array(pixels), "image_grid_thw": mx.array(grids)}
+
+
+def logits(model: nn.Module, rows: mx.array, **more: Any) -> mx.array:
+    """Upstream's own; mlx-vlm keeps positions of the last call, which no call here may inherit."""
+    if "language_model" in model and "vision_tower" in model:
+        model.language_model._position_ids = model.language_model._rope_deltas = None
+    output = model(rows, **more)
+    return output if isinstance(output, mx.array) else output.logits
+
+
+def loss(model: nn.Module, rows: mx.array, **more: Any) -> mx.array:
+    """Sum over all positions of the cross-entropy of the next token."""
+    predicted = logits(model, rows, **more)[:, :-1].astype(mx.float32)
+    return nn.losses.cross_entropy(predicted, rows[:, 1:]).sum()
+
+
+def gradients(model: nn.Module, rows: mx.array, **more: Any) -> tuple[float, dict[str, mx.array]]:
+    """The loss and the gradient of every parameter."""
+    value, tree = nn.value_and_grad(model, lambda rows: loss(model, rows, **more))(rows)
+    mx.eval(value, tree)
+    return value.item(), dict(tree_flatten(tree))
+
+
+def error(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> float:
+    """Size of the difference of two gradients over the size of the first."""
+    assert expected.keys() == actual.keys()
+    assert all(mx.all(mx.isfinite(array)).item() for array in actual.values())
+    difference = math.hypot(*(_norm(expected[name] - actual[name]) for name in expected))
+    return difference / math.hypot(*(_norm(array) for array in expected.values()))
+
+
+def _norm(array: mx.array) -> float:
+    return mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item()

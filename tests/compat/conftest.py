@@ -1,0 +1,57 @@
+"""Checks of one installed set of mlx, mlx-lm and mlx-vlm: `make compat` runs them in an environment for each set.
+
+They run under `pytest -m compat` alone. With Metal declared present (`-p metal_present`) only test_on_metal.py does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+from deltatune.environment import GATED_DELTA
+from deltatune.patches import revert
+
+sys.path.insert(0, str(Path(__file__).parent))
+import metal
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    on_metal = collection_path.name == "test_on_metal.py"
+    if collection_path.name.startswith("test_") and on_metal != metal.declared():
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "compat" in config.getoption("markexpr"):
+        return
+    ours = [item for item in items if item.get_closest_marker("compat")]
+    config.hook.pytest_deselected(items=ours)
+    items[:] = [item for item in items if item not in ours]
+
+
+@pytest.fixture(autouse=True)
+def _upstream_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(GATED_DELTA, raising=False)
+    if metal.declared():
+        monkeypatch.setenv(GATED_DELTA, "chunk")  # The fused kernels need a machine that has Metal.
+    yield
+    revert()
+
+
+@pytest.fixture
+def experts_cut_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to take the chosen experts out of the graph, where upstream leaves them in it and MLX refuses."""
+
+    def cut_off() -> None:
+        chosen = mx.argpartition
+        monkeypatch.setattr(mx, "argpartition", lambda *a, **options: mx.stop_gradient(chosen(*a, **options)))
+
+    return cut_off

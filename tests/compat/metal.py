@@ -1,0 +1,115 @@
+"""Stand-ins for Metal, for versions and code paths that no other machine imports or runs. In tests only.
+
+`pytest -p metal_builds`: custom kernels can be built, Metal is absent: mlx-vlm 0.6.2 builds some when it is imported.
+`pytest -p metal_present`: Metal is declared present as well, so that upstream takes its kernels. Those that a forward
+pass of the four families reaches are computed by array operations, and refuse a gradient in MLX's own words; any other
+one raises. Both are to be loaded before the first import of mlx-lm or mlx-vlm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+
+# In MLX's words.
+NO_GRADIENT = "[Primitive::vjp] Not implemented for CustomKernel."
+
+
+_declared = False
+
+
+def declared() -> bool:
+    """Whether present() was called."""
+    return _declared
+
+
+def builds() -> None:
+    """Let custom kernels be built."""
+    mx.fast.metal_kernel = _kernel
+
+
+def present() -> None:
+    """Declare Metal present; arrays are computed where they were."""
+    global _declared
+    _declared = True
+    builds()
+    cpu, stream = mx.Device(mx.cpu), mx.new_stream
+    # A compiled function around a stand-in would be built for this machine.
+    mx.disable_compile()
+    mx.metal.is_available = lambda: True
+    mx.default_device = lambda: mx.Device(mx.gpu, 0)
+    mx.new_stream = lambda _: stream(cpu)
+    if hasattr(mx, "new_thread_local_stream"):
+        local = mx.new_thread_local_stream
+        mx.new_thread_local_stream = lambda _: local(cpu)
+    mx.set_wired_limit = lambda limit: limit
+    about = {"architecture": "applegpu_g15s", "max_recommended_working_set_size": 2**34, "memory_size": 2**34}
+    about |= {"resource_limit": 499_000, "max_buffer_length": 2**33, "device_name": "Apple M3"}
+    for owner in (mx, mx.metal):
+        owner.device_info = lambda *_: about
+
+
+def _kernel(name: str, *_: Any, **__: Any) -> Callable[..., list[mx.array]]:
+    compute = next((function for start, function in _COMPUTED.items() if name.startswith(start)), None)
+
+    def call(*, inputs: list[Any], output_dtypes: list[mx.Dtype], **_: Any) -> list[mx.array]:
+        if compute is None:
+            raise NotImplementedError(f"tests/compat/metal.py computes no kernel named {name}.")
+        places = [place for place, value in enumerate(inputs) if isinstance(value, mx.array)]
+
+        def forward(*arrays: mx.array) -> tuple[mx.array, ...]:
+            given = list(inputs)
+            for place, value in zip(places, arrays, strict=True):
+                given[place] = value
+            return tuple(out.astype(kind) for out, kind in zip(compute(*given), output_dtypes, strict=True))
+
+        def refuse(*_: Any) -> None:
+            raise ValueError(NO_GRADIENT)
+
+        function: Any = mx.custom_function(forward)
+        function.vjp(refuse)
+        return list(function(*[inputs[place] for place in places]))
+
+    return call
+
+
+def _gated_delta(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, _: int, mask: Any = None
+) -> tuple[mx.array, mx.array]:
+    repeats = v.shape[2] // q.shape[2]
+    q, k = (mx.repeat(each.astype(mx.float32), repeats, axis=2) for each in (q, k))
+    state, outputs = state.astype(mx.float32), []
+    for t in range(q.shape[1]):
+        decay = g[:, t, :, None, None] if g.ndim == 3 else g[:, t, :, None]
+        after = state * decay
+        change = (v[:, t] - (after * k[:, t, :, None]).sum(-1)) * beta[:, t, :, None]
+        after = after + k[:, t, :, None] * change[..., None]
+        output = (after * q[:, t, :, None]).sum(-1)
+        if mask is not None:
+            kept = mask[:, t, None, None]
+            after, output = mx.where(kept[..., None], after, state), mx.where(kept, output, 0)
+        state = after
+        outputs.append(output)
+    return mx.stack(outputs, axis=1), state
+
+
+def _rotation(x: mx.array, position_ids: mx.array, inv_freq: mx.array, selector: mx.array) -> tuple[mx.array]:
+    half = inv_freq.shape[0]
+    positions = position_ids[..., None]
+    if position_ids.ndim == 3:
+        positions = mx.take(position_ids, selector, axis=0).transpose(1, 2, 0)
+    angle = (positions.astype(mx.float32) * inv_freq)[:, None]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = mx.cos(angle), mx.sin(angle)
+    return (mx.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1),)
+
+
+_COMPUTED: dict[str, Callable[..., tuple[mx.array, ...]]] = {
+    "gated_delta_step": _gated_delta,
+    "mrope_apply_half_split": _rotation,
+}

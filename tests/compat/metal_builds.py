@@ -1,0 +1,5 @@
+"""pytest -p metal_builds (metal.py)."""
+
+import metal
+
+metal.builds()

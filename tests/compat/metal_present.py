@@ -1,0 +1,5 @@
+"""pytest -p metal_present (metal.py)."""
+
+import metal
+
+metal.present()

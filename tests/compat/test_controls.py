@@ -1,0 +1,102 @@
+"""What is wrong without the patches is seen, and gone with them: the loop over tokens, and experts that refuse grad."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from typing import Any
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from cases import DELTA, MOE, TEXT, gradients, logits, loss, tokens
+from packaging.version import Version
+
+from deltatune.patches import mlx_vlm_experts, patched
+from deltatune.patches.patch import _contains
+
+pytestmark = pytest.mark.compat
+REFUSED = "Cannot calculate VJP with respect to indices|GatherAxis"
+
+
+def nodes(model: nn.Module, length: int, folder: Any) -> int:
+    """Operations in the graph of a loss and its gradients, before anything is computed."""
+    rows = tokens(length)
+    value, tree = nn.value_and_grad(model, lambda rows: loss(model, rows))(rows)
+    file = folder / "graph.dot"
+    mx.export_to_dot(str(file), loss=value, **{f"g{n}": each for n, (_, each) in enumerate(_flat(tree))})
+    return sum("label =" in line and "rectangle" in line for line in file.read_text().split(";"))
+
+
+def _flat(tree: Any) -> list[tuple[str, mx.array]]:
+    from mlx.utils import tree_flatten
+
+    return tree_flatten(tree)
+
+
+def growth(model: nn.Module, folder: Any) -> float:
+    """Operations that one more token costs."""
+    return (nodes(model, 192, folder) - nodes(model, 64, folder)) / 128
+
+
+def compare_growth(model: nn.Module, layers: int, loops: bool, folder: Any, record_property: Any) -> None:
+    model.train()
+    before = growth(model, folder)
+    with patched(model):
+        after = growth(model, folder)
+    record_property("nodes a token", f"{before:.1f}, patched {after:.1f}")
+    if loops:
+        assert before > 20 * layers
+    assert after < 5 * layers
+
+
+@pytest.mark.parametrize("family", TEXT)
+def test_the_loop_over_tokens_in_text(tiny_model, tmp_path, record_property, family):
+    compare_growth(tiny_model(family), 3, True, tmp_path, record_property)
+
+
+@pytest.mark.parametrize("family", DELTA)
+def test_the_loop_over_tokens_in_vision_models(tiny_vision_model, tmp_path, record_property, experts_cut_off, family):
+    experts_cut_off()
+    model = tiny_vision_model(family)
+    module = importlib.import_module(model.language_model.model.layers[0].linear_attn.__class__.__module__)
+    own = importlib.import_module(module.gated_delta_update.__module__)
+    compare_growth(model, 3, not hasattr(own, "gated_delta_chunked"), tmp_path, record_property)
+
+
+def check_experts(model: nn.Module, training: bool, refused: bool, record_property: Any) -> None:
+    model.train(training)
+    record_property("unpatched", "refused" if refused else "accepted")
+    with pytest.raises(ValueError, match=REFUSED) if refused else nullcontext():
+        gradients(model, tokens(20))
+    expected = logits(model, tokens(20))
+    mx.eval(expected)
+    with patched():
+        gradients(model, tokens(20))
+        if not training:
+            assert mx.array_equal(logits(model, tokens(20)), expected)
+
+
+NEW_MLX = Version(mx.__version__) >= Version("0.32.1")
+OLD_LM = Version(mlx_lm.__version__) < Version("0.32")
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
+def test_experts_in_text(tiny_model, record_property, training):
+    """mlx-lm 0.31 cuts the indices off in training mode alone, and not for the scores."""
+    check_experts(tiny_model("qwen3_5_moe"), training, OLD_LM and (NEW_MLX or not training), record_property)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
+@pytest.mark.parametrize("family", MOE)
+def test_experts_in_vision_models(tiny_vision_model, record_property, family, training):
+    import mlx_vlm
+
+    model = tiny_vision_model(family)
+    records = [p for p in mlx_vlm_experts.PATCHES if f".{family}." in p.module]
+    in_graph = any(_contains(record.versions, mlx_vlm.__version__) for record in records)
+    check_experts(model, training, in_graph and (NEW_MLX or not training), record_property)

@@ -1,0 +1,88 @@
+"""With Metal declared present (metal.py): kernels without a gradient stop training; patched, gradients are naive's."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from cases import DELTA, TEXT, VISION, error, gradients, images, logits, tokens
+from metal import NO_GRADIENT
+
+from deltatune import patches
+from deltatune.environment import GATED_DELTA
+from deltatune.patches import mlx_vlm, mlx_vlm_vision, patched
+from deltatune.patches.patch import _contains
+
+pytestmark = pytest.mark.compat
+TOLERANCE = 5e-5
+# Experts of mlx-lm 0.31 refuse before the kernel is asked.
+REFUSED = f"{re.escape(NO_GRADIENT)}|Cannot calculate VJP with respect to indices"
+
+
+def check(model: nn.Module, stops: bool, rows: mx.array, more: dict[str, Any], record_property, monkeypatch) -> None:
+    """The gradient of a call in the mode that `model` is in: `stops` says what upstream alone does."""
+    record_property("unpatched", "refused" if stops else "accepted")
+    with pytest.raises(ValueError, match=REFUSED) if stops else nullcontext():
+        gradients(model, rows, **more)
+    with patched(model):
+        loss, actual = gradients(model, rows, **more)
+        monkeypatch.setenv(GATED_DELTA, "naive")
+        model.train()
+        expected_loss, expected = gradients(model, rows, **more)
+    distance = error(expected, actual)
+    record_property("error", distance)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert distance < TOLERANCE
+
+
+@pytest.mark.parametrize("family", TEXT)
+def test_a_forgotten_train_in_text(tiny_model, record_property, monkeypatch, family):
+    # Heads of 32, as newer versions give others to the loop.
+    model = tiny_model(family, linear_key_head_dim=32, linear_value_head_dim=32)
+    model.eval()
+    check(model, True, tokens(20), {}, record_property, monkeypatch)
+
+
+@pytest.mark.parametrize("family", DELTA)
+def test_a_forgotten_train_in_vision_models(tiny_vision_model, record_property, monkeypatch, family):
+    model = tiny_vision_model(family)
+    model.eval()
+    rows, more = images(model)
+    check(model, True, rows, more, record_property, monkeypatch)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_the_fused_rotation(tiny_vision_model, record_property, monkeypatch, experts_cut_off, family):
+    """In training mode. Its kernel has a gradient of upstream's own from mlx-vlm 0.6.4 on, and is not there in 0.5."""
+    import mlx_vlm as package
+
+    record = next(p for p in mlx_vlm.PATCHES if p.name.endswith("apply_rotary"))
+    model = tiny_vision_model(family)
+    model.train()
+    experts_cut_off()
+    rows, more = images(model)
+    stops = _contains(record.versions, package.__version__)
+    check(model, stops, rows, more, record_property, monkeypatch)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_inference_is_upstreams_bit_for_bit(tiny_vision_model, monkeypatch, family):
+    model = tiny_vision_model(family)
+    model.eval()
+    rows, more = images(model)
+    # The tower of qwen3_vl_moe is another one on purpose: the same on both sides (docs/vision.md).
+    everything = patches.PATCHES
+    monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
+    with patched():
+        expected = logits(model, rows, **more)
+        mx.eval(expected)
+    monkeypatch.setattr(patches, "PATCHES", everything)
+    with patched(model):
+        assert mx.array_equal(logits(model, rows, **more), expected)
