@@ -26,12 +26,12 @@ _CHUNKED = "chunked over the vocabulary, logits never held whole"
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
     """The chunked vocabulary loss where the model can be split before its head, else the full one; and which it is.
 
-    compare: False takes a model with eyes apart without comparing the parts with the whole.
+    compare: False takes the model apart without computing, so without comparing the parts with the whole.
     """
     if has_vision(model):
         whole = split_vision(model, compare=compare)
         return chunked_loss(whole.backbone, whole.head), _CHUNKED
-    split = split_head(model)
+    split = split_head(model, compare=compare)
     if split.backbone is None or split.head is None:
         return full_loss(model), f"over all logits at once: {split.reason}"
     return chunked_loss(split.backbone, split.head), _CHUNKED
