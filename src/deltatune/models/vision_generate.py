@@ -53,3 +53,15 @@ def _stream(loaded: Loaded, text: str, max_tokens: int, sampling: Sampling, **in
             yield from stream_generate(loaded.model, loaded.processor, text, max_tokens=max_tokens, **inputs, **options)
         except ValueError as error:
             raise UserError(f"{'--image' if 'image' in inputs else '--video'}: {error}") from error
+
+
+def answer_pictures(loaded: Loaded, prompt: Sequence[int], pictures: Sequence[str], max_tokens: int) -> list[str]:
+    """The model's likeliest answer to the same prompt for each picture, token by token, up to its end or `max_tokens`.
+
+    Leaves the model in inference mode.
+    """
+    loaded.model.eval()
+    return [
+        "".join(part.text for part in stream_with_images(loaded, prompt, [picture], max_tokens, Sampling()))
+        for picture in pictures
+    ]
