@@ -11,7 +11,6 @@ from rich.text import Text
 
 from ...config import LoraConfig, TrainConfig
 from ...models.describe import describe
-from ...models.generate import prompt_tokens
 from ...models.load import Loaded, load, read_config
 from ...models.vision_generate import answer_pictures
 from ...models.vision_load import check_vision
@@ -56,8 +55,7 @@ def options(output: Path, iterations: int) -> TrainConfig:
 def ask(loaded: Loaded, items: Sequence[task.Item]) -> Score:
     """Let the model answer for every picture, likeliest token by likeliest token."""
     started = time.perf_counter()
-    prompt = prompt_tokens(loaded.tokenizer, task.QUESTION, images=1)
-    answers = answer_pictures(loaded, prompt, [str(item.file) for item in items], LONGEST)
+    answers = answer_pictures(loaded, task.QUESTION, [str(item.file) for item in items], LONGEST)
     return Score(items, answers, time.perf_counter() - started)
 
 
