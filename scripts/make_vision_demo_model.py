@@ -1,7 +1,8 @@
 """Train the vision demo's base model from scratch with deltatune, and put it in src/deltatune/demo/vision/assets/model.
 
-usage: python scripts/make_vision_demo_model.py [--work DIR] [--iters N] [--resume]
-Pictures, tokenizer and weights follow from SEED alone.
+usage: python scripts/make_vision_demo_model.py [--work DIR] [--iters N N] [--resume]
+Two runs: first it learns to see, naming what is in each compartment of full trays, then to talk about trays as the
+demo has them. Pictures, tokenizer and weights follow from SEED alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from deltatune.demo.vision.assets import MODEL
 from deltatune.train import commands
 
 SEED = 1
-PICTURES = 6_000
+PICTURES = {"see": 5_000, "talk": 5_000}
 VALID = 64
 VOCABULARY = 512
 PATCH, MERGE = 8, 2
@@ -51,7 +52,7 @@ TEXT_CONFIG = {
     "hidden_size": HIDDEN,
     "intermediate_size": 192,
     "num_hidden_layers": 4,
-    "full_attention_interval": 4,
+    "full_attention_interval": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 64,
@@ -128,19 +129,23 @@ FILES: dict[str, dict[str, Any]] = {
 
 
 def write_corpus(folder: Path) -> list[str]:
-    """Write pictures, train.jsonl and valid.jsonl; returns every text in them."""
-    rng = random.Random(SEED)
-    (folder / "pictures").mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    for index in range(PICTURES):
-        tray = trays.draw(rng, rng.choice((1, 2, 2, 3, 3, 3)))
-        name = f"pictures/{index:05d}.png"
-        if not (folder / name).is_file():
-            trays.picture(tray).save(folder / name)
-        rows.append({"image": name, "messages": corpus.conversation(rng, tray)})
-    for name, part in (("train", rows[:-VALID]), ("valid", rows[-VALID:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-    return [message["content"] for row in rows for message in row["messages"]]
+    """Write pictures, train.jsonl and valid.jsonl of both runs; returns every text in them."""
+    texts = []
+    for run, count in PICTURES.items():
+        rng = random.Random(f"{SEED} {run}")
+        (folder / run / "pictures").mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        for index in range(count):
+            tray = trays.draw_full(rng) if run == "see" else trays.draw(rng, rng.choice((1, 2, 2, 3, 3, 3)))
+            messages = corpus.seeing(tray) if run == "see" else corpus.conversation(rng, tray)
+            name = f"pictures/{index:05d}.png"
+            trays.picture(tray).save(folder / run / name)
+            rows.append({"image": name, "messages": messages})
+            texts += [message["content"] for message in messages]
+        for name, part in (("train", rows[:-VALID]), ("valid", rows[-VALID:])):
+            lines = "".join(json.dumps(row) + "\n" for row in part)
+            (folder / run / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return texts
 
 
 def write_start(folder: Path, texts: list[str]) -> None:
@@ -169,41 +174,49 @@ def write_start(folder: Path, texts: list[str]) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """Make pictures, tokenizer and weights, then copy what is shipped."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("build/vision-demo-model"), help="where everything is made")
-    parser.add_argument("--iters", type=int, default=1600)
-    parser.add_argument("--resume", action="store_true", help="go on with the run in the work folder")
-    options = parser.parse_args()
-    write_start(options.work / "start", write_corpus(options.work / "data"))
+def train(work: Path, run: str, iterations: int, start: Path | None, learning_rate: list[float], resume: bool) -> Path:
+    """One of the two runs; returns its weights. start: weights to go on from, or None for new ones."""
     commands.train(
         TrainConfig(
-            model=str(options.work / "start"),
-            data=str(options.work / "data"),
-            adapter_path=str(options.work / "trained"),
+            model=str(work / "start"),
+            data=str(work / "data" / run),
+            adapter_path=str(work / run),
             from_scratch=True,
+            resume_adapter_file=None if start is None else str(start),
             parts="language,vision,projector",
             mask_prompt=True,
             max_seq_length=256,
             batch_size=16,
-            iters=options.iters,
+            iters=iterations,
             optimizer="adamw",
             optimizer_config={"adamw": {"betas": [0.9, 0.98], "weight_decay": 0.05, "bias_correction": True}},
-            lr_schedule={"name": "cosine_decay", "arguments": [3e-3, options.iters, 5e-5], "warmup": 100},
+            lr_schedule={"name": "linear_schedule", "arguments": [*learning_rate, iterations], "warmup": 50},
             grad_clip=1.0,
             seed=SEED,
             steps_per_report=25,
-            steps_per_eval=200,
+            steps_per_eval=100,
             val_batches=-1,
-            save_every=200,
-            resume=options.resume,
+            save_every=100,
+            resume=resume,
         )
     )
+    return work / run / "model.safetensors"
+
+
+def main() -> None:
+    """Make pictures, tokenizer and weights, then copy what is shipped."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("build/vision-demo-model"), help="where everything is made")
+    parser.add_argument("--iters", type=int, nargs=2, default=[500, 500], help="of the first and of the second run")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs in the work folder")
+    options = parser.parse_args()
+    write_start(options.work / "start", write_corpus(options.work / "data"))
+    seeing = train(options.work, "see", options.iters[0], None, [3e-3, 1e-3], options.resume)
+    talking = train(options.work, "talk", options.iters[1], seeing, [2e-3, 5e-5], options.resume)
     MODEL.mkdir(parents=True, exist_ok=True)
-    for name in (*FILES, "model.safetensors", "tokenizer.json"):
-        found = options.work / "trained" / name
-        shutil.copyfile(found if name == "model.safetensors" else options.work / "start" / name, MODEL / name)
+    for name in (*FILES, "tokenizer.json"):
+        shutil.copyfile(options.work / "start" / name, MODEL / name)
+    shutil.copyfile(talking, MODEL / "model.safetensors")
 
 
 if __name__ == "__main__":

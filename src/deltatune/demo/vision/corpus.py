@@ -68,8 +68,8 @@ def _place(rng: random.Random, tray: Tray) -> Turn:
     return f"Row {row + 1}, column {column + 1}?", " ".join(part) if part else _EMPTY
 
 
-def _list(tray: Tray) -> str:
-    """`red circle|-|-|-/-|...`: it teaches seeing fastest, with something to say of every part of the picture."""
+def contents(tray: Tray) -> str:
+    """`red circle|-|-|-/-|...`: every compartment, row by row."""
     names = [" ".join(part) if part else "-" for part in tray.places]
     return "/".join("|".join(names[row : row + ROWS]) for row in range(0, ROWS * ROWS, ROWS))
 
@@ -77,11 +77,20 @@ def _list(tray: Tray) -> str:
 _QUESTIONS = ((_how_many, 3), (_of_a_shape, 1), (_in_all, 1), (_colours, 1), (_place, 2))
 
 
+def seeing(tray: Tray) -> list[dict[str, str]]:
+    """One question, with something to say of every part of the picture."""
+    return _chat([(LIST, contents(tray))])
+
+
 def conversation(rng: random.Random, tray: Tray) -> list[dict[str, str]]:
-    """Three questions and answers about one tray, as chat messages; the picture stands before the first."""
+    """Three questions and answers about one tray; the picture stands before the first."""
     makers, weights = zip(*_QUESTIONS, strict=True)
-    asked = [(DESCRIBE, description(tray)), (LIST, _list(tray)), rng.choices(makers, weights)[0](rng, tray)]
-    rng.shuffle(asked)
+    asked = [maker(rng, tray) for maker in rng.choices(makers, weights, k=2)]
+    asked.insert(rng.randrange(3), (DESCRIBE, description(tray)))
+    return _chat(asked)
+
+
+def _chat(asked: list[Turn]) -> list[dict[str, str]]:
     messages = []
     for question, answer in asked:
         messages.append({"role": "user", "content": question})
