@@ -74,7 +74,7 @@ def test_the_base_corpus_has_no_json():
     rng = random.Random(5)
     texts = []
     for _ in range(500):
-        messages = corpus.conversation(rng, trays.draw(rng, rng.randint(1, 3)))
+        messages = corpus.conversation(rng, trays.draw(rng, rng.randint(1, 2)))
         texts += [message["content"] for message in messages]
         assert messages[0]["role"] == "user"
     assert any("three" in text for text in texts)

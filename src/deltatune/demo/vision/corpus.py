@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
-from .trays import COLOURS, ROWS, SHAPES, Tray
+from .trays import COLOURS, SHAPES, Tray
 
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
 DESCRIBE = "What is in the tray?"
-LIST = "List every compartment."
 _EMPTY = "nothing"
 
 Turn = tuple[str, str]
@@ -60,33 +60,20 @@ def _colours(rng: random.Random, tray: Tray) -> Turn:
     return f"Which colours are the {some(0, shape)[3:]}?", joined(found) if found else _EMPTY
 
 
-def _place(rng: random.Random, tray: Tray) -> Turn:
-    # Every other time one with a part in it, as most are empty.
-    filled = [index for index, part in enumerate(tray.places) if part]
-    index = rng.choice(filled) if rng.random() < 0.5 else rng.randrange(ROWS * ROWS)
-    (row, column), part = divmod(index, ROWS), tray.places[index]
-    return f"Row {row + 1}, column {column + 1}?", " ".join(part) if part else _EMPTY
-
-
-def contents(tray: Tray) -> str:
-    """`red circle|-|-|-/-|...`: every compartment, row by row."""
-    names = [" ".join(part) if part else "-" for part in tray.places]
-    return "/".join("|".join(names[row : row + ROWS]) for row in range(0, ROWS * ROWS, ROWS))
-
-
-_QUESTIONS = ((_how_many, 3), (_of_a_shape, 1), (_in_all, 1), (_colours, 1), (_place, 2))
+_Question = Callable[[random.Random, Tray], Turn]
+_QUESTIONS: tuple[tuple[_Question, int], ...] = ((_how_many, 3), (_of_a_shape, 1), (_in_all, 1), (_colours, 1))
 
 
 def seeing(tray: Tray) -> list[dict[str, str]]:
-    """One question, with something to say of every part of the picture."""
-    return _chat([(LIST, contents(tray))])
+    """The one question whose answer says all that there is to see."""
+    return _chat([(DESCRIBE, description(tray))])
 
 
 def conversation(rng: random.Random, tray: Tray) -> list[dict[str, str]]:
-    """Three questions and answers about one tray; the picture stands before the first."""
+    """Two questions and answers about one tray; the picture stands before the first."""
     makers, weights = zip(*_QUESTIONS, strict=True)
-    asked = [maker(rng, tray) for maker in rng.choices(makers, weights, k=2)]
-    asked.insert(rng.randrange(3), (DESCRIBE, description(tray)))
+    asked = [rng.choices(makers, weights)[0](rng, tray), (DESCRIBE, description(tray))]
+    rng.shuffle(asked)
     return _chat(asked)
 
 

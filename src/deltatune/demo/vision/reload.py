@@ -17,7 +17,7 @@ def main(model_path: str, adapter_path: str, questions_path: str, max_tokens: st
     model, processor = load(model_path, adapter_path=adapter_path)
     answers = []
     for picture, message in json.loads(Path(questions_path).read_text(encoding="utf-8")):
-        prompt = apply_chat_template(processor, model.config, message, num_images=1)
+        prompt = str(apply_chat_template(processor, model.config, message, num_images=1))
         found = generate(model, processor, prompt, [picture], max_tokens=int(max_tokens), temperature=0.0)
         answers.append(found.text)
     if any(name.split(".")[0] == "deltatune" for name in sys.modules):

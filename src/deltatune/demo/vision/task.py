@@ -39,11 +39,11 @@ def answer(tray: Tray) -> str:
 
 
 def draw(seed: int, count: int, *, held: bool) -> list[Tray]:
-    """`count` different trays of 1 to 3 kinds: with a combination that is kept out of training, or with none."""
+    """`count` different trays of one or two kinds: with a combination that is kept out of training, or with none."""
     rng = random.Random(seed)
     found: dict[Tray, None] = {}
     while len(found) < count:
-        tray = trays.draw(rng, rng.choice((1, 2, 2, 3, 3, 3)))
+        tray = trays.draw(rng, rng.choice((1, 2, 2)))
         if any(kind.held for kind in tray.kinds) == held:
             found[tray] = None
     return list(found)

@@ -63,13 +63,6 @@ def draw(rng: random.Random, kinds: int) -> Tray:
     return Tray(found, tuple(parts), rng.getrandbits(32))
 
 
-def draw_full(rng: random.Random) -> Tray:
-    """A tray with any part in nearly every compartment, to learn seeing from; its kinds are not counted."""
-    every = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    places = tuple(rng.choice(every) if rng.random() < 0.85 else None for _ in range(ROWS * ROWS))
-    return Tray((), places, rng.getrandbits(32))
-
-
 def picture(tray: Tray) -> Any:
     """The tray as a Pillow image, 64 x 64 pixels, RGB."""
     from PIL import Image, ImageDraw
