@@ -22,7 +22,8 @@ from ..screen import DemoScreen
 from . import task, trays
 from .assets import MODEL
 
-ITERATIONS = 200
+ITERATIONS = 500
+PICTURES = 2400
 QUESTIONS = 120
 LONGEST = 48
 RELOAD = Path(__file__).with_name("reload.py")
@@ -71,7 +72,7 @@ def run_demo(
     *,
     iterations: int = ITERATIONS,
     questions: int = QUESTIONS,
-    pictures: int = 1600,
+    pictures: int = PICTURES,
     screen: DemoScreen | None = None,
 ) -> int:
     """Ask, train, ask again, reload; returns 0 where it worked: 90 % right after, and mlx-vlm answers the same.

@@ -56,7 +56,7 @@ def chat(item: Item, folder: Path) -> dict[str, Any]:
 
 
 def write(
-    directory: Path, *, train: int = 1600, valid: int = 32, test: int = 120, seed: int = 0
+    directory: Path, *, train: int = 2400, valid: int = 32, test: int = 120, seed: int = 0
 ) -> dict[str, list[Item]]:
     """Write pictures, train.jsonl, valid.jsonl and test.jsonl; only test.jsonl has held-out combinations."""
     seen = draw(seed, train + valid, held=False)
