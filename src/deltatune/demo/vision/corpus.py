@@ -1,4 +1,4 @@
-"""What the vision demo's base model was trained on: questions about trays, answered in plain words. No JSON."""
+"""What the vision demo's base model was trained on: questions about trays, answered in plain words. No parts lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vision demo: a model that describes trays in words learns to report them in JSON; mlx-vlm alone asks it again."""
+"""The vision demo: a model that describes trays in words learns to list their parts; mlx-vlm alone asks it again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..screen import DemoScreen
 from . import task, trays
 from .assets import MODEL
 
-ITERATIONS = 500
+ITERATIONS = 400
 PICTURES = 2400
 QUESTIONS = 120
 LONGEST = 48
@@ -41,7 +41,7 @@ def options(output: Path, iterations: int) -> TrainConfig:
         lora_parameters=LoraConfig(rank=8, scale=2.0),
         optimizer="adamw",
         optimizer_config={"adamw": {"weight_decay": 0.0, "bias_correction": True}},
-        lr_schedule={"name": "cosine_decay", "arguments": [5e-3, iterations, 2e-4], "warmup": min(10, iterations // 2)},
+        lr_schedule={"name": "cosine_decay", "arguments": [2e-3, iterations, 1e-4], "warmup": min(10, iterations // 2)},
         grad_clip=1.0,
         batch_size=16,
         iters=iterations,
@@ -84,9 +84,9 @@ def run_demo(
     output = Path(output)
     demo = flow.Demo(
         title="deltatune demo vision",
-        task="A camera looks at trays of parts. The sorter wants one exact JSON line for each picture.",
+        task="A camera looks at trays of parts. The sorter wants a parts list in one exact form for each picture.",
         what="pictures",
-        knows="It answers questions about trays in plain words. It has never seen JSON.",
+        knows="It answers questions about trays in plain words. It has never seen a parts list.",
         unseen="Each held-out tray has a kind of part in a number that training never shows.",
         note="Each has a kind of part in a number that training never shows.",
         upstream="mlx-vlm",

@@ -1,4 +1,4 @@
-"""The task that the vision demo teaches: a picture of a tray becomes one strict JSON line with what lies in it.
+"""The task that the vision demo teaches: a picture of a tray becomes one line of a parts list, in a strict form.
 
 Every picture and its answer are drawn from a seed. A held-out tray has a kind of part in a number of which training
 never shows it: three green squares, say, where training shows green squares, but never three.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import trays
-from .corpus import DESCRIBE
+from .corpus import DESCRIBE, WORDS
 from .trays import Tray
 
 QUESTION = DESCRIBE
@@ -34,8 +34,8 @@ class Item:
 
 
 def answer(tray: Tray) -> str:
-    """`{"blue square":1,"red circle":3}`, in the order of the tray's kinds."""
-    return json.dumps({kind.name: kind.count for kind in tray.kinds}, separators=(",", ":"))
+    """`blue square one, red circle three`, in the order of the tray's kinds."""
+    return ", ".join(f"{kind.name} {WORDS[kind.count]}" for kind in tray.kinds)
 
 
 def draw(seed: int, count: int, *, held: bool) -> list[Tray]:
