@@ -22,7 +22,7 @@ from ..screen import DemoScreen
 from . import task, trays
 from .assets import MODEL
 
-ITERATIONS = 400
+ITERATIONS = 600
 PICTURES = 2400
 QUESTIONS = 120
 LONGEST = 48
@@ -41,7 +41,7 @@ def options(output: Path, iterations: int) -> TrainConfig:
         lora_parameters=LoraConfig(rank=8, scale=2.0),
         optimizer="adamw",
         optimizer_config={"adamw": {"weight_decay": 0.0, "bias_correction": True}},
-        lr_schedule={"name": "cosine_decay", "arguments": [2e-3, iterations, 1e-4], "warmup": min(10, iterations // 2)},
+        lr_schedule={"name": "cosine_decay", "arguments": [3e-3, iterations, 1e-4], "warmup": min(10, iterations // 2)},
         grad_clip=1.0,
         batch_size=16,
         iters=iterations,

@@ -17,6 +17,8 @@ from .corpus import DESCRIBE, WORDS
 from .trays import Tray
 
 QUESTION = DESCRIBE
+# Fewer than the base has met: it counts to three reliably, and by colour.
+MOST = 3
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,16 @@ def answer(tray: Tray) -> str:
 
 
 def draw(seed: int, count: int, *, held: bool) -> list[Tray]:
-    """`count` different trays of one or two kinds: with a combination that is kept out of training, or with none."""
+    """`count` different trays of one kind, or of two in different colours.
+
+    held: whether each has a combination that is kept out of training, or none has.
+    """
     rng = random.Random(seed)
     found: dict[Tray, None] = {}
     while len(found) < count:
-        tray = trays.draw(rng, rng.choice((1, 2, 2)))
-        if any(kind.held for kind in tray.kinds) == held:
+        tray = trays.draw(rng, rng.choice((1, 2, 2)), MOST)
+        easy = len({kind.colour for kind in tray.kinds}) == len(tray.kinds)
+        if easy and any(kind.held for kind in tray.kinds) == held:
             found[tray] = None
     return list(found)
 

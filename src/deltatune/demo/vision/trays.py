@@ -37,7 +37,7 @@ class Kind:
 
     @property
     def held(self) -> bool:
-        """Whether so many of this kind are kept out of fine-tuning: an eighth of all combinations."""
+        """Whether so many of this kind are kept out of fine-tuning: about an eighth of all combinations."""
         return ([*COLOURS].index(self.colour) + 2 * SHAPES.index(self.shape) + self.count) % 8 == 0
 
 
@@ -53,10 +53,10 @@ class Tray:
     look: int
 
 
-def draw(rng: random.Random, kinds: int) -> Tray:
-    """A tray of so many kinds of parts, 1 to 4 of each, anywhere."""
+def draw(rng: random.Random, kinds: int, most: int = MOST) -> Tray:
+    """A tray of so many kinds of parts, 1 to `most` of each, anywhere."""
     every = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    found = tuple(sorted(Kind(*each, rng.randint(1, MOST)) for each in rng.sample(every, kinds)))
+    found = tuple(sorted(Kind(*each, rng.randint(1, most)) for each in rng.sample(every, kinds)))
     parts: list[tuple[str, str] | None] = [(kind.colour, kind.shape) for kind in found for _ in range(kind.count)]
     parts += [None] * (ROWS * ROWS - len(parts))
     rng.shuffle(parts)
