@@ -33,8 +33,8 @@ def test_imports_go_one_way(path):
         if parts[0] == "deltatune" and len(parts) > 1 and parts[1] in ORDER:
             assert ORDER.index(parts[1]) <= ORDER.index(group), f"{path}:{line}: {group} imports {name}"
         if parts[0] in ("mlx_lm", "mlx_vlm"):
-            # demo/reload.py is a program of its own, to show what mlx-lm alone makes of the adapter.
-            alone = path.relative_to(SOURCE) == Path("demo/reload.py")
+            # These are programs of their own, to show what mlx-lm or mlx-vlm alone makes of the adapter.
+            alone = path.relative_to(SOURCE) in (Path("demo/reload.py"), Path("demo/vision/reload.py"))
             assert alone or group in ("patches", "models"), f"{path}:{line}: only patches and models may name {name}"
 
 

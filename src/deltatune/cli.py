@@ -162,9 +162,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    if arguments.kind == "vision":
+        from .demo.vision import run_demo as run_vision_demo
+
+        return run_vision_demo(arguments.output or "demo-vision-out")
     from .demo import run_demo
 
-    return run_demo(arguments.output)
+    return run_demo(arguments.output or "demo-out")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -186,7 +190,10 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print all of it, with every error measured, as JSON")
     doctor.set_defaults(call=_doctor, parser=doctor)
     demo = commands.add_parser("demo", help="train on the bundled model and data; shows accuracy before and after")
-    demo.add_argument("--output", default="demo-out", metavar="DIR", help="folder for its files (default: demo-out)")
+    demo.add_argument(
+        "kind", nargs="?", choices=("text", "vision"), default="text", help="messages (default), or pictures"
+    )
+    demo.add_argument("--output", metavar="DIR", help="folder for its files (default: demo-out; demo-vision-out)")
     demo.set_defaults(call=_demo, parser=demo)
     return top
 

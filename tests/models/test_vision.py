@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 
 import deltatune  # noqa: F401
 
@@ -12,8 +14,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from PIL import Image
 
 import vision
+from deltatune import cli
 from deltatune.errors import UserError
 from deltatune.models import vision as taken_apart
 from deltatune.models.load import load
@@ -246,15 +250,53 @@ def test_missing_parts_are_named(tiny_vision_checkpoint, tmp_path):
         load(damaged, image="x:1")
 
 
-def test_a_processor_that_needs_torch_says_what_to_install(tiny_vision_checkpoint, monkeypatch):
+def test_a_processor_that_needs_torch_says_what_to_install(tiny_vision_checkpoint, monkeypatch, tmp_path, capsys):
     from mlx_vlm import utils
 
     def needs(*_, **__):
         raise ImportError("Qwen2VLImageProcessorFast requires the Torchvision library but it was not found.")
 
     monkeypatch.setattr(utils, "load_processor", needs)
+    path = tiny_vision_checkpoint("qwen3_vl")
     with pytest.raises(UserError, match="pip install torch torchvision"):
-        load(tiny_vision_checkpoint("qwen3_vl"), image="x:1")
+        load(path, image="x:1")
+    one_message(path, tmp_path, capsys, "Qwen2VLImageProcessorFast requires the Torchvision library")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here: nothing is missing")
+def test_transformers_own_processor_needs_torch_and_it_is_said(tiny_vision_checkpoint, monkeypatch, tmp_path, capsys):
+    """Its video processor, which comes with it, wants PyTorch; mlx-vlm's has none."""
+    from mlx_vlm import utils
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    def theirs(path, **_):
+        return Qwen3VLProcessor.from_pretrained(path)
+
+    monkeypatch.setattr(utils, "load_processor", theirs)
+    one_message(tiny_vision_checkpoint("qwen3_vl"), tmp_path, capsys, "Qwen2VLVideoProcessor requires PyTorch")
+
+
+def test_a_processor_that_needs_torch_only_to_cut_images_is_one_message(
+    tiny_vision_checkpoint, monkeypatch, tmp_path, capsys
+):
+    from mlx_vlm import utils
+
+    class Processor:
+        def image_processor(self, *_, **__):
+            raise ImportError("resize requires the PyTorch library but it was not found.\nInstall it.")
+
+    monkeypatch.setattr(utils, "load_processor", lambda *_, **__: Processor())
+    one_message(tiny_vision_checkpoint("qwen3_vl"), tmp_path, capsys, "train.jsonl:1: .*resize requires the PyTorch")
+
+
+def one_message(model, folder, capsys, words):
+    """`train` on a picture ends with exit code 2, `words` and what to install, in one line."""
+    Image.new("RGB", (32, 32)).save(folder / "a.png")
+    row = {"image": "a.png", "prompt": "what?", "completion": "black"}
+    (folder / "train.jsonl").write_text(json.dumps(row))
+    assert cli.main(["train", "--model", str(model), "--data", str(folder), "--adapter-path", str(folder / "out")]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"deltatune: [^\n]*{words}[^\n]*pip install torch torchvision[^\n]*\n", error)
 
 
 def test_a_version_that_miscounts_images_is_announced_and_given_the_right_positions(tiny_vision_model, monkeypatch):

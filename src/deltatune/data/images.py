@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..models.vision_inputs import Grid, Picture
+from ..models.vision_load import needs_torch, reason
 
 # Modes that become 8-bit RGB without losing what is seen; 16-bit and floating ones would be clipped to white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
@@ -47,6 +48,8 @@ class ImageReader:
         image = open_image(image_file(value, self.folder, source), source)
         try:
             found = self._limited([image], **self.limits)
+        except ImportError as error:
+            raise UserError(f"{source}: the model's image processor: {needs_torch(error) or reason(error)}") from error
         except (ValueError, TypeError) as error:
             raise UserError(f"{source}: {name_of(value)}: the model's image processor refuses it: {error}.") from error
         rows = np.asarray(found["image_grid_thw"]).reshape(-1, 3)

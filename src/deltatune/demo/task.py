@@ -26,6 +26,11 @@ class Item:
     tool: str
     held: bool
 
+    @property
+    def group(self) -> str:
+        """Items of one group are alike: one of each is shown."""
+        return self.tool
+
 
 def _call(tool: str, **arguments: str | int) -> str:
     return json.dumps({"tool": tool, **arguments}, separators=(",", ":"))

@@ -53,3 +53,29 @@ def _stream(loaded: Loaded, text: str, max_tokens: int, sampling: Sampling, **in
             yield from stream_generate(loaded.model, loaded.processor, text, max_tokens=max_tokens, **inputs, **options)
         except ValueError as error:
             raise UserError(f"{'--image' if 'image' in inputs else '--video'}: {error}") from error
+
+
+def answer_pictures(loaded: Loaded, prompt: str, pictures: Sequence[str], max_tokens: int) -> list[str]:
+    """The model's likeliest answer to a user's `prompt` for each picture alone, up to its end or `max_tokens`.
+
+    Token by token, all pictures at once. Leaves the model in inference mode.
+    """
+    from mlx_vlm.generate import batch_generate
+    from transformers.utils import logging
+
+    loaded.model.eval()
+    verbosity = logging.get_verbosity()
+    # mlx-vlm gives transformers an argument in a way that it warns of, once for each picture.
+    logging.set_verbosity_error()
+    try:
+        with patched():
+            found = batch_generate(
+                loaded.model,
+                loaded.processor,
+                images=list(pictures),
+                prompts=[prompt] * len(pictures),
+                max_tokens=max_tokens,
+            )
+    finally:
+        logging.set_verbosity(verbosity)
+    return found.texts

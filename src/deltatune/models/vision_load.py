@@ -119,23 +119,22 @@ def load_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) 
         processor = utils.load_processor(
             path, eos_token_ids=config.get("eos_token_id"), trust_remote_code=trust_remote_code
         )
-    except ImportError as error:
-        raise UserError(f"processor {path}: {reason(error)}{_install(error)}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"processor {path}: cannot be loaded: {reason(error)}{_install(error)}") from error
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"processor {path}: {needs_torch(error) or f'cannot be loaded: {reason(error)}'}") from error
     if getattr(processor, "image_processor", None) is None:
         raise UserError(f"processor {path}: it has no image processor.")
     return processor
 
 
-def _install(error: BaseException) -> str:
-    """Transformers says at length that a library is missing; what to do about it is one line."""
-    wanted = [name for name in ("torchvision", "torch") if name in str(error).lower()]
-    if not wanted:
-        return ""
+def needs_torch(error: BaseException) -> str | None:
+    """What to install, where a processor of transformers fails for want of PyTorch; its own text says so at length."""
+    text = " ".join(str(error).split())
+    if "torch" not in text.lower():
+        return None
+    first = text.split(". ")[0].rstrip(".")
     return (
-        " This processor needs PyTorch, which deltatune does not: pip install torch torchvision, or use a version of "
-        "mlx-vlm that brings a processor of its own for this model (0.7 does for Qwen3-VL and Qwen3.5)."
+        f"it needs PyTorch, which deltatune does not ({first}): pip install torch torchvision, "
+        "or a version of mlx-vlm that brings a processor of its own for this model (0.7 does for Qwen3-VL and Qwen3.5)."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import html
@@ -22,9 +23,17 @@ Row = Sequence[Any]
 _PACKAGES = ("deltatune", "mlx", "mlx-lm", "numpy", "transformers")
 
 
+@dataclass(frozen=True)
+class Png:
+    """A cell of a table that is a picture: the bytes of a PNG file, and the words in its place."""
+
+    content: bytes
+    text: str
+
+
 @dataclass
 class Table:
-    """A table of the report: `columns` heads, `rows` of anything that str() can show; `folded` ones open on a click."""
+    """A table of the report: `columns` heads, `rows` of Png or what str() can show; `folded` ones open on a click."""
 
     title: str
     columns: Sequence[str]
@@ -164,6 +173,9 @@ def _cell(value: Any) -> str:
         return f"<td>{ {True: 'yes', False: 'no', None: '–'}[value] }</td>"
     if isinstance(value, int | float):
         return f"<td class=number>{value:,.6g}</td>" if isinstance(value, float) else f"<td class=number>{value:,}</td>"
+    if isinstance(value, Png):
+        content = base64.b64encode(value.content).decode("ascii")
+        return f"<td><img alt='{html.escape(value.text)}' src='data:image/png;base64,{content}'></td>"
     return f"<td>{html.escape(str(value))}</td>"
 
 
@@ -194,6 +206,7 @@ table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;padding:7px 12px;vertical-align:top;border-bottom:1px solid var(--line)}
 tr:last-child td{border-bottom:0}th{color:var(--soft);font-weight:600;white-space:nowrap}
 td{overflow-wrap:anywhere;white-space:pre-wrap}
+td img{display:block;width:96px;border-radius:4px;image-rendering:pixelated}
 .number{font-variant-numeric:tabular-nums}
 details{margin:10px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}
 footer{color:var(--soft);font-size:13px;margin-top:30px}

@@ -1,0 +1,204 @@
+"""What the demos have in common: ask the base model, train, ask again, let upstream alone ask; show and report it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from ..config import TrainConfig
+from ..data.load import load_datasets
+from ..errors import UserError
+from ..models.load import Loaded
+from ..train import Result, Trainer
+from ..train.announce import trainable_count
+from ..train.commands import eyes, prepare
+from ..train.report import Table, write_report
+from ..train.tree import leaves
+from .screen import DemoScreen, sparkline
+
+RELOADED = 24
+ENOUGH = 0.9
+
+
+@dataclass(frozen=True)
+class Score:
+    """The answers to `items`, each with an `answer` that it should be, and how many of them are exactly right."""
+
+    items: Sequence[Any]
+    answers: list[str]
+    seconds: float
+
+    @property
+    def right(self) -> list[bool]:
+        """Whether each answer equals the expected one, character by character."""
+        return [item.answer == answer for item, answer in zip(self.items, self.answers, strict=True)]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers."""
+        return sum(self.right) / len(self.items)
+
+    def __str__(self) -> str:
+        return f"{sum(self.right)} of {len(self.items)}"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One demo. Its items have an `answer`, and a `group` of which one example each is shown at the end.
+
+    what: what the items are, in the plural; knows: what the base model has learnt so far; unseen: what training never
+    shows. describe: the base model in a line; ask: its answers; ask_upstream: those of a new process, through `loader`
+    of `upstream`, to items with the adapter in a folder. on_screen and in_report: how an item is shown.
+    """
+
+    title: str
+    task: str
+    what: str
+    knows: str
+    unseen: str
+    note: str
+    upstream: str
+    loader: str
+    load: Callable[[], Loaded]
+    describe: Callable[[Loaded], str]
+    ask: Callable[[Loaded, Sequence[Any]], Score]
+    ask_upstream: Callable[[Path, Sequence[Any]], list[str]]
+    on_screen: Callable[[Any, DemoScreen], str | Text]
+    in_report: Callable[[Any], Any]
+
+
+def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, screen: DemoScreen, again: str) -> int:
+    """The whole demo on held-out `items`; 0 where 90 % are right after training, and upstream answers the same.
+
+    again: the rest of a command that a person may try next, without model and adapter.
+    """
+    started = time.perf_counter()
+    screen.title(demo.title, demo.task)
+
+    screen.part(1, "The base model")
+    loaded = demo.load()
+    screen.line(demo.describe(loaded))
+    screen.line(demo.knows)
+    before = _ask_aloud(demo, loaded, items, screen, "red")
+
+    screen.part(2, "Fine-tuning")
+    prepare(loaded.model, config)
+    screen.line(f"{trainable_count(loaded.model):,} LoRA numbers train. {demo.unseen}")
+    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
+    trainer = Trainer(loaded.model, loaded.tokenizer, config, splits, screen=screen)
+    result = trainer.run()
+    _say_trained(demo, screen, result, config)
+
+    screen.part(3, f"The same {demo.what} again")
+    after = _ask_aloud(demo, loaded, items, screen, "green")
+    screen.answers(_side_by_side(demo, before, after, screen))
+
+    screen.part(4, f"A new process, with {demo.upstream} alone")
+    with screen.working(f"{demo.loader}(model, adapter_path=…)"):
+        reloaded = demo.ask_upstream(output, items[:RELOADED])
+    same = sum(a == b for a, b in zip(reloaded, after.answers, strict=False))
+    screen.line(f"{demo.loader} reads the adapter; {same} of {len(reloaded)} answers are the same.")
+
+    _write_report(demo, trainer, config, result, before, after, f"{same} of {len(reloaded)}")
+    screen.end(
+        f"{before.accuracy:.1%}",
+        f"{after.accuracy:.1%}",
+        str(trainer.outputs.report),
+        f"{near(sys.executable)} -m deltatune generate --model {near(config.model)} --adapter-path {output} {again}",
+        time.perf_counter() - started,
+    )
+    return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1
+
+
+def run_script(script: Path, *arguments: str | Path | int) -> list[str]:
+    """The JSON list that a script prints last, in a process of its own. UserError with what it wrote where it fails."""
+    # -P: the script's own folder holds deltatune modules, which are not to be found from there.
+    command = [sys.executable, "-P", str(script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TQDM_DISABLE": "1"})
+    if done.returncode:
+        raise UserError(f"{script.name}: reloading the adapter failed:\n{done.stderr.strip()}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def written(write: Callable[[], Any], output: Path) -> Any:
+    """What `write` returns. UserError where the folder `output` cannot be written."""
+    try:
+        return write()
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output.") from error
+
+
+def near(path: str | Path) -> str:
+    """The shorter of a path's two names: from the root, and from here."""
+    return min(str(path), os.path.relpath(path), key=len)
+
+
+def size(loaded: Loaded) -> str:
+    """The model's numbers, in millions."""
+    return f"{sum(leaf.size for _, leaf in leaves(loaded.model.parameters())) / 1e6:.1f} M numbers"
+
+
+def _ask_aloud(demo: Demo, loaded: Loaded, items: Sequence[Any], screen: DemoScreen, style: str) -> Score:
+    with screen.working(f"asking {len(items)} held-out {demo.what}"):
+        score = demo.ask(loaded, items)
+    percent = (f"{score.accuracy:.1%}", f"bold {style}")
+    screen.line(percent, f" exactly right: {score} held-out {demo.what}, asked in {score.seconds:.0f} s.")
+    return score
+
+
+def _say_trained(demo: Demo, screen: DemoScreen, result: Result, config: TrainConfig) -> None:
+    losses = screen.losses
+    curve = sparkline([math.log(loss) for loss in losses], 40)
+    screen.line((curve, "cyan"), (f"  loss {losses[0]:.2f} → {losses[-1]:.4f} (log scale)", "dim"))
+    screen.line(
+        f"{result.iterations} iterations of {config.batch_size} {demo.what} in {result.seconds:.0f} s; "
+        f"{result.tokens_per_second:,.0f} tok/s; peak memory {result.peak_memory:.2f} GB."
+    )
+
+
+def _side_by_side(
+    demo: Demo, before: Score, after: Score, screen: DemoScreen
+) -> list[tuple[str | Text, str, str, bool]]:
+    """One example a group, and the first that is still wrong, if any."""
+    rows: dict[str, tuple[Any, str, str, bool]] = {}
+    for item, old, new, right in zip(after.items, before.answers, after.answers, after.right, strict=True):
+        rows.setdefault(item.group if right else "wrong", (item, old, new, right))
+    shown = sorted(rows.values(), key=lambda row: not row[3])
+    return [(demo.on_screen(item, screen), old, new, right) for item, old, new, right in shown]
+
+
+def _write_report(
+    demo: Demo, trainer: Trainer, config: TrainConfig, result: Result, before: Score, after: Score, same: str
+) -> None:
+    rows = [
+        (demo.in_report(item), old, new, "yes" if right else f"no, expected {item.answer}")
+        for item, old, new, right in zip(after.items, before.answers, after.answers, after.right, strict=True)
+    ]
+    columns = (demo.what.removesuffix("s"), "before", "after", "right")
+    write_report(
+        trainer.outputs.report,
+        trainer.outputs.metrics,
+        config,
+        dataclasses.asdict(result),
+        tables=[
+            Table(f"Some held-out {demo.what}", columns, rows[:12], demo.note),
+            Table("All of them", columns, rows, folded=True),
+        ],
+        headline={
+            "right before": f"{before.accuracy:.1%}",
+            "right after": f"{after.accuracy:.1%}",
+            f"same through {demo.upstream}": same,
+        },
+        title=demo.title,
+    )
