@@ -432,7 +432,8 @@ def upstream(layers):
     Layer.__call__ = call
 
 for wrap in (checkpointed, upstream):
-    print(peak(2, wrap), peak(12, wrap))
+    # A CPU that keeps up with the queue lets go earlier: the most of four runs.
+    print(*(max(peak(depth, wrap) for _ in range(4)) for depth in (2, 12)))
 """
 
 
