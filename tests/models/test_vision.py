@@ -273,7 +273,7 @@ def test_transformers_own_processor_needs_torch_and_it_is_said(tiny_vision_check
         return Qwen3VLProcessor.from_pretrained(path)
 
     monkeypatch.setattr(utils, "load_processor", theirs)
-    one_message(tiny_vision_checkpoint("qwen3_vl"), tmp_path, capsys, "Qwen2VLVideoProcessor requires PyTorch")
+    one_message(tiny_vision_checkpoint("qwen3_vl"), tmp_path, capsys, r"Qwen\dVL[A-Za-z]* requires")
 
 
 def test_a_processor_that_needs_torch_only_to_cut_images_is_one_message(
