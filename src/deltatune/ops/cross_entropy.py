@@ -16,8 +16,9 @@ import mlx.nn as nn
 
 from .functional import lent, trainable
 
-# A chunk's logits in fp32; about two and a half times this is alive at the peak of a chunk.
-CHUNK_BYTES = 128 * 2**20
+# A chunk's logits in fp32, of which five times and more are alive at once, since MLX queues ahead: this much, or what 128
+# tokens take (fewer would read the head's weights for little), but never more than the second.
+CHUNK_BYTES, MOST_BYTES, FEW_TOKENS = 16 * 2**20, 128 * 2**20, 128
 
 
 def linear_cross_entropy(
@@ -41,7 +42,8 @@ def linear_cross_entropy(
         hidden: [..., D].
         targets: [...] integers; those of weight 0 may be negative (-100).
         weights: [...]; 0 leaves a token out. A sum of 0 gives loss 0 and zero gradients.
-        chunk_tokens: tokens a chunk; None takes as many as CHUNK_BYTES of fp32 logits hold.
+        chunk_tokens: tokens a chunk; None takes as many as CHUNK_BYTES of fp32 logits hold, or 128 if that is
+            more and MOST_BYTES hold them.
 
     Returns:
         (loss_sum, weight_sum), fp32 scalars.
@@ -196,7 +198,8 @@ def _check(hidden: mx.array, targets: mx.array, weights: mx.array, chunk_tokens:
 
 def _default_chunk(head: Callable[[mx.array], mx.array], hidden: mx.array) -> int:
     vocabulary = head(hidden[:1]).shape[-1]  # Lazy: only the shape is asked for, nothing is computed.
-    return max(16, CHUNK_BYTES // (4 * vocabulary))
+    row = 4 * vocabulary
+    return max(16, min(MOST_BYTES // row, max(CHUNK_BYTES // row, FEW_TOKENS)))
 
 
 def _even_bounds(tokens: int, size: int) -> list[int]:
