@@ -16,8 +16,8 @@ import mlx.nn as nn
 
 from .functional import lent, trainable
 
-# A chunk's logits in fp32, several times over at once, since MLX queues ahead: so many bytes, or what 128 tokens take if
-# that is more (fewer would read the head's weights for little), but never more than the second.
+# A chunk's logits in fp32, several times over at once, since MLX queues ahead: so many bytes, or what 128 tokens take
+# if that is more (fewer would read the head's weights for little), but never more than the second.
 CHUNK_BYTES, MOST_BYTES, FEW_TOKENS = 16 * 2**20, 128 * 2**20, 128
 
 
