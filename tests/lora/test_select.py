@@ -228,3 +228,23 @@ def test_experts_shared_experts_and_routers_by_name(tiny_model, family, keys, he
     targets = select(tiny_model(family), LoraConfig(keys=keys)).targets
     assert targets
     assert {path.split(".mlp.")[1].split(".")[0] for path in targets} == held
+
+
+class PlainAlone(nn.Module):
+    """Reads arrays of layers of one class only, and calls any other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.told, self.read = nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        x = x @ self.told.weight.T if type(self.told) is nn.Linear else self.told(x)
+        return x @ self.read.weight.T
+
+
+def test_what_is_read_of_plain_layers_alone_takes_an_adapter():
+    model = PlainAlone()
+    before = dict(model)
+    assert directly_read(model, {"told": model.told, "read": model.read}) == {"read": "weight"}
+    assert dict(model) == before

@@ -22,7 +22,8 @@ _STORED = ("weight", "scales", "biases", "bias")
 def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
     """{path: name of the array} of the candidates that someone other than themselves read in a forward pass.
 
-    Watches a training pass over two tokens and inference over two and over one, since models branch on both. The
+    Watches a training pass over two tokens and inference over two and over one, since models branch on both. What an
+    owner reads of plain layers alone, telling them by their class, is not counted: it would call an adapter. The
     model is left exactly as it was, caches inside its layers included, and so is the random state.
     """
     names = {id(module): path for path, module in candidates.items()}
@@ -32,11 +33,68 @@ def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict
         found.setdefault(names[id(module)], key)
 
     with drawing_from(get_key()), _unchanged(model), _watched(candidates.values(), record):
-        for training, length in ((True, 2), (False, 2), (False, 1)):
-            for module in model.modules():
-                module._training = training
-            model(mx.zeros((1, length), dtype=mx.int32))
+        _run(model)
+    suspects, found = {path: candidates[path] for path in found}, {}
+    if suspects:
+        with drawing_from(get_key()), _unchanged(model), _replaced(model, suspects, record):
+            _run(model)
     return found
+
+
+def _run(model: nn.Module) -> None:
+    for training, length in ((True, 2), (False, 2), (False, 1)):
+        for module in model.modules():
+            module._training = training
+        model(mx.zeros((1, length), dtype=mx.int32))
+
+
+class _InPlaceOf(nn.Module):
+    """Stands where an adapter would, of another class than the module; says who asks it for the module's arrays."""
+
+    def __init__(self, module: nn.Module, record: Callable[[nn.Module, str], None]) -> None:
+        super().__init__()
+        # In a tuple, which nn.Module does not take for a child.
+        object.__setattr__(self, "_behind", (module, record))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._behind[0](*args, **kwargs)
+
+    def __getattr__(self, key: str) -> Any:
+        module, record = self._behind
+        if key in _STORED:
+            record(module, key)
+        return getattr(module, key)
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key) if key in self._behind[0] else default
+
+
+@contextmanager
+def _replaced(model: nn.Module, modules: Mapping[str, nn.Module], record: Callable[[nn.Module, str], None]) -> Any:
+    places: list[tuple[Any, Any, nn.Module]] = []
+    for path, module in modules.items():
+        *parents, last = path.split(".")
+        owner: Any = model
+        for name in parents:
+            owner = owner[int(name)] if isinstance(owner, list) else owner[name]
+        places.append((owner, int(last) if isinstance(owner, list) else last, module))
+    try:
+        for owner, name, module in places:
+            _put(owner, name, _InPlaceOf(module, record))
+        yield
+    finally:
+        for owner, name, module in places:
+            _put(owner, name, module)
+
+
+def _put(owner: Any, name: Any, module: nn.Module) -> None:
+    if isinstance(owner, dict):
+        dict.__setitem__(owner, name, module)
+    else:
+        owner[name] = module
 
 
 @contextmanager
