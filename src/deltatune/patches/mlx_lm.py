@@ -21,7 +21,9 @@ LOOP = (
 _PACKING = "Packed documents cannot be kept apart then; training on unpacked rows is not touched."
 
 
-def _update_0_31(upstream: Function) -> Function:
+def update_plain(upstream: Function) -> Function:
+    """The update without options of its own: mlx-lm 0.31, and mlx-vlm's first."""
+
     def gated_delta_update(
         q: mx.array,
         k: mx.array,
@@ -170,7 +172,7 @@ PATCHES = (
         signature="(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True)",
         holders=tuple(f"mlx_lm.models.{name}" for name in ("qwen3_5", "qwen3_next", "kimi_linear")),
         reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
-        replacement=_update_0_31,
+        replacement=update_plain,
         check=same_update([{}]),
     ),
     Patch(

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import mlx_vlm_experts, mlx_vlm_vision, recurrence
-from .mlx_lm import LOOP, same_update
+from .mlx_lm import LOOP, same_update, update_plain
 from .patch import Function, Patch
 
 QWEN3_5 = "mlx_vlm.models.qwen3_5.gated_delta"
@@ -30,22 +30,19 @@ def _untouched(upstream: Function, *arguments: Any, **options: Any) -> Any:
         _upstreams.reset(token)
 
 
-def _update_plain(upstream: Function) -> Function:
-    def gated_delta_update(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        a: mx.array,
-        b: mx.array,
-        A_log: mx.array,
-        dt_bias: mx.array,
-        state: mx.array | None = None,
-        mask: mx.array | None = None,
-        use_kernel: bool = True,
-    ) -> tuple[mx.array, mx.array]:
-        return recurrence.route(upstream, (q, k, v, a, b, A_log, dt_bias), state, mask, use_kernel, {})
-
-    return gated_delta_update
+def _cached(
+    upstream: Function,
+    arrays: tuple[mx.array, ...],
+    state: mx.array | None,
+    mask: mx.array | None,
+    use_kernel: bool,
+    options: dict[str, Any],
+    decoding: dict[str, Any],
+) -> Any:
+    """Upstream's own, untouched, for a call that decodes or verifies; else ours."""
+    if decoding["cache"] is not None or decoding["state_steps"] is not None or _upstreams.get():
+        return _untouched(upstream, *arrays, state, mask, use_kernel, **options, **decoding)
+    return recurrence.route(upstream, arrays, state, mask, use_kernel, options)
 
 
 def _update_bounded(upstream: Function) -> Function:
@@ -84,11 +81,8 @@ def _update_cached(upstream: Function) -> Function:
         cache: Any = None,
         cache_index: int = 1,
     ) -> tuple[mx.array, ...]:
-        arrays = (q, k, v, a, b, A_log, dt_bias)
-        if cache is not None or state_steps is not None or _upstreams.get():
-            options = {"state_steps": state_steps, "cache": cache, "cache_index": cache_index}
-            return _untouched(upstream, *arrays, state, mask, use_kernel, **options)
-        return recurrence.route(upstream, arrays, state, mask, use_kernel, {})
+        decoding = {"state_steps": state_steps, "cache": cache, "cache_index": cache_index}
+        return _cached(upstream, (q, k, v, a, b, A_log, dt_bias), state, mask, use_kernel, {}, decoding)
 
     return gated_delta_update
 
@@ -110,11 +104,9 @@ def _update_cached_bounded(upstream: Function) -> Function:
         cache: Any = None,
         cache_index: int = 1,
     ) -> tuple[mx.array, ...]:
-        arrays = (q, k, v, a, b, A_log, dt_bias)
-        if cache is not None or state_steps is not None or _upstreams.get():
-            options = {"lower_bound": lower_bound, "state_steps": state_steps, "cache": cache}
-            return _untouched(upstream, *arrays, state, mask, use_kernel, **options, cache_index=cache_index)
-        return recurrence.route(upstream, arrays, state, mask, use_kernel, {"lower_bound": lower_bound})
+        options = {"lower_bound": lower_bound}
+        decoding = {"state_steps": state_steps, "cache": cache, "cache_index": cache_index}
+        return _cached(upstream, (q, k, v, a, b, A_log, dt_bias), state, mask, use_kernel, options, decoding)
 
     return gated_delta_update
 
@@ -180,12 +172,12 @@ _SHARED_HOLDERS = tuple(f"{name}.language" for name in ("glm5_next", "kimi_k3", 
 _QWEN3_5_HOLDERS = ("qwen3_5.language", "qwen3_5.speculative_verifier")
 
 PATCHES = (
-    _update(QWEN3_5, ">=0.6.2,<=0.7.10", "", _update_plain, _QWEN3_5_HOLDERS),
+    _update(QWEN3_5, ">=0.6.2,<=0.7.10", "", update_plain, _QWEN3_5_HOLDERS),
     _update(
         QWEN3_5, ">=0.7.1,<=0.7.10", ", state_steps=None, cache=None, cache_index=1", _update_cached, _QWEN3_5_HOLDERS
     ),
     _update(SHARED, ">=0.6.3,<=0.7.10", ", lower_bound=None", _update_bounded, _SHARED_HOLDERS),
-    _update(SHARED, ">=0.6.3,<=0.7.10", "", _update_plain, _SHARED_HOLDERS),
+    _update(SHARED, ">=0.6.3,<=0.7.10", "", update_plain, _SHARED_HOLDERS),
     _update(
         SHARED,
         ">=0.7.1,<=0.7.10",
