@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ..config import TrainConfig
+from ..config import LoraConfig, TrainConfig
 from ..data.load import load_datasets
 from ..errors import UserError
 from ..models.load import Loaded
@@ -121,7 +121,42 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
     return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1
 
 
-def run_script(script: Path, *arguments: str | Path | int) -> list[str]:
+def options(model: Path, output: Path, iterations: int, rates: tuple[float, float], **more: Any) -> TrainConfig:
+    """A demo's training run: LoRA on every layer, batches of 16, a learning rate that falls from one to the other."""
+    first, last = rates
+    return TrainConfig(
+        model=str(model),
+        data=str(output / "data"),
+        adapter_path=str(output),
+        num_layers=-1,
+        lora_parameters=LoraConfig(rank=8, scale=2.0),
+        optimizer="adamw",
+        optimizer_config={"adamw": {"weight_decay": 0.0, "bias_correction": True}},
+        lr_schedule={
+            "name": "cosine_decay",
+            "arguments": [first, iterations, last],
+            "warmup": min(10, iterations // 2),
+        },
+        grad_clip=1.0,
+        batch_size=16,
+        iters=iterations,
+        max_seq_length=128,
+        steps_per_report=max(1, iterations // 24),
+        steps_per_eval=max(1, iterations // 4),
+        val_batches=-1,
+        save_every=iterations,
+        **more,
+    )
+
+
+def ask_elsewhere(script: Path, model: Path, adapter: Path, asked: list[Any], longest: int) -> list[str]:
+    """The answers of `script` in a new process, which has the base model and the adapter, and no deltatune."""
+    questions = adapter / "questions.json"
+    questions.write_text(json.dumps(asked), encoding="utf-8")
+    return _run_script(script, model, adapter, questions, longest)
+
+
+def _run_script(script: Path, *arguments: str | Path | int) -> list[str]:
     """The JSON list that a script prints last, in a process of its own. UserError with what it wrote where it fails."""
     # -P: the script's own folder holds deltatune modules, which are not to be found from there.
     command = [sys.executable, "-P", str(script), *map(str, arguments)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import LoraConfig, TrainConfig
 from ..models.answer import answer_all
 from ..models.describe import describe
 from ..models.generate import prompt_tokens
@@ -25,28 +23,6 @@ RELOAD = Path(__file__).with_name("reload.py")
 EXAMPLE = "6 mochas for Zelda, please."
 
 
-def options(output: Path, iterations: int) -> TrainConfig:
-    """The demo's training run."""
-    return TrainConfig(
-        model=str(MODEL),
-        data=str(output / "data"),
-        adapter_path=str(output),
-        num_layers=-1,
-        lora_parameters=LoraConfig(rank=8, scale=2.0),
-        optimizer="adamw",
-        optimizer_config={"adamw": {"weight_decay": 0.0, "bias_correction": True}},
-        lr_schedule={"name": "cosine_decay", "arguments": [5e-3, iterations, 2e-4], "warmup": min(10, iterations // 2)},
-        grad_clip=1.0,
-        batch_size=16,
-        iters=iterations,
-        max_seq_length=128,
-        steps_per_report=max(1, iterations // 24),
-        steps_per_eval=max(1, iterations // 4),
-        val_batches=-1,
-        save_every=iterations,
-    )
-
-
 def ask(loaded: Loaded, items: Sequence[task.Item]) -> Score:
     """Let the model answer every item, likeliest token by likeliest token."""
     started = time.perf_counter()
@@ -57,9 +33,7 @@ def ask(loaded: Loaded, items: Sequence[task.Item]) -> Score:
 
 def ask_mlx_lm(adapter: Path, items: Sequence[task.Item]) -> list[str]:
     """The answers of a new process that has mlx-lm, the base model and the adapter, and no deltatune."""
-    questions = adapter / "questions.json"
-    questions.write_text(json.dumps([item.message for item in items]), encoding="utf-8")
-    return flow.run_script(RELOAD, MODEL, adapter, questions, LONGEST)
+    return flow.ask_elsewhere(RELOAD, MODEL, adapter, [item.message for item in items], LONGEST)
 
 
 def run_demo(
@@ -92,7 +66,8 @@ def run_demo(
     )
     items = flow.written(lambda: task.write(output / "data", test=questions)["test"], output)
     again = f'--prompt "{EXAMPLE}"'
-    return flow.run(demo, items, output, options(output, iterations), screen or DemoScreen(), again)
+    config = flow.options(MODEL, output, iterations, (5e-3, 2e-4))
+    return flow.run(demo, items, output, config, screen or DemoScreen(), again)
 
 
 def _describe(loaded: Loaded) -> str:

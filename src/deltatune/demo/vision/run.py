@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
 
-from ...config import LoraConfig, TrainConfig
 from ...models.describe import describe
 from ...models.load import Loaded, load, read_config
 from ...models.vision_generate import answer_pictures
@@ -30,29 +28,6 @@ RELOAD = Path(__file__).with_name("reload.py")
 _ACROSS = 24
 
 
-def options(output: Path, iterations: int) -> TrainConfig:
-    """The demo's training run."""
-    return TrainConfig(
-        model=str(MODEL),
-        data=str(output / "data"),
-        adapter_path=str(output),
-        num_layers=-1,
-        parts="language,vision,projector",
-        lora_parameters=LoraConfig(rank=8, scale=2.0),
-        optimizer="adamw",
-        optimizer_config={"adamw": {"weight_decay": 0.0, "bias_correction": True}},
-        lr_schedule={"name": "cosine_decay", "arguments": [3e-3, iterations, 1e-4], "warmup": min(10, iterations // 2)},
-        grad_clip=1.0,
-        batch_size=16,
-        iters=iterations,
-        max_seq_length=128,
-        steps_per_report=max(1, iterations // 24),
-        steps_per_eval=max(1, iterations // 4),
-        val_batches=-1,
-        save_every=iterations,
-    )
-
-
 def ask(loaded: Loaded, items: Sequence[task.Item]) -> Score:
     """Let the model answer for every picture, likeliest token by likeliest token."""
     started = time.perf_counter()
@@ -62,9 +37,7 @@ def ask(loaded: Loaded, items: Sequence[task.Item]) -> Score:
 
 def ask_mlx_vlm(adapter: Path, items: Sequence[task.Item]) -> list[str]:
     """The answers of a new process that has mlx-vlm, the base model and the adapter, and no deltatune."""
-    questions = adapter / "questions.json"
-    questions.write_text(json.dumps([[str(item.file), task.QUESTION] for item in items]), encoding="utf-8")
-    return flow.run_script(RELOAD, MODEL, adapter, questions, LONGEST)
+    return flow.ask_elsewhere(RELOAD, MODEL, adapter, [[str(item.file), task.QUESTION] for item in items], LONGEST)
 
 
 def run_demo(
@@ -100,7 +73,8 @@ def run_demo(
     )
     items = flow.written(lambda: task.write(output / "data", train=pictures, test=questions)["test"], output)
     again = f'--image {items[0].file} --prompt "{task.QUESTION}"'
-    return flow.run(demo, items, output, options(output, iterations), screen or DemoScreen(), again)
+    config = flow.options(MODEL, output, iterations, (3e-3, 1e-4), parts="language,vision,projector")
+    return flow.run(demo, items, output, config, screen or DemoScreen(), again)
 
 
 def _describe(loaded: Loaded) -> str:
