@@ -28,8 +28,15 @@ Parameters = dict[tuple[str, str], torch.nn.Parameter]
 
 def layout(case: Case) -> tuple[Config, dict[str, tuple[int, ...]]]:
     """What transformers saves for this family: its config.json, and the name and shape of every tensor."""
-    config = transformers.AutoConfig.for_model(case.family.model_type, **case.family.options)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return saved(case.family.model_type, case.family.options)
+
+
+def saved(
+    model_type: str, options: dict[str, Any], kind: Any = transformers.AutoModelForCausalLM
+) -> tuple[Config, dict[str, tuple[int, ...]]]:
+    """The config.json, and name and shape of every tensor, of a model of `kind`, one of transformers' AutoModels."""
+    config = transformers.AutoConfig.for_model(model_type, **options)
+    model = kind.from_config(config, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with safe_open(Path(folder) / "model.safetensors", "np") as file:
@@ -37,12 +44,12 @@ def layout(case: Case) -> tuple[Config, dict[str, tuple[int, ...]]]:
         return json.loads((Path(folder) / "config.json").read_text()), shapes
 
 
-def load(config: Config, weights: Weights) -> torch.nn.Module:
+def load(config: Config, weights: Weights, kind: Any = transformers.AutoModelForCausalLM) -> torch.nn.Module:
     """The model of a save with these weights, read by transformers itself; no tensor missing or left over."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        model, notes = transformers.AutoModelForCausalLM.from_pretrained(
+        model, notes = kind.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",

@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from . import theirs
 from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
 from .families import Config, Weights
 from .vision import IMAGE, VIDEO, VisionCase, VisionRows, batch
 
+_KIND = transformers.AutoModelForImageTextToText
+
 
 def layout(case: VisionCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
     """What transformers saves: its config.json, and the name and shape of every tensor."""
-    config = transformers.AutoConfig.for_model(case.model_type, **case.options)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        with safe_open(Path(folder) / "model.safetensors", "np") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        return json.loads((Path(folder) / "config.json").read_text()), shapes
+    return theirs.saved(case.model_type, case.options, _KIND)
 
 
 def load(config: Config, weights: Weights) -> torch.nn.Module:
     """The model of a save with these weights, read by transformers itself; no tensor missing or left over."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        model, notes = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            experts_implementation="eager",
-            output_loading_info=True,
-        )
-    wrong = {key: value for key, value in notes.items() if value}
-    if wrong:
-        raise ValueError(f"transformers did not take the checkpoint whole: {wrong}")
-    return model
+    return theirs.load(config, weights, _KIND)
 
 
 def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
