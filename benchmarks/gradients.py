@@ -61,9 +61,9 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
     _draw_adapters(model)
     with ExitStack() as stack:
+        stack.enter_context(without_kernels())
         stack.enter_context(patched(model))
         stack.enter_context(checkpointed([layer.module for layer in describe(model)]))
-        stack.enter_context(without_kernels())
         loss, _ = choose_loss(model)
         model.train()
         step: Callable = mx.compile(lambda batch: mean_loss_and_gradients(model, loss, batch), inputs=[model.state])

@@ -131,10 +131,10 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
     batch = batch_of(shape.rows())
     with ExitStack() as stack:
+        stack.enter_context(without_kernels())
         stack.enter_context(patched(model))
         if checkpoint:
             stack.enter_context(checkpointed([layer.module for layer in describe(model)]))
-        stack.enter_context(without_kernels())
         loss, _ = choose_loss(model)
         model.train()
         optimizer = build_optimizer(config)

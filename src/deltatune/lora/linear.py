@@ -9,6 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import backend
 from .adapter import Adapter, uniform
 from .weights import dense_weight, input_size, is_quantized, with_weight
 
@@ -30,8 +31,20 @@ class LoRALinear(Adapter):
         return self.lora_a.shape[1]
 
     def __call__(self, x: mx.array) -> mx.array:
-        update = (self.dropout(x) @ self.lora_a) @ self.lora_b
-        return self.linear(x) + (self.scale * update).astype(x.dtype)
+        return self._added(self.linear(x), x)
+
+    def _added(self, y: mx.array, x: mx.array) -> mx.array:
+        """y + scale * dropout(x) A B, in y's dtype. On a GPU the factors are cast to it, and one product adds to y.
+
+        A CPU multiplies bf16 and fp16 slowly, so there the products are in fp32.
+        """
+        a, b = self.scale * self.lora_a, self.lora_b
+        if backend.device() != "cpu":
+            a, b = a.astype(x.dtype), b.astype(x.dtype)
+        low = self.dropout(x) @ a
+        if low.dtype == y.dtype:
+            return mx.addmm(y, low, b)
+        return y + (low @ b).astype(y.dtype)
 
     def fuse(self, dequantize: bool = False) -> nn.Module:
         return with_weight(self.linear, self._fused_weight(), nn.Linear, dequantize)
@@ -59,9 +72,7 @@ class DoRALinear(LoRALinear):
         self._base_norm = self.m
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self._without_bias(x)
-        update = (self.dropout(x) @ self.lora_a) @ self.lora_b
-        y = y + (self.scale * update).astype(x.dtype)
+        y = self._added(self._without_bias(x), x)
         y = (self.m / self._adapted_norm()).astype(x.dtype) * y
         return y + self.linear.bias if "bias" in self.linear else y
 

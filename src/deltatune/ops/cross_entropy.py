@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import backend
 from .functional import lent, trainable
 
 # A chunk's logits in fp32, several times over at once, since MLX queues ahead: so many bytes, or what 128 tokens take
@@ -113,7 +114,9 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
 
     def chunk(differentiated, start, stop):
         *parameters, rows = differentiated
-        loss, losses, _ = _chunk_loss(run(parameters, rows), targets[start:stop], weights[start:stop])
+        # Without parameters the head's backward pass keeps rows apart: the gradient of `rows` is scaled, D wide.
+        scale = weights[start:stop] if parameters else None
+        loss, losses, _ = _chunk_loss(run(parameters, rows), targets[start:stop], scale)
         return loss, losses
 
     losses: list[mx.array] = []
@@ -126,29 +129,35 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
         (_, chunk_losses), grads = mx.value_and_grad(chunk)([*parameters, rows], start, stop)
         *new, d = [grad.astype(mx.float32) for grad in grads[:-1]], grads[-1]
         d_parameters = [old + more for old, more in zip(d_parameters, new[0], strict=True)] if losses else new[0]
-        d_rows.append(d)
+        d_rows.append(d if parameters else (d * weights[start:stop, None]).astype(d.dtype))
         losses.append(chunk_losses)
     every = mx.concatenate(losses)
     return (every * weights).sum(), every, mx.concatenate(d_rows), d_parameters
 
 
 def _chunk_forward(logits, targets, weights):
-    """Loss, losses [n], probabilities [n, V]: one exponential an element serves the loss and its gradient."""
+    """Loss (without weights: the sum), losses [n], probabilities [n, V]."""
     wide = logits.astype(mx.float32)
     chosen = mx.take_along_axis(wide, targets[:, None], axis=-1).squeeze(-1)
-    largest = wide.max(axis=-1)
     probabilities = mx.softmax(wide, axis=-1)
-    losses = largest - mx.log(probabilities.max(axis=-1)) - chosen
-    return (losses * weights).sum(), losses, probabilities
+    if backend.device() == "cpu":
+        # One exponential an element serves the loss and its gradient.
+        normalizer = wide.max(axis=-1) - mx.log(probabilities.max(axis=-1))
+    else:
+        normalizer = mx.logsumexp(wide, axis=-1)
+    losses = normalizer - chosen
+    return (losses if weights is None else losses * weights).sum(), losses, probabilities
 
 
 def _chunk_backward(primals, cotangents, outputs):
     logits, targets, weights = primals
-    probabilities = outputs[2]
-    scale = (weights * cotangents[0])[:, None]
-    hit = mx.arange(logits.shape[-1])[None] == targets[:, None]
-    d_logits = mx.where(hit, probabilities - 1, probabilities) * scale
-    return d_logits.astype(logits.dtype), mx.zeros_like(targets), mx.zeros_like(weights)
+    probabilities, at = outputs[2], targets[:, None]
+    hit = mx.take_along_axis(probabilities, at, axis=-1) - 1
+    if weights is not None:
+        scale = (weights * cotangents[0])[:, None]
+        probabilities, hit = probabilities * scale, hit * scale
+    d_logits = mx.put_along_axis(probabilities.astype(logits.dtype), at, hit.astype(logits.dtype), axis=-1)
+    return (d_logits, mx.zeros_like(targets), *([] if weights is None else [mx.zeros_like(weights)]))
 
 
 _chunk_loss: Any = mx.custom_function(_chunk_forward)

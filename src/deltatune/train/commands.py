@@ -154,7 +154,7 @@ def _say_loss(
         rank=world.rank,
         world=world.size,
     )
-    with patched(model), without_kernels():
+    with without_kernels(), patched(model):
         if config.pack:
             check_packing(model)
         loss = Evaluation(model, announce.choose_loss(model)[0], world)(order, batches)

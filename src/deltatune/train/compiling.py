@@ -1,8 +1,9 @@
-"""On a CPU: compile a step as one graph, without building kernels for it.
+"""On CPUs and NVIDIA GPUs: compile a step as one graph, without building kernels for it.
 
-There, mx.compile fuses elementwise chains into C++ kernels that it builds with g++, about a hundred for a hybrid
-model's step: 35 to 60 s of one core on a machine that has not built them yet, for 5 to 10 % an iteration
-(docs/log.md). MLX has a mode that traces and simplifies but does not fuse; Python has no binding for it.
+mx.compile fuses elementwise chains into kernels that it builds at first use, about a hundred for a hybrid model's
+step. With g++, on a CPU, that is 35 to 60 s of one core on a machine that has not built them yet, for 5 to 10 % an
+iteration; with NVRTC, minutes in every process, since each is built for 34 layouts and none is kept (docs/log.md). MLX
+has a mode that traces and simplifies but does not fuse; Python has no binding for it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NO_FUSE = 2
 
 
 def _library() -> ctypes.CDLL | None:
-    """libmlx, if it lies where the CPU wheels have it and exports what is needed."""
+    """libmlx, if it lies where the Linux wheels have it and exports what is needed."""
     spec = importlib.util.find_spec("mlx")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "lib" / "libmlx.so"
@@ -50,14 +51,14 @@ def compiles() -> bool:
 
 @contextmanager
 def without_kernels() -> Iterator[str]:
-    """Within it, on a CPU, mx.compile builds no kernels. Gives what a step will be: `compiled ...` or `not compiled`.
+    """Within it, mx.compile builds no kernels. Gives what a step will be: `compiled ...` or `not compiled`.
 
-    Elsewhere, and where this MLX cannot do it, mx.compile stays as it is.
+    On Metal, and where this MLX cannot do it, mx.compile stays as it is.
     """
     if not compiles():
         yield "not compiled (mx.compile is off)"
         return
-    library = _library() if backend.device() == "cpu" else None
+    library = None if backend.device() == "metal" else _library()
     if library is None:
         yield "compiled"
         return

@@ -68,13 +68,13 @@ class Trainer:
         """Train to `config.iters`, or until validation stops improving; returns the final figures."""
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
+            how_compiled = stack.enter_context(without_kernels())
             report = stack.enter_context(patched(self.model))
             layers = describe(self.model)
             if config.pack:
                 check_packing(self.model)
             if config.grad_checkpoint:
                 stack.enter_context(checkpointed([layer.module for layer in layers]))
-            how_compiled = stack.enter_context(without_kernels())
             loss, how = announce.choose_loss(self.model)
             for line in announce.lines(
                 self.model, config, self.splits, layers, report, how, how_compiled, self._train_order, world
