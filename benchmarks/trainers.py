@@ -115,6 +115,7 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     model = mlx_model(shape)
     import mlx.core as mx
 
+    from deltatune.backend import cache_to_keep
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
     from deltatune.models.describe import describe
@@ -147,7 +148,7 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
             norm = whole.update(gradients, total, weight)
             del gradients
             mx.eval(model.trainable_parameters(), optimizer.state, norm, random_key())
-            if mx.get_cache_memory() > config.clear_cache_threshold:
+            if mx.get_cache_memory() > cache_to_keep():
                 mx.clear_cache()
             return (total / weight).item()
 

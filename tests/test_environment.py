@@ -28,6 +28,17 @@ def test_fp32_stays_fp32_unless_the_user_chose(before, after):
     assert result.stdout.strip() == after
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="for NVIDIA GPUs")
+@pytest.mark.parametrize(("before", "after"), [(None, "200"), ("1000", "1000")])
+def test_work_goes_to_the_gpu_in_small_pieces_unless_the_user_chose(before, after):
+    env = {name: value for name, value in os.environ.items() if name != environment.QUEUE}
+    if before is not None:
+        env[environment.QUEUE] = before
+    probe = f"import os, deltatune; print(os.environ['{environment.QUEUE}'])"
+    result = subprocess.run([sys.executable, "-c", probe], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == after
+
+
 @pytest.mark.parametrize(("value", "on"), [("1", True), (" 2", True), ("0", False), ("", False), ("false", False)])
 def test_tf32_is_read_as_mlx_reads_it(value, on, monkeypatch):
     monkeypatch.setenv(environment.TF32, value)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .train import Trainer
 
 _environment.keep_full_fp32()
+_environment.queue_little()
 with _subnormals.flushed():
     _blas.load()
     _subnormals.start_mlx()

@@ -162,8 +162,13 @@ class TrainConfig:
         ),
     )
     resume_adapter_file: str | None = field(default=None, metadata=_about(_TUNE, "start from these adapter weights"))
-    clear_cache_threshold: int = field(
-        default=0, metadata=_about(_RUN, "clear MLX's cache between iterations above this size (such as 4GB)")
+    clear_cache_threshold: int | None = field(
+        default=None,
+        metadata=_about(
+            _RUN,
+            "clear MLX's cache between iterations above this size (such as 4GB); default: 0, and on an NVIDIA GPU a "
+            "quarter of its memory",
+        ),
     )
     report_to: str | None = field(default=None, metadata=_about(_SAVE, "any of tensorboard,wandb,swanlab"))
     project_name: str | None = field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 BLAS = "DELTATUNE_BLAS"
@@ -12,6 +13,8 @@ CACHE = "DELTATUNE_CACHE"
 GATED_DELTA = "DELTATUNE_GATED_DELTA"
 # MLX's own: 1, its default, lets NVIDIA GPUs round fp32 factors to 10 bits of mantissa.
 TF32 = "MLX_ENABLE_TF32"
+# MLX's own: MB of arrays that are queued for a GPU as one piece of work; ten pieces may wait, and hold what they use.
+QUEUE = "MLX_MAX_MB_PER_BUFFER"
 
 BLAS_CHOICES = ("openblas", "system")
 GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
@@ -64,6 +67,15 @@ def gated_delta() -> str | None:
 def keep_full_fp32() -> None:
     """Have MLX multiply fp32 in fp32 on NVIDIA GPUs, unless the user has chosen. MLX reads it at its first product."""
     os.environ.setdefault(TF32, "0")
+
+
+def queue_little() -> None:
+    """Have MLX hand work to NVIDIA GPUs in pieces of 200 MB, unless the user has chosen; its own are up to 1,000.
+
+    On an H200 a checkpointed step took 15 % less time so, and less than half the memory (docs/log.md).
+    """
+    if sys.platform == "linux":
+        os.environ.setdefault(QUEUE, "200")
 
 
 def tf32() -> bool:

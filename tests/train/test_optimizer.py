@@ -7,7 +7,6 @@ from mlx_lm.tuner.utils import build_schedule as upstream_schedule
 
 from deltatune.config import TrainConfig
 from deltatune.errors import UserError
-from deltatune.train.bundles import MOST
 from deltatune.train.optimizer import OPTIMIZERS, apply, build_optimizer, build_schedule, global_norm
 
 
@@ -110,7 +109,7 @@ def test_clipping_scales_the_whole_gradient(clip, scale):
 
 
 def test_an_update_never_holds_all_parameters_twice():
-    count, size = 120, MOST // 4
+    count, size = 120, 1 << 16
     parameters = {f"p{index}": mx.zeros(size) for index in range(count)}
     gradients = {name: mx.ones(size) for name in parameters}
     optimizer = build_optimizer(TrainConfig(optimizer="adamw", learning_rate=1e-2))
@@ -122,5 +121,5 @@ def test_an_update_never_holds_all_parameters_twice():
     del gradients
     mx.eval(parameters, optimizer.state, norm)
     extra = (mx.get_peak_memory() - before) / (4 * size)
-    # Twenty bundles, with what a CPU queues ahead: 80. With no order among bundles it was 164.
-    assert extra < 100, f"{extra:.0f} of {count} parameters"
+    # One parameter's own, and what a CPU queues ahead: about 35. With no order among parameters it was 139.
+    assert extra < 60, f"{extra:.0f} of {count} parameters"

@@ -1,74 +1,73 @@
-"""Small arrays of an update put end to end, for optimizers that treat every number by itself.
+"""Small parameters put end to end for their update, where the optimizer treats every number by itself.
 
 An adapter is hundreds of small arrays, and AdamW a dozen operations for each: on a GPU thousands of launches a step,
-more than the model's own. End to end they are one array, updated by the same operations, to the same bits.
+more than the model's own. End to end they are one array, updated by the same operations, to the same bits. The
+optimizer keeps its moments so; parameters are parts of one buffer, in their own shapes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers
+from mlx.utils import tree_unflatten
 
-# Of the numbers in a bundle: so much is there twice while it is updated. An array of more goes by itself.
+from .tree import leaves
+
+# Of the numbers in a bundle: an update holds a bundle's a dozen times. A larger array goes by itself.
 MOST = 2**18
+# Where a tree has its bundles, beside what goes by itself.
+TOGETHER = "together"
 
-_ELEMENTWISE = tuple(
-    getattr(mlx.optimizers, name)
-    for name in ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax", "Lion")
-)
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A parameter, its gradient, and the optimizer's state for it (in place)."""
-
-    gradient: mx.array
-    parameter: mx.array
-    state: dict[str, mx.array]
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What the leaves of a bundle have in common."""
-        dtypes = tuple((name, str(value.dtype)) for name, value in sorted(self.state.items()))
-        return str(self.gradient.dtype), str(self.parameter.dtype), dtypes
-
-    @property
-    def numbers_apart(self) -> bool:
-        """Whether the state has a number for each of the parameter's."""
-        return all(value.shape == self.parameter.shape for value in self.state.values())
+ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax", "Lion")
 
 
-def bundled(optimizer: mlx.optimizers.Optimizer, leaves: Sequence[Leaf]) -> list[list[Leaf]]:
-    """`leaves`, in their order, cut into bundles; one each where the optimizer looks at more than single numbers."""
-    bundles: list[list[Leaf]] = []
-    room = 0
-    for leaf in leaves:
-        joins = bool(bundles) and leaf.kind == bundles[-1][0].kind and leaf.parameter.size <= room
-        if joins and type(optimizer) in _ELEMENTWISE and leaf.numbers_apart:
-            bundles[-1].append(leaf)
-        else:
-            bundles.append([leaf])
-            room = MOST
-        room -= leaf.parameter.size
-    return bundles
+class Bundles:
+    """Which leaves of a tree like `parameters` go together; those at `apart` do not."""
+
+    def __init__(self, parameters: Any, optimizer: mlx.optimizers.Optimizer, apart: Collection[str] = ()):
+        self._groups: list[list[tuple[str, tuple[int, ...]]]] = []
+        room, dtype = 0, None
+        for path, leaf in leaves(parameters) if type(optimizer).__name__ in ELEMENTWISE else []:
+            if path in apart or leaf.size > MOST:
+                continue
+            if leaf.size > room or leaf.dtype != dtype:
+                self._groups.append([])
+                room, dtype = MOST, leaf.dtype
+            self._groups[-1].append((path, tuple(leaf.shape)))
+            room -= leaf.size
+        self._member = {path for group in self._groups for path, _ in group}
+
+    def paths(self) -> list[list[str]]:
+        """The leaves of every bundle."""
+        return [[path for path, _ in group] for group in self._groups]
+
+    def join(self, tree: Any) -> Any:
+        """The tree with its bundles in place of their leaves."""
+        flat = dict(leaves(tree))
+        rest = [(path, leaf) for path, leaf in flat.items() if path not in self._member]
+        bundles = [_end_to_end([flat[path] for path, _ in group]) for group in self._groups]
+        joined: Any = tree_unflatten(rest) if rest else {}
+        return joined | {TOGETHER: bundles} if bundles else joined
+
+    def part(self, tree: Any) -> Any:
+        """The tree that join() was given, without a copy."""
+        rest = [(path, leaf) for path, leaf in leaves(tree) if not path.startswith(f"{TOGETHER}.")]
+        for group, flat in zip(self._groups, tree.get(TOGETHER, []), strict=True):
+            rest += zip((path for path, _ in group), _parts(flat, [shape for _, shape in group]), strict=True)
+        return tree_unflatten(rest)
 
 
-def joined(arrays: Sequence[mx.array]) -> mx.array:
-    """Arrays end to end; one alone as it is."""
-    return arrays[0] if len(arrays) == 1 else mx.concatenate([array.reshape(-1) for array in arrays])
+def _end_to_end(arrays: Sequence[mx.array]) -> mx.array:
+    return mx.concatenate([array.reshape(-1) for array in arrays])
 
 
-def parted(flat: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
-    """The parts of what joined() gave, in the shapes of `like`."""
-    if len(like) == 1:
-        return [flat]
+def _parts(flat: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
     ends, end = [], 0
-    for array in like[:-1]:
-        end += math.prod(array.shape)
+    for shape in shapes[:-1]:
+        end += math.prod(shape)
         ends.append(end)
-    return [part.reshape(array.shape) for part, array in zip(mx.split(flat, ends), like, strict=True)]
+    return [part.reshape(shape) for part, shape in zip(mx.split(flat, ends), shapes, strict=True)]

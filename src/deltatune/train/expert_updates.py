@@ -19,32 +19,31 @@ from mlx.utils import tree_unflatten
 
 from ..errors import UserError
 from ..lora.weights import is_switch
+from .bundles import ELEMENTWISE
 from .tree import leaves
-
-_ROWWISE = ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax", "Lion")
 
 
 class ActiveExperts:
     """The parameters with one leading axis of experts, by layer, and their update outside the compiled step."""
 
     def __init__(self, model: nn.Module, optimizer: mlx.optimizers.Optimizer):
-        if type(optimizer).__name__ not in _ROWWISE:
-            known = ", ".join(name.lower() for name in _ROWWISE)
+        if type(optimizer).__name__ not in ELEMENTWISE:
+            known = ", ".join(name.lower() for name in ELEMENTWISE)
             raise UserError(
                 f"expert_updates: active needs an optimizer that treats every number by itself ({known}); "
                 f"{type(optimizer).__name__.lower()} does not. Use one of those, or expert_updates: dense."
             )
         self._model, self._optimizer = model, optimizer
         self._layers = _expert_leaves(model)
-        self._paths = {path for paths in self._layers.values() for path in paths}
-        if not self._paths:
+        self.paths = {path for paths in self._layers.values() for path in paths}
+        if not self.paths:
             raise UserError("expert_updates: active, but no expert layer trains; use expert_updates: dense.")
 
     def split(self, tree: Any) -> tuple[Any, dict[str, mx.array]]:
         """The tree without expert leaves, and those by path."""
         flat = leaves(tree)
-        rest = [(path, leaf) for path, leaf in flat if path not in self._paths]
-        return tree_unflatten(rest) if rest else {}, {path: leaf for path, leaf in flat if path in self._paths}
+        rest = [(path, leaf) for path, leaf in flat if path not in self.paths]
+        return tree_unflatten(rest) if rest else {}, {path: leaf for path, leaf in flat if path in self.paths}
 
     def touched(self, gradients: dict[str, mx.array]) -> dict[str, mx.array]:
         """Layer -> [E] bool: which experts have a gradient that is not zero."""

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import backend
 from ..config import TrainConfig
 from ..data import Batch, BatchOrder, Splits
 from ..errors import UserError
@@ -114,6 +115,8 @@ class Trainer:
         if world.size > 1:
             # Dropout differs between ranks; the parameters were drawn before, from the same key.
             set_random_key(mx.random.split(random_key(), world.size)[world.rank])
+        threshold = config.clear_cache_threshold
+        self._cache_kept = backend.cache_to_keep() if threshold is None else threshold
         self._loss = loss
         self._step = Step(
             self.model,
@@ -250,7 +253,7 @@ class Trainer:
         progress.window_loss += loss_sum
         progress.window_weight += weight_sum
         progress.trained_tokens += all_tokens
-        if mx.get_cache_memory() > self.config.clear_cache_threshold:
+        if mx.get_cache_memory() > self._cache_kept:
             mx.clear_cache()
         seconds = time.perf_counter() - started
         progress.seconds += seconds

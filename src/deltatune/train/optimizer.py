@@ -13,7 +13,6 @@ from mlx.utils import tree_map
 
 from ..config import TrainConfig, nearest
 from ..errors import UserError
-from .bundles import Leaf, bundled, joined, parted
 from .tree import leaves
 
 Schedule = Callable[[mx.array], mx.array]
@@ -113,15 +112,14 @@ def apply(
 
     Where `healthy` is False or the norm is not finite, parameters and optimizer state come out as they went in. Where
     `gradients` are a part of all, `norm` is that of all, and the state of the others is not touched.
-    One bundle of parameters is updated after another, so that not all of them are there twice.
+    One parameter is updated after another, so that not all of them are there twice.
     """
-    found: list[Leaf] = []
-    tree_map(lambda *leaf: found.append(Leaf(*leaf)), gradients, parameters, optimizer.state)
-    bundles = bundled(optimizer, found)
-    if norm is None:
-        norm = global_norm([joined([leaf.gradient for leaf in bundle]) for bundle in bundles])
+    norm = global_norm(gradients) if norm is None else norm
     healthy = mx.logical_and(healthy, mx.isfinite(norm))
-    scale = None if clip is None else clip_scale(norm, clip)
+    if clip is not None:
+        scale = clip_scale(norm, clip)
+        gradients = tree_map(lambda g: g * scale, gradients)
+    gradients = tree_map(lambda g, p: g.astype(p.dtype), gradients, parameters)
     scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}
     # With nothing to update, only schedules and the count of steps move.
     optimizer.apply_gradients({}, {})
@@ -129,44 +127,23 @@ def apply(
     def choose(new: mx.array, old: mx.array) -> mx.array:
         return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
 
-    updated: list[mx.array] = []
     last: list[mx.array] = []
-    for bundle in bundles:
-        last = _update(optimizer, bundle, scale, choose, last)
-        updated += parted(last[0], [leaf.parameter for leaf in bundle])
+
+    def update(gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
+        nonlocal last
+        old = dict(state)
+        if last:
+            gradient = mx.depends([gradient], last)[0]
+        updated = choose(optimizer.apply_single(gradient, parameter, state), parameter)
+        for name, value in old.items():
+            state[name] = choose(state[name], value)
+        last = [updated, *state.values()]
+        return updated
+
+    updated = tree_map(update, gradients, parameters, optimizer.state)
     for name, value in scalars.items():
         optimizer.state[name] = choose(optimizer.state[name], value)
-    following = iter(updated)
-    return tree_map(lambda _: next(following), gradients), norm
-
-
-def _update(
-    optimizer: mlx.optimizers.Optimizer,
-    bundle: list[Leaf],
-    scale: mx.array | None,
-    choose: Callable[[mx.array, mx.array], mx.array],
-    last: list[mx.array],
-) -> list[mx.array]:
-    """A bundle's new parameters, end to end, and the states that came with them; each leaf's state is replaced.
-
-    It waits for `last`.
-    """
-    like, names = [leaf.parameter for leaf in bundle], list(bundle[0].state)
-    parts = [*(leaf.gradient for leaf in bundle), *like, *(leaf.state[name] for name in names for leaf in bundle)]
-    if last:
-        parts = mx.depends(parts, last)
-    gradient, parameter, *states = (joined(parts[at : at + len(bundle)]) for at in range(0, len(parts), len(bundle)))
-    if scale is not None:
-        gradient = gradient * scale
-    state = dict(zip(names, states, strict=True))
-    new = [choose(optimizer.apply_single(gradient.astype(parameter.dtype), parameter, state), parameter)]
-    for name, old in zip(names, states, strict=True):
-        if state[name] is old:
-            continue
-        new.append(choose(state[name], old))
-        for leaf, part in zip(bundle, parted(new[-1], like), strict=True):
-            leaf.state[name] = part
-    return new
+    return updated, norm
 
 
 def restore(optimizer: mlx.optimizers.Optimizer, state: dict[str, Any]) -> None:

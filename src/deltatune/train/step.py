@@ -19,6 +19,7 @@ from ..models.vision_inputs import VisionBatch
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.segments import segments
 from . import optimizer as updates
+from .bundles import Bundles
 from .distributed import World
 from .expert_updates import ActiveExperts
 from .tree import leaves, number
@@ -141,11 +142,13 @@ class Step:
         self._clip = clip
         self._weighted = accumulate > 1 or world.size > 1
         self._accumulates = accumulate > 1
-        optimizer.init(model.trainable_parameters())
+        self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
+        parameters = model.trainable_parameters()
+        self.bundles = Bundles(parameters, optimizer, apart=self._active.paths if self._active else ())
+        optimizer.init(self.bundles.join(parameters))
         self.tower = frozen_tower(model)
         random = mx.random.state
         self._micro_batch = partial(mx.compile, inputs=[model.state, random], outputs=[random])(self._trace_micro_batch)
-        self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
         state = [optimizer.state]
         self._update = partial(mx.compile, inputs=state, outputs=state)(self._trace_update)
 
@@ -200,10 +203,12 @@ class Step:
         experts: dict[str, mx.array] = {}
         if self._active is not None:
             gradients, experts = self._active.split(gradients)
+        parameters, gradients = self.bundles.join(parameters), self.bundles.join(gradients)
         if self._weighted:
             gradients = tree_map(lambda g: g / divisor, gradients)
         if self._active is None:
-            return updates.apply(self._optimizer, parameters, gradients, mx.isfinite(loss), self._clip)
+            parameters, norm = updates.apply(self._optimizer, parameters, gradients, mx.isfinite(loss), self._clip)
+            return self.bundles.part(parameters), norm
         norm = updates.global_norm(experts).square() / divisor.square()
         if leaves(gradients):
             norm = norm + updates.global_norm(gradients).square()
@@ -211,4 +216,5 @@ class Step:
         healthy = mx.logical_and(mx.isfinite(loss), mx.isfinite(norm))
         parameters, _ = updates.apply(self._optimizer, parameters, gradients, healthy, self._clip, norm)
         factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
+        parameters = self.bundles.part(parameters)
         return parameters, norm, healthy, factor, self._active.touched(experts), experts

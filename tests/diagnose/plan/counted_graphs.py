@@ -80,9 +80,7 @@ def main():
         outputs = list(made) if isinstance(made, tuple | list) else [made]
         nodes = read(layout, outputs, {layout.address(x), layout.address(w)})
         machine = Simulation(layout, PACES["cpu"])
-        for node in all_nodes(nodes):
-            if not node.kind:
-                machine.place(node)
+        machine.place([node for node in all_nodes(nodes) if not node.kind])
         before = (machine.live, machine.live_bytes)
         loose = [n.address for n in all_nodes(nodes) if not n.kind and n.address not in map(layout.address, (x, w))]
         machine.evaluate(evaluation_order(nodes, 20), nodes, loose)

@@ -28,11 +28,12 @@ class Pace:
     releases: bool = False
 
 
-# mlx/backend/cpu/encoder.h; metal/device.cpp, of the largest chips, and metal/allocator.cpp; cuda/device.cpp.
+# mlx/backend/cpu/encoder.h; metal/device.cpp, of the largest chips, and metal/allocator.cpp; cuda/device.cpp, with
+# what environment.py asks of it.
 PACES = {
     "cpu": Pace(10, releases=True),
     "metal": Pace(51, 51 << 20, page=16384),
-    "cuda": Pace(101, 1001 << 20, page=16384),
+    "cuda": Pace(101, 201 << 20, page=16384),
 }
 
 
@@ -80,13 +81,22 @@ class Simulation:
         self._queue = Queue()
         self._temporaries: list[Buffer] = []
 
-    def place(self, leaf: Node) -> None:
-        """Let a leaf be there, as long as it is not dropped."""
-        if leaf.address in self.stored:
-            return
-        buffer = self.allocate(leaf.size * leaf.item_size, "given")
+    def place(self, leaves: Sequence[Node], together: Sequence[Sequence[int]] = ()) -> None:
+        """Let leaves be there, as long as they are not dropped; `together`: addresses of those that share a buffer."""
+        found = {leaf.address: leaf for leaf in leaves}
+        for group in together:
+            members = [found[address] for address in group if address in found and address not in self.stored]
+            if members:
+                shared = self.allocate(sum(leaf.size * leaf.item_size for leaf in members), "given")
+            for leaf in members:
+                self._put(leaf, shared)
+        for leaf in leaves:
+            if leaf.address not in self.stored:
+                self._put(leaf, self.allocate(leaf.size * leaf.item_size, "given"))
+
+    def _put(self, leaf: Node, buffer: Buffer) -> None:
         made = strided(buffer, leaf.shape, leaf.strides, leaf.item_size) if leaf.strides and leaf.size else None
-        buffer.references = 1
+        buffer.references += 1
         self.stored[leaf.address] = made or dense(buffer, leaf.shape, leaf.item_size)
         self._holds[leaf.address] = 1
 

@@ -50,6 +50,8 @@ class Built:
 
     phases: list[Phase]
     held: list[Node]
+    # Parameters that are parts of one buffer, by address.
+    together: list[list[int]]
     names: dict[int, str]
     loss: Node
     parameters: int
@@ -94,6 +96,8 @@ def build(
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         accumulated = _leaves(sums)
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
+        at = {path: layout.address(array) for path, array in leaves(model.trainable_parameters())}
+        together = [[at[path] for path in paths] for paths in step.bundles.paths()]
         given = [*everything, *moments, *accumulated, random_key()]
 
         batch, features = _batch(model, step, blank_batch(rows, length, config.pack), looked)
@@ -124,7 +128,8 @@ def build(
         constants = [*_constants(one, there | data), *_constants(two, there | done)]
         held = [*read(layout, [*given, *_leaves(batch)], there | data), *constants]
     return Built(
-        phases, held, names, one[0], len(names), len(before), len(moments),
+        phases, held, together, names, one[0], len(names) - sum(len(group) - 1 for group in together), len(before),
+        len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
         rows, length, [*given, *first, *second, *_leaves(batch), *features],
@@ -205,8 +210,7 @@ def tower_simulated(built: Built, layout: Layout) -> Simulation | None:
     if built.tower is None:
         return None
     machine = Simulation(layout, PACES[backend.device()])
-    for leaf in [*built.held, *built.tower_reads]:
-        machine.place(leaf)
+    machine.place([*built.held, *built.tower_reads], built.together)
     machine.evaluate(built.tower.order, built.tower.outputs, built.tower.dropped)
     return machine
 
@@ -214,8 +218,7 @@ def tower_simulated(built: Built, layout: Layout) -> Simulation | None:
 def simulated(built: Built, layout: Layout) -> Simulation:
     """The step, run without computing, at the pace of MLX's default device."""
     machine = Simulation(layout, PACES[backend.device()])
-    for leaf in built.held:
-        machine.place(leaf)
+    machine.place(built.held, built.together)
     for phase in built.phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
     return machine

@@ -1,0 +1,63 @@
+"""Which parameters go end to end, and that they come apart as they were."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.optimizers
+import pytest
+
+from deltatune.train import bundles
+from deltatune.train.bundles import TOGETHER, Bundles
+from deltatune.train.tree import leaves
+
+
+@pytest.fixture
+def tree():
+    shapes = {"a": (3, 4), "b": (5,), "c": (2, 2, 2), "large": (10, 10), "d": (1,)}
+    made = {name: mx.random.normal(shape) for name, shape in shapes.items()}
+    return {"layers": [{"x": made["a"], "y": made["b"]}, {"x": made["c"]}], "w": made["large"], "z": made["d"]}
+
+
+def same(one, other):
+    found, expected = dict(leaves(one)), dict(leaves(other))
+    return found.keys() == expected.keys() and all(mx.array_equal(found[path], expected[path]) for path in expected)
+
+
+def paths(optimizer, tree, **options):
+    return Bundles(tree, optimizer, **options).paths()
+
+
+def test_small_leaves_go_together_and_come_apart_as_they_were(tree, monkeypatch):
+    monkeypatch.setattr(bundles, "MOST", 20)
+    made = Bundles(tree, mlx.optimizers.AdamW(1e-3))
+    assert made.paths() == [["layers.0.x", "layers.0.y"], ["layers.1.x", "z"]]
+    joined = made.join(tree)
+    assert {path: leaf.size for path, leaf in leaves(joined)} == {"w": 100, f"{TOGETHER}.0": 17, f"{TOGETHER}.1": 9}
+    apart = made.part(joined)
+    assert same(apart, tree)
+
+
+def test_what_does_not_go_together(tree):
+    halves = {"a": mx.zeros(2), "b": mx.zeros(2, mx.bfloat16), "c": mx.zeros(2, mx.bfloat16)}
+    assert paths(mlx.optimizers.Adam(1e-3), halves) == [["a"], ["b", "c"]]
+    assert paths(mlx.optimizers.Adam(1e-3), halves, apart={"b"}) == [["a"], ["c"]]
+    assert paths(mlx.optimizers.Adafactor(), tree) == paths(mlx.optimizers.Muon(1e-3), tree) == []
+    whole = Bundles(tree, mlx.optimizers.Muon(1e-3))
+    assert whole.join(tree).keys() == tree.keys()
+    assert same(whole.part(whole.join(tree)), tree)
+
+
+@pytest.mark.parametrize("name", bundles.ELEMENTWISE)
+def test_the_update_is_that_of_the_leaves_to_the_bit(name, tree):
+    """For every optimizer whose numbers are said to be apart."""
+    gradients = {"w": mx.random.normal((10, 10)), "z": mx.ones(1)}
+    gradients["layers"] = [{"x": mx.random.normal((3, 4)), "y": mx.ones(5)}, {"x": mx.random.normal((2, 2, 2))}]
+    kind = getattr(mlx.optimizers, name)
+    reference, ours = kind(learning_rate=1e-2), kind(learning_rate=1e-2)
+    together = Bundles(tree, ours)
+    reference.init(tree), ours.init(together.join(tree))
+    expected, found = tree, together.join(tree)
+    for _ in range(3):
+        expected = reference.apply_gradients(gradients, expected)
+        found = ours.apply_gradients(together.join(gradients), found)
+    assert same(together.part(found), expected)
