@@ -23,14 +23,14 @@ def same(one, other):
     return found.keys() == expected.keys() and all(mx.array_equal(found[path], expected[path]) for path in expected)
 
 
-def paths(optimizer, tree, **options):
-    return Bundles(tree, optimizer, **options).paths()
+def paths(made):
+    return [bundle.paths for bundle in made.all]
 
 
 def test_small_leaves_go_together_and_come_apart_as_they_were(tree, monkeypatch):
     monkeypatch.setattr(bundles, "MOST", 20)
     made = Bundles(tree, mlx.optimizers.AdamW(1e-3))
-    assert made.paths() == [["layers.0.x", "layers.0.y"], ["layers.1.x", "z"]]
+    assert paths(made) == [["layers.0.x", "layers.0.y"], ["layers.1.x", "z"]]
     joined = made.join(tree)
     assert {path: leaf.size for path, leaf in leaves(joined)} == {"w": 100, f"{TOGETHER}.0": 17, f"{TOGETHER}.1": 9}
     apart = made.part(joined)
@@ -39,9 +39,11 @@ def test_small_leaves_go_together_and_come_apart_as_they_were(tree, monkeypatch)
 
 def test_what_does_not_go_together(tree):
     halves = {"a": mx.zeros(2), "b": mx.zeros(2, mx.bfloat16), "c": mx.zeros(2, mx.bfloat16)}
-    assert paths(mlx.optimizers.Adam(1e-3), halves) == [["a"], ["b", "c"]]
-    assert paths(mlx.optimizers.Adam(1e-3), halves, apart={"b"}) == [["a"], ["c"]]
-    assert paths(mlx.optimizers.Adafactor(), tree) == paths(mlx.optimizers.Muon(1e-3), tree) == []
+    adam = mlx.optimizers.Adam(1e-3)
+    assert paths(Bundles(halves, adam)) == [["a"], ["b", "c"]]
+    assert paths(Bundles(halves, adam, apart={"b"})) == [["a"], ["c"]]
+    assert paths(Bundles(halves, adam, used_as={"b": mx.float16})) == [["a"], ["b"], ["c"]]
+    assert paths(Bundles(tree, mlx.optimizers.Adafactor())) == paths(Bundles(tree, mlx.optimizers.Muon(1e-3))) == []
     whole = Bundles(tree, mlx.optimizers.Muon(1e-3))
     assert whole.join(tree).keys() == tree.keys()
     assert same(whole.part(whole.join(tree)), tree)
@@ -61,3 +63,20 @@ def test_the_update_is_that_of_the_leaves_to_the_bit(name, tree):
         expected = reference.apply_gradients(gradients, expected)
         found = ours.apply_gradients(together.join(gradients), found)
     assert same(together.part(found), expected)
+
+
+def test_lent_leaves_are_cast_and_their_gradients_are_those_of_the_leaves(tree):
+    made = Bundles(tree, mlx.optimizers.AdamW(1e-3), used_as={"z": mx.bfloat16})
+
+    def loss(lent):
+        return sum((leaf.astype(mx.float32) ** 3).sum() for _, leaf in leaves(lent))
+
+    lent = made.part(made.join(tree), lend=True)
+    assert {path: leaf.dtype for path, leaf in leaves(lent)} == {
+        path: mx.bfloat16 if path == "z" else mx.float32 for path, _ in leaves(tree)
+    }
+    found = mx.grad(lambda joined: loss(made.part(joined, lend=True)))(made.join(tree))
+    assert all(leaf.dtype == mx.float32 for _, leaf in leaves(found))
+    expected = mx.grad(loss)(tree)
+    expected["z"] = mx.grad(loss)({"z": tree["z"].astype(mx.bfloat16)})["z"].astype(mx.float32)
+    assert same(made.part(found), expected)

@@ -1,14 +1,14 @@
-"""Small parameters put end to end for their update, where the optimizer treats every number by itself.
+"""Small parameters end to end: one array each for the optimizer and for casts, parts of it for the model.
 
 An adapter is hundreds of small arrays, and AdamW a dozen operations for each: on a GPU thousands of launches a step,
-more than the model's own. End to end they are one array, updated by the same operations, to the same bits. The
-optimizer keeps its moments so; parameters are parts of one buffer, in their own shapes.
+more than the model's own. End to end they are one array, updated by the same operations, to the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -22,52 +22,84 @@ MOST = 2**18
 # Where a tree has its bundles, beside what goes by itself.
 TOGETHER = "together"
 
+# Those that treat every number by itself; for others every array goes by itself.
 ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax", "Lion")
 
 
-class Bundles:
-    """Which leaves of a tree like `parameters` go together; those at `apart` do not."""
+@dataclass
+class Bundle:
+    """Paths and shapes of the leaves, in order, and the dtype that the model multiplies with (None: their own)."""
 
-    def __init__(self, parameters: Any, optimizer: mlx.optimizers.Optimizer, apart: Collection[str] = ()):
-        self._groups: list[list[tuple[str, tuple[int, ...]]]] = []
-        room, dtype = 0, None
+    paths: list[str]
+    shapes: list[tuple[int, ...]]
+    used_as: mx.Dtype | None
+
+    def join(self, flat: Mapping[str, mx.array]) -> mx.array:
+        """The leaves of `flat`, by path, end to end."""
+        return _end_to_end([flat[path] for path in self.paths])
+
+    def part(self, joined: mx.array) -> list[mx.array]:
+        """The leaves, which share the buffer of `joined`."""
+        ends, end = [], 0
+        for shape in self.shapes[:-1]:
+            end += math.prod(shape)
+            ends.append(end)
+        return [piece.reshape(shape) for piece, shape in zip(mx.split(joined, ends), self.shapes, strict=True)]
+
+    def lend(self, joined: mx.array) -> list[mx.array]:
+        """The leaves as the model uses them; their gradients arrive end to end, in the dtype of `joined`."""
+
+        def forward(joined: mx.array) -> list[mx.array]:
+            return self.part(joined if self.used_as is None else joined.astype(self.used_as))
+
+        def backward(primal: mx.array, cotangents: Sequence[mx.array], _: Any) -> mx.array:
+            return _end_to_end(cotangents).astype(primal.dtype)
+
+        function: Any = mx.custom_function(forward)
+        function.vjp(backward)
+        return function(joined)
+
+
+class Bundles:
+    """Which leaves of a tree like `parameters` go together; those at `apart` do not. used_as: dtypes by path."""
+
+    def __init__(
+        self,
+        parameters: Any,
+        optimizer: mlx.optimizers.Optimizer,
+        apart: Collection[str] = (),
+        used_as: Mapping[str, mx.Dtype] | None = None,
+    ):
+        self.all: list[Bundle] = []
+        kinds: dict[tuple[mx.Dtype, mx.Dtype | None], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters) if type(optimizer).__name__ in ELEMENTWISE else []:
             if path in apart or leaf.size > MOST:
                 continue
-            if leaf.size > room or leaf.dtype != dtype:
-                self._groups.append([])
-                room, dtype = MOST, leaf.dtype
-            self._groups[-1].append((path, tuple(leaf.shape)))
-            room -= leaf.size
-        self._member = {path for group in self._groups for path, _ in group}
+            kind = leaf.dtype, (used_as or {}).get(path)
+            bundle, room = kinds.get(kind, (None, 0))
+            if bundle is None or leaf.size > room:
+                bundle, room = Bundle([], [], kind[1]), MOST
+                self.all.append(bundle)
+            bundle.paths.append(path)
+            bundle.shapes.append(tuple(leaf.shape))
+            kinds[kind] = bundle, room - leaf.size
+        self.members = {path for bundle in self.all for path in bundle.paths}
 
-    def paths(self) -> list[list[str]]:
-        """The leaves of every bundle."""
-        return [[path for path, _ in group] for group in self._groups]
-
-    def join(self, tree: Any) -> Any:
-        """The tree with its bundles in place of their leaves."""
+    def join(self, tree: Any, joined: Sequence[mx.array] | None = None) -> Any:
+        """The tree with its bundles in place of their leaves; `joined`: the bundles, if they are at hand."""
         flat = dict(leaves(tree))
-        rest = [(path, leaf) for path, leaf in flat.items() if path not in self._member]
-        bundles = [_end_to_end([flat[path] for path, _ in group]) for group in self._groups]
-        joined: Any = tree_unflatten(rest) if rest else {}
-        return joined | {TOGETHER: bundles} if bundles else joined
+        rest = [(path, leaf) for path, leaf in flat.items() if path not in self.members]
+        together = [bundle.join(flat) for bundle in self.all] if joined is None else list(joined)
+        found: Any = tree_unflatten(rest) if rest else {}
+        return found | {TOGETHER: together} if together else found
 
-    def part(self, tree: Any) -> Any:
-        """The tree that join() was given, without a copy."""
+    def part(self, tree: Any, lend: bool = False) -> Any:
+        """The tree that join() was given, without a copy; `lend`: as the model uses it in a step."""
         rest = [(path, leaf) for path, leaf in leaves(tree) if not path.startswith(f"{TOGETHER}.")]
-        for group, flat in zip(self._groups, tree.get(TOGETHER, []), strict=True):
-            rest += zip((path for path, _ in group), _parts(flat, [shape for _, shape in group]), strict=True)
+        for bundle, joined in zip(self.all, tree.get(TOGETHER, []), strict=True):
+            rest += zip(bundle.paths, bundle.lend(joined) if lend else bundle.part(joined), strict=True)
         return tree_unflatten(rest)
 
 
 def _end_to_end(arrays: Sequence[mx.array]) -> mx.array:
     return mx.concatenate([array.reshape(-1) for array in arrays])
-
-
-def _parts(flat: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
-    ends, end = [], 0
-    for shape in shapes[:-1]:
-        end += math.prod(shape)
-        ends.append(end)
-    return [part.reshape(shape) for part, shape in zip(mx.split(flat, ends), shapes, strict=True)]

@@ -13,13 +13,14 @@ import numpy as np
 from mlx.utils import tree_map
 
 from ..data import Batch
+from ..lora.linear import factor_dtypes
 from ..models.frozen_tower import frozen_tower
 from ..models.vision import VisionArrays, vision_arrays
 from ..models.vision_inputs import VisionBatch
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.segments import segments
 from . import optimizer as updates
-from .bundles import Bundles
+from .bundles import TOGETHER, Bundles
 from .distributed import World
 from .expert_updates import ActiveExperts
 from .tree import leaves, number
@@ -92,19 +93,28 @@ def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, mx.array]:
         return loss(inputs, targets, weights) if images is None else loss(inputs, targets, weights, images)
 
 
-def mean_loss_and_gradients(model: nn.Module, loss: LossFunction, batch: Arrays) -> tuple[mx.array, mx.array, Any]:
-    """The sum of losses, the sum of weights, and the gradients of their quotient (of 0 where no target counts)."""
+def mean_loss_and_gradients(
+    model: nn.Module,
+    loss: LossFunction,
+    batch: Arrays,
+    parameters: Any = None,
+    lend: Callable[[Any], Any] = lambda parameters: parameters,
+) -> tuple[mx.array, mx.array, Any]:
+    """The sum of losses, the sum of weights, and the gradients of their quotient (of 0 where no target counts).
+
+    They are gradients of `parameters`, of which `lend` makes the model's; of the model's own trainable ones if None.
+    """
     packed = batch[3]
 
     def mean(parameters: Any) -> tuple[mx.array, mx.array, mx.array]:
-        model.update(parameters)
+        model.update(lend(parameters))
         total, weight = loss_of(loss, batch)
         return total / mx.where(weight > 0, weight, 1.0), total, weight
 
     trainable = model.trainable_parameters()
     try:
         with segments(packed):
-            (_, total, weight), gradients = mx.value_and_grad(mean)(trainable)
+            (_, total, weight), gradients = mx.value_and_grad(mean)(trainable if parameters is None else parameters)
     finally:
         # The gradient's tracers must not stay in the model: a compiled function's inputs are read from there.
         model.update(trainable)
@@ -144,19 +154,35 @@ class Step:
         self._accumulates = accumulate > 1
         self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
         parameters = model.trainable_parameters()
-        self.bundles = Bundles(parameters, optimizer, apart=self._active.paths if self._active else ())
-        optimizer.init(self.bundles.join(parameters))
+        apart = self._active.paths if self._active else ()
+        self.bundles = Bundles(parameters, optimizer, apart, factor_dtypes(model))
+        # The bundles as they are now, and the parameters that are parts of them.
+        self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
+        optimizer.init(self._parameters())
         self.tower = frozen_tower(model)
         random = mx.random.state
         self._micro_batch = partial(mx.compile, inputs=[model.state, random], outputs=[random])(self._trace_micro_batch)
         state = [optimizer.state]
         self._update = partial(mx.compile, inputs=state, outputs=state)(self._trace_update)
 
+    def _parameters(self) -> Any:
+        """The trainable parameters, bundles in place of their leaves: made anew where somebody replaced a leaf."""
+        parameters = self._model.trainable_parameters()
+        now = {path: leaf for path, leaf in leaves(parameters) if path in self.bundles.members}
+        if not all(self._joined[1].get(path) is leaf for path, leaf in now.items()):
+            self._joined = [bundle.join(now) for bundle in self.bundles.all], now
+        return self.bundles.join(parameters, self._joined[0])
+
+    @property
+    def joined(self) -> list[mx.array]:
+        """The bundles of parameters that the next call takes."""
+        return self._parameters().get(TOGETHER, [])
+
     def zeros(self) -> Any:
         """Where accumulation starts: fp32 zeros, or None where every micro-batch is an update."""
         if not self._accumulates:
             return None
-        return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self._model.trainable_parameters())
+        return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self._parameters())
 
     def micro_batch(self, batch: Batch, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
         """Sum of losses, sum of weights, and `accumulated` plus the gradients of the sum of losses."""
@@ -164,7 +190,7 @@ class Step:
 
     def on_arrays(self, batch: Arrays, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
         """micro_batch, of a batch that is on the device."""
-        return self._micro_batch(batch, accumulated)
+        return self._micro_batch(batch, accumulated, self._parameters())
 
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
         """Step the optimizer with gradients / weight, summed over ranks; the norm before clipping (or not finite).
@@ -172,22 +198,29 @@ class Step:
         `loss` and `weight` are sums over the accumulated micro-batches. A loss or norm that is not finite on any rank
         leaves model and optimizer as they are, on all of them.
         """
-        parameters = self._model.trainable_parameters()
+        parameters = self._parameters()
         if self._active is None:
-            parameters, norm = self._update(parameters, gradients, loss, weight)
-            self._model.update(parameters)
+            parameters, parts, norm = self._update(parameters, gradients, loss, weight)
+            self._replace(parameters, parts)
             return norm
         rest, _ = self._active.split(parameters)
-        rest, norm, healthy, factor, touched, experts = self._update(rest, gradients, loss, weight)
-        self._model.update(rest)
-        del parameters, rest, gradients
+        rest, parts, norm, healthy, factor, touched, experts = self._update(rest, gradients, loss, weight)
+        self._replace(rest, parts)
+        del parameters, rest, parts, gradients
         mx.eval(self._model.trainable_parameters(), self._optimizer.state, norm, healthy, factor, touched)
         if number(healthy):
             self._active.update(experts, touched, factor)
         return norm
 
-    def _trace_micro_batch(self, batch: Arrays, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
-        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch)
+    def _replace(self, parameters: Any, parts: Any) -> None:
+        """Give the model its new parameters, and remember the bundles that they are parts of."""
+        self._model.update(parts)
+        now = {path: leaf for path, leaf in leaves(parts) if path in self.bundles.members}
+        self._joined = parameters.get(TOGETHER, []), now
+
+    def _trace_micro_batch(self, batch: Arrays, accumulated: Any, parameters: Any) -> tuple[mx.array, mx.array, Any]:
+        lend = partial(self.bundles.part, lend=True)
+        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch, parameters, lend)
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
@@ -195,7 +228,8 @@ class Step:
         return loss, weight, gradients
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
-        """New parameters and the norm; where experts update by themselves, also what ActiveExperts.update needs."""
+        """New parameters, the model's parts of them, the norm; where experts update by themselves, also what
+        ActiveExperts.update needs."""
         divisor = mx.array(1.0)
         if self._weighted:
             gradients, loss, weight = self._world.sum_tree((gradients, loss, weight))
@@ -203,12 +237,11 @@ class Step:
         experts: dict[str, mx.array] = {}
         if self._active is not None:
             gradients, experts = self._active.split(gradients)
-        parameters, gradients = self.bundles.join(parameters), self.bundles.join(gradients)
         if self._weighted:
             gradients = tree_map(lambda g: g / divisor, gradients)
         if self._active is None:
             parameters, norm = updates.apply(self._optimizer, parameters, gradients, mx.isfinite(loss), self._clip)
-            return self.bundles.part(parameters), norm
+            return parameters, self.bundles.part(parameters), norm
         norm = updates.global_norm(experts).square() / divisor.square()
         if leaves(gradients):
             norm = norm + updates.global_norm(gradients).square()
@@ -216,5 +249,5 @@ class Step:
         healthy = mx.logical_and(mx.isfinite(loss), mx.isfinite(norm))
         parameters, _ = updates.apply(self._optimizer, parameters, gradients, healthy, self._clip, norm)
         factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
-        parameters = self.bundles.part(parameters)
-        return parameters, norm, healthy, factor, self._active.touched(experts), experts
+        touched = self._active.touched(experts)
+        return parameters, self.bundles.part(parameters), norm, healthy, factor, touched, experts

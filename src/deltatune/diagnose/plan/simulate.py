@@ -82,12 +82,15 @@ class Simulation:
         self._temporaries: list[Buffer] = []
 
     def place(self, leaves: Sequence[Node], together: Sequence[Sequence[int]] = ()) -> None:
-        """Let leaves be there, as long as they are not dropped; `together`: addresses of those that share a buffer."""
+        """Let leaves be there, as long as they are not dropped.
+
+        together: addresses of leaves that are parts of one buffer, which one of them is as a whole.
+        """
         found = {leaf.address: leaf for leaf in leaves}
         for group in together:
             members = [found[address] for address in group if address in found and address not in self.stored]
             if members:
-                shared = self.allocate(sum(leaf.size * leaf.item_size for leaf in members), "given")
+                shared = self.allocate(max(leaf.size * leaf.item_size for leaf in members), "given")
             for leaf in members:
                 self._put(leaf, shared)
         for leaf in leaves:

@@ -96,16 +96,15 @@ def build(
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         accumulated = _leaves(sums)
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
-        at = {path: layout.address(array) for path, array in leaves(model.trainable_parameters())}
-        together = [[at[path] for path in paths] for paths in step.bundles.paths()]
-        given = [*everything, *moments, *accumulated, random_key()]
+        joined, together = step.joined, _together(step, model, layout)
+        given = [*everything, *joined, *moments, *accumulated, random_key()]
 
         batch, features = _batch(model, step, blank_batch(rows, length, config.pack), looked)
         loss, weight, gradients = step.on_arrays(batch, sums.gradients)
         new = Sums(gradients, sums.loss + loss, sums.weight + weight)
         first = [loss, weight, *_leaves(new)]
         norm = step.update(*new)
-        second = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state), norm, random_key()]
+        second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm, random_key()]
 
         there = {layout.address(array) for array in given}
         one = read(layout, first, there)
@@ -120,7 +119,7 @@ def build(
                 "update",
                 two,
                 evaluation_order(two, width),
-                _replaced(layout, [*before, *moments, *_leaves(gradients)], second),
+                _replaced(layout, [*before, *joined, *moments, *_leaves(gradients)], second),
             ),
         ]
         tower, tower_reads = _tower_phase(layout, features, there, width)
@@ -128,13 +127,20 @@ def build(
         constants = [*_constants(one, there | data), *_constants(two, there | done)]
         held = [*read(layout, [*given, *_leaves(batch)], there | data), *constants]
     return Built(
-        phases, held, together, names, one[0], len(names) - sum(len(group) - 1 for group in together), len(before),
+        phases, held, together, names, one[0], len(names) - sum(len(group) - 2 for group in together), len(before),
         len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
         rows, length, [*given, *first, *second, *_leaves(batch), *features],
         tower, tower_reads,
     )  # fmt: skip
+
+
+def _together(step: Step, model: nn.Module, layout: Layout) -> list[list[int]]:
+    """Addresses of each bundle of parameters and of its parts."""
+    at = {path: layout.address(array) for path, array in leaves(model.trainable_parameters())}
+    pairs = zip(step.joined, step.bundles.all, strict=True)
+    return [[layout.address(joined), *(at[path] for path in bundle.paths)] for joined, bundle in pairs]
 
 
 def _batch(model: nn.Module, step: Step, blank: Batch, looked: Looked | None) -> tuple[Arrays, list[mx.array]]:
