@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear as UpstreamDoRALinear
 from mlx_lm.tuner.lora import LoRALinear as UpstreamLoRALinear
 
-from deltatune.lora import DoRALinear, LoRALinear
+from deltatune.lora import DoRALinear, LoRALinear, linear
+from deltatune.lora.linear import add_low_rank, factor_dtypes
 from deltatune.lora.weights import dense_weight, input_size
 from deltatune.ops.checkpoint import checkpoint
 
@@ -197,3 +198,48 @@ def test_quantised_base_gets_the_gradients_of_its_dequantised_self():
     assert set(found) == {"y", "x", "lora_a", "lora_b"}
     for name in expected:
         assert mx.abs(found[name] - expected[name]).max() <= 2e-6 * mx.abs(expected[name]).max(), name
+
+
+@pytest.mark.parametrize("shape", [(2, 7, INPUTS), (7, INPUTS), (2, 3, 5, INPUTS)])
+def test_the_update_as_one_function_has_the_gradients_of_its_products(shape):
+    mx.random.seed(1)
+    x, y = mx.random.normal(shape), mx.random.normal((*shape[:-1], OUTPUTS))
+    a, b = 0.3 * mx.random.normal((INPUTS, RANK)), 0.3 * mx.random.normal((RANK, OUTPUTS))
+    dy = mx.random.normal(y.shape)
+    found = mx.vjp(lambda *given: add_low_rank(*given, SCALE), [y, x, a, b], [dy])
+    expected = mx.vjp(lambda y, x, a, b: y + SCALE * ((x @ a) @ b), [y, x, a, b], [dy])
+    for one, other in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_on_a_gpu_the_factors_are_cast_to_the_input(monkeypatch):
+    """What a GPU runs, here on a CPU: values and gradients as in fp32 but for bf16's rounding, factors in fp32."""
+    made = adapted(LoRALinear)
+    made.linear.set_dtype(mx.bfloat16)
+    made.freeze()
+    made.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+    x = mx.random.normal((2, 7, INPUTS)).astype(mx.bfloat16)
+    step = nn.value_and_grad(made, lambda x: (made(x).astype(mx.float32) ** 2).sum())
+    expected_loss, expected = step(x)
+    assert factor_dtypes(made) == {}
+    monkeypatch.setattr(linear.backend, "device", lambda: "cuda")
+    assert made(x).dtype == mx.bfloat16
+    loss, found = step(x)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-2)
+    for name in ("lora_a", "lora_b"):
+        assert found[name].dtype == mx.float32
+        difference = mx.linalg.norm(found[name] - expected[name]) / mx.linalg.norm(expected[name])
+        assert difference.item() < 1e-2, name
+    whole = nn.Sequential(made, nn.Linear(OUTPUTS, 3))
+    assert factor_dtypes(whole) == {f"layers.0.{name}": mx.bfloat16 for name in ("lora_a", "lora_b")}
+
+
+@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
+def test_which_factors_are_used_in_another_dtype_than_theirs(kind, monkeypatch):
+    monkeypatch.setattr(linear.backend, "device", lambda: "metal")
+    plain, packed = adapted(kind), adapted(kind, PACKINGS[1])
+    assert factor_dtypes(nn.Sequential(plain, packed)) == {}
+    packed.linear.scales = packed.linear.scales.astype(mx.float16)
+    named = {f"layers.0.{name}": mx.float16 for name in ("lora_a", "lora_b")}
+    assert factor_dtypes(nn.Sequential(packed)) == (named if kind is LoRALinear else {})

@@ -33,6 +33,13 @@ def test_no_kernel_is_built_within_it(tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.parametrize(("device", "how"), [("cuda", ", without kernels of its own"), ("metal", "")])
+def test_on_which_gpus_kernels_are_built(device, how, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    with without_kernels() as found:
+        assert found == "compiled" + how
+
+
 def test_one_trace_a_shape_within_it_and_compilation_as_before_afterwards():
     calls = []
 

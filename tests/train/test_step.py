@@ -104,6 +104,28 @@ def test_dropout_is_drawn_anew_each_step_from_the_random_state():
     assert len(set(runs[0])) == 3
 
 
+@pytest.mark.parametrize("between", ["before the gradients", "before the update"])
+def test_a_parameter_that_somebody_replaces_is_the_one_that_trains(between):
+    """Parameters are parts of one buffer: a new leaf must not be lost for the buffer's old numbers."""
+    made, config = model(), TrainConfig(optimizer="sgd", learning_rate=0.5)
+    step = Step(made, build_optimizer(config), full_loss(made), World())
+    loss, weight, gradients = step.micro_batch(batch(0), None)
+    step.update(gradients, loss, weight)
+    zeros = {"out": {"weight": mx.zeros((11, 8)), "bias": mx.zeros(11)}}
+    if between == "before the gradients":
+        made.update(zeros)
+    loss, weight, gradients = step.micro_batch(batch(1), None)
+    found = gradients
+    if between == "before the update":
+        made.update(zeros)
+    step.update(gradients, loss, weight)
+    expected = [-0.5 * leaf for _, leaf in sorted(tree_flatten(step.bundles.part(found)))]
+    for got, wanted in zip([made.out.bias, made.out.weight], expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    if between == "before the gradients":
+        assert loss.item() == pytest.approx(10 * np.log(11))
+
+
 def test_a_loss_that_is_not_finite_leaves_everything():
     made, poisoned = model(), []
     plain = full_loss(made)
