@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -75,8 +76,10 @@ SHAPES = {
 
 @dataclass
 class Trainer:
-    """step: one whole training step on the one batch, waited for; its loss. peak: bytes since reset_peak, or None."""
+    """ready: when its weights were there (perf_counter). step: one whole training step on the one batch, waited for;
+    its loss. peak: bytes since reset_peak, or None."""
 
+    ready: float
     step: Callable[[], float]
     reset_peak: Callable[[], None]
     peak: Callable[[], float | None]
@@ -113,6 +116,7 @@ def batch_of(rows: np.ndarray) -> Any:
 def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     """The parts of train/loop.py that make a step, in its order, without data, files and screen."""
     model = mlx_model(shape)
+    ready = time.perf_counter()
     import mlx.core as mx
 
     from deltatune.backend import cache_to_keep
@@ -152,7 +156,7 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
                 mx.clear_cache()
             return (total / weight).item()
 
-        yield Trainer(step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
+        yield Trainer(ready, step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
 
 
 def without_loop() -> None:
@@ -174,6 +178,7 @@ def without_loop() -> None:
 def mlx_lm(shape: Shape, checkpoint: bool, compiled: bool) -> Iterator[Trainer]:
     """mlx-lm's model, LoRA, loss and step (tuner/trainer.py), its loop over tokens replaced by arrays with autodiff."""
     model = mlx_model(shape)
+    ready = time.perf_counter()
     from functools import partial
 
     import mlx.core as mx
@@ -211,7 +216,7 @@ def mlx_lm(shape: Shape, checkpoint: bool, compiled: bool) -> Iterator[Trainer]:
             mx.clear_cache()
         return loss.item()
 
-    yield Trainer(step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
+    yield Trainer(ready, step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
 
 
 @contextmanager
@@ -231,6 +236,7 @@ def transformers(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     options = {key: value for key, value in shape.config().items() if key != "model_type"}
     config = configuration_qwen3_5.Qwen3_5TextConfig(**options, use_cache=False)
     model = modeling_qwen3_5.Qwen3_5ForCausalLM(config).to(device=device, dtype=getattr(torch, shape.dtype))
+    ready = time.perf_counter()
     for module in model.modules():
         if hasattr(module, "chunk_gated_delta_rule"):
             module.chunk_gated_delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
@@ -259,4 +265,4 @@ def transformers(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    yield Trainer(step, reset, peak)
+    yield Trainer(ready, step, reset, peak)

@@ -99,7 +99,8 @@ def train(case: Case, model: nn.Module, modules: dict[str, nn.Module], plant: Ca
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
             losses.append(total.item() / weight.item())
             if index == 0:
-                first = _adapters({path: _inside(gradients, case.family.mlx_path(path)) for path in modules})
+                apart = step.bundles.part(gradients)
+                first = _adapters({path: _inside(apart, case.family.mlx_path(path)) for path in modules})
     return Run(losses, first, _adapters(modules))
 
 

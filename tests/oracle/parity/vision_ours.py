@@ -96,5 +96,6 @@ def run(
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
             losses.append(total.item() / weight.item())
             if index == 0:
-                first = _adapters({path: _inside(gradients, mlx_path(path)) for path in modules})
+                apart = step.bundles.part(gradients)
+                first = _adapters({path: _inside(apart, mlx_path(path)) for path in modules})
     return Run(losses, first, _adapters(modules))
