@@ -21,7 +21,7 @@ def device() -> str:
 def cache_to_keep() -> int:
     """Bytes of freed buffers that MLX may keep between iterations: 0, and on NVIDIA GPUs a quarter of the memory.
 
-    There each buffer is asked of the driver anew otherwise, which took a tenth of a step (docs/log.md).
+    There each buffer is asked of the driver anew otherwise, which took a quarter of a step (docs/log.md).
     """
     return int(mx.device_info().get("total_memory", 0)) // 4 if device() == "cuda" else 0
 
