@@ -28,7 +28,7 @@ def paths(made):
 
 
 def test_small_leaves_go_together_and_come_apart_as_they_were(tree, monkeypatch):
-    monkeypatch.setattr(bundles, "MOST", 20)
+    monkeypatch.setattr(bundles, "MOST_ON_CPU", 20)
     made = Bundles(tree, mlx.optimizers.AdamW(1e-3))
     assert paths(made) == [["layers.0.x", "layers.0.y"], ["layers.1.x", "z"]]
     joined = made.join(tree)
@@ -80,3 +80,15 @@ def test_lent_leaves_are_cast_and_their_gradients_are_those_of_the_leaves(tree):
     expected = mx.grad(loss)(tree)
     expected["z"] = mx.grad(loss)({"z": tree["z"].astype(mx.bfloat16)})["z"].astype(mx.float32)
     assert same(made.part(found), expected)
+
+
+@pytest.mark.parametrize("name", bundles.ELEMENTWISE)
+def test_state_is_kept_by_the_path_of_its_parameter(name, tree):
+    """So that a run goes on where bundles are cut otherwise."""
+    optimizer, plain = (getattr(mlx.optimizers, name)(learning_rate=1e-2) for _ in range(2))
+    made = Bundles(tree, optimizer)
+    optimizer.init(made.join(tree)), plain.init(tree)
+    optimizer.apply_gradients(made.join(tree), made.join(tree)), plain.apply_gradients(tree, tree)
+    parted = made.part_state(optimizer.state)
+    assert same(parted, plain.state)
+    assert same(made.join_state(parted, optimizer.state), optimizer.state)

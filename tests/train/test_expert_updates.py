@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from deltatune.config import TrainConfig
@@ -89,13 +89,9 @@ def run(step: Step, model: nn.Module, *windows: list[Rows]) -> list[float]:
 
 
 def everything(model: nn.Module, optimizer: mlx.optimizers.Optimizer, step: Step) -> dict[str, mx.array]:
-    """Copies of parameters and optimizer state, by path; moments by the path of their parameter."""
-    parameters = model.trainable_parameters()
-    trees = {"model": parameters}
-    for name in ("m", "v"):
-        moments = tree_map(lambda _, state, name=name: state[name], step.bundles.join(parameters), optimizer.state)
-        trees[name] = step.bundles.part(moments)
-    flat = tree_flatten(trees | {"count": optimizer.state["step"]})
+    """Copies of parameters and optimizer state, by path."""
+    state = step.bundles.part_state(optimizer.state)
+    flat = tree_flatten({"model": model.trainable_parameters(), "state": state})
     copies = {path: mx.array(leaf) for path, leaf in flat}
     mx.eval(copies)
     return copies
@@ -103,7 +99,7 @@ def everything(model: nn.Module, optimizer: mlx.optimizers.Optimizer, step: Step
 
 def test_with_every_expert_routed_it_is_the_dense_update(monkeypatch):
     # Experts go by themselves where they are active: so do they here, for both norms to add up alike.
-    monkeypatch.setattr(bundles, "MOST", 0)
+    monkeypatch.setattr(bundles, "MOST_ON_CPU", 0)
     windows = [[Rows([0, 1, 2, 3, 4, 5, 5], seed)] for seed in range(4)]
     results = []
     for mode in ("dense", "active"):

@@ -15,10 +15,12 @@ import mlx.core as mx
 import mlx.optimizers
 from mlx.utils import tree_unflatten
 
+from .. import backend
 from .tree import leaves
 
-# Of the numbers in a bundle: an update holds a bundle's a dozen times. A larger array goes by itself.
-MOST = 2**18
+# Of the numbers in a bundle: what is queued holds it some twenty times. A larger array goes by itself. Launches are
+# what costs on a GPU; a CPU has few to save.
+MOST, MOST_ON_CPU = 2**18, 2**16
 # Where a tree has its bundles, beside what goes by itself.
 TOGETHER = "together"
 
@@ -71,14 +73,15 @@ class Bundles:
         used_as: Mapping[str, mx.Dtype] | None = None,
     ):
         self.all: list[Bundle] = []
+        most = MOST_ON_CPU if backend.device() == "cpu" else MOST
         kinds: dict[tuple[mx.Dtype, mx.Dtype | None], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters) if type(optimizer).__name__ in ELEMENTWISE else []:
-            if path in apart or leaf.size > MOST:
+            if path in apart or leaf.size > most:
                 continue
             kind = leaf.dtype, (used_as or {}).get(path)
             bundle, room = kinds.get(kind, (None, 0))
             if bundle is None or leaf.size > room:
-                bundle, room = Bundle([], [], kind[1]), MOST
+                bundle, room = Bundle([], [], kind[1]), most
                 self.all.append(bundle)
             bundle.paths.append(path)
             bundle.shapes.append(tuple(leaf.shape))
@@ -99,6 +102,24 @@ class Bundles:
         for bundle, joined in zip(self.all, tree.get(TOGETHER, []), strict=True):
             rest += zip(bundle.paths, bundle.lend(joined) if lend else bundle.part(joined), strict=True)
         return tree_unflatten(rest)
+
+    def part_state(self, state: Any) -> Any:
+        """An optimizer's state with moments by the path of their parameter: as a run keeps it, on whatever device."""
+        found = [(path, leaf) for path, leaf in leaves(state) if not path.startswith(f"{TOGETHER}.")]
+        for bundle, moments in zip(self.all, state.get(TOGETHER, []), strict=True):
+            for name, joined in moments.items():
+                found += zip((f"{path}.{name}" for path in bundle.paths), bundle.part(joined), strict=True)
+        return tree_unflatten(found)
+
+    def join_state(self, parted: Any, like: Any) -> Any:
+        """The state, shaped as `like`, of which part_state() made `parted`."""
+        flat = dict(leaves(parted))
+        found = [(path, flat[path]) for path, _ in leaves(like) if not path.startswith(f"{TOGETHER}.")]
+        for number, (bundle, moments) in enumerate(zip(self.all, like.get(TOGETHER, []), strict=True)):
+            for name in moments:
+                joined = _end_to_end([flat[f"{path}.{name}"] for path in bundle.paths])
+                found.append((f"{TOGETHER}.{number}.{name}", joined))
+        return tree_unflatten(found)
 
 
 def _end_to_end(arrays: Sequence[mx.array]) -> mx.array:

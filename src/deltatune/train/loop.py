@@ -313,10 +313,11 @@ class Trainer:
         progress.finished = finished
         progress.order = self._train_order.state()
         arrays = state.pack("trainable", self.model.trainable_parameters())
-        arrays |= state.pack("optimizer", self._optimizer.state)
+        bundles = self._step.bundles
+        arrays |= state.pack("optimizer", bundles.part_state(self._optimizer.state))
         arrays["random"] = world.gather(random_key())
         if progress.micro_batches:
-            sums = state.pack("window", self._sums._asdict())
+            sums = state.pack("window", self._parted(self._sums)._asdict())
             arrays |= {key: world.gather(leaf) for key, leaf in sums.items()}
         problem: UserError | None = None
         if world.main:
@@ -334,16 +335,23 @@ class Trainer:
     def _restore(self, path: Path) -> None:
         arrays, progress = state.load(path, self._identity)
         self.model.update(state.unpack("trainable", self.model.trainable_parameters(), arrays, path))
-        restore(self._optimizer, state.unpack("optimizer", self._optimizer.state, arrays, path))
+        bundles, moments = self._step.bundles, self._optimizer.state
+        parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)
+        restore(self._optimizer, bundles.join_state(parted, moments))
         self._train_order.restore(progress.order)
         rank = self.world.rank
         set_random_key(arrays["random"][rank])
         self.progress, self._saved = progress, progress.iteration
         if progress.micro_batches:
             mine = {key: leaf[rank] for key, leaf in arrays.items() if key.startswith("window/")}
-            self._sums = Sums(**state.unpack("window", self._sums._asdict(), mine, path))
+            sums = Sums(**state.unpack("window", self._parted(self._sums)._asdict(), mine, path))
+            self._sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
             self._good = (dataclasses.replace(progress), random_key(), self._sums)
         mx.eval(self.model.parameters(), self._optimizer.state, self._sums)
+
+    def _parted(self, sums: Sums) -> Sums:
+        """With gradients by the path of their parameter, as a run keeps them."""
+        return sums if sums.gradients is None else sums._replace(gradients=self._step.bundles.part(sums.gradients))
 
     def _back_to_last_update(self) -> None:
         """Put everything where the last update left it, and save that. Nothing has moved a parameter since."""

@@ -19,7 +19,7 @@ from ..config import TrainConfig
 from ..errors import UserError
 from .tree import leaves
 
-FORMAT = 2
+FORMAT = 1
 # What may differ between a run and its continuation: how long, how often, how it is reported, and memory.
 FREE_OPTIONS = {
     "train",
