@@ -359,6 +359,87 @@ inline void put_tile(Store s, long offset, int stride, const Tile& t, int rows, 
   }
 }
 
+// Tails: the Bits of each element of a state that come after those its bf16 keeps. Read as a signed number they say
+// where in the bf16's last place the element stood, give or take 2^-Bits of half of it. A lane's 16 bytes stand in the
+// padding of 16 rows of u or R, 2 Bytes a tile for two bits (even elements in the first), one for one.
+inline unsigned second_bytes(const Tile& t, int i) {
+  return __byte_perm(__float_as_uint(t.x[2 * i]), __float_as_uint(t.x[2 * i + 1]), 0x0051);
+}
+inline unsigned tail_pairs(const Tile& low, const Tile& high) {
+  unsigned tails = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    tails |= (__byte_perm(second_bytes(low, i), second_bytes(high, i), 0x5410) & 0xc0c0c0c0u) >> 2 * i;
+  return tails;
+}
+inline unsigned tail_bits(const Tile& t) {
+  unsigned tail = 0;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) tail |= (__float_as_uint(t.x[e]) >> 15 & 1) << e;
+  return tail;
+}
+// Those of `Count` tiles from tile `from` of a strip on.
+template <int Bits, int Count, typename Store>
+inline void keep_tails(Store s, int offset, int stride, const Tile* tiles, int from, int lane) {
+  if constexpr (Bits > 0) {
+    char* to = reinterpret_cast<char*>(s.plane(lane >> 4) + offset + (lane & 15) * stride + stride - 8) + from * Bits;
+#pragma unroll
+    for (int m = 0; m < Count; ++m) {
+      if constexpr (Bits == 1) {
+        to[m] = static_cast<char>(tail_bits(tiles[m]));
+      } else if constexpr (Count % 4 == 0) {
+        if (m % 4 == 0)
+          *reinterpret_cast<uint2*>(to + 2 * m) =
+              make_uint2(tail_pairs(tiles[m], tiles[m + 1]), tail_pairs(tiles[m + 2], tiles[m + 3]));
+      } else {
+        *reinterpret_cast<unsigned short*>(to + 2 * m) = static_cast<unsigned short>(tail_pairs(tiles[m], tiles[m]));
+      }
+    }
+  }
+}
+// The tail of tile `m` of a strip, and the low halves that it stands for: of two elements, half a last place too much.
+template <int Bits, typename Store>
+inline unsigned tail_at(Store s, int offset, int stride, int m, int lane) {
+  if constexpr (Bits == 0) {
+    return 0;
+  } else {
+    const bf16* from = s.plane(lane >> 4) + offset + (lane & 15) * stride + stride - 8;
+    if constexpr (Bits == 1) return reinterpret_cast<const unsigned char*>(from)[m];
+    else return __byte_perm(reinterpret_cast<const unsigned short*>(from)[m], 0, 0x1000);
+  }
+}
+template <int Bits>
+inline unsigned low_halves(unsigned tail, int i) {
+  if constexpr (Bits == 1) return ((tail >> 2 * i & 1) << 15 | (tail >> (2 * i + 1) & 1) << 31) ^ 0xc000c000u;
+  else return (tail << 2 * i & 0xc000c000u) ^ 0xa000a000u;
+}
+inline float with_low_half(unsigned low, unsigned high, unsigned which) {
+  return __uint_as_float(__byte_perm(low, high, which) - 0x8000u);
+}
+// A lane's share of the sum of products of two tiles' elements, tails added. (A zero that was rounded to from just half
+// a bf16's smallest number comes out as NaN: then without them.)
+template <int Bits, typename V, typename W>
+inline float kept_dot(V v, W w, unsigned tail_v, unsigned tail_w, int lane) {
+  float sum = 0.0f;
+  if constexpr (Bits > 0) {
+    const auto a = left(v, lane);
+    const auto b = left(w, lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned x = low_halves<Bits>(tail_v, i), y = low_halves<Bits>(tail_w, i);
+      sum += with_low_half(x, a.r[0][i], 0x5410) * with_low_half(y, b.r[0][i], 0x5410);
+      sum += with_low_half(x, a.r[0][i], 0x7632) * with_low_half(y, b.r[0][i], 0x7632);
+    }
+    if (sum != sum) {
+      sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sum += unpack_low(a.r[0][i]) * unpack_low(b.r[0][i]) + unpack_high(a.r[0][i]) * unpack_high(b.r[0][i]);
+    }
+  }
+  return sum;
+}
+
 // The transpose of a tile into a shared matrix.
 template <typename Store>
 inline void put_turned(Store s, int offset, int stride, const Tile& t, int lane) {
@@ -520,8 +601,10 @@ inline void write_strip(To to, long offset, Store s, int lane) {
 inline void writes_left() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // A group's row of tiles, 16 rows of `stride` elements, out to a stored block. Its last write is waited for first.
-template <int Count, typename Store>
-inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, char* staging, int lane) {
+// With them the tails of the group's `Kept` tiles of the state.
+template <int Count, int Bits, int Kept, typename Store>
+inline void write_tiles_and_tails(Store to, long offset, int stride, const Tile* tiles, const Tile* state, char* staging,
+                                  int lane) {
   if constexpr (Store::planes == 0) {
 #pragma unroll
     for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
@@ -548,6 +631,7 @@ inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, ch
                         "r"(low[3]) : "memory");
       }
     }
+    keep_tails<Bits, Kept>(Pair{room, 16 * stride}, 0, stride, state, 0, lane);
     copies_fence();
     __syncwarp();
     if (lane == 0) {
@@ -559,6 +643,10 @@ inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, ch
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }
+}
+template <int Count, typename Store>
+inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, char* staging, int lane) {
+  write_tiles_and_tails<Count, 0, Count>(to, offset, stride, tiles, tiles, staging, lane);
 }
 inline void writes_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

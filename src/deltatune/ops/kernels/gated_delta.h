@@ -111,6 +111,13 @@ inline constexpr int room_of() {
   return FAR ? 0 : C * stride_of(DK) * Store::bytes;
 }
 
+// Beside a bf16 of a state or of its gradient, with one gate a head: so many more bits (its tail), for their inner product
+// alone. They have room in the padding of u and of R.
+template <typename In, int DK, bool CHANNEL>
+inline constexpr int tail_of() {
+  return CHANNEL || Saved<In>::bytes != 2 ? 0 : padded(DK) <= 128 ? 2 : 1;
+}
+
 template <bool Condition, typename X, typename Y> struct Choose { using type = X; };
 template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
 template <bool Value> struct Flag {};
@@ -667,6 +674,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   using Types = ScanTypes<In, CHANNEL, false>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), tall = padded(DV), mine = across / SPLIT, tiles = blocks / SPLIT;
+  constexpr int tail = tail_of<In, DK, CHANNEL>();
   // Groups past those that compute bring the chunks; without such groups, all do.
   constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
   static_assert(GROUPS >= computing, "SPLIT groups a strip");
@@ -774,7 +782,8 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     if (SPLIT > 1) pair_barrier(strip);
     if (part == 0) add_times_turned<0>(x, rights, z, lane);
     else add_times_turned<1>(x, rights, z, lane);
-    if (SPLIT == 1 && first < tall) write_tiles<tiles>(u_out, (long)first * square, square, x, rooms, lane);
+    if (SPLIT == 1 && first < tall)
+      write_tiles_and_tails<tiles, tail, mine>(u_out, (long)first * square, square, x, state, rooms, lane);
     Strip<In, blocks, SPLIT> rated = strip_at<In, blocks, SPLIT>(rooms, Room::rated);
     Strip<In, blocks, SPLIT> ended = strip_at<In, blocks, SPLIT>(rooms, CHANNEL ? Room::rated : Room::ended);
     const Wide<In> u_room = shared_at<Wide<In>>(rooms, Room::u, 16 * square);
@@ -794,6 +803,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       }
     }
     if (SPLIT > 1) {
+      keep_tails<tail, mine>(u_room, 0, square, state, part * mine, lane);
       copies_fence();
       pair_barrier(strip);
       if (part == 0 && first < tall) write_strip<16 * square>(u_out, (long)first * square, u_room, lane);
@@ -853,6 +863,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
   using Types = ScanTypes<In, CHANNEL, true>;
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), tall = padded(DV), mine = across / SPLIT, tiles = blocks / SPLIT;
+  constexpr int tail = tail_of<In, DK, CHANNEL>();
   // Groups past those that compute bring the chunks; without such groups, all do.
   constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
   static_assert(GROUPS >= computing, "SPLIT groups a strip");
@@ -967,7 +978,8 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     if (SPLIT > 1) pair_barrier(strip);
     if (part == 0) add_times<0>(x, rated, z, lane);
     else add_times<1>(x, rated, z, lane);
-    if (SPLIT == 1 && first < tall) write_tiles<tiles>(right_out, (long)first * square, square, x, rooms, lane);
+    if (SPLIT == 1 && first < tall)
+      write_tiles_and_tails<tiles, tail, mine>(right_out, (long)first * square, square, x, state, rooms, lane);
     Strip<In, blocks, SPLIT> right_part = strip_at<In, blocks, SPLIT>(rooms, Room::rated_rest);
     const Wide<In> rest_room = shared_at<Wide<In>>(rooms, Room::rest, 16 * square);
     DELTATUNE_UNROLL
@@ -986,6 +998,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
       right_part.put(j, tile, x[j], lane);
     }
     if (SPLIT > 1) {
+      keep_tails<tail, mine>(rest_room, 0, square, state, part * mine, lane);
       copies_fence();
       pair_barrier(strip);
       if (part == 0 && first < tall) write_strip<16 * square>(right_out, (long)first * square, rest_room, lane);
@@ -1122,6 +1135,25 @@ inline float spanning(threadgroup const float* diagonal, threadgroup const float
   return sum;
 }
 
+// What the gates before a position i get from its key in the state's end, once more: there <dS k_i, E_i beta_i u_i>, dS as
+// it is kept, in bf16. Since R + N^T beta R = w = P^T dY + E K dS^T, it is also beta_i <R_i, u_i> less what i gives as
+// the second of all pairs, (i, i) among them, which were summed in fp32. A difference, so not where E_i is small.
+template <int C>
+inline void ends_by_pairs(threadgroup const float* diagonal, threadgroup const float* on_columns,
+                          threadgroup const float* on_rate, threadgroup const float* rate,
+                          threadgroup const float* after, threadgroup float* on_after, int parts, int i) {
+  constexpr int blocks = C / 16;
+  if (after[i] < 0.03125f) return;
+  float sum = 0.0f, pairs = 0.0f;
+  for (int p = 0; p < parts; ++p) sum += on_rate[i * 4 + p];
+  DELTATUNE_UNROLL
+  for (int r = 0; r < 16; ++r)
+    if (r >= i % 16) pairs += diagonal[(i / 16 * 16 + r) * 17 + i % 16];
+  for (int b = i / 16 + 1; b < blocks; ++b) pairs += on_columns[i * blocks + b];
+  on_after[i * 4] = rate[i] * sum - pairs;
+  for (int p = 1; p < parts; ++p) on_after[i * 4 + p] = 0.0f;
+}
+
 // Gradients of q, k, log_g and beta from what the scans left. A group owns 16 positions and a part of Dk.
 // Grid: chunks, Hk, B.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool OVERLAY,
@@ -1133,7 +1165,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16;
   constexpr int columns = padded(DK), across = columns / 16, parts = GROUPS / blocks;
   constexpr int mine = (across + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts, members = HV / HK;
-  constexpr int sharers = threads / C;
+  constexpr int sharers = threads / C, tail = tail_of<In, DK, false>();
   static_assert(GROUPS % blocks == 0 && parts <= 4, "groups share the columns of a row of tiles");
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
@@ -1245,7 +1277,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
           multiply(from_y[m], left_y, b, lane);
           multiply(from_right[m], left_right, b, lane);
           multiply(from_end[m], left_u, db, lane);
-          if (s / 16 % blocks == row) whole += right_dot(b, db, lane);
+          if (tail == 0 && s / 16 % blocks == row) whole += right_dot(b, db, lane);
         }
         DELTATUNE_UNROLL
         for (int m = 0; m < own_pairs; ++m) {
@@ -1254,6 +1286,16 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
           const auto b = right(straight(u, square, s, column * 16), lane);
           multiply(dp[m], left_y, b, lane);
           multiply(da[m], left_right, b, lane);
+        }
+      }
+      for (int s = row * 16; tail > 0 && s < SLICE; s += blocks * 16) {
+        DELTATUNE_UNROLL
+        for (int m = 0; m < mine; ++m) {
+          const int column = (part * mine + m) * 16;
+          if (across % parts != 0 && column >= columns) continue;
+          whole += kept_dot<tail>(straight(state, stride, s, column), straight(d_state, stride, s, column),
+                                  tail_at<tail>(u, s * square, square, column / 16, lane),
+                                  tail_at<tail>(rest, s * square, square, column / 16, lane), lane);
         }
       }
     }
@@ -1321,7 +1363,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
         const float d = rate[j] * decay.at(row == column, i, j, middle);
         dp[m].set(e, d * dp[m].get(e));
         da[m].set(e, i > j ? -rate[i] * d * da[m].get(e) : 0.0f);
-        qk.set(e, i > j ? dp[m].get(e) * qk.get(e) + da[m].get(e) * kk.get(e) : 0.0f);
+        const bool pairs = i > j || (tail > 0 && i == j);
+        qk.set(e, pairs ? dp[m].get(e) * qk.get(e) + da[m].get(e) * kk.get(e) : 0.0f);
       }
       put_tile<true, true>(on_y, row * 16 * square + column * 16, square, dp[m], 16, 16, lane);
       put_tile<true, true>(on_right, row * 16 * square + column * 16, square, da[m], 16, 16, lane);
@@ -1374,6 +1417,10 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
           multiply(dk_sums[m], a, right(straight(keys, stride, t * 16, column), lane), lane);
         }
       }
+    }
+    if (tail > 0) {
+      if (at.index < C) ends_by_pairs<C>(diagonal, on_columns, on_rate, rate, after, on_after, parts, at.index);
+      barrier();
     }
     // The decay's tables make room for the shares of each position.
     threadgroup float* shares = decay.diagonal;

@@ -20,6 +20,7 @@
 #define float16_t _Float16
 #define half _Float16
 typedef unsigned int uint;
+typedef unsigned char uchar;
 struct uint3 {
   uint x, y, z;
 };
@@ -398,6 +399,13 @@ static const char* run_kernel(void (*kernel)(), const char* const* names, void**
 
 namespace metal {
 inline float exp(float x) { return expf(x); }
+template <typename To, typename From>
+inline To as_type(From x) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To bits;
+  __builtin_memcpy(&bits, &x, sizeof x);
+  return bits;
+}
 enum class mem_flags { mem_none, mem_threadgroup, mem_device };
 
 template <typename T, int Rows, int Columns>

@@ -148,6 +148,47 @@ inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
   return sum;
 }
 
+// Tails: the Bits of each element of a state that come after those its bf16 keeps. Read as a signed number they say
+// where in the bf16's last place the element stood, give or take 2^-Bits of half of it. A lane's 16 bytes stand in the
+// padding of 16 rows of u or R, Bits of them a tile.
+inline threadgroup uchar* tails_in(threadgroup float* rows, int stride, int lane) {
+  return reinterpret_cast<threadgroup uchar*>(rows + (lane & 15) * stride + stride - 8 + (lane >> 4) * 4);
+}
+inline device uchar* tails_in(device float* rows, int stride, int lane) {
+  return reinterpret_cast<device uchar*>(rows + (lane & 15) * stride + stride - 8 + (lane >> 4) * 4);
+}
+// Those of `Count` tiles from tile `from` of a strip on.
+template <int Bits, int Count, typename Store>
+void keep_tails(Store s, long offset, int stride, const thread Tile* tiles, int from, int lane) {
+  for (int m = 0; m < Count; ++m) {
+    uint tail = 0;
+    for (int e = 0; e < 8; ++e) tail |= ((as_type<uint>(tiles[m].x[e]) & 0xffff) >> (16 - Bits)) << (Bits * e);
+    for (int i = 0; i < Bits; ++i)
+      tails_in(s.elements + offset, stride, lane)[(from + m) * Bits + i] = static_cast<uchar>(tail >> (8 * i));
+  }
+}
+// The tail of tile `m` of a strip, and an element with its own.
+template <int Bits, typename Store>
+uint tail_at(Store s, int offset, int stride, int m, int lane) {
+  uint tail = 0;
+  for (int i = 0; i < Bits; ++i) tail |= (uint)tails_in(s.elements + offset, stride, lane)[m * Bits + i] << (8 * i);
+  return tail;
+}
+template <int Bits>
+inline float with_tail(float x, uint tail, int e) {
+  const uint place = ((tail >> (Bits * e)) & ((1 << Bits) - 1)) ^ (1 << Bits >> 1);
+  return as_type<float>(as_type<uint>(x) + (place << (16 - Bits)) + (0x8000 >> Bits) - 0x8000);
+}
+// A lane's share of the sum of products of two tiles' elements, tails added. (A zero that was rounded to from just half
+// a bf16's smallest number comes out as NaN: then without them.)
+template <int Bits, typename V, typename W>
+float kept_dot(V v, W w, uint tail_v, uint tail_w, int lane) {
+  const Tile a = tile_of(v, lane), b = tile_of(w, lane);
+  float sum = 0.0f;
+  for (int e = 0; e < 8; ++e) sum += with_tail<Bits>(a.get(e), tail_v, e) * with_tail<Bits>(b.get(e), tail_w, e);
+  return sum == sum ? sum : right_dot(a, b, lane);
+}
+
 // A tile into a matrix (shared or stored) from `offset` on; rows and columns past the given ones stay out.
 template <bool Even, bool Full, typename Store>
 void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, int columns, int lane) {
@@ -201,6 +242,14 @@ void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live
 template <int Count, typename Store>
 void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, threadgroup char*, int lane) {
   for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
+}
+
+// With the tails of the group's `Kept` tiles of the state.
+template <int Count, int Bits, int Kept, typename Store>
+void write_tiles_and_tails(Store to, long offset, int stride, const thread Tile* tiles, const thread Tile* state,
+                           threadgroup char* staging, int lane) {
+  write_tiles<Count>(to, offset, stride, tiles, staging, lane);
+  keep_tails<Bits, Kept>(to, offset, stride, state, 0, lane);
 }
 
 // An operand into a shared matrix, as the products will read it.
