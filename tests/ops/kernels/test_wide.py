@@ -25,9 +25,6 @@ SIZES = [
     (200, 40, "float16", True),
 ]
 
-# d(log_g) in bf16 is 8.0e-3 of its largest element off here, where 7.8e-3 is asked (docs/kernels.md says why).
-MISSED = {(256, 256, "bfloat16", False, "one key"): "log_g"}
-
 
 def case_of(table, key_size: int, value_size: int, **more):
     sizes = {"batch": 1, "length": 35, "mask": "middle", "segments": True}
@@ -40,7 +37,6 @@ def test_forward_and_backward(size, machine, on_host, errors, table):
     for lanes, (name, hard) in enumerate(HARD.items()):
         case = case_of(table, key_size, value_size, **hard)
         found = errors(*on_host(machine, case, FLOATS[dtype], lanes=lanes + 1, per_channel=per_channel))
-        found.pop(MISSED.get((*size, name)), None)
         assert max(found.values()) <= fused_bound(case.bound, dtype), (name, found)
 
 

@@ -21,8 +21,14 @@ def fused_bound(bound: float, dtype: str) -> float:
 
 
 # Relative norms of errors. In fp32 the fused kernels stay under this, or under chunk's own error in the same case; in
-# bf16 the outputs in bf16 stay under so many times naive's, which rounds its outputs alone.
-FUSED_NORM, FUSED_BF16 = 1e-6, 2.0
+# bf16 under so many times naive's, which rounds its outputs alone, or times what that rounding is.
+FUSED_NORM, FUSED_BF16, BF16_NORM = 1e-6, 2.0, 1.7e-3
+
+
+def fused_bf16_norm(naive: float) -> float:
+    """The relative norm that the fused kernels' error may have in bf16, where naive's is `naive`."""
+    return FUSED_BF16 * max(naive, BF16_NORM)
+
 
 # MLX multiplies fp32 matrices in TF32 on NVIDIA GPUs unless MLX_ENABLE_TF32=0: 10 bits of mantissa in each operand.
 TF32 = 2.0**-9
