@@ -58,6 +58,10 @@ inline void tile_scale(thread Tile& tile, float factor) {
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) tile.set(e, factor * tile.get(e));
 }
+inline void tile_add(thread Tile& tile, const thread Tile& other) {
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) tile.set(e, tile.get(e) + other.get(e));
+}
 // Each column times its own factor.
 inline void tile_scale_columns(thread Tile& tile, threadgroup const float* factors, int lane) {
   DELTATUNE_UNROLL
@@ -675,6 +679,8 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), tall = padded(DV), mine = across / SPLIT, tiles = blocks / SPLIT;
   constexpr int tail = tail_of<In, DK, CHANNEL>();
+  // In fp32 what a chunk adds to the state is summed up apart: the state, many times larger, is rounded once.
+  constexpr bool apart = !CHANNEL && sizeof(In) == 4;
   // Groups past those that compute bring the chunks; without such groups, all do.
   constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
   static_assert(GROUPS >= computing, "SPLIT groups a strip");
@@ -825,7 +831,17 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       if (!CHANNEL) tile_scale_columns(x[j], after + tile * 16, lane);
       ended.put(j, tile, x[j], lane);
     }
-    if (SPLIT == 1) {
+    if (SPLIT == 1 && apart) {
+      DELTATUNE_UNROLL
+      for (int m = 0; m < mine; ++m) {
+        Tile sum;
+        tile_clear(sum);
+        DELTATUNE_UNROLL
+        for (int j = 0; j < blocks; ++j)
+          multiply(sum, ended.get(j, lane), right(straight(last_keys, stride, j * 16, m * 16), lane), lane);
+        tile_add(state[m], sum);
+      }
+    } else if (SPLIT == 1) {
       DELTATUNE_UNROLL
       for (int j = 0; j < blocks; ++j) {
         const Precise<In> a = ended.get(j, lane);
@@ -864,6 +880,8 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
   constexpr int stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16, across = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), tall = padded(DV), mine = across / SPLIT, tiles = blocks / SPLIT;
   constexpr int tail = tail_of<In, DK, CHANNEL>();
+  // In fp32 what a chunk adds to the state is summed up apart: the state, many times larger, is rounded once.
+  constexpr bool apart = !CHANNEL && sizeof(In) == 4;
   // Groups past those that compute bring the chunks; without such groups, all do.
   constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
   static_assert(GROUPS >= computing, "SPLIT groups a strip");
@@ -1006,7 +1024,27 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     DELTATUNE_UNROLL
     for (int m = 0; m < mine; ++m) scale_state<CHANNEL, C>(state[m], before, part * mine + m, lane);
     DELTATUNE_UNROLL
-    for (int i = 0; i < blocks; ++i) {
+    for (int m = 0; apart && m < mine; ++m) {
+      const int column = (part * mine + m) * 16;
+      Tile sum;
+      tile_clear(sum);
+      DELTATUNE_UNROLL
+      for (int i = 0; i < blocks; ++i)
+        multiply(sum, slope[i], right(straight(queries, stride, i * 16, column), lane), lane);
+      tile_add(state[m], sum);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; apart && m < mine; ++m) {
+      const int column = (part * mine + m) * 16;
+      Tile sum;
+      tile_clear(sum);
+      DELTATUNE_UNROLL
+      for (int i = 0; i < blocks; ++i)
+        multiply(sum, right_part.get(i, lane), right(straight(keys, stride, i * 16, column), lane), lane);
+      tile_add(state[m], sum);
+    }
+    DELTATUNE_UNROLL
+    for (int i = 0; !apart && i < blocks; ++i) {
       const Precise<In> a = right_part.get(i, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < mine; ++m) {
