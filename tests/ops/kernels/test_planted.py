@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta.tolerances import fused_bound
+from deltatune.ops.gated_delta.tolerances import FUSED_STATE_NORM, OVERSHOOTING, fused_bf16_norm, fused_bound
 from deltatune.ops.kernels.launch import header
 
 # Kernel: where its body begins.
@@ -114,6 +114,37 @@ def test_red_or_refused(name, planted, host_module):
         worst = np.inf
         print(refusal)
     assert not worst <= BOUND
+
+
+# What no largest error shows: text, what stands in its place.
+TAILS = {
+    "the tail of another tile": ("lane)[m * Bits + i] <<", "lane)[(m ^ 1) * Bits + i] <<"),
+    "a tail without its sign": ("^ (1 << Bits >> 1)", "^ 0"),
+    "pairs less the diagonal": ("if (r >= i % 16) pairs", "if (r > i % 16) pairs"),
+    "pairs of one tile alone": ("pairs += on_columns", "pairs += 0.0f * on_columns"),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_what_the_gates_gradient_alone_shows(name, host_module, host_folder, on_host, norms, table):
+    old, new = TAILS[name]
+    text = header("metal")
+    assert old in text, "the text has changed: plant this defect elsewhere"
+    wrong = host_module.HostMachine(host_folder, text.replace(old, new))
+    sizes = {"batch": 1, "length": 65, "repeats": 1, "key_size": 24, "value_size": 40}
+    case = table.Case("planted", **sizes, keys="near", gates="open", beta=1.9, bound=OVERSHOOTING)
+    found = norms(*on_host(wrong, case, mx.bfloat16))
+    assert not found["log_g"] <= fused_bf16_norm(0.0)
+
+
+def test_a_state_in_fp32_that_is_rounded_at_every_product(host_module, host_folder, on_host, norms, table):
+    old = "apart = !CHANNEL && sizeof(In) == 4"
+    text = header("metal")
+    assert old in text, "the text has changed: plant this defect elsewhere"
+    wrong = host_module.HostMachine(host_folder, text.replace(old, "apart = false"))
+    sizes = {"batch": 1, "length": 300, "repeats": 1, "key_size": 128, "value_size": 128}
+    found = norms(*on_host(wrong, table.Case("planted", **sizes, gates="open"), mx.float32))
+    assert min(found["state"], found["initial_state"]) > FUSED_STATE_NORM
 
 
 def test_blocks_too_large_for_a_mac(machine, on_host, host_module, table, monkeypatch):
