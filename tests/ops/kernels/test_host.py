@@ -8,6 +8,7 @@ import pytest
 
 from deltatune.ops.gated_delta import gated_delta_chunk, gated_delta_naive
 from deltatune.ops.gated_delta.tolerances import (
+    FUSED_CUTS,
     FUSED_NORM,
     FUSED_STATE_NORM,
     OVERSHOOTING,
@@ -140,6 +141,15 @@ def test_two_groups_a_strip(cut, name, dtype, roomy, on_host, errors, norms, tab
     found = errors(*results)
     assert max(found.values()) <= fused_bound(case.bound, dtype), found
     assert dtype != "bfloat16" or norms(*results)["log_g"] <= fused_bf16_norm(0.0)
+
+
+@pytest.mark.parametrize("cut", [FOUR_TILES], ids=["four tiles"])
+def test_two_groups_keep_the_tails_that_one_keeps(cut, roomy, on_host, norms, table):
+    sizes = {"batch": 1, "length": 65, "repeats": 1, "key_size": 128, "value_size": 32}
+    case = table.Case("tails", **sizes, keys="near", gates="open", beta=1.9)
+    two, _ = on_host(roomy[False], case, mx.bfloat16, **cut)
+    one, _ = on_host(roomy[False], case, mx.bfloat16, **FOUR_TILES | {"split": 1})
+    assert norms(two, {"log_g": np.array(one["log_g"], dtype=np.float64)})["log_g"] <= FUSED_CUTS
 
 
 LOADER = {"slice": 16, "loaders": 1, "stages": 2, "overlay": False, "chunk": 32, "gradient_slice": 48}

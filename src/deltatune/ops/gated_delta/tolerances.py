@@ -24,6 +24,9 @@ def fused_bound(bound: float, dtype: str) -> float:
 # bf16 under so many times naive's, which rounds its outputs alone, or times what that rounding is.
 FUSED_NORM, FUSED_BF16, BF16_NORM = 1e-6, 2.0, 1.7e-3
 
+# d(log_g) in bf16 of two cuts with the same chunks: sums in another order, and now and then another bf16 after them.
+FUSED_CUTS = 5e-4
+
 # In fp32 a state is rounded once a chunk: what that leaves of its own and its gradient's after 300 open gates.
 FUSED_STATE_NORM = 2.5e-7
 
