@@ -143,10 +143,15 @@ def test_two_groups_a_strip(cut, name, dtype, roomy, on_host, errors, norms, tab
     assert dtype != "bfloat16" or norms(*results)["log_g"] <= fused_bf16_norm(0.0)
 
 
+# Open gates, and so few tokens that a chunk's gates leave something of the state: its tail is of what was kept.
+WHOLE = {"open gates": {"length": 65, "gates": "open", "keys": "near", "beta": 1.9}, "three tokens": {"length": 3}}
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("cut", [FOUR_TILES], ids=["four tiles"])
-def test_two_groups_keep_the_tails_that_one_keeps(cut, roomy, on_host, norms, table):
-    sizes = {"batch": 1, "length": 65, "repeats": 1, "key_size": 128, "value_size": 32}
-    case = table.Case("tails", **sizes, keys="near", gates="open", beta=1.9)
+def test_two_groups_keep_the_tails_that_one_keeps(cut, name, roomy, on_host, norms, table):
+    sizes = {"batch": 1, "repeats": 1, "key_size": 128, "value_size": 32}
+    case = table.Case("tails", **sizes, **WHOLE[name])
     two, _ = on_host(roomy[False], case, mx.bfloat16, **cut)
     one, _ = on_host(roomy[False], case, mx.bfloat16, **FOUR_TILES | {"split": 1})
     assert norms(two, {"log_g": np.array(one["log_g"], dtype=np.float64)})["log_g"] <= FUSED_CUTS
