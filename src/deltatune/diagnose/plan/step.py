@@ -127,8 +127,8 @@ def build(
         constants = [*_constants(one, there | data), *_constants(two, there | done)]
         held = [*read(layout, [*given, *_leaves(batch)], there | data), *constants]
     return Built(
-        phases, held, together, names, one[0], len(names) - sum(len(group) - 2 for group in together), len(before),
-        len(moments),
+        phases, held, together, names, one[0], len(names) - sum(len(group) - 2 for group in together),
+        len(_leaves(gradients)), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
         rows, length, [*given, *first, *second, *_leaves(batch), *features],
