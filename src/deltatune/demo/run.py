@@ -16,7 +16,7 @@ from .assets import MODEL
 from .flow import Score
 from .screen import DemoScreen
 
-ITERATIONS = 240
+ITERATIONS = 260
 QUESTIONS = 240
 LONGEST = 72
 RELOAD = Path(__file__).with_name("reload.py")
