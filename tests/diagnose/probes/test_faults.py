@@ -10,7 +10,7 @@ import pytest
 
 from deltatune import backend
 from deltatune import one_row as blas_probe
-from deltatune.diagnose.probes import fault, one_row, ragged_gather, rotary, scatter_add, sorted_gather
+from deltatune.diagnose.probes import fault, faults, one_row, ragged_gather, rotary, scatter_add, sorted_gather
 from deltatune.one_row import FAULT, TWO_ROWS, Verdict
 
 
@@ -121,3 +121,16 @@ def test_differences():
     assert fault.difference(one, one) == 0
     assert fault.difference(one * mx.nan, one) == float("inf")
     assert fault.difference(mx.ones((2, 3)), one) == float("inf")
+
+
+def test_what_mlx_cannot_compute_at_all_is_present_with_its_words(monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("cudaGraphAddKernelNode(...) failed: invalid argument\nand more")
+
+    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=refused))
+    found = {one.name: one for one in faults()}
+    assert len(found) == 6
+    for name in (sorted_gather.FORWARD, sorted_gather.GRADIENT):
+        detail = "MLX cannot compute it here: cudaGraphAddKernelNode(...) failed: invalid argument"
+        assert found[name] == fault.Fault(name, "present", detail)
+    assert not found[scatter_add.NAME].wrong
