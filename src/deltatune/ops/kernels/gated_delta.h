@@ -530,6 +530,25 @@ inline void add_rough_times(thread Tile* sums, thread const Rough<In>* rows, Sto
   }
 }
 
+template <typename In, int BLOCKS, int SPLIT>
+inline Precise<In> operand_at(thread const Strip<In, BLOCKS, SPLIT>& strip, int i, int lane) {
+  return strip.get(i, lane);
+}
+template <typename Operand>
+inline Operand operand_at(thread const Operand* rows, int i, int) {
+  return rows[i];
+}
+// Rows by positions times columns of a matrix of positions, summed up apart from the tile that they are added to.
+template <int BLOCKS, typename Strips, typename Store>
+inline void add_apart(thread Tile& tile, thread const Strips& rows, Store matrix, int stride, int column, int lane) {
+  Tile sum;
+  tile_clear(sum);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < BLOCKS; ++i)
+    multiply(sum, operand_at(rows, i, lane), right(straight(matrix, stride, i * 16, column), lane), lane);
+  tile_add(tile, sum);
+}
+
 // What the two scans hold of a chunk in shared memory, STAGES times.
 template <typename In, int C, int DK, int SLICE, int STAGES, int SPLIT, bool FAR, bool CHANNEL = false,
           bool REVERSE = false>
@@ -833,14 +852,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     }
     if (SPLIT == 1 && apart) {
       DELTATUNE_UNROLL
-      for (int m = 0; m < mine; ++m) {
-        Tile sum;
-        tile_clear(sum);
-        DELTATUNE_UNROLL
-        for (int j = 0; j < blocks; ++j)
-          multiply(sum, ended.get(j, lane), right(straight(last_keys, stride, j * 16, m * 16), lane), lane);
-        tile_add(state[m], sum);
-      }
+      for (int m = 0; m < mine; ++m) add_apart<blocks>(state[m], ended, last_keys, stride, m * 16, lane);
     } else if (SPLIT == 1) {
       DELTATUNE_UNROLL
       for (int j = 0; j < blocks; ++j) {
@@ -1024,25 +1036,11 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     DELTATUNE_UNROLL
     for (int m = 0; m < mine; ++m) scale_state<CHANNEL, C>(state[m], before, part * mine + m, lane);
     DELTATUNE_UNROLL
-    for (int m = 0; apart && m < mine; ++m) {
-      const int column = (part * mine + m) * 16;
-      Tile sum;
-      tile_clear(sum);
-      DELTATUNE_UNROLL
-      for (int i = 0; i < blocks; ++i)
-        multiply(sum, slope[i], right(straight(queries, stride, i * 16, column), lane), lane);
-      tile_add(state[m], sum);
-    }
+    for (int m = 0; apart && m < mine; ++m)
+      add_apart<blocks>(state[m], slope, queries, stride, (part * mine + m) * 16, lane);
     DELTATUNE_UNROLL
-    for (int m = 0; apart && m < mine; ++m) {
-      const int column = (part * mine + m) * 16;
-      Tile sum;
-      tile_clear(sum);
-      DELTATUNE_UNROLL
-      for (int i = 0; i < blocks; ++i)
-        multiply(sum, right_part.get(i, lane), right(straight(keys, stride, i * 16, column), lane), lane);
-      tile_add(state[m], sum);
-    }
+    for (int m = 0; apart && m < mine; ++m)
+      add_apart<blocks>(state[m], right_part, keys, stride, (part * mine + m) * 16, lane);
     DELTATUNE_UNROLL
     for (int i = 0; !apart && i < blocks; ++i) {
       const Precise<In> a = right_part.get(i, lane);
