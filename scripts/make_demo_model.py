@@ -15,19 +15,15 @@ from pathlib import Path
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from deltatune.config import TrainConfig
 from deltatune.demo import corpus
 from deltatune.demo.assets import MODEL
 from deltatune.train import commands
+from demo_tokenizer import SPECIAL_TOKENS, tokenizer_config, train_tokenizer
 
 SEED = 1
 VOCABULARY = 512
 CONVERSATIONS = 30_000
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# A space is a piece of its own, so that a word is the same tokens after a space, a quotation mark or nothing.
-PIECES = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]|\s"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -75,14 +71,6 @@ CONFIG = {
     "text_config": TEXT_CONFIG,
 }
 GENERATION_CONFIG = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False}
-TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": "<|im_end|>",
-    "pad_token": "<|endoftext|>",
-    "model_max_length": 2048,
-    "clean_up_tokenization_spaces": False,
-    "chat_template": CHAT_TEMPLATE,
-}
 SHIPPED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -98,21 +86,7 @@ def write_corpus(folder: Path) -> list[str]:
 
 def write_start(folder: Path, texts: list[str]) -> None:
     """Write the folder of a model without weights: config, tokenizer, chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = train_tokenizer(texts, VOCABULARY, SPECIAL_TOKENS)
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, {VOCABULARY} expected")
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +94,7 @@ def write_start(folder: Path, texts: list[str]) -> None:
     for name, content in (
         ("config", CONFIG),
         ("generation_config", GENERATION_CONFIG),
-        ("tokenizer_config", TOKENIZER_CONFIG),
+        ("tokenizer_config", tokenizer_config(CHAT_TEMPLATE)),
     ):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -17,12 +17,11 @@ from typing import Any
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from deltatune.config import TrainConfig
 from deltatune.demo.vision import corpus, trays
 from deltatune.demo.vision.assets import MODEL
 from deltatune.train import commands
+from demo_tokenizer import SPECIAL_TOKENS, tokenizer_config, train_tokenizer
 
 SEED = 1
 PICTURES = {"see": 5_000, "talk": 4_000}
@@ -31,10 +30,7 @@ VALID = 64
 VOCABULARY = 512
 PATCH, MERGE = 8, 2
 HIDDEN = 96
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-SPECIAL_TOKENS += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-# A space is a piece of its own, so that a word is the same tokens after a space, a quotation mark or nothing.
-PIECES = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]|\s"
+VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -114,19 +110,11 @@ PROCESSOR_CONFIG = {
     "image_mean": [0.85, 0.85, 0.85],
     "image_std": [0.25, 0.25, 0.25],
 }
-TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": "<|im_end|>",
-    "pad_token": "<|endoftext|>",
-    "model_max_length": 2048,
-    "clean_up_tokenization_spaces": False,
-    "chat_template": CHAT_TEMPLATE,
-}
 FILES: dict[str, dict[str, Any]] = {
     "config.json": CONFIG,
     "generation_config.json": GENERATION_CONFIG,
     "preprocessor_config.json": PROCESSOR_CONFIG,
-    "tokenizer_config.json": TOKENIZER_CONFIG,
+    "tokenizer_config.json": tokenizer_config(CHAT_TEMPLATE),
 }
 
 
@@ -152,21 +140,7 @@ def write_corpus(folder: Path) -> list[str]:
 
 def write_start(folder: Path, texts: list[str]) -> None:
     """Write the folder of a model without weights: config, tokenizer, chat template, image processor."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = train_tokenizer(texts, VOCABULARY, [*SPECIAL_TOKENS, *VISION_TOKENS])
     # The corpus has few words; mlx-vlm wants a tokenizer as long as the vocabulary.
     missing = VOCABULARY - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([f"<|unused_{index}|>" for index in range(missing)])
