@@ -15,7 +15,7 @@ GATED_DELTA = "DELTATUNE_GATED_DELTA"
 TF32 = "MLX_ENABLE_TF32"
 # MLX's own: how much is queued for a GPU as one piece of work, in millions of elements read, whatever its name says.
 # Ten pieces may wait, and hold what they use.
-QUEUE = "MLX_MAX_MB_PER_BUFFER"
+QUEUE, QUEUED = "MLX_MAX_MB_PER_BUFFER", 200
 
 BLAS_CHOICES = ("openblas", "system")
 GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
@@ -76,7 +76,7 @@ def queue_little() -> None:
     On an H200 a checkpointed step took 8 % less time so, and less than half the memory (docs/log.md).
     """
     if sys.platform == "linux":
-        os.environ.setdefault(QUEUE, "200")
+        os.environ.setdefault(QUEUE, str(QUEUED))
 
 
 def tf32() -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, reason
 from ..models.vision_inputs import Grid, Picture
-from ..models.vision_load import needs_torch, reason
+from ..models.vision_load import needs_torch
 
 # Modes that become 8-bit RGB without losing what is seen; 16-bit and floating ones would be clipped to white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 
 Rows = Iterator[tuple[str, Any]]
 
@@ -97,10 +97,9 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
         else:
             loaded = datasets.load_dataset(name, split=split, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}{f' ({split})' if split else ''}: no such data, neither a folder here nor a data set of the "
-            f"Hugging Face hub that can be reached: {reason}"
+            f"Hugging Face hub that can be reached: {first_line(error)}"
         ) from error
     if isinstance(loaded, datasets.Dataset):
         loaded = {split or "train": loaded}

@@ -30,14 +30,16 @@ def add_low_rank(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: floa
         _, x, a, b = primals
         dy, low = cotangents[0], outputs[1]
         d_low = scale * (dy @ b.T)
-        rows = -1, x.shape[-1]
-        d_a = x.reshape(rows).T @ d_low.reshape(-1, d_low.shape[-1])
-        d_b = scale * (low.reshape(-1, low.shape[-1]).T @ dy.reshape(-1, dy.shape[-1]))
-        return [dy, d_low @ a.T, d_a, d_b]
+        return [dy, d_low @ a.T, _over_rows(x, d_low), scale * _over_rows(low, dy)]
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     return function(y, x, a, b)[0]
+
+
+def _over_rows(left: mx.array, right: mx.array) -> mx.array:
+    """left^T right, over all leading axes."""
+    return left.reshape(-1, left.shape[-1]).T @ right.reshape(-1, right.shape[-1])
 
 
 def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:

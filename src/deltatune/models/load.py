@@ -21,7 +21,7 @@ import mlx_lm.models
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
-from ..errors import UserError
+from ..errors import UserError, first_line, reason
 from . import vision_load
 from .checkpoint_files import check_config, check_tokenizer, read_json, weight_headers
 
@@ -130,8 +130,9 @@ def locate(path_or_name: str | Path) -> Path:
     try:
         return Path(mlx_lm.utils._download(name))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"model {name}: no such directory, and not to be had from the hub: {reason}") from error
+        raise UserError(
+            f"model {name}: no such directory, and not to be had from the hub: {first_line(error)}"
+        ) from error
 
 
 def read_config(path: Path, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
-        raise UserError(f"model {path}: mlx-lm cannot build a model from its config.json: {_reason(error)}") from error
+        raise UserError(f"model {path}: mlx-lm cannot build a model from its config.json: {reason(error)}") from error
     model.__class__ = checked.get(type(model), type(model))
     return model, config
 
@@ -181,12 +182,12 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
             path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UserError(f"tokenizer {path}: cannot be loaded: {_reason(error)}{_trust_hint(error)}") from error
+        raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}{_trust_hint(error)}") from error
     except Exception as error:
         # The tokenizers package raises bare Exception for a file that it cannot parse; anything else is a defect.
         if type(error) is not Exception:
             raise
-        raise UserError(f"tokenizer {path}: cannot be loaded: {_reason(error)}") from error
+        raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}") from error
 
 
 def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
@@ -201,7 +202,7 @@ def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
     try:
         model = model_class(arguments_class.from_dict(copy.deepcopy(config)))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"config.json: mlx-lm cannot build a model from it: {_reason(error)}") from error
+        raise UserError(f"config.json: mlx-lm cannot build a model from it: {reason(error)}") from error
     mx.eval(model.parameters())
     model.eval()
     return model
@@ -241,7 +242,7 @@ def _checked(model_class: type, path: Path) -> type:
         except KeyError as error:
             raise UserError(f"model {path}: tensor {error} is missing.") from error
         except (ValueError, IndexError) as error:
-            raise UserError(f"model {path}: its tensors do not fit its config.json: {_reason(error)}") from error
+            raise UserError(f"model {path}: its tensors do not fit its config.json: {reason(error)}") from error
 
     body: dict[str, Any] = {"load_weights": load_weights}
     if hasattr(model_class, "sanitize"):
@@ -275,11 +276,6 @@ def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.arra
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest
-
-
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"missing key {text}" if isinstance(error, KeyError) else text[:400]
 
 
 def _trust_hint(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import UserError
+from ..errors import UserError, reason
 from .checkpoint_files import read_json
 
 _BUILDING = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
@@ -136,12 +136,6 @@ def needs_torch(error: BaseException) -> str | None:
         f"it needs PyTorch, which deltatune does not ({first}): pip install torch torchvision, "
         "or a version of mlx-vlm that brings a processor of its own for this model (0.7 does for Qwen3-VL and Qwen3.5)."
     )
-
-
-def reason(error: BaseException) -> str:
-    """The error's words in one line."""
-    text = " ".join(str(error).split())
-    return f"missing key {text}" if isinstance(error, KeyError) else text[:400]
 
 
 def chat_template(path: Path) -> str | None:

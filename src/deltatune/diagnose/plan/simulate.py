@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ... import environment
 from .graph import Node, all_nodes
 from .layout import Layout
 from .primitives import run
@@ -33,7 +34,7 @@ class Pace:
 PACES = {
     "cpu": Pace(10, releases=True),
     "metal": Pace(51, 51 << 20, page=16384),
-    "cuda": Pace(101, 201 << 20, page=16384),
+    "cuda": Pace(101, (environment.QUEUED + 1) << 20, page=16384),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...errors import first_line
 from . import one_row, ragged_gather, rotary, scatter_add, sorted_gather
 from .fault import PRESENT, Fault
 
@@ -27,6 +28,5 @@ def faults() -> list[Fault]:
         try:
             found.append(find())
         except RuntimeError as error:
-            said = (str(error).strip().splitlines() or ["it gives no reason"])[0]
-            found.append(Fault(name, PRESENT, f"MLX cannot compute it here: {said[:200]}"))
+            found.append(Fault(name, PRESENT, f"MLX cannot compute it here: {first_line(error)[:200]}"))
     return found
