@@ -43,14 +43,13 @@ def poison() -> None:
     mx.eval([mx.full((2**k,), float("nan")) for k in range(6, 20)])
 
 
-@pytest.fixture(params=["tiles", "sorted rows"])
+@pytest.fixture(params=["cpu", "metal", "cuda"])
 def form(request, monkeypatch):
-    """Both layouts: a CPU's, and a GPU's, whose operations MLX has on a CPU too."""
-    if request.param == "sorted rows":
-        monkeypatch.setattr(backend, "device", lambda: "cuda")
-        monkeypatch.setattr(block_module, "GPU_CHUNK_BYTES", 2**19)
-    elif backend.device() != "cpu":
-        pytest.skip("tiles are for CPUs")
+    """Each machine's form: tiles on a CPU, sorted rows on GPUs, whose operations MLX has on a CPU too."""
+    if backend.device() not in ("cpu", request.param):
+        pytest.skip(f"for {request.param}")
+    monkeypatch.setattr(backend, "device", lambda: request.param)
+    monkeypatch.setattr(block_module, "GPU_CHUNK_BYTES", 2**19)
 
 
 @pytest.mark.usefixtures("form")

@@ -5,6 +5,7 @@ Rows come as tiles [t, m, in], each tile with one expert. They meet a matrix in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -73,6 +74,10 @@ class Projection:
         """Whether each tile has to copy its expert's matrix: packed or half-precision weights on a CPU."""
         return backend.device() == "cpu" and (self.scales is not None or self.weight.dtype != mx.float32)
 
+    def unpacks_all(self) -> bool:
+        """Whether products unpack every expert first: MLX's gather_qmm on CUDA reads a whole matrix for each row."""
+        return backend.device() == "cuda" and self.scales is not None
+
     def dropped(self, rows: mx.array, part: int) -> mx.array:
         """The adapter's input in fp32; `part` numbers the draw, so that the backward pass draws alike."""
         wide = rows.astype(mx.float32)
@@ -87,8 +92,11 @@ class Projection:
         return mx.random.bernoulli(kept, shape, key=key) * (1 / kept)
 
     def dense(self, experts: mx.array) -> mx.array | None:
-        """The tiles' own matrices in fp32 [t, out, in], where products need them; for `forward` and `backward`."""
-        return self._dense(experts) if self.gathers_whole_weights() else None
+        """For `forward` and `backward`, where products need them: the tiles' own matrices in fp32 [t, out, in], or,
+        if `unpacks_all`, all experts' [E, out, in]."""
+        if self.gathers_whole_weights():
+            return self._unpacked(lambda array: array[experts]).astype(mx.float32)
+        return self._unpacked(lambda array: array) if self.unpacks_all() else None
 
     def forward(
         self, rows: mx.array, experts: mx.array, dense: mx.array | None, part: int
@@ -116,10 +124,12 @@ class Projection:
         return dx + update.astype(dx.dtype), dlow
 
     def _base(self, rows: mx.array, experts: mx.array, dense: mx.array | None, transpose: bool) -> mx.array:
-        if dense is not None:
+        if self.gathers_whole_weights():
+            assert dense is not None
             return product(rows, dense, None, transpose)
-        if self.scales is None:
-            return product(rows, self.weight.astype(rows.dtype), experts, transpose)
+        if self.scales is None or dense is not None:
+            weight = self.weight if dense is None else dense
+            return product(rows, weight.astype(rows.dtype), experts, transpose)
         more: dict[str, Any] = {} if self.global_scale is None else {"global_scale": self.global_scale}
         return mx.gather_qmm(
             rows,
@@ -136,20 +146,21 @@ class Projection:
     def _packing(self) -> dict[str, Any]:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
-    def _dense(self, experts: mx.array) -> mx.array:
-        weight = self.weight[experts]
+    def _unpacked(self, chosen: Callable[[mx.array], mx.array]) -> mx.array:
+        """The matrices that `chosen` picks of [E, ...], unpacked, in the dtype that they are stored for."""
+        weight = chosen(self.weight)
         if self.scales is None:
-            return weight.astype(mx.float32)
-        scales = self.scales[experts]
+            return weight
+        scales = chosen(self.scales)
         if self.global_scale is None:
-            biases = None if self.biases is None else self.biases[experts]
-            return mx.dequantize(weight, scales, biases, **self._packing()).astype(mx.float32)
-        wide = self.global_scale[experts]
+            biases = None if self.biases is None else chosen(self.biases)
+            return mx.dequantize(weight, scales, biases, **self._packing())
+        wide = chosen(self.global_scale)
         each = [
             mx.dequantize(weight[i], scales[i], None, global_scale=wide[i], **self._packing())
-            for i in range(experts.size)
+            for i in range(wide.shape[0])
         ]
-        return mx.stack(each).astype(mx.float32)
+        return mx.stack(each)
 
 
 @lru_cache
