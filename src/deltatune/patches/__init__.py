@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
-from . import experts, mlx_lm, mlx_vlm, one_row, patch
+from . import experts, mlx_lm, mlx_vlm, one_row, patch, pointwise
 from .patch import Patch, PatchWarning, Report
 from .recurrence import served
 from .structure import gated_delta_layers, is_gated_delta
@@ -38,9 +38,10 @@ def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | N
     """Put every patch in force; harmless when they are. With `model`, trace it to see that each layer is reached.
 
     `announce` gets a report for each target whose module is imported only later. Warns (PatchWarning) about whatever
-    stays on other code. On a CPU whose BLAS computes one-row products wrong, those go another way (one_row).
+    stays on other code. On a CPU whose BLAS computes one-row products wrong, those go another way (one_row); on
+    an NVIDIA GPU, so do activations and norms (pointwise).
     """
-    report = patch.apply((*one_row.records(), *PATCHES), announce)
+    report = patch.apply((*one_row.records(), *pointwise.records(), *PATCHES), announce)
     if model is not None:
         layers = gated_delta_layers(model)
         report.unreached += [explain(path, layers[path]) for path, ours in reached(model).items() if not ours]

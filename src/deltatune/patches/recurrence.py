@@ -10,10 +10,11 @@ from types import FrameType
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
+from .. import backend
 from ..ops import segments
 from ..ops.gated_delta import gated_delta
+from ..ops.pointwise import gating
 
 OURS = "deltatune"
 BACKWARD = "upstream forward, deltatune backward"
@@ -48,18 +49,6 @@ def trace() -> Iterator[list[list[int]]]:
         _callers = outer
         _served.clear()
         _served.update(counts)
-
-
-def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float | None = None) -> mx.array:
-    """Log of the decay, fp32, shaped as `a` [B, T, Hv] or [B, T, Hv, Dk] (mlx-lm: compute_g, compute_lower_bound_g).
-
-    -exp(A_log) softplus(a + dt_bias), or with `lower_bound` (<= 0) lower_bound sigmoid(exp(A_log) (a + dt_bias)).
-    """
-    rate = mx.exp(A_log.astype(mx.float32))
-    step = a.astype(mx.float32) + dt_bias.astype(mx.float32)
-    if lower_bound is None:
-        return -rate * nn.softplus(step)
-    return lower_bound * mx.sigmoid(rate * step)
 
 
 def route(
@@ -120,10 +109,12 @@ def _ours(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    beta = mx.sigmoid(b)
-    if allow_neg_eigval:
-        beta = beta * 2.0
-    log_g = log_gate(A_log, a, dt_bias, lower_bound)
+    most = 2.0 if allow_neg_eigval else 1.0
+    if backend.device() == "cuda" and lower_bound is None and gating.proven(a, b, A_log, dt_bias, most):
+        log_g, beta = gating.gates(a, b, A_log, dt_bias, most)
+    else:
+        log_g, beta = gating.log_gate(A_log, a, dt_bias, lower_bound), mx.sigmoid(b)
+        beta = most * beta if allow_neg_eigval else beta
     return gated_delta(q, k, v, log_g, beta, initial_state=state, mask=mask, segments=documents)
 
 

@@ -94,11 +94,13 @@ def specialise(launch: Launch) -> tuple[str, str]:
     parameters += [f"{kind} {name}" for name, kind, _ in used]
     arguments += [value for *_, value in used]
     names = ", ".join(f'"{name}"' for name, _ in buffers)
+    parameterised = f"template <{', '.join(template)}>" if template else ""
+    specialised = f"run<{', '.join(values)}>" if values else "run"
     text = f"""
-template <{", ".join(template)}>
+{parameterised}
 void run({", ".join(parameters)}) {{
 {launch.source}}}
-static void body() {{ run<{", ".join(values)}>({", ".join(arguments)}); }}
+static void body() {{ {specialised}({", ".join(arguments)}); }}
 static const char* const names[] = {{{names}}};
 """
     entry = f"kernel_{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -105,6 +105,8 @@ inline int tile_column(int e, int lane) { return (lane & 3) * 2 + (e & 1) + (e >
 inline int tile_side(int e) { return (e >> 1) & 1; }
 constexpr int tile_second = 2;
 
+#define lane_exchange(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
+
 inline float lane_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
@@ -462,6 +464,31 @@ struct Arrival {
 };
 inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
+
+// Eight elements of device memory in a lane's registers: inputs may start anywhere, outputs are MLX's own.
+template <typename T>
+struct alignas(16) Eight {
+  T x[8];
+};
+template <typename T>
+inline void load_eight(float (&to)[8], const T* from) {
+  Eight<T> found;
+  if (aligned16(from)) {
+    found = *reinterpret_cast<const Eight<T>*>(from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) found.x[i] = from[i];
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(found.x[i]);
+}
+template <typename T>
+inline void store_eight(T* to, const float (&from)[8]) {
+  Eight<T> made;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) made.x[i] = static_cast<T>(from[i]);
+  *reinterpret_cast<Eight<T>*>(to) = made;
+}
 
 // Barriers of up to two stages; every thread calls.
 inline void arrivals_start(char* p, int index) {

@@ -399,6 +399,8 @@ static const char* run_kernel(void (*kernel)(), const char* const* names, void**
 
 namespace metal {
 inline float exp(float x) { return expf(x); }
+inline float log(float x) { return logf(x); }
+inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 template <typename To, typename From>
 inline To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");

@@ -87,6 +87,17 @@ inline int tile_side(int e) {
 }
 constant constexpr int tile_second = 4;
 
+#define lane_exchange(x, mask) simd_shuffle_xor(x, mask)
+
+template <typename T>
+inline void load_eight(thread float (&to)[8], const device T* from) {
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from[i]);
+}
+template <typename T>
+inline void store_eight(device T* to, const thread float (&from)[8]) {
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<T>(from[i]);
+}
+
 inline float lane_sum(float x) {
   return simd_sum(x);
 }

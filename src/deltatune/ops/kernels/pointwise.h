@@ -1,0 +1,161 @@
+// What stands around the recurrence, element by element or row by row: one pass over memory each, for every machine.
+// A lane holds eight elements next to one another, number `at` of `count`; a row of them is held by LANES lanes.
+
+// In place of an array that a call has not.
+struct Absent {};
+
+template <typename T>
+inline void take(thread float (&to)[8], const GLOBAL T* from, long at) {
+  load_eight(to, from + at * 8);
+}
+inline void take(thread float (&to)[8], Absent, long) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) to[i] = 1.0f;
+}
+template <typename T>
+inline void give(GLOBAL T* to, long at, const thread float (&from)[8]) {
+  store_eight(to + at * 8, from);
+}
+inline void give(Absent, long, const thread float (&)[8]) {}
+
+inline float sigmoid_of(float x) {
+  return 1.0f / (1.0f + DELTATUNE_EXP(-x));
+}
+// Of silu, from x and its sigmoid.
+inline float silu_slope(float x, float sigmoid) {
+  return sigmoid * (1.0f + x * (1.0f - sigmoid));
+}
+// log(1 + x) with the digits of a small x (W. Kahan's).
+inline float log_one_plus(float x) {
+  const float sum = 1.0f + x, kept = sum - 1.0f;
+  return kept == 0.0f ? x : metal::log(sum) * (x / kept);
+}
+template <int LANES>
+inline float row_dot(const thread float (&a)[8], const thread float (&b)[8]) {
+  float sum = 0.0f;
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) sum += a[i] * b[i];
+  DELTATUNE_UNROLL
+  for (int step = 1; step < LANES; step *= 2) sum += lane_exchange(sum, step);
+  return sum;
+}
+template <int LANES>
+inline float inverse_of(const thread float (&x)[8], float eps) {
+  return metal::rsqrt(row_dot<LANES>(x, x) / (8 * LANES) + eps);
+}
+
+// y = silu(gate) x; without x, silu(gate).
+template <typename T, typename X>
+inline void swiglu_forward(long at, long count, const GLOBAL T* gate, X x, GLOBAL T* y) {
+  if (at >= count) return;
+  float g[8], other[8];
+  take(g, gate, at);
+  take(other, x, at);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) g[i] *= sigmoid_of(g[i]) * other[i];
+  give(y, at, g);
+}
+template <typename T, typename X, typename D>
+inline void swiglu_backward(long at, long count, const GLOBAL T* gate, X x, const GLOBAL T* dy, GLOBAL T* dgate, D dx) {
+  if (at >= count) return;
+  float g[8], other[8], d[8];
+  take(g, gate, at);
+  take(other, x, at);
+  take(d, dy, at);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const float s = sigmoid_of(g[i]), silu = g[i] * s;
+    g[i] = d[i] * other[i] * silu_slope(g[i], s);
+    d[i] *= silu;
+  }
+  give(dgate, at, g);
+  give(dx, at, d);
+}
+
+// y = x / rms(x) weight silu(gate), row by row. Lanes past the end repeat the last eight: sums need every lane.
+template <int LANES, typename T, typename W>
+inline void gated_norm_forward(long at, long count, float eps, const GLOBAL T* x, W weight, const GLOBAL T* gate,
+                               GLOBAL T* y) {
+  const long from = at < count ? at : count - 1;
+  float h[8], g[8];
+  take(h, x, from);
+  take(g, gate, from);
+  const float inverse = inverse_of<LANES>(h, eps);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i)
+    h[i] *= inverse * static_cast<float>(weight[from % LANES * 8 + i]) * g[i] * sigmoid_of(g[i]);
+  if (at < count) give(y, at, h);
+}
+// With u = dy weight silu(gate): dx = (u - x <u, x> / (width rms^2)) / rms.
+template <int LANES, typename T, typename W>
+inline void gated_norm_backward(long at, long count, float eps, const GLOBAL T* x, W weight, const GLOBAL T* gate,
+                                const GLOBAL T* dy, GLOBAL T* dx, GLOBAL T* dgate) {
+  const long from = at < count ? at : count - 1;
+  float h[8], g[8], u[8];
+  take(h, x, from);
+  take(g, gate, from);
+  take(u, dy, from);
+  const float inverse = inverse_of<LANES>(h, eps);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const float s = sigmoid_of(g[i]), silu = g[i] * s;
+    u[i] *= static_cast<float>(weight[from % LANES * 8 + i]);
+    g[i] = u[i] * h[i] * inverse * silu_slope(g[i], s);
+    u[i] *= silu;
+  }
+  const float along = row_dot<LANES>(u, h) * inverse * inverse / (8 * LANES);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) u[i] = inverse * (u[i] - h[i] * along);
+  if (at < count) {
+    give(dx, at, u);
+    give(dgate, at, g);
+  }
+}
+
+// y = factor x / sqrt(mean(x^2) + eps), row by row.
+template <int LANES, typename T>
+inline void norm_forward(long at, long count, float factor, float eps, const GLOBAL T* x, GLOBAL T* y) {
+  const long from = at < count ? at : count - 1;
+  float h[8];
+  take(h, x, from);
+  const float by = factor * inverse_of<LANES>(h, eps);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) h[i] *= by;
+  if (at < count) give(y, at, h);
+}
+template <int LANES, typename T>
+inline void norm_backward(long at, long count, float factor, float eps, const GLOBAL T* x, const GLOBAL T* dy,
+                          GLOBAL T* dx) {
+  const long from = at < count ? at : count - 1;
+  float h[8], d[8];
+  take(h, x, from);
+  take(d, dy, from);
+  const float inverse = inverse_of<LANES>(h, eps);
+  const float along = row_dot<LANES>(d, h) * inverse * inverse / (8 * LANES);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) d[i] = factor * inverse * (d[i] - h[i] * along);
+  if (at < count) give(dx, at, d);
+}
+
+// log_g = -exp(A_log) softplus(a + dt_bias) and beta = most sigmoid(b), an element a lane; `heads` of them a token.
+template <typename T, typename A, typename D>
+inline void gates_forward(long at, long count, int heads, float most, const GLOBAL T* a, const GLOBAL T* b, A A_log,
+                          D dt_bias, GLOBAL float* log_g, GLOBAL float* beta) {
+  if (at >= count) return;
+  const int head = at % heads;
+  const float step = static_cast<float>(a[at]) + static_cast<float>(dt_bias[head]);
+  const float softplus = (step > 0.0f ? step : 0.0f) + log_one_plus(DELTATUNE_EXP(step > 0.0f ? -step : step));
+  log_g[at] = -DELTATUNE_EXP(static_cast<float>(A_log[head])) * softplus;
+  beta[at] = most * sigmoid_of(static_cast<float>(b[at]));
+}
+template <typename T, typename A, typename D>
+inline void gates_backward(long at, long count, int heads, float most, const GLOBAL T* a, const GLOBAL T* b, A A_log,
+                           D dt_bias, const GLOBAL float* dlog_g, const GLOBAL float* dbeta, GLOBAL T* da,
+                           GLOBAL T* db) {
+  if (at >= count) return;
+  const int head = at % heads;
+  const float step = static_cast<float>(a[at]) + static_cast<float>(dt_bias[head]);
+  const float s = sigmoid_of(static_cast<float>(b[at]));
+  da[at] = static_cast<T>(-dlog_g[at] * DELTATUNE_EXP(static_cast<float>(A_log[head])) * sigmoid_of(step));
+  db[at] = static_cast<T>(dbeta[at] * most * s * (1.0f - s));
+}

@@ -1,0 +1,85 @@
+"""One launch of a body of kernels/pointwise.h: 128 lanes a block, a lane for each of `count` pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import mlx.core as mx
+
+from ..kernels.launch import FOLDER
+
+GROUPS = 4
+_LANES = GROUPS * 32
+_PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thread_index_in_threadgroup;\n"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A body's name, inputs, outputs (like the input that each names) and the text of its arguments.
+
+    `pieces` names the input whose first axis counts the pieces; `values` are the body's compile-time values.
+    """
+
+    name: str
+    inputs: dict[str, mx.array]
+    outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]]
+    arguments: tuple[str, ...]
+    pieces: str
+    constants: tuple[int, ...] = ()
+    groups: int = GROUPS
+
+    @property
+    def values(self) -> dict[str, int | bool | mx.Dtype]:
+        """Of the kernel itself, none: constants stand in its text."""
+        return {}
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        return -(-self.inputs[self.pieces].shape[0] // _LANES), 1, 1
+
+    @property
+    def source(self) -> str:
+        """The text between the braces of the kernel, the same on every machine."""
+        constants = f"<{', '.join(map(str, self.constants))}>" if self.constants else ""
+        return f"{_PLACE}{self.name}{constants}(at, (long){self.pieces}_shape[0], {', '.join(self.arguments)});\n"
+
+    def run(self) -> list[mx.array]:
+        """Launch on the CUDA device."""
+        kernel = _kernel(self.name, tuple(self.inputs), tuple(self.outputs), self.source)
+        shapes, dtypes = zip(*self.outputs.values(), strict=True)
+        return kernel(
+            inputs=list(self.inputs.values()),
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
+            grid=(self.blocks[0] * _LANES, 1, 1),
+            threadgroup=(_LANES, 1, 1),
+        )
+
+
+Execute = Callable[[Pass], list[mx.array]]
+
+
+@cache
+def header(machine: str) -> str:
+    """The vocabulary of `machine` (metal or cuda) and the bodies."""
+    return "".join((FOLDER / name).read_text() for name in _files(machine))
+
+
+def _files(machine: str) -> list[str]:
+    return [f"{machine}.h", "pointwise.h"]
+
+
+@cache
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
+    text = header("cuda")
+    # MLX keeps what it compiled by this name, from one process to the next.
+    name = f"{name}_{crc32((text + source).encode()):08x}"
+    # MLX copies and hashes the whole source at every launch: the compiler finds the bodies by their path instead.
+    if isinstance(FOLDER, Path):
+        text = "".join(f'#include "{FOLDER / file}"\n' for file in _files("cuda"))
+    return mx.fast.cuda_kernel(name, list(inputs), list(outputs), source, text)

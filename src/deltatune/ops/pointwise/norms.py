@@ -1,0 +1,113 @@
+"""Norms over the last axis: x / rms(x) times a factor, and times a weight and silu of a gate."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from .launch import Execute, Pass
+from .passes import Arrays, Passes
+
+# Widths that a power of two of lanes holds, eight elements each, within one group.
+WIDTHS = (8, 16, 32, 64, 128, 256)
+
+
+def norm(x: mx.array, factor: float, eps: float, *, execute: Execute = Pass.run) -> mx.array:
+    """factor x / sqrt(mean(x^2) + eps) over the last axis, in one pass forward and one backward.
+
+    Args:
+        x: [..., W] floats, W one of WIDTHS.
+
+    Returns x's shape and dtype; computed in fp32. Raises ValueError for another W.
+    """
+    passes = _norm(_width(x), float(factor), float(eps))
+    return passes(x.reshape(-1, 8), execute=execute)[0].reshape(x.shape)
+
+
+def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float, *, execute: Execute = Pass.run) -> mx.array:
+    """x / sqrt(mean(x^2) + eps) weight silu(gate) over the last axis, in one pass forward and one backward.
+
+    Args:
+        x, gate: [..., W] floats of one dtype, W one of WIDTHS.
+        weight: [W].
+
+    Returns x's shape and dtype; computed in fp32. Raises ValueError for shapes or dtypes that do not fit.
+    Source: `RMSNormGated` of mlx_lm/models/qwen3_next.py and of transformers, which round the norm before the weight.
+    """
+    if gate.shape != x.shape or gate.dtype != x.dtype or weight.shape != x.shape[-1:]:
+        raise ValueError(f"gated_norm: x {x.shape} {x.dtype}, gate {gate.shape} {gate.dtype}, weight {weight.shape}.")
+    passes = _gated(_width(x), float(eps))
+    return passes(x.reshape(-1, 8), gate.reshape(-1, 8), weight, execute=execute)[0].reshape(x.shape)
+
+
+def covers(x: mx.array, *others: mx.array) -> bool:
+    """Whether the passes can serve x, and a gate with it."""
+    alike = all(other.shape == x.shape and other.dtype == x.dtype for other in others)
+    return alike and x.size > 0 and mx.issubdtype(x.dtype, mx.floating) and x.shape[-1] in WIDTHS
+
+
+def norm_proven(x: mx.array, factor: float, eps: float) -> bool:
+    """Whether `norm` covers x, and is right on this machine."""
+    return covers(x) and _norm(_width(x), float(factor), float(eps)).proven(x.reshape(-1, 8))
+
+
+def gated_norm_proven(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> bool:
+    """Whether `gated_norm` does, and is."""
+    return covers(x, gate) and _gated(_width(x), float(eps)).proven(x.reshape(-1, 8), gate.reshape(-1, 8), weight)
+
+
+def _width(x: mx.array) -> int:
+    if not covers(x):
+        raise ValueError(f"norm: x must be floats [..., W] with W one of {WIDTHS}, got {list(x.shape)} {x.dtype}.")
+    return x.shape[-1]
+
+
+def _inverse(x: mx.array, eps: float) -> mx.array:
+    return mx.rsqrt(mx.square(x.astype(mx.float32)).mean(axis=-1, keepdims=True) + eps)
+
+
+@cache
+def _norm(width: int, factor: float, eps: float) -> Passes:
+    numbers = (f"{factor!r}f", f"{eps!r}f")
+
+    def forward(x: mx.array) -> Pass:
+        return Pass("norm_forward", {"x": x}, {"y": (x.shape, x.dtype)}, (*numbers, "x", "y"), "x", (width // 8,))
+
+    def backward(x: mx.array, dy: mx.array) -> Pass:
+        inputs = {"x": x, "dy": dy.astype(x.dtype)}
+        return Pass(
+            "norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (*numbers, "x", "dy", "dx"), "x", (width // 8,)
+        )
+
+    def plain(x: mx.array) -> Arrays:
+        rows = x.reshape(-1, width)
+        return [(factor * rows * _inverse(rows, eps)).reshape(x.shape)]
+
+    return Passes("norm", 1, 96, forward, backward, plain)
+
+
+@cache
+def _gated(width: int, eps: float) -> Passes:
+    number = f"{eps!r}f"
+
+    def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Pass:
+        inputs = {"x": x, "weight": weight, "gate": gate}
+        arguments = (number, "x", "weight", "gate", "y")
+        return Pass("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, arguments, "x", (width // 8,))
+
+    def backward(x: mx.array, gate: mx.array, weight: mx.array, dy: mx.array) -> Pass:
+        inputs = {"x": x, "weight": weight, "gate": gate, "dy": dy.astype(x.dtype)}
+        outputs = dict.fromkeys(("dx", "dgate"), (x.shape, x.dtype))
+        return Pass("gated_norm_backward", inputs, outputs, (number, *inputs, *outputs), "x", (width // 8,))
+
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
+        x, gate, dy = (array.reshape(-1, width).astype(mx.float32) for array in (*primals[:2], cotangents[0]))
+        each = dy * gate * mx.sigmoid(gate) * x * _inverse(x, eps)
+        return [each.sum(axis=0).astype(primals[2].dtype)]
+
+    def plain(x: mx.array, gate: mx.array, weight: mx.array) -> Arrays:
+        rows, gates = x.reshape(-1, width), gate.reshape(-1, width)
+        return [(rows * _inverse(rows, eps) * weight * gates * mx.sigmoid(gates)).reshape(x.shape)]
+
+    return Passes("gated_norm", 2, 96, forward, backward, plain, parameters)

@@ -1,0 +1,103 @@
+"""A function as one pass over memory and its gradient as another, proven on this machine before its first use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from .launch import Execute, Pass
+
+logger = logging.getLogger(__name__)
+
+Arrays = Sequence[mx.array]
+# Of the largest element: a few roundings of the dtype's own.
+BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-8, mx.bfloat16: 2.0**-5}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One function of `rows` arrays in pieces [n, 8] or elements [n], and of parameters in shapes of their own.
+
+    forward: the launch for the primals. backward: for the primals and the cotangents; its outputs are the gradients of
+    the first `rows` primals. parameters: those of the others, by MLX's operations, computed only if they are wanted.
+    plain: the same function by MLX's operations. sample: how many pieces it is proven with.
+    """
+
+    name: str
+    rows: int
+    sample: int
+    forward: Callable[..., Pass]
+    backward: Callable[..., Pass]
+    plain: Callable[..., Arrays]
+    parameters: Callable[[Arrays, Arrays], list[mx.array]] = lambda primals, cotangents: []
+
+    def __call__(self, *arrays: mx.array, execute: Execute = Pass.run) -> list[mx.array]:
+        return list(_function(self, execute)(*arrays))
+
+    def proven(self, *arrays: mx.array, execute: Execute = Pass.run) -> bool:
+        """Whether both passes run here and agree with `plain` on small arrays of this kind; once a process."""
+        shapes = [array.shape[1:] if i < self.rows else array.shape for i, array in enumerate(arrays)]
+        return _proven(self, tuple(zip(shapes, (array.dtype for array in arrays), strict=True)), execute)
+
+
+@cache
+def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
+    forward: Any = mx.custom_function(lambda *arrays: execute(passes.forward(*arrays)))
+    backward: Any = mx.custom_function(lambda *arrays: execute(passes.backward(*arrays)))
+
+    def vjp(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
+        # MLX gives what is alone as it is.
+        given, d = ([each] if isinstance(each, mx.array) else list(each) for each in (primals, cotangents))
+        return [*backward(*given, *d), *passes.parameters(given, d)]
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(f"{passes.name} has no second derivative: its backward pass is written by hand.")
+
+    forward.vjp(vjp)
+    backward.vjp(refuse)
+    return cast(Callable[..., Arrays], forward)
+
+
+@cache
+def _proven(passes: Passes, kinds: tuple[tuple[tuple[int, ...], mx.Dtype], ...], execute: Execute) -> bool:
+    keys = mx.random.split(mx.random.key(7), len(kinds))
+    drawn = [
+        mx.random.normal((passes.sample, *shape) if i < passes.rows else shape, key=key).astype(dtype)
+        for i, ((shape, dtype), key) in enumerate(zip(kinds, keys, strict=True))
+    ]
+    try:
+        worst = _difference(passes, drawn, execute)
+    except (RuntimeError, ValueError) as error:
+        logger.warning("%s does not run on this GPU, MLX's operations serve instead: %s", passes.name, error)
+        return False
+    bound = max(BOUNDS[dtype] for _, dtype in kinds[: passes.rows])
+    if not worst <= bound:
+        logger.warning(
+            "%s is off by %.1e of the largest element on this GPU (%.1e allowed): MLX's operations serve instead.",
+            passes.name,
+            worst,
+            bound,
+        )
+    return bool(worst <= bound)
+
+
+def _difference(passes: Passes, arrays: list[mx.array], execute: Execute) -> float:
+    """The largest, over outputs and gradients, of the largest difference from `plain` over its largest element."""
+    made = passes(*arrays, execute=execute)
+    cotangents = [mx.random.normal(y.shape, key=mx.random.key(i)).astype(y.dtype) for i, y in enumerate(made)]
+    _, found = mx.vjp(lambda *primals: passes(*primals, execute=execute), arrays, cotangents)
+    wide = [array.astype(mx.float32) for array in arrays]
+    expected, wanted = mx.vjp(
+        lambda *primals: list(passes.plain(*primals)), wide, [c.astype(mx.float32) for c in cotangents]
+    )
+    worst = 0.0
+    for ours, theirs in zip([*made, *found], [*expected, *wanted], strict=True):
+        one, other = (np.array(array.astype(mx.float32)) for array in (ours, theirs))
+        worst = float(np.maximum(worst, np.abs(one - other).max() / np.abs(other).max()))
+    return worst

@@ -1,0 +1,122 @@
+"""Activations and norms in one pass over memory, for NVIDIA GPUs, where mx.compile fuses nothing.
+
+Versions read: mlx 0.31.2 to 0.32.4, mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .. import backend
+from ..ops.pointwise import norms, silu
+from .patch import Function, Patch
+
+_SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
+
+
+def records() -> tuple[Patch, ...]:
+    """PATCHES where MLX computes on CUDA, else none."""
+    return PATCHES if backend.device() == "cuda" else ()
+
+
+def _silu(upstream: Function) -> Function:
+    def ours(x: mx.array) -> mx.array:
+        return silu.swiglu(x) if silu.proven(x) else upstream(x)
+
+    return ours
+
+
+def _swiglu(upstream: Function) -> Function:
+    def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+        return silu.swiglu(gate, x) if silu.proven(gate, x) else upstream(gate, x)
+
+    return swiglu
+
+
+def _normalize_qk(upstream: Function) -> Function:
+    def normalize_qk(q: mx.array, k: mx.array, *, inv_scale: float, eps: float) -> tuple[mx.array, mx.array]:
+        # As upstream: mean(x^2) for sum(x^2), so 1 / sqrt(width) and eps are scaled.
+        numbers = [(inv_scale**2, eps * inv_scale**2), (inv_scale, eps * inv_scale**2)]
+        pairs = list(zip((q, k), numbers, strict=True))
+        if not all(norms.norm_proven(x, *number) for x, number in pairs):
+            return upstream(q, k, inv_scale=inv_scale, eps=eps)
+        return norms.norm(q, *numbers[0]), norms.norm(k, *numbers[1])
+
+    return normalize_qk
+
+
+def _gated_norm(upstream: Function) -> Function:
+    def __call__(self: Any, x: mx.array, gate: mx.array | None = None) -> mx.array:  # noqa: N807
+        if gate is not None and norms.gated_norm_proven(x, self.weight, gate, self.eps):
+            return norms.gated_norm(x, self.weight, gate, self.eps)
+        return upstream(self, x, gate)
+
+    return __call__
+
+
+def _same(function: str) -> Any:
+    """A check that a compiled function, whose signature cannot be read, computes silu(x), or silu(gate) x."""
+
+    def check(upstream: Function, _ours: Function) -> str | None:
+        arrays = [mx.random.normal((2, 8), key=mx.random.key(i)) for i in range(2 if function == "swiglu" else 1)]
+        found, wanted = upstream(*arrays), arrays[0] * mx.sigmoid(arrays[0])
+        wanted = wanted * arrays[1] if function == "swiglu" else wanted
+        worst = float(mx.abs(found - wanted).max())
+        return None if worst < 1e-5 else f"on a small case it differs from {function} by {worst:.1e}."
+
+    return check
+
+
+_RECORD: dict[str, Any] = {
+    "holders": (),
+    "reason": "several passes over memory on an NVIDIA GPU, forward and backward, where one will do",
+    "without": _SLOWER,
+}
+_MLX: dict[str, Any] = {"package": "mlx", "versions": ">=0.31.2,<0.33", **_RECORD}
+_MLX_LM: dict[str, Any] = {"package": "mlx_lm", **_RECORD}
+
+PATCHES = (
+    Patch(
+        **_MLX,
+        module="mlx.nn.layers.activations",
+        name="silu",
+        signature="",
+        replacement=_silu,
+        check=_same("silu"),
+    ),
+    Patch(
+        **_MLX_LM,
+        versions=">=0.31.3,<=0.32.2",
+        module="mlx_lm.models.activations",
+        name="swiglu",
+        signature="",
+        replacement=_swiglu,
+        check=_same("swiglu"),
+    ),
+    Patch(
+        **_MLX_LM,
+        versions=">=0.32.0,<=0.32.2",
+        module="mlx_lm.models.gated_delta",
+        name="normalize_qk",
+        signature="(q, k, *, inv_scale, eps)",
+        replacement=_normalize_qk,
+    ),
+    Patch(
+        **_MLX_LM,
+        versions=">=0.31.3,<=0.32.2",
+        module="mlx_lm.models.qwen3_next",
+        name="Qwen3NextRMSNormGated.__call__",
+        signature="(self, hidden_states, gate=None)",
+        replacement=_gated_norm,
+    ),
+    Patch(
+        **_MLX_LM,
+        versions=">=0.31.3,<=0.32.2",
+        module="mlx_lm.models.olmo_hybrid",
+        name="RMSNormGated.__call__",
+        signature="(self, x, gate)",
+        replacement=_gated_norm,
+    ),
+)

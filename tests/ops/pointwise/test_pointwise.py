@@ -1,0 +1,172 @@
+"""Each op's two passes, on the host machine, against MLX's operations in float64; what they refuse; the proof."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from host_machine import HostMachine
+
+from deltatune import backend
+from deltatune.ops.pointwise import gated_norm, gates, norm, swiglu
+from deltatune.ops.pointwise.launch import Pass, header
+from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.pointwise.silu import _backward, _forward, _plain
+
+# Of the largest element: fp32 sums of up to 256, an exponential; and each dtype's rounding.
+BOUND = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(scope="session")
+def execute(request, tmp_path_factory):
+    """Launches on the host machine, or on the GPU where there is one."""
+    if backend.device() == "cuda":
+        return Pass.run
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
+    return HostMachine(folder, header("metal")).run
+
+
+def inverse(x, eps):
+    return mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+
+
+def wide_gates(a, b, A_log, dt_bias, most=1.0):
+    return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.zeros((), mx.float64)), most * mx.sigmoid(b)
+
+
+def draw(*shapes, dtype=mx.float32, spread=1.0, seed=3):
+    """Normal numbers; parameters, of one axis, are not spread."""
+    keys = mx.random.split(mx.random.key(seed), len(shapes))
+    drawn = [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
+    return [(array * (spread if array.ndim > 1 else 1.0)).astype(dtype) for array in drawn]
+
+
+def rows(width):
+    return [(5, 27, width)] * 2
+
+
+CASES = {
+    "swiglu": (swiglu, lambda g, x: g * mx.sigmoid(g) * x, rows(40)),
+    "silu": (swiglu, lambda g: g * mx.sigmoid(g), [(3, 33, 24)]),
+    **{
+        f"norm of {width}": (
+            partial(norm, factor=0.25, eps=1e-3),
+            lambda x: 0.25 * x * inverse(x, 1e-3),
+            [(5, 27, width)],
+        )
+        for width in (8, 64, 256)
+    },
+    **{
+        f"gated norm of {width}": (
+            lambda x, g, w, execute: gated_norm(x, w, g, 1e-6, execute=execute),
+            lambda x, g, w: x * inverse(x, 1e-6) * w * g * mx.sigmoid(g),
+            [*rows(width), (width,)],
+        )
+        for width in (16, 128)
+    },
+    "gates": (gates, wide_gates, [(2, 75, 3), (2, 75, 3), (3,), (3,)]),
+    "gates with beta up to 2": (partial(gates, most=2.0), partial(wide_gates, most=2.0), [(4, 16)] * 2 + [(16,)] * 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=lambda d: str(d).split(".")[-1])
+@pytest.mark.parametrize("spread", [1.0, 20.0])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_value_and_gradients_against_float64(case, spread, dtype, execute):
+    function, plain, shapes = case
+    arrays = draw(*shapes, dtype=dtype, spread=spread)
+    ours = partial(function, execute=execute)
+
+    def listed(f):
+        return lambda *given: list(made) if isinstance(made := f(*given), tuple) else [made]
+
+    made = listed(ours)(*arrays)
+    cotangents = draw(*[y.shape for y in made], dtype=made[0].dtype, seed=4)
+    found = [*made, *mx.vjp(listed(ours), arrays, cotangents)[1]]
+    with mx.stream(mx.cpu):
+        wide, d = ([array.astype(mx.float64) for array in each] for each in (arrays, cotangents))
+        expected, wanted = mx.vjp(listed(plain), wide, d)
+        wanted = [np.array(array) for array in (*expected, *wanted)]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        error = np.abs(np.array(one.astype(mx.float32), np.float64) - other).max() / np.abs(other).max()
+        assert error < BOUND[dtype], error
+    assert all(gradient.dtype == array.dtype for gradient, array in zip(found[len(made) :], arrays, strict=True))
+
+
+def test_a_gate_far_below_zero_keeps_its_digits(execute):
+    a, b, A_log, dt_bias = draw((4, 8), (4, 8), (8,), (8,))
+    log_g, _ = gates(a - 14, b, A_log, dt_bias, execute=execute)
+    exact = -np.exp(np.array(A_log, np.float64)) * np.log1p(np.exp(np.array(a, np.float64) - 14 + np.array(dt_bias)))
+    assert np.abs(np.array(log_g) / exact - 1).max() < 1e-5
+
+
+def test_arrays_that_do_not_lie_in_a_row_and_odd_places(execute):
+    (x,) = draw((3, 10, 64))
+    turned = x.swapaxes(0, 1)
+    assert mx.array_equal(
+        norm(turned, 1.0, 1e-6, execute=execute), norm(mx.contiguous(turned), 1.0, 1e-6, execute=execute)
+    )
+    flat = draw((65,))[0]
+    assert mx.array_equal(swiglu(flat[1:], execute=execute), swiglu(mx.contiguous(flat[1:]), execute=execute))
+
+
+def test_compiled_and_checkpointed(execute):
+    x, g, w = draw(*rows(64), (64,))
+
+    def loss(x, g, w):
+        return swiglu(gated_norm(x, w, g, 1e-6, execute=execute), x, execute=execute).square().sum()
+
+    wanted = mx.grad(loss, argnums=(0, 1, 2))(x, g, w)
+    if backend.device() == "cuda":
+        found = mx.compile(mx.grad(loss, argnums=(0, 1, 2)))(x, g, w)
+        assert all(mx.array_equal(one, other) for one, other in zip(wanted, found, strict=True))
+    (again,) = mx.vjp(mx.checkpoint(loss), [x, g, w], [mx.ones(())])[1][:1]
+    assert mx.array_equal(again, wanted[0])
+
+
+def test_no_second_derivative(execute):
+    (x,) = draw((2, 64))
+    with pytest.raises(NotImplementedError, match="silu has no second derivative"):
+        mx.grad(lambda x: mx.grad(lambda x: swiglu(x, execute=execute).sum())(x).sum())(x)
+
+
+def test_refuses_what_does_not_fit():
+    x, y, short = draw((2, 64), (2, 32), (2, 12))
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        swiglu(x, y)
+    with pytest.raises(ValueError, match=r"W one of \(8, 16"):
+        norm(short, 1.0, 1e-6)
+    with pytest.raises(ValueError, match=r"gated_norm: x \(2, 64\)"):
+        gated_norm(x, y[0], x, 1e-6)
+    with pytest.raises(ValueError, match="gates: a"):
+        gates(x, x, y[0], y[0])
+
+
+def test_a_pass_that_is_wrong_or_does_not_run_is_not_used(execute, caplog):
+    def wrong(gate, dy):
+        made = _backward(gate, dy)
+        return Pass(made.name, {**made.inputs, "dy": dy * 1.2}, made.outputs, made.arguments, "gate")
+
+    def stopped(*_):
+        raise RuntimeError("no compiler")
+
+    (x,) = draw((4, 8))
+    for backward, said in ((_backward, None), (wrong, "off by"), (stopped, "no compiler")):
+        passes = Passes("silu", 1, 96, _forward, backward, _plain)
+        with caplog.at_level(logging.WARNING):
+            caplog.clear()
+            assert passes.proven(x, execute=execute) is (said is None)
+            assert (said or "") in caplog.text

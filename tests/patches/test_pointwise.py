@@ -1,0 +1,86 @@
+"""What stands around the recurrence: replaced on CUDA alone, and then the same numbers."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import activations, gated_delta, olmo_hybrid, qwen3_5, qwen3_next
+
+from deltatune import backend, patches
+from deltatune.ops.pointwise import norms, silu
+from deltatune.patches import patched, pointwise
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """As on an NVIDIA GPU; the passes, which need one, give what they are proven against."""
+    monkeypatch.setattr(patches.pointwise, "records", lambda: pointwise.PATCHES)
+    if backend.device() == "cuda":
+        return
+    for module, name in ((silu, "proven"), (norms, "norm_proven"), (norms, "gated_norm_proven")):
+        monkeypatch.setattr(module, name, lambda *_: True)
+    served = []
+
+    def note(name, value):
+        served.append(name)
+        return value
+
+    def plain_norm(x, factor, eps):
+        return factor * x * norms._inverse(x, eps)
+
+    monkeypatch.setattr(
+        silu, "swiglu", lambda g, x=None: note("swiglu" if x is not None else "silu", silu._plain(g, x)[0])
+    )
+    monkeypatch.setattr(norms, "norm", lambda x, factor, eps: note("norm", plain_norm(x, factor, eps)))
+    monkeypatch.setattr(
+        norms, "gated_norm", lambda x, w, g, eps: note("gated norm", plain_norm(x, w, eps) * silu._plain(g)[0])
+    )
+    return served
+
+
+def draw(*shapes):
+    keys = mx.random.split(mx.random.key(5), len(shapes))
+    return [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
+
+
+def results():
+    g, x, q, k = draw((2, 5, 2, 32), (2, 5, 2, 32), (2, 5, 2, 32), (2, 5, 2, 32))
+    found = [nn.silu(g), nn.SiLU()(g), activations.swiglu(g, x), qwen3_next.swiglu(g, x)]
+    found += gated_delta.normalize_qk(q, k, inv_scale=32**-0.5, eps=1e-6)
+    found += qwen3_5.normalize_qk(q, k, inv_scale=32**-0.5, eps=1e-6)
+    found += [olmo_hybrid.RMSNormGated(32)(x, g), qwen3_next.Qwen3NextRMSNormGated(32)(x, g)]
+    return [*found, qwen3_next.Qwen3NextRMSNormGated(32)(x)]
+
+
+def test_every_holder_gets_them_and_they_compute_the_same(on_cuda):
+    wanted = results()
+    with patched() as report:
+        assert not report.left_alone
+        found = results()
+    for one, other in zip(found, wanted, strict=True):
+        assert np.abs(np.array(one) - np.array(other)).max() < 2e-6
+    if on_cuda is not None:
+        assert on_cuda == ["silu"] * 2 + ["swiglu"] * 2 + ["norm"] * 4 + ["gated norm"] * 2
+
+
+def test_what_is_not_proven_stays_upstream(on_cuda, monkeypatch):
+    for module, name in ((silu, "proven"), (norms, "norm_proven"), (norms, "gated_norm_proven")):
+        monkeypatch.setattr(module, name, lambda *_: False)
+    wanted = results()
+    with patched():
+        found = results()
+    assert all(mx.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert not on_cuda
+
+
+@pytest.mark.skipif(backend.device() == "cuda", reason="for other machines")
+def test_other_machines_keep_upstreams():
+    silu_of, swiglu_of = nn.silu, activations.swiglu
+    with patched():
+        assert nn.silu is silu_of
+        assert qwen3_next.swiglu is swiglu_of
