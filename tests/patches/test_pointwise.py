@@ -12,7 +12,8 @@ import pytest
 from mlx_lm.models import activations, gated_delta, olmo_hybrid, qwen3_5, qwen3_next
 
 from deltatune import backend, patches
-from deltatune.ops.pointwise import norms, silu
+from deltatune.ops import segments
+from deltatune.ops.pointwise import conv, norms, silu
 from deltatune.patches import patched, pointwise
 
 
@@ -50,7 +51,7 @@ def draw(*shapes):
 
 def results():
     g, x, q, k = draw((2, 5, 2, 32), (2, 5, 2, 32), (2, 5, 2, 32), (2, 5, 2, 32))
-    found = [nn.silu(g), nn.SiLU()(g), activations.swiglu(g, x), qwen3_next.swiglu(g, x)]
+    found = [activations.swiglu(g, x), qwen3_next.swiglu(g, x)]
     found += gated_delta.normalize_qk(q, k, inv_scale=32**-0.5, eps=1e-6)
     found += qwen3_5.normalize_qk(q, k, inv_scale=32**-0.5, eps=1e-6)
     found += [olmo_hybrid.RMSNormGated(32)(x, g), qwen3_next.Qwen3NextRMSNormGated(32)(x, g)]
@@ -65,7 +66,33 @@ def test_every_holder_gets_them_and_they_compute_the_same(on_cuda):
     for one, other in zip(found, wanted, strict=True):
         assert np.abs(np.array(one) - np.array(other)).max() < 2e-6
     if on_cuda is not None:
-        assert on_cuda == ["silu"] * 2 + ["swiglu"] * 2 + ["norm"] * 4 + ["gated norm"] * 2
+        assert on_cuda == ["swiglu"] * 2 + ["norm"] * 4 + ["gated norm"] * 2
+
+
+def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    layer = nn.Conv1d(8, 8, 4, groups=8, bias=False)
+    biased = nn.Conv1d(8, 8, 4, groups=8)
+    (x,) = draw((2, 9, 8))
+    x[:, :3] = 0
+    documents = mx.array([[0, 0, 1, 1, 1, 2]] * 2)
+
+    def run():
+        found = [nn.silu(layer(x)), nn.silu(layer(x) + 0.5), nn.silu(biased(x))]
+        with segments.segments(documents):
+            return [*found, nn.silu(layer(x))]
+
+    with patched():
+        monkeypatch.setattr(conv, "proven", lambda *_: False)
+        wanted = run()
+        monkeypatch.setattr(conv, "proven", lambda *_: True)
+        monkeypatch.setattr(conv, "conv_silu", lambda *arrays: conv._plain(*arrays)[0] * 2)
+        found = run()
+        assert pointwise._last is None
+        layer.eval()
+        assert mx.allclose(nn.silu(layer(x)), wanted[0], atol=1e-6)
+    for one, other, ours in zip(found, wanted, (2, 1, 1, 2), strict=True):
+        assert mx.allclose(one, ours * other, atol=1e-6)
 
 
 def test_what_is_not_proven_stays_upstream(on_cuda, monkeypatch):
@@ -80,7 +107,6 @@ def test_what_is_not_proven_stays_upstream(on_cuda, monkeypatch):
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="for other machines")
 def test_other_machines_keep_upstreams():
-    silu_of, swiglu_of = nn.silu, activations.swiglu
+    upstream = activations.swiglu
     with patched():
-        assert nn.silu is silu_of
-        assert qwen3_next.swiglu is swiglu_of
+        assert qwen3_next.swiglu is upstream

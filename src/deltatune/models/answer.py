@@ -8,15 +8,20 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm import batch_generate
 
+from .. import backend
 
-def answer_all(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch_size: int = 128
-) -> list[str]:
+
+# MLX's rope on CUDA cannot launch for one token of more rows of heads where few pairs turn, as in the demo's model.
+BATCH = {"cuda": 32}
+
+
+def answer_all(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[str]:
     """The model's likeliest continuation of each prompt, token by token, up to its end or `max_tokens`.
 
     prompts: tokens, of any lengths. Leaves `model` in inference mode.
     """
     model.eval()
+    batch_size = BATCH.get(backend.device(), 128)
     response = batch_generate(
         model,
         tokenizer,

@@ -9,7 +9,7 @@ import mlx.core as mx
 from .. import backend
 from ..ops import segments
 from ..ops.causal_conv import causal_conv
-from . import recurrence
+from . import pointwise, recurrence
 from .patch import Function, Patch
 
 UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
@@ -109,7 +109,8 @@ def _conv1d(upstream: Function) -> Function:
         plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
         causal = plain and before > 0 and self.groups == self.weight.shape[0] == x.shape[-1]
         if documents is None:
-            return _taps(self, x) if causal and self.training and backend.device() == "cpu" else upstream(self, x)
+            y = _taps(self, x) if causal and self.training and backend.device() == "cpu" else upstream(self, x)
+            return pointwise.convolved(self, x, y) if causal else y
         if before == 0:
             return upstream(self, x)
         if not (causal and x.shape[1] == documents.shape[1] + before):
@@ -118,7 +119,8 @@ def _conv1d(upstream: Function) -> Function:
                 "convolutions on [state, x] know how to restart. Train this model without packing."
             )
         # The rows before the first token are the empty state; each document starts from zeros of its own.
-        return causal_conv(x[:, before:], self.weight[..., 0], _bias(self), segments=documents)[0]
+        y, _ = causal_conv(x[:, before:], self.weight[..., 0], _bias(self), segments=documents)
+        return pointwise.convolved(self, x, y, documents)
 
     return __call__
 

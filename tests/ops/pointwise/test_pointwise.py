@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import deltatune  # noqa: F401
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from host_machine import HostMachine
 
 from deltatune import backend
-from deltatune.ops.pointwise import gated_norm, gates, norm, swiglu
+from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norms, silu, swiglu
+from deltatune.ops.pointwise import passes as passes_module
 from deltatune.ops.pointwise.launch import Pass, header
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
@@ -44,6 +45,33 @@ def inverse(x, eps):
 
 def wide_gates(a, b, A_log, dt_bias, most=1.0):
     return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.zeros((), mx.float64)), most * mx.sigmoid(b)
+
+
+def documents(length):
+    """Of one token, of a few, and across a lane's edge."""
+    return mx.array(np.searchsorted([1, 4, 9, 20], np.arange(length), side="right"))[None].astype(mx.int32)
+
+
+def wide_conv(x, weight, length, segmented):
+    """As sums over taps, one after another."""
+    K, owner = weight.shape[1], np.array(documents(length))[0]
+    outputs = []
+    for t in range(length):
+        total = mx.zeros((x.shape[0], x.shape[2]), mx.float64)
+        for j in range(K):
+            if not segmented or owner[max(0, t - (K - 1 - j))] == owner[t]:
+                total = total + x[:, t + j] * weight[:, j]
+        outputs.append(total * mx.sigmoid(total))
+    return mx.stack(outputs, axis=1)
+
+
+def conv_case(batch, length, channels, taps, segmented):
+    def ours(x, weight, execute):
+        segments = mx.broadcast_to(documents(length), (batch, length)) if segmented else None
+        return conv_silu(x, weight, segments, execute=execute)
+
+    shapes = [(batch, taps - 1 + length, channels), (channels, taps)]
+    return ours, lambda x, weight: wide_conv(x, weight, length, segmented), shapes
 
 
 def draw(*shapes, dtype=mx.float32, spread=1.0, seed=3):
@@ -76,6 +104,10 @@ CASES = {
         )
         for width in (16, 128)
     },
+    "conv": conv_case(2, 19, 24, 4, False),
+    "conv of one token": conv_case(1, 1, 8, 4, False),
+    "conv of two taps": conv_case(3, 8, 16, 2, False),
+    "conv of documents": conv_case(2, 27, 16, 4, True),
     "gates": (gates, wide_gates, [(2, 75, 3), (2, 75, 3), (3,), (3,)]),
     "gates with beta up to 2": (partial(gates, most=2.0), partial(wide_gates, most=2.0), [(4, 16)] * 2 + [(16,)] * 2),
 }
@@ -158,15 +190,33 @@ def test_refuses_what_does_not_fit():
 def test_a_pass_that_is_wrong_or_does_not_run_is_not_used(execute, caplog):
     def wrong(gate, dy):
         made = _backward(gate, dy)
-        return Pass(made.name, {**made.inputs, "dy": dy * 1.2}, made.outputs, made.arguments, "gate")
+        return Pass(made.name, {**made.inputs, "dy": dy * 1.2}, made.outputs, made.arguments, made.lanes)
 
     def stopped(*_):
         raise RuntimeError("no compiler")
 
-    (x,) = draw((4, 8))
-    for backward, said in ((_backward, None), (wrong, "off by"), (stopped, "no compiler")):
-        passes = Passes("silu", 1, 96, _forward, backward, _plain)
+    for i, (backward, said) in enumerate(((_backward, None), (wrong, "off by"), (stopped, "no compiler"))):
+        passes = Passes(f"silu {i}", _forward, backward, _plain)
         with caplog.at_level(logging.WARNING):
             caplog.clear()
-            assert passes.proven(x, execute=execute) is (said is None)
+            assert passes.proven(((96, 8), mx.float32), execute=execute) is (said is None)
             assert (said or "") in caplog.text
+
+
+def test_every_op_is_proven_on_small_arrays_of_its_kind(execute, monkeypatch):
+    monkeypatch.setattr(Passes, "proven", partialmethod(Passes.proven, execute=execute))
+    monkeypatch.setattr(passes_module, "_known", {})
+    x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
+    assert silu.proven(x)
+    assert silu.proven(x, g)
+    assert norms.norm_proven(x, 0.5, 1e-6)
+    assert norms.gated_norm_proven(x, w, g, 1e-6)
+    assert gating.proven(x, g, w, w)
+    assert gating.proven(x, g, w, w, 2.0)
+    assert conv.proven(x, taps)
+    assert conv.proven(x, taps, mx.zeros((2, 6), mx.int32))
+    assert not silu.proven(x, g[:1])
+    assert not norms.norm_proven(x[..., :12], 0.5, 1e-6)
+    assert not gating.proven(x, g, w[:3], w)
+    assert not conv.proven(x, w[:, None])
+    assert len(passes_module._known) == 8

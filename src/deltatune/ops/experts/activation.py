@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ... import backend
+from ..pointwise import silu
 
 # Arrays, made once: a Python number in an expression is a buffer of its own, alive until the expression is computed.
 _ONE, _LOG2_E, _LEAST, _MOST = (mx.array(value) for value in (1.0, 1.4426950408889634, -87.0, 87.0))
@@ -25,6 +26,8 @@ _COEFFICIENTS = tuple(mx.array(value) for value in (1 / 720, 1 / 120, 1 / 24, 1 
 
 def swiglu(up: mx.array, gate: mx.array) -> mx.array:
     """silu(gate) * up, for arrays of one shape."""
+    if backend.device() == "cuda" and silu.proven(gate, up):
+        return silu.swiglu(gate, up)
     return _swiglu(up, gate)[0]
 
 

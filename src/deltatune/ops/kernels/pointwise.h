@@ -159,3 +159,107 @@ inline void gates_backward(long at, long count, int heads, float most, const GLO
   da[at] = static_cast<T>(-dlog_g[at] * DELTATUNE_EXP(static_cast<float>(A_log[head])) * sigmoid_of(step));
   db[at] = static_cast<T>(dbeta[at] * most * s * (1.0f - s));
 }
+
+// The causal convolution of a layer with its silu: rows of x are the state's TAPS - 1, then a token's each. A lane has
+// eight channels of ROWS tokens. A tap counts where it stays in its document; the state is the first one's.
+struct Lanes {
+  int b, row, piece;
+};
+template <int ROWS>
+inline Lanes lanes_at(long at, int rows, int pieces) {
+  const int blocks = (rows + ROWS - 1) / ROWS;
+  const long rest = at / pieces;
+  return Lanes{(int)(rest / blocks), (int)(rest % blocks) * ROWS, (int)(at % pieces)};
+}
+inline bool together(Absent, long, int, int) { return true; }
+template <typename S>
+inline bool together(const GLOBAL S* segments, long start, int from, int t) {
+  return segments[start + (from < 0 ? 0 : from)] == segments[start + t];
+}
+template <int TAPS, typename W>
+inline void take_taps(thread float (&to)[TAPS][8], W weight, int piece) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < TAPS; ++j)
+    for (int i = 0; i < 8; ++i) to[j][i] = static_cast<float>(weight[(piece * 8 + i) * TAPS + j]);
+}
+template <int TAPS>
+inline void make_room(thread float (&window)[TAPS][8]) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j + 1 < TAPS; ++j)
+    for (int i = 0; i < 8; ++i) window[j][i] = window[j + 1][i];
+}
+// The sums of token t, whose rows stand in `window`.
+template <int TAPS, typename S>
+inline void convolve(thread float (&sum)[8], const thread float (&window)[TAPS][8], const thread float (&w)[TAPS][8],
+                     S segments, long start, int t) {
+  for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+  DELTATUNE_UNROLL
+  for (int j = 0; j < TAPS; ++j) {
+    if (!together(segments, start, t - (TAPS - 1 - j), t)) continue;
+    for (int i = 0; i < 8; ++i) sum[i] += w[j][i] * window[j][i];
+  }
+}
+
+template <int TAPS, int ROWS, typename T, typename W, typename S>
+inline void conv_silu_forward(long at, long batch, int rows, int channels, const GLOBAL T* x, W weight, S segments,
+                              GLOBAL T* y) {
+  const int length = rows - (TAPS - 1), pieces = channels / 8;
+  const Lanes own = lanes_at<ROWS>(at, length, pieces);
+  if (own.b >= batch) return;
+  float w[TAPS][8], window[TAPS][8], sum[8];
+  take_taps(w, weight, own.piece);
+  const long first = ((long)own.b * rows + own.row) * pieces + own.piece, start = (long)own.b * length;
+  DELTATUNE_UNROLL
+  for (int j = 0; j + 1 < TAPS; ++j) take(window[j + 1], x, first + (long)j * pieces);
+  DELTATUNE_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    const int t = own.row + r;
+    if (t >= length) break;
+    make_room(window);
+    take(window[TAPS - 1], x, first + (long)(r + TAPS - 1) * pieces);
+    convolve(sum, window, w, segments, start, t);
+    for (int i = 0; i < 8; ++i) sum[i] *= sigmoid_of(sum[i]);
+    give(y, (start + t) * pieces + own.piece, sum);
+  }
+}
+// Row s of x was read by tokens s - TAPS + 1 to s, whose sums are made again.
+template <int TAPS, int ROWS, typename T, typename W, typename S>
+inline void conv_silu_backward(long at, long batch, int rows, int channels, const GLOBAL T* x, W weight, S segments,
+                               const GLOBAL T* dy, GLOBAL T* dx) {
+  const int length = rows - (TAPS - 1), pieces = channels / 8;
+  const Lanes own = lanes_at<ROWS>(at, rows, pieces);
+  if (own.b >= batch) return;
+  float w[TAPS][8], window[TAPS][8], d[TAPS][8], sum[8];
+  take_taps(w, weight, own.piece);
+  const long first = (long)own.b * rows * pieces + own.piece, start = (long)own.b * length;
+  DELTATUNE_UNROLL
+  for (int j = 0; j + 1 < TAPS; ++j) {
+    const int row = own.row - (TAPS - 1) + j;
+    take(window[j + 1], x, first + (long)(row > 0 ? row : 0) * pieces);
+  }
+  DELTATUNE_UNROLL
+  for (int r = -(TAPS - 1); r < ROWS; ++r) {
+    const int t = own.row + r;
+    if (t >= rows) break;
+    make_room(window);
+    make_room(d);
+    for (int i = 0; i < 8; ++i) d[TAPS - 1][i] = 0.0f;
+    if (t >= 0 && t < length) {
+      take(window[TAPS - 1], x, first + (long)(t + TAPS - 1) * pieces);
+      convolve(sum, window, w, segments, start, t);
+      take(d[TAPS - 1], dy, (start + t) * pieces + own.piece);
+      for (int i = 0; i < 8; ++i) d[TAPS - 1][i] *= silu_slope(sum[i], sigmoid_of(sum[i]));
+    } else if (t + TAPS - 1 >= 0 && t + TAPS - 1 < rows) {
+      take(window[TAPS - 1], x, first + (long)(t + TAPS - 1) * pieces);
+    }
+    if (r < 0) continue;
+    for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+    DELTATUNE_UNROLL
+    for (int j = 0; j < TAPS; ++j) {
+      const int reader = t - j;
+      if (reader < 0 || reader >= length || !together(segments, start, t - (TAPS - 1), reader)) continue;
+      for (int i = 0; i < 8; ++i) sum[i] += w[j][i] * d[TAPS - 1 - j][i];
+    }
+    give(dx, first + (long)t * pieces, sum);
+  }
+}

@@ -40,9 +40,11 @@ def covers(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> bool
 
 def proven(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, most: float = 1.0) -> bool:
     """Whether the passes cover these arrays, and are right on this machine."""
-    return covers(a, b, A_log, dt_bias) and _passes(a.shape[-1], float(most)).proven(
-        a.reshape(-1), b.reshape(-1), A_log, dt_bias
-    )
+    if not covers(a, b, A_log, dt_bias):
+        return False
+    heads = a.shape[-1]
+    kinds = [((12 * heads,), a.dtype)] * 2 + [(x.shape, x.dtype) for x in (A_log, dt_bias)]
+    return _passes(heads, float(most)).proven(*kinds)
 
 
 def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float | None = None) -> mx.array:
@@ -59,18 +61,18 @@ def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float
 
 @cache
 def _passes(heads: int, most: float) -> Passes:
-    numbers = (str(heads), f"{most!r}f")
+    numbers = ("(long)a_shape[0]", str(heads), f"{most!r}f")
 
     def forward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Pass:
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
         outputs = dict.fromkeys(("log_g", "beta"), (a.shape, mx.float32))
-        return Pass("gates_forward", inputs, outputs, (*numbers, *inputs, *outputs), "a")
+        return Pass("gates_forward", inputs, outputs, (*numbers, *inputs, *outputs), a.shape[0])
 
     def backward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, *cotangents: mx.array) -> Pass:
         d = dict(zip(("dlog_g", "dbeta"), (each.astype(mx.float32) for each in cotangents), strict=True))
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, **d}
         outputs = dict.fromkeys(("da", "db"), (a.shape, a.dtype))
-        return Pass("gates_backward", inputs, outputs, (*numbers, *inputs, *outputs), "a")
+        return Pass("gates_backward", inputs, outputs, (*numbers, *inputs, *outputs), a.shape[0])
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         a, _, A_log, dt_bias = primals
@@ -82,4 +84,4 @@ def _passes(heads: int, most: float) -> Passes:
         shape = (-1, heads)
         return [log_gate(A_log, a.reshape(shape), dt_bias).reshape(-1), most * mx.sigmoid(b)]
 
-    return Passes("gates", 2, 12 * heads, forward, backward, plain, parameters)
+    return Passes(f"gates of {heads} heads (beta to {most})", forward, backward, plain, parameters)

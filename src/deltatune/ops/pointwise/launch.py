@@ -1,4 +1,4 @@
-"""One launch of a body of kernels/pointwise.h: 128 lanes a block, a lane for each of `count` pieces."""
+"""One launch of a body of kernels/pointwise.h: 128 lanes a block, a lane for each piece of work."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ _PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thr
 
 @dataclass(frozen=True)
 class Pass:
-    """A body's name, inputs, outputs (like the input that each names) and the text of its arguments.
-
-    `pieces` names the input whose first axis counts the pieces; `values` are the body's compile-time values.
-    """
+    """A body's name, its inputs and outputs, the text of its arguments, how many lanes it needs, and its constants."""
 
     name: str
     inputs: dict[str, mx.array]
     outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]]
     arguments: tuple[str, ...]
-    pieces: str
+    lanes: int
     constants: tuple[int, ...] = ()
     groups: int = GROUPS
 
@@ -40,13 +37,13 @@ class Pass:
 
     @property
     def blocks(self) -> tuple[int, int, int]:
-        return -(-self.inputs[self.pieces].shape[0] // _LANES), 1, 1
+        return -(-self.lanes // _LANES), 1, 1
 
     @property
     def source(self) -> str:
         """The text between the braces of the kernel, the same on every machine."""
         constants = f"<{', '.join(map(str, self.constants))}>" if self.constants else ""
-        return f"{_PLACE}{self.name}{constants}(at, (long){self.pieces}_shape[0], {', '.join(self.arguments)});\n"
+        return f"{_PLACE}{self.name}{constants}(at, {', '.join(self.arguments)});\n"
 
     def run(self) -> list[mx.array]:
         """Launch on the CUDA device."""

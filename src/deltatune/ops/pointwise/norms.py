@@ -49,12 +49,14 @@ def covers(x: mx.array, *others: mx.array) -> bool:
 
 def norm_proven(x: mx.array, factor: float, eps: float) -> bool:
     """Whether `norm` covers x, and is right on this machine."""
-    return covers(x) and _norm(_width(x), float(factor), float(eps)).proven(x.reshape(-1, 8))
+    return covers(x) and _norm(_width(x), float(factor), float(eps)).proven(((96, 8), x.dtype))
 
 
 def gated_norm_proven(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> bool:
     """Whether `gated_norm` does, and is."""
-    return covers(x, gate) and _gated(_width(x), float(eps)).proven(x.reshape(-1, 8), gate.reshape(-1, 8), weight)
+    return covers(x, gate) and _gated(_width(x), float(eps)).proven(
+        *[((96, 8), x.dtype)] * 2, (weight.shape, weight.dtype)
+    )
 
 
 def _width(x: mx.array) -> int:
@@ -69,37 +71,39 @@ def _inverse(x: mx.array, eps: float) -> mx.array:
 
 @cache
 def _norm(width: int, factor: float, eps: float) -> Passes:
-    numbers = (f"{factor!r}f", f"{eps!r}f")
+    numbers = ("(long)x_shape[0]", f"{factor!r}f", f"{eps!r}f")
 
     def forward(x: mx.array) -> Pass:
-        return Pass("norm_forward", {"x": x}, {"y": (x.shape, x.dtype)}, (*numbers, "x", "y"), "x", (width // 8,))
+        return Pass(
+            "norm_forward", {"x": x}, {"y": (x.shape, x.dtype)}, (*numbers, "x", "y"), x.shape[0], (width // 8,)
+        )
 
     def backward(x: mx.array, dy: mx.array) -> Pass:
         inputs = {"x": x, "dy": dy.astype(x.dtype)}
         return Pass(
-            "norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (*numbers, "x", "dy", "dx"), "x", (width // 8,)
+            "norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (*numbers, "x", "dy", "dx"), x.shape[0], (width // 8,)
         )
 
     def plain(x: mx.array) -> Arrays:
         rows = x.reshape(-1, width)
         return [(factor * rows * _inverse(rows, eps)).reshape(x.shape)]
 
-    return Passes("norm", 1, 96, forward, backward, plain)
+    return Passes(f"norm of {width} ({factor}, {eps})", forward, backward, plain)
 
 
 @cache
 def _gated(width: int, eps: float) -> Passes:
-    number = f"{eps!r}f"
+    numbers = ("(long)x_shape[0]", f"{eps!r}f")
 
     def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Pass:
         inputs = {"x": x, "weight": weight, "gate": gate}
-        arguments = (number, "x", "weight", "gate", "y")
-        return Pass("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, arguments, "x", (width // 8,))
+        arguments = (*numbers, "x", "weight", "gate", "y")
+        return Pass("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, arguments, x.shape[0], (width // 8,))
 
     def backward(x: mx.array, gate: mx.array, weight: mx.array, dy: mx.array) -> Pass:
         inputs = {"x": x, "weight": weight, "gate": gate, "dy": dy.astype(x.dtype)}
         outputs = dict.fromkeys(("dx", "dgate"), (x.shape, x.dtype))
-        return Pass("gated_norm_backward", inputs, outputs, (number, *inputs, *outputs), "x", (width // 8,))
+        return Pass("gated_norm_backward", inputs, outputs, (*numbers, *inputs, *outputs), x.shape[0], (width // 8,))
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, gate, dy = (array.reshape(-1, width).astype(mx.float32) for array in (*primals[:2], cotangents[0]))
@@ -110,4 +114,4 @@ def _gated(width: int, eps: float) -> Passes:
         rows, gates = x.reshape(-1, width), gate.reshape(-1, width)
         return [(rows * _inverse(rows, eps) * weight * gates * mx.sigmoid(gates)).reshape(x.shape)]
 
-    return Passes("gated_norm", 2, 96, forward, backward, plain, parameters)
+    return Passes(f"gated norm of {width} ({eps})", forward, backward, plain, parameters)

@@ -16,34 +16,40 @@ from .launch import Execute, Pass
 logger = logging.getLogger(__name__)
 
 Arrays = Sequence[mx.array]
+Kind = tuple[tuple[int, ...], mx.Dtype]
 # Of the largest element: a few roundings of the dtype's own.
 BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-8, mx.bfloat16: 2.0**-5}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """One function of `rows` arrays in pieces [n, 8] or elements [n], and of parameters in shapes of their own.
+    """One function of arrays whose gradients the backward pass gives, then of parameters, then of `fixed` others.
 
-    forward: the launch for the primals. backward: for the primals and the cotangents; its outputs are the gradients of
-    the first `rows` primals. parameters: those of the others, by MLX's operations, computed only if they are wanted.
-    plain: the same function by MLX's operations. sample: how many pieces it is proven with.
+    forward: the launch for the primals. backward: for the primals and the cotangents; its outputs are gradients.
+    parameters: gradients of the parameters, by MLX's operations, computed only if they are wanted.
+    plain: the same function by MLX's operations.
     """
 
     name: str
-    rows: int
-    sample: int
     forward: Callable[..., Pass]
     backward: Callable[..., Pass]
     plain: Callable[..., Arrays]
     parameters: Callable[[Arrays, Arrays], list[mx.array]] = lambda primals, cotangents: []
+    fixed: int = 0
 
     def __call__(self, *arrays: mx.array, execute: Execute = Pass.run) -> list[mx.array]:
         return list(_function(self, execute)(*arrays))
 
-    def proven(self, *arrays: mx.array, execute: Execute = Pass.run) -> bool:
-        """Whether both passes run here and agree with `plain` on small arrays of this kind; once a process."""
-        shapes = [array.shape[1:] if i < self.rows else array.shape for i, array in enumerate(arrays)]
-        return _proven(self, tuple(zip(shapes, (array.dtype for array in arrays), strict=True)), execute)
+    def proven(self, *kinds: Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
+        """Whether both passes run here and agree with `plain` on random arrays of these shapes and dtypes, followed by
+        `others`; looked at once a process for each name and kinds."""
+        key = (self.name, kinds, len(others), execute)
+        if key not in _known:
+            _known[key] = _proven(self, kinds, others, execute)
+        return _known[key]
+
+
+_known: dict[Any, bool] = {}
 
 
 @cache
@@ -54,7 +60,8 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
     def vjp(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         # MLX gives what is alone as it is.
         given, d = ([each] if isinstance(each, mx.array) else list(each) for each in (primals, cotangents))
-        return [*backward(*given, *d), *passes.parameters(given, d)]
+        fixed = [mx.zeros_like(array) for array in given[len(given) - passes.fixed :]]
+        return [*backward(*given, *d), *passes.parameters(given, d), *fixed]
 
     def refuse(*_: object) -> None:
         raise NotImplementedError(f"{passes.name} has no second derivative: its backward pass is written by hand.")
@@ -64,19 +71,15 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
     return cast(Callable[..., Arrays], forward)
 
 
-@cache
-def _proven(passes: Passes, kinds: tuple[tuple[tuple[int, ...], mx.Dtype], ...], execute: Execute) -> bool:
+def _proven(passes: Passes, kinds: Sequence[Kind], others: Arrays, execute: Execute) -> bool:
     keys = mx.random.split(mx.random.key(7), len(kinds))
-    drawn = [
-        mx.random.normal((passes.sample, *shape) if i < passes.rows else shape, key=key).astype(dtype)
-        for i, ((shape, dtype), key) in enumerate(zip(kinds, keys, strict=True))
-    ]
+    drawn = [mx.random.normal(shape, key=key).astype(dtype) for (shape, dtype), key in zip(kinds, keys, strict=True)]
     try:
-        worst = _difference(passes, drawn, execute)
+        worst = _difference(passes, drawn, others, execute)
     except (RuntimeError, ValueError) as error:
         logger.warning("%s does not run on this GPU, MLX's operations serve instead: %s", passes.name, error)
         return False
-    bound = max(BOUNDS[dtype] for _, dtype in kinds[: passes.rows])
+    bound = BOUNDS[kinds[0][1]]
     if not worst <= bound:
         logger.warning(
             "%s is off by %.1e of the largest element on this GPU (%.1e allowed): MLX's operations serve instead.",
@@ -87,14 +90,14 @@ def _proven(passes: Passes, kinds: tuple[tuple[tuple[int, ...], mx.Dtype], ...],
     return bool(worst <= bound)
 
 
-def _difference(passes: Passes, arrays: list[mx.array], execute: Execute) -> float:
+def _difference(passes: Passes, arrays: list[mx.array], others: Arrays, execute: Execute) -> float:
     """The largest, over outputs and gradients, of the largest difference from `plain` over its largest element."""
-    made = passes(*arrays, execute=execute)
+    made = passes(*arrays, *others, execute=execute)
     cotangents = [mx.random.normal(y.shape, key=mx.random.key(i)).astype(y.dtype) for i, y in enumerate(made)]
-    _, found = mx.vjp(lambda *primals: passes(*primals, execute=execute), arrays, cotangents)
     wide = [array.astype(mx.float32) for array in arrays]
+    _, found = mx.vjp(lambda *given: passes(*given, *others, execute=execute), arrays, cotangents)
     expected, wanted = mx.vjp(
-        lambda *primals: list(passes.plain(*primals)), wide, [c.astype(mx.float32) for c in cotangents]
+        lambda *given: list(passes.plain(*given, *others)), wide, [c.astype(mx.float32) for c in cotangents]
     )
     worst = 0.0
     for ours, theirs in zip([*made, *found], [*expected, *wanted], strict=True):

@@ -1,0 +1,95 @@
+"""The short causal convolution of a layer with its silu, in one pass."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from ..causal_conv import causal_conv
+from .launch import Execute, Pass
+from .passes import Arrays, Passes
+
+# Tokens a lane goes through.
+ROWS = 8
+TAPS = (2, 3, 4)
+
+
+def conv_silu(
+    x: mx.array, weight: mx.array, segments: mx.array | None = None, *, execute: Execute = Pass.run
+) -> mx.array:
+    """silu of the depthwise causal convolution, in one pass forward and one backward.
+
+    Args:
+        x: [B, K - 1 + T, C] floats, C a multiple of 8: the state of K - 1 inputs, oldest first, then the tokens.
+        weight: [C, K], K from 2 to 4.
+        segments: [B, T] integers, non-decreasing along T; no tap reaches across a change. The state is the first one's.
+
+    Returns [B, T, C] in x's dtype; computed in fp32. Raises ValueError for arrays that do not fit.
+    """
+    if not covers(x, weight):
+        raise ValueError(f"conv_silu: x must be [B, K - 1 + T, 8 n], weight [8 n, K], got {x.shape}, {weight.shape}.")
+    extra = [] if segments is None else [mx.stop_gradient(segments).astype(mx.int32)]
+    return _passes(segments is not None)(x, weight, *extra, execute=execute)[0]
+
+
+def covers(x: mx.array, weight: mx.array) -> bool:
+    """Whether the passes can serve these arrays."""
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in TAPS:
+        return False
+    return mx.issubdtype(x.dtype, mx.floating) and x.shape[2] % 8 == 0 and x.shape[1] >= weight.shape[1] and x.size > 0
+
+
+def proven(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> bool:
+    """Whether the passes cover these arrays, and are right on this machine."""
+    if not covers(x, weight):
+        return False
+    taps, batch, channels, length = weight.shape[1], 3, 24, 2 * ROWS + 5
+    documents = mx.broadcast_to(mx.arange(length) // 7, (batch, length))
+    return _passes(segments is not None).proven(
+        ((batch, taps - 1 + length, channels), x.dtype),
+        ((channels, taps), weight.dtype),
+        others=[] if segments is None else [documents],
+    )
+
+
+def _plain(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> Arrays:
+    before = weight.shape[1] - 1
+    y, _ = causal_conv(x[:, before:], weight, initial_state=x[:, :before], segments=segments)
+    return [y * mx.sigmoid(y)]
+
+
+@cache
+def _passes(segmented: bool) -> Passes:
+    sizes = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else "Absent{}")
+
+    def lanes(x: mx.array, rows: int) -> int:
+        return x.shape[0] * -(-rows // ROWS) * (x.shape[2] // 8)
+
+    def forward(x: mx.array, weight: mx.array, *segments: mx.array) -> Pass:
+        taps = weight.shape[1]
+        length = x.shape[1] - taps + 1
+        inputs = {"x": x, "weight": weight, **dict(zip(("segments",), segments, strict=False))}
+        outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {"y": ((x.shape[0], length, x.shape[2]), x.dtype)}
+        return Pass("conv_silu_forward", inputs, outputs, (*sizes, "y"), lanes(x, length), (taps, ROWS))
+
+    def backward(x: mx.array, weight: mx.array, *rest: mx.array) -> Pass:
+        *segments, dy = rest
+        inputs = {
+            "x": x,
+            "weight": weight,
+            **dict(zip(("segments",), segments, strict=False)),
+            "dy": dy.astype(x.dtype),
+        }
+        arguments = (*sizes, "dy", "dx")
+        constants = (weight.shape[1], ROWS)
+        return Pass(
+            "conv_silu_backward", inputs, {"dx": (x.shape, x.dtype)}, arguments, lanes(x, x.shape[1]), constants
+        )
+
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
+        x, weight, *segments = primals
+        return mx.vjp(lambda given: list(_plain(x, given, *segments)), [weight], list(cotangents))[1]
+
+    name = "conv and silu of documents" if segmented else "conv and silu"
+    return Passes(name, forward, backward, _plain, parameters, fixed=int(segmented))
