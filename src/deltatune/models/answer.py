@@ -10,7 +10,6 @@ from mlx_lm import batch_generate
 
 from .. import backend
 
-
 # MLX's rope on CUDA cannot launch for one token of more rows of heads where few pairs turn, as in the demo's model.
 BATCH = {"cuda": 32}
 
