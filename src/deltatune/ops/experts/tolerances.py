@@ -8,3 +8,6 @@ EXACT, EXACT_ELEMENT = 1e-6, 2e-6
 
 # On a CPU everything inside is fp32: half precision costs the rounding of its results alone.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+# The kernels for sorted rows, largest error over the largest element: one rounding of a result; sums in fp32.
+GROUPED = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2e-6, "gradient": 2e-6}
