@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.experts import grouped
+from deltatune import backend
+from deltatune.ops.experts import grouped, verdict
 from deltatune.ops.experts.tolerances import GROUPED
-from deltatune.ops.kernels.launch import header
+from deltatune.ops.kernels.launch import Launch, header
 
 # Tiles that make many of few rows; then those that are used on a GPU.
 SMALL, TALL = (32, 32, 16, 2), (64, 32, 32, 1)
@@ -64,9 +65,7 @@ class Case:
         return machine.run(launch, seed)[0]
 
     def gradient(self, machine, cut, seed=1) -> mx.array:
-        return machine.run(
-            grouped.gradient_launch(self.total, self.dy, self.rows, self.ends, self.scale, cut), seed
-        )[0]
+        return machine.run(grouped.gradient_launch(self.total, self.dy, self.rows, self.ends, self.scale, cut), seed)[0]
 
 
 def _error(result: mx.array, truth: np.ndarray) -> float:
@@ -156,6 +155,10 @@ DEFECTS = {
 }
 
 
+# Whether a defect is in the product, and in the gradient.
+DEFECTS_OF = {"an expert's last row left out": (True, False), "experts without rows left out": (False, True)}
+
+
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_planted_defect(defect, make_machine, host_module):
     text = header("metal", ("expert_product.h",))
@@ -168,3 +171,49 @@ def test_a_planted_defect(defect, make_machine, host_module):
     except host_module.HostError:
         return
     assert not max(errors) <= 1
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """tried(machine) -> what the verdict says of kernels that it runs."""
+
+    def forget() -> None:
+        verdict._product_passes.cache_clear()
+        verdict._gradient_passes.cache_clear()
+
+    def ask(machine) -> list[bool]:
+        forget()
+        monkeypatch.setattr(backend, "device", lambda: "cuda")
+        monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
+        rows, low = mx.zeros((5, 136), mx.bfloat16), mx.zeros((5, 8), mx.bfloat16)
+        a, b = mx.zeros((3, 8, 136), mx.bfloat16), mx.zeros((3, 136, 8), mx.bfloat16)
+        products = [verdict.on_product(rows, a, True, False), verdict.on_product(low, a, False, True)]
+        products += [verdict.on_product(low, b, True, True), verdict.on_product(rows, b, False, False)]
+        return products + [verdict.on_gradient(low, rows), verdict.on_gradient(rows, low)]
+
+    yield ask
+    forget()
+
+
+def test_the_verdict_on_kernels_that_are_right(gpu, tried, caplog):
+    assert tried(gpu) == [True] * 6
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("defect", ["an expert's last row left out", "experts without rows left out"])
+def test_the_verdict_on_kernels_that_are_wrong(defect, make_machine, tried, caplog):
+    text = header("metal", ("expert_product.h",)).replace(*DEFECTS[defect])
+    found = tried(make_machine(text))
+    product, gradient = DEFECTS_OF[defect]
+    assert found == [not product] * 4 + [not gradient] * 2
+    assert len(caplog.records) == 4 * product + 2 * gradient
+    assert "MLX's own products serve experts" in caplog.text
+
+
+def test_the_verdict_where_nothing_runs(tried, caplog):
+    class Nowhere:
+        def run(self, launch):
+            raise RuntimeError("no such GPU")
+
+    assert tried(Nowhere()) == [False] * 6
+    assert "no such GPU" in caplog.text

@@ -72,7 +72,7 @@ def product_launch(
     onto: mx.array | None,
     cut: Cut,
 ) -> Launch:
-    tall, wide, deep, across = cut
+    tall, wide, deep, _ = cut
     outputs = weight.shape[1 if transpose else 2]
     inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": _numbers(scale)}
     if onto is not None:
