@@ -36,8 +36,11 @@ def calls(monkeypatch):
         return values * (scale if isinstance(scale, float) else scale.astype(mx.float32))
 
     def product(rows, weight, ends, transpose, scale=1.0, onto=None):
-        assert rows.ndim == 2 and ends.dtype == mx.int32 and ends.shape == weight.shape[:1]
-        assert rows.dtype == weight.dtype == mx.bfloat16 and (onto is None or onto.dtype == mx.bfloat16)
+        assert rows.ndim == 2
+        assert ends.dtype == mx.int32
+        assert ends.shape == weight.shape[:1]
+        assert rows.dtype == weight.dtype == mx.bfloat16
+        assert onto is None or onto.dtype == mx.bfloat16
         assert int(ends[-1]) == rows.shape[0]
         found.append(("product", rows.shape[1], weight.shape, transpose, onto is not None))
         wide = weight.astype(mx.float32)
@@ -47,7 +50,8 @@ def calls(monkeypatch):
         return (y if onto is None else y + onto).astype(rows.dtype)
 
     def gradient(total, left, right, ends, scale=1.0):
-        assert left.dtype == right.dtype == mx.bfloat16 and total.dtype == mx.float32
+        assert left.dtype == right.dtype == mx.bfloat16
+        assert total.dtype == mx.float32
         assert total.shape == (ends.size, left.shape[1], right.shape[1])
         found.append(("gradient", total.shape))
         left, right = left.astype(mx.float32), right.astype(mx.float32)
@@ -83,7 +87,8 @@ def test_every_product_of_a_block(calls):
     assert asked["product", rank, (experts, rank, outer), False, True] == 2
     assert asked["gradient", (experts, rank, outer)] == asked["gradient", (experts, inner, rank)] == 2
     assert asked["gradient", (experts, rank, inner)] == asked["gradient", (experts, outer, rank)] == 1
-    assert asked["gradient", wide] == 2 and asked["gradient", narrow] == 1
+    assert asked["gradient", wide] == 2
+    assert asked["gradient", narrow] == 1
 
 
 def test_dropout_stays_in_the_type_of_the_rows(calls):
@@ -108,5 +113,6 @@ def test_what_stays_with_mlx(change, calls):
 
 def test_ends_count_the_rows_of_the_experts_up_to_each():
     chunk = Sorted(4, 2, 6, 3).chunk([mx.array([[5, 1], [1, 4], [1, 5], [0, 0]])], 0, [])
-    assert chunk.ends is not None and chunk.ends.dtype == mx.int32
+    assert chunk.ends is not None
+    assert chunk.ends.dtype == mx.int32
     assert np.array_equal(np.array(chunk.ends), [0, 3, 3, 3, 4, 6])

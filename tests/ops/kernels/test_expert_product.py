@@ -189,7 +189,7 @@ def tried(monkeypatch):
         a, b = mx.zeros((3, 8, 136), mx.bfloat16), mx.zeros((3, 136, 8), mx.bfloat16)
         products = [verdict.on_product(rows, a, True, False), verdict.on_product(low, a, False, True)]
         products += [verdict.on_product(low, b, True, True), verdict.on_product(rows, b, False, False)]
-        return products + [verdict.on_gradient(low, rows), verdict.on_gradient(rows, low)]
+        return [*products, verdict.on_gradient(low, rows), verdict.on_gradient(rows, low)]
 
     yield ask
     forget()

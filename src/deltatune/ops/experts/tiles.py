@@ -76,7 +76,7 @@ class Tiled:
     def add_products(
         self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk, scale: mx.array | float | None = None
     ) -> mx.array:
-        """total [E, a, b] plus scale times, for each expert, the sum over its rows of left [t, m, a] right [t, m, b]."""
+        """total [E, a, b] plus scale times each expert's sum over its rows of left [t, m, a] times right [t, m, b]."""
         right = right if scale is None else scale * right
         return _added(total, chunk.experts, left.swapaxes(-1, -2) @ right)
 

@@ -89,10 +89,10 @@ def _agrees(launch: Launch, truth: np.ndarray, bound: float) -> bool:
     except (RuntimeError, ValueError) as error:
         logger.warning("%s does not run, so MLX's own products serve experts: %s", launch.name, error)
         return False
-    error = np.abs(found - truth).max() / np.abs(truth).max()
+    difference = np.abs(found - truth).max() / np.abs(truth).max()
     # Written so that NaN fails.
-    if error <= bound:
+    if difference <= bound:
         return True
     wrong = "%s differs from float64 by %.1e of the largest, %.1e allowed: MLX's own products serve experts"
-    logger.warning(wrong, launch.name, error, bound)
+    logger.warning(wrong, launch.name, difference, bound)
     return False
