@@ -119,6 +119,12 @@ def test_added_onto_another(cut, gpu):
     assert error <= GROUPED["bfloat16"]
 
 
+def test_a_gradient_without_another_to_add_it_to(gpu):
+    case = Case(COUNTS["empty experts"], 24, 40)
+    truth, case.total = case.gradient_truth - _wide(case.total), None
+    assert _error(case.gradient(gpu, SMALL), truth) <= GROUPED["gradient"]
+
+
 def test_rows_past_the_end_of_an_expert_are_not_read(gpu):
     """One expert's rows and matrix are NaN: the others' results and gradients do not show it."""
     case = Case([33, 7, 40], 24, 40)

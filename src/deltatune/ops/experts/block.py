@@ -121,7 +121,7 @@ class _Block:
         return forward
 
     def forward(self, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> mx.array:
-        up, down, *gate = self._around(given)
+        up, down, *gate = self._around(given, x.dtype)
         layout = self.layout
         promoted = _promoted(x.dtype, scores.dtype)
         kind = mx.float32 if self.wide else promoted
@@ -137,7 +137,7 @@ class _Block:
 
     def backward(self, dy: mx.array, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> list[mx.array]:
         """Gradients of x, scores, and each of `given`."""
-        projections = self._around(given)
+        projections = self._around(given, x.dtype)
         layout = self.layout
         dx = mx.zeros(x.shape, mx.float32 if self.wide else x.dtype)
         dscores = mx.zeros(scores.size)
@@ -232,9 +232,9 @@ class _Block:
             each = each * chunk.valid
         return each.reshape(-1, self.layout.tile, 1)
 
-    def _around(self, given: _Arrays) -> list[Projection]:
+    def _around(self, given: _Arrays, dtype: mx.Dtype) -> list[Projection]:
         left = iter(given)
-        return [each.around(*islice(left, len(each.given))) for each in self.projections]
+        return [each.around(*islice(left, len(each.given))).narrowed(dtype) for each in self.projections]
 
 
 def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | Sorted:

@@ -54,7 +54,7 @@ def product(
 
 
 def gradient(
-    total: mx.array, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float = 1.0
+    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float = 1.0
 ) -> mx.array:
     """total [E, a, b] fp32 plus scale times, for each expert, the sum over its rows of left [R, a] times right [R, b].
 
@@ -95,21 +95,25 @@ def product_launch(
 
 
 def gradient_launch(
-    total: mx.array, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, cut: Cut
+    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, cut: Cut
 ) -> Launch:
     tall, wide, deep, _ = cut
-    experts, height, width = total.shape
+    experts, height, width = ends.size, left.shape[1], right.shape[1]
+    inputs = {"left_rows": left, "right_rows": right, "ends": ends, "scale": _numbers(scale)}
+    if total is not None:
+        inputs["total"] = total
     return Launch(
         name="expert_gradient",
         memory="ExpertGradientMemory",
-        inputs={"left_rows": left, "right_rows": right, "ends": ends, "scale": _numbers(scale), "total": total},
-        outputs={"out": (total.shape, mx.float32)},
-        values=_values(left.dtype, cut),
-        order=_ORDER,
+        inputs=inputs,
+        outputs={"out": ((experts, height, width), mx.float32)},
+        values=_values(left.dtype, cut) | {"ADDED": total is not None},
+        order=(*_ORDER, "ADDED"),
         memory_order=("In", "ROWS", "COLUMNS", "DEPTH"),
         blocks=(-(-width // wide), -(-height // tall), experts),
         bytes=2 * deep * (_stride(tall) + _stride(wide)) * left.dtype.size + _ARRIVALS,
         groups=_GROUPS,
+        arguments=("left_rows", "right_rows", "ends", "scale", "scale" if total is None else "total", "out"),
         sizes=("left_rows_shape[1]", "right_rows_shape[1]"),
     )
 

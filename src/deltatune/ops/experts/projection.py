@@ -87,6 +87,13 @@ class Projection:
             return inputs
         return (inputs * self._mask(rows.shape, part)).astype(inputs.dtype)
 
+    def narrowed(self, dtype: mx.Dtype) -> Projection:
+        """With its factors in the dtype of the adapter's products on rows of `dtype`: cast once for all chunks."""
+        if self.lora_a is None or self.lora_b is None:
+            return self
+        kind = self._adapter_dtype(dtype)
+        return replace(self, lora_a=self.lora_a.astype(kind), lora_b=self.lora_b.astype(kind))
+
     def _adapter_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
         """fp32, but for rows of `dtype` that tensor cores multiply with factors of their own type."""
         assert self.lora_a is not None

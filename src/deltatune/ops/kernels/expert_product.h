@@ -150,10 +150,10 @@ struct ExpertGradientMemory {
   static constexpr constant int bytes = arrivals + 16;
 };
 
-// out [E, height, width] = total + scale * the sum over each expert's rows of left [R, height]^T right [R, width], in
-// the order of rows. Grid: tiles of COLUMNS, tiles of ROWS, experts.
-template <typename In, int ROWS, int COLUMNS, int DEPTH, int GROUPS, int ACROSS, typename PL, typename PR, typename PE,
-          typename PS, typename PT>
+// out [E, height, width] = scale * the sum over each expert's rows of left [R, height]^T right [R, width], in the order of
+// rows, plus `total` where ADDED. Grid: tiles of COLUMNS, tiles of ROWS, experts.
+template <typename In, int ROWS, int COLUMNS, int DEPTH, int GROUPS, int ACROSS, bool ADDED, typename PL, typename PR,
+          typename PE, typename PS, typename PT>
 inline void expert_gradient(Place at, threadgroup char* memory, int height, int width, PL left_rows, PR right_rows,
                             PE ends, PS scale, PT total, GLOBAL float* out) {
   using Memory = ExpertGradientMemory<In, ROWS, COLUMNS, DEPTH>;
@@ -212,7 +212,8 @@ inline void expert_gradient(Place at, threadgroup char* memory, int height, int 
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) {
         const int y = tile_row(e, at.lane), x = tile_column(e, at.lane);
-        if (i + y < height && j + x < width) sum.set(e, total[from + (long)y * width + x] + factor * sum.get(e));
+        const bool there = ADDED && i + y < height && j + x < width;
+        sum.set(e, (there ? total[from + (long)y * width + x] : 0.0f) + factor * sum.get(e));
       }
       put_tile<true, false>(to, from, width, sum, height - i, width - j, at.lane);
     }
