@@ -171,13 +171,14 @@ def test_a_planted_defect(defect, make_machine, host_module):
     assert DEFECTS[defect][0] in text
     machine = make_machine(text.replace(*DEFECTS[defect]), watch=True)
     case = Case([33, 0, 32, 7, 64, 15], 40, 72)
+    errors, fault = [], None
     try:
-        errors = [_error(case.product(machine, SMALL), case.truth) / GROUPED["bfloat16"]]
-        errors += [_error(case.gradient(machine, SMALL), case.gradient_truth) / GROUPED["gradient"]]
-    except host_module.HostError as fault:
-        assert str(fault).startswith("expert_"), fault
-        return
-    assert not max(errors) <= 1
+        errors.append(_error(case.product(machine, SMALL), case.truth) / GROUPED["bfloat16"])
+        errors.append(_error(case.gradient(machine, SMALL), case.gradient_truth) / GROUPED["gradient"])
+    except host_module.HostError as found:
+        fault = str(found)
+    # A fault of the run and not of the compiler, or a wrong result.
+    assert fault.startswith("expert_") if fault else not max(errors) <= 1
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 from ..kernels.launch import Launch
 from . import grouped
 from .grouped import Cut
-from .tolerances import GROUPED
+from .tolerances import GROUPED, ON_TENSOR_CORES
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def _product_passes(dtype: mx.Dtype, transpose: bool, added: bool, cut: Cut) -> 
     matrices = weight if transpose else mx.contiguous(weight.swapaxes(-1, -2))
     last = onto if added else None
     launch = grouped.product_launch(rows, matrices, _ends(), transpose, _SCALE, last, cut)
-    return _agrees(launch, truth, GROUPED[str(dtype).rpartition(".")[2]])
+    return _agrees(launch, truth, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
 
 
 @cache
@@ -56,7 +56,7 @@ def _gradient_passes(dtype: mx.Dtype, cut: Cut) -> bool:
     total = weight.astype(mx.float32)
     exact = [a.T @ b for a, b in zip(_parts(left), _parts(right), strict=True)]
     truth = _wide(total) + _SCALE * np.stack(exact)
-    return _agrees(grouped.gradient_launch(total, left, right, _ends(), _SCALE, cut), truth, GROUPED["gradient"])
+    return _agrees(grouped.gradient_launch(total, left, right, _ends(), _SCALE, cut), truth, ON_TENSOR_CORES)
 
 
 def _drawn(dtype: mx.Dtype, inputs: int, outputs: int) -> tuple[mx.array, mx.array, mx.array]:
