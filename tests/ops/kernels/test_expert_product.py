@@ -13,7 +13,7 @@ from deltatune.ops.kernels.launch import Launch, header
 
 # Tiles that make many of few rows; then those that are used on a GPU.
 SMALL, TALL = (32, 32, 16, 2), (64, 32, 32, 1)
-USED = {"wide": (128, 128, 64, 2), "narrow": (64, 16, 128, 1)}
+USED = {"wide": (128, 128, 64, 2), "flat": (64, 128, 32, 2), "narrow": (64, 16, 128, 1)}
 USED_GRADIENT = {"wide": (128, 128, 64, 2), "low": (16, 128, 64, 4), "narrow": (128, 16, 64, 1)}
 COUNTS = {
     "ragged": [33, 1, 32, 7, 64, 15],
@@ -93,8 +93,15 @@ def test_gradient(counts, sizes, gpu):
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("cut", USED)
 def test_the_tiles_of_a_gpu(cut, transpose, gpu):
-    case = Case([90, 0, 131, 2], 136, 8 if cut == "narrow" else 136)
+    case = Case([90, 0, 131, 2], 8 if cut == "flat" else 136, 8 if cut == "narrow" else 136)
     assert _error(case.product(gpu, USED[cut], transpose), case.truth) <= GROUPED["bfloat16"]
+
+
+def test_which_tile_serves_which_sizes():
+    assert [grouped.product_cut(*sizes) for sizes in ((2048, 512), (8, 512), (2048, 8))] == list(USED.values())
+    assert [grouped.gradient_cut(*sizes) for sizes in ((512, 2048), (8, 512), (2048, 8))] == list(
+        USED_GRADIENT.values()
+    )
 
 
 @pytest.mark.parametrize("cut", USED_GRADIENT)
@@ -111,7 +118,7 @@ def test_other_types(dtype, gpu):
     assert _error(case.gradient(gpu, SMALL), case.gradient_truth) <= GROUPED["gradient"]
 
 
-@pytest.mark.parametrize("cut", [SMALL, USED["wide"]])
+@pytest.mark.parametrize("cut", [SMALL, USED["wide"], USED["flat"]])
 def test_added_onto_another(cut, gpu):
     case = Case(COUNTS["ragged"], 24, 40)
     onto = case.dy[::-1]

@@ -15,7 +15,7 @@ from ..kernels.launch import Launch
 
 _GROUPS, _ARRIVALS = 4, 16
 # Rows, columns and depth of a block's tile, and how many groups stand side by side in it.
-_WIDE, _NARROW = (128, 128, 64, 2), (64, 16, 128, 1)
+_WIDE, _FLAT, _NARROW = (128, 128, 64, 2), (64, 128, 32, 2), (64, 16, 128, 1)
 _GRADIENT_WIDE, _GRADIENT_LOW, _GRADIENT_NARROW = (128, 128, 64, 2), (16, 128, 64, 4), (128, 16, 64, 1)
 Cut = tuple[int, int, int, int]
 
@@ -25,9 +25,11 @@ def takes(dtype: mx.Dtype, *sizes: int) -> bool:
     return backend.device() == "cuda" and dtype == mx.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
-def product_cut(outputs: int) -> Cut:
-    """The tile of a product: narrow for LoRA's A, whose outputs are as many as the rank."""
-    return _NARROW if outputs <= _NARROW[1] else _WIDE
+def product_cut(inputs: int, outputs: int) -> Cut:
+    """The tile of a product: narrow for LoRA's A, whose outputs are as many as the rank; flat for B, whose inputs are."""
+    if outputs <= _NARROW[1]:
+        return _NARROW
+    return _FLAT if inputs <= _FLAT[2] else _WIDE
 
 
 def gradient_cut(height: int, width: int) -> Cut:
@@ -49,7 +51,7 @@ def product(
 
     `ends` [E] int32 counts the rows of the experts up to each. All of one dtype, `scale` fp32 (one number).
     """
-    cut = product_cut(weight.shape[1 if transpose else 2])
+    cut = product_cut(rows.shape[1], weight.shape[1 if transpose else 2])
     return product_launch(rows, weight, ends, transpose, scale, onto, cut).run()[0]
 
 

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 # Rows of the experts: none at the start, more than a tile has, one, none, and some.
 _COUNTS = (0, 140, 1, 0, 27)
-_SMALL, _LARGE = 8, 136
+# Sizes for tiles that are narrow, or not deep, and for the others.
+_SMALL, _SHALLOW, _LARGE = 8, 24, 136
 _SCALE = 1.75
 
 
@@ -26,7 +27,7 @@ def on_product(rows: mx.array, weight: mx.array, transpose: bool, added: bool) -
     outputs, inputs = weight.shape[1:] if transpose else weight.shape[:0:-1]
     if rows.dtype != weight.dtype or not grouped.takes(rows.dtype, inputs, outputs):
         return False
-    return _product_passes(rows.dtype, transpose, added, grouped.product_cut(outputs))
+    return _product_passes(rows.dtype, transpose, added, grouped.product_cut(inputs, outputs))
 
 
 def on_gradient(left: mx.array, right: mx.array) -> bool:
@@ -40,7 +41,7 @@ def on_gradient(left: mx.array, right: mx.array) -> bool:
 @cache
 def _product_passes(dtype: mx.Dtype, transpose: bool, added: bool, cut: Cut) -> bool:
     outputs = _SMALL if cut[1] < _LARGE // 2 else _LARGE
-    rows, onto, weight = _drawn(dtype, _LARGE, outputs)
+    rows, onto, weight = _drawn(dtype, _SHALLOW if cut == grouped.product_cut(_SHALLOW, outputs) else _LARGE, outputs)
     exact = [x @ w.T for x, w in zip(_parts(rows), _wide(weight), strict=True)]
     truth = _SCALE * np.concatenate(exact) + (_wide(onto) if added else 0.0)
     matrices = weight if transpose else mx.contiguous(weight.swapaxes(-1, -2))
