@@ -26,7 +26,7 @@ def takes(dtype: mx.Dtype, *sizes: int) -> bool:
 
 
 def product_cut(inputs: int, outputs: int) -> Cut:
-    """The tile of a product: narrow for LoRA's A, whose outputs are as many as the rank; flat for B, whose inputs are."""
+    """The tile of a product: narrow for LoRA's A, with as many outputs as the rank; flat for B, with as many inputs."""
     if outputs <= _NARROW[1]:
         return _NARROW
     return _FLAT if inputs <= _FLAT[2] else _WIDE
