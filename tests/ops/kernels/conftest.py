@@ -76,7 +76,7 @@ def roomy(host_folder: Path):
     return {watch: host.HostMachine(host_folder, watch=watch, bytes=MORE_BYTES) for watch in (False, True)}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def host_module() -> ModuleType:
     return host
 

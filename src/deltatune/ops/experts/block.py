@@ -19,7 +19,7 @@ import mlx.core as mx
 from ... import backend
 from ..functional import is_floating
 from .activation import swiglu
-from .projection import Projection, product
+from .projection import Projection
 from .tiles import Chunk, Sorted, Tiled, tile_rows
 
 Activation = Callable[..., mx.array]
@@ -121,7 +121,7 @@ class _Block:
         return forward
 
     def forward(self, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> mx.array:
-        up, down, *gate = self._around(given)
+        up, down, *gate = self._around(given, x.dtype)
         layout = self.layout
         promoted = _promoted(x.dtype, scores.dtype)
         kind = mx.float32 if self.wide else promoted
@@ -129,16 +129,15 @@ class _Block:
         for number in range(layout.chunks):
             chunk = layout.chunk(placed, number, [total] if number else [])
             rows = self._rows(x, chunk.source)
-            experts = chunk.experts
-            inner = [each.forward(rows, experts, each.dense(experts), number)[0] for each in (up, *gate)]
-            y, _ = down.forward(self.activation(*inner), experts, down.dense(experts), number)
+            inner = [each.forward(rows, chunk, each.dense(chunk.experts))[0] for each in (up, *gate)]
+            y, _ = down.forward(self.activation(*inner), chunk, down.dense(chunk.experts))
             y = y * self._scores(scores, chunk).astype(y.dtype)
             total = (layout.add_to_tokens if self.summed else layout.add_to_pairs)(total, y, chunk)
         return total.astype(promoted)
 
     def backward(self, dy: mx.array, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> list[mx.array]:
         """Gradients of x, scores, and each of `given`."""
-        projections = self._around(given)
+        projections = self._around(given, x.dtype)
         layout = self.layout
         dx = mx.zeros(x.shape, mx.float32 if self.wide else x.dtype)
         dscores = mx.zeros(scores.size)
@@ -166,15 +165,15 @@ class _Block:
     ) -> tuple[mx.array, mx.array]:
         """The chunk's dx [t, m, D] and dscore [t, m]; adds its part to `gradients`."""
         up, down, *gate = projections
-        experts, number = chunk.experts, chunk.number
+        experts = chunk.experts
         rows = self._rows(x, chunk.source)
         arriving = self._rows(dy, chunk.source if self.summed else chunk.pair).astype(rows.dtype)
         score = self._scores(scores, chunk)
-        dhidden, ddown = down.backward(arriving, experts, down.dense(experts), number)
+        dhidden, ddown = down.backward(arriving, chunk, down.dense(experts))
         # Matrices in fp32 are what a chunk holds most of: down's is done with before the others are made.
         later = mx.depends([experts], [dhidden])[0]
         held = [p.dense(later) for p in (up, *gate)]
-        both = [p.forward(rows, experts, dense, number) for p, dense in zip((up, *gate), held, strict=True)]
+        both = [p.forward(rows, chunk, dense) for p, dense in zip((up, *gate), held, strict=True)]
         inner, lows = zip(*both, strict=True)
         weighted = dhidden * score.astype(dhidden.dtype)
         (hidden,), dinner = mx.vjp(lambda *a: [self.activation(*a)], list(inner), [weighted])
@@ -187,12 +186,12 @@ class _Block:
         if down.trains:
             low = None
             if down.lora_a is not None and ddown is not None:
-                low = product(down.dropped(hidden, number), down.lora_a, experts, True)
-                ddown = ddown * score
+                low = down.low(hidden, chunk)
+                ddown = (ddown * score).astype(ddown.dtype)
             self._accumulate(gradients[1], down, hidden, low, dy_rows, ddown, chunk)
         total = None
         for index, p, dense, low, d in zip((0, 2), (up, *gate), held, lows, dinner, strict=False):
-            drows, dlow = p.backward(d, experts, dense, number)
+            drows, dlow = p.backward(d, chunk, dense)
             total = drows if total is None else total + drows
             self._accumulate(gradients[index], p, rows, low, d, dlow, chunk)
         assert total is not None
@@ -215,7 +214,7 @@ class _Block:
                 gradients[name] = add(total, dlow, projection.dropped(rows, chunk.number), chunk)
             elif name == "lora_b":
                 assert low is not None
-                gradients[name] = add(total, d, projection.scale * low, chunk)
+                gradients[name] = add(total, d, low, chunk, projection.scale)
             elif name == "weight":
                 gradients[name] = add(total, d, rows, chunk)
             else:
@@ -233,9 +232,9 @@ class _Block:
             each = each * chunk.valid
         return each.reshape(-1, self.layout.tile, 1)
 
-    def _around(self, given: _Arrays) -> list[Projection]:
+    def _around(self, given: _Arrays, dtype: mx.Dtype) -> list[Projection]:
         left = iter(given)
-        return [each.around(*islice(left, len(each.given))) for each in self.projections]
+        return [each.around(*islice(left, len(each.given))).narrowed(dtype) for each in self.projections]
 
 
 def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | Sorted:

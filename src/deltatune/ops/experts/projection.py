@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from ... import backend
+from . import grouped, verdict
+from .tiles import Chunk
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,23 @@ class Projection:
         return backend.device() == "cuda" and self.scales is not None
 
     def dropped(self, rows: mx.array, part: int) -> mx.array:
-        """The adapter's input in fp32; `part` numbers the draw, so that the backward pass draws alike."""
-        wide = rows.astype(mx.float32)
+        """The adapter's input, in the dtype of its products; `part` numbers the draw: the backward pass draws alike."""
+        inputs = rows.astype(self._adapter_dtype(rows.dtype))
         if not self.dropout:
-            return wide
-        return wide * self._mask(rows.shape, part)
+            return inputs
+        return (inputs * self._mask(rows.shape, part)).astype(inputs.dtype)
+
+    def narrowed(self, dtype: mx.Dtype) -> Projection:
+        """With its factors in the dtype of the adapter's products on rows of `dtype`: cast once for all chunks."""
+        if self.lora_a is None or self.lora_b is None:
+            return self
+        kind = self._adapter_dtype(dtype)
+        return replace(self, lora_a=self.lora_a.astype(kind), lora_b=self.lora_b.astype(kind))
+
+    def _adapter_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
+        """fp32, but for rows of `dtype` that tensor cores multiply with factors of their own type."""
+        assert self.lora_a is not None
+        return dtype if grouped.takes(dtype, *self.lora_a.shape[1:], self.outputs) else mx.float32
 
     def _mask(self, shape: tuple[int, ...], part: int) -> mx.array:
         assert self.key is not None
@@ -98,45 +112,46 @@ class Projection:
             return self._unpacked(lambda array: array[experts]).astype(mx.float32)
         return self._unpacked(lambda array: array) if self.unpacks_all() else None
 
-    def forward(
-        self, rows: mx.array, experts: mx.array, dense: mx.array | None, part: int
-    ) -> tuple[mx.array, mx.array | None]:
+    def forward(self, rows: mx.array, chunk: Chunk, dense: mx.array | None) -> tuple[mx.array, mx.array | None]:
         """y [t, m, out], and A dropped(x) [t, m, r] for the backward pass."""
-        y = self._base(rows, experts, dense, True)
+        y = self._base(rows, chunk, dense, True)
         if self.bias is not None:
-            y = y + self.bias[experts][:, None].astype(y.dtype)
+            y = y + self.bias[chunk.experts][:, None].astype(y.dtype)
         if self.lora_a is None or self.lora_b is None:
             return y, None
-        low = product(self.dropped(rows, part), self.lora_a, experts, True)
-        return y + (self.scale * product(low, self.lora_b, experts, True)).astype(y.dtype), low
+        low = self.low(rows, chunk)
+        return product(low, self.lora_b, chunk, True, self.scale, y), low
 
-    def backward(
-        self, dy: mx.array, experts: mx.array, dense: mx.array | None, part: int
-    ) -> tuple[mx.array, mx.array | None]:
+    def low(self, rows: mx.array, chunk: Chunk) -> mx.array:
+        """A dropped(x) [t, m, r]."""
+        assert self.lora_a is not None
+        return product(self.dropped(rows, chunk.number), self.lora_a, chunk, True)
+
+    def backward(self, dy: mx.array, chunk: Chunk, dense: mx.array | None) -> tuple[mx.array, mx.array | None]:
         """dx [t, m, in], and scale * B^T dy [t, m, r], the gradient of A dropped(x)."""
-        dx = self._base(dy, experts, dense, False)
+        dx = self._base(dy, chunk, dense, False)
         if self.lora_a is None or self.lora_b is None:
             return dx, None
-        dlow = self.scale * product(dy.astype(mx.float32), self.lora_b, experts, False)
-        update = product(dlow, self.lora_a, experts, False)
-        if self.dropout:
-            update = update * self._mask(update.shape, part)
+        dlow = product(dy.astype(self._adapter_dtype(dy.dtype)), self.lora_b, chunk, False, self.scale)
+        if not self.dropout:
+            return product(dlow, self.lora_a, chunk, False, onto=dx), dlow
+        update = product(dlow, self.lora_a, chunk, False)
+        update = update * self._mask(update.shape, chunk.number)
         return dx + update.astype(dx.dtype), dlow
 
-    def _base(self, rows: mx.array, experts: mx.array, dense: mx.array | None, transpose: bool) -> mx.array:
+    def _base(self, rows: mx.array, chunk: Chunk, dense: mx.array | None, transpose: bool) -> mx.array:
         if self.gathers_whole_weights():
             assert dense is not None
-            return product(rows, dense, None, transpose)
+            return rows @ (dense.swapaxes(-1, -2) if transpose else dense)
         if self.scales is None or dense is not None:
-            weight = self.weight if dense is None else dense
-            return product(rows, weight.astype(rows.dtype), experts, transpose)
+            return product(rows, self.weight if dense is None else dense, chunk, transpose)
         more: dict[str, Any] = {} if self.global_scale is None else {"global_scale": self.global_scale}
         return mx.gather_qmm(
             rows,
             self.weight,
             self.scales,
             self.biases,
-            rhs_indices=experts,
+            rhs_indices=chunk.experts,
             transpose=transpose,
             sorted_indices=True,
             **self._packing(),
@@ -168,12 +183,25 @@ def _scalar(value: float) -> mx.array:
     return mx.array(value, mx.float32)
 
 
-def product(rows: mx.array, weight: mx.array, experts: mx.array | None, transpose: bool) -> mx.array:
-    """rows [t, m, K] times the matrix of each tile's expert (`weight` [E, N, K], transposed, or [E, K, N]).
+def product(
+    rows: mx.array,
+    weight: mx.array,
+    chunk: Chunk,
+    transpose: bool,
+    scale: mx.array | float | None = None,
+    onto: mx.array | None = None,
+) -> mx.array:
+    """onto + scale * rows [t, m, K] times the matrix of each tile's expert, as if of the rows' dtype.
 
-    Without `experts`, weight holds one matrix a tile. Experts are in ascending order.
+    `weight` is [E, N, K], transposed, or [E, K, N]. In the dtype of `onto`, where there is one.
     """
+    weight = weight.astype(rows.dtype)
+    alike = onto is None or onto.dtype == rows.dtype
+    if chunk.ends is not None and alike and verdict.on_product(rows, weight, transpose, onto is not None):
+        last = None if onto is None else onto.squeeze(1)
+        factor = 1.0 if scale is None else scale
+        return grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, last)[:, None]
     right = weight.swapaxes(-1, -2) if transpose else weight
-    if experts is None:
-        return rows @ right
-    return mx.gather_mm(rows, right, rhs_indices=experts, sorted_indices=True)
+    y = mx.gather_mm(rows, right, rhs_indices=chunk.experts, sorted_indices=True)
+    y = y if scale is None else scale * y
+    return y if onto is None else onto + y.astype(onto.dtype)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from . import grouped, verdict
+
 
 class Chunk(NamedTuple):
     """Some tiles. Rows of padding repeat some other row, and have `valid` 0."""
@@ -20,6 +22,7 @@ class Chunk(NamedTuple):
     source: mx.array  # [t m]: the token of each row
     pair: mx.array  # [t m]: its place in the flattened indices [N k]
     valid: mx.array | None  # [t m] fp32
+    ends: mx.array | None = None  # [E] int32: the rows of experts up to each, where tiles are single rows
 
 
 class Tiled:
@@ -70,8 +73,11 @@ class Tiled:
         """total [N k, ...] plus each row of the tiles at its pair; rows of padding must be zero."""
         return _added(total, chunk.pair, tiles.reshape(-1, *total.shape[1:]))
 
-    def add_products(self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk) -> mx.array:
-        """total [E, a, b] plus, for each expert, the sum over its rows of left [t, m, a] times right [t, m, b]."""
+    def add_products(
+        self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk, scale: mx.array | float | None = None
+    ) -> mx.array:
+        """total [E, a, b] plus scale times each expert's sum over its rows of left [t, m, a] times right [t, m, b]."""
+        right = right if scale is None else scale * right
         return _added(total, chunk.experts, left.swapaxes(-1, -2) @ right)
 
 
@@ -100,7 +106,9 @@ class Sorted:
             flat = mx.depends([flat], after)[0]
         order = mx.argsort(flat)
         pair = order + start * self.top_k
-        return Chunk(number, flat[order].astype(mx.uint32), pair // self.top_k, pair, None)
+        experts = flat[order].astype(mx.uint32)
+        ends = (experts[None] <= mx.arange(self._experts)[:, None]).sum(axis=1)
+        return Chunk(number, experts, pair // self.top_k, pair, None, ends)
 
     def laid_out(self, x: mx.array, rows: mx.array) -> mx.array:
         """As Tiled.laid_out. Rows are gathered as [1, D]: MLX's CUDA products read those of x[rows][:, None] wrong."""
@@ -119,14 +127,18 @@ class Sorted:
         total[start * self.top_k : stop * self.top_k] = self._unsorted(tiles, chunk).reshape(-1, *total.shape[1:])
         return total
 
-    def add_products(self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk) -> mx.array:
+    def add_products(
+        self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk, scale: mx.array | float | None = None
+    ) -> mx.array:
         """As Tiled.add_products."""
-        numbers = mx.arange(self._experts)
-        ends = (chunk.experts[None] <= numbers[:, None]).sum(axis=1)
-        starts = (chunk.experts[None] < numbers[:, None]).sum(axis=1)
-        segments = mx.stack([starts, ends], axis=1).astype(mx.uint32)
-        left, right = left.squeeze(1).astype(mx.float32), right.squeeze(1).astype(mx.float32)
-        return total + mx.segmented_mm(left.T, right, segments)
+        assert chunk.ends is not None
+        left, right = left.squeeze(1), right.squeeze(1)
+        if verdict.on_gradient(left, right):
+            return grouped.gradient(total, left, right, chunk.ends, 1.0 if scale is None else scale)
+        starts = mx.concatenate([mx.zeros(1, mx.int32), chunk.ends[:-1]])
+        segments = mx.stack([starts, chunk.ends], axis=1).astype(mx.uint32)
+        left, right = left.astype(mx.float32), right.astype(mx.float32)
+        return total + mx.segmented_mm(left.T, right if scale is None else scale * right, segments)
 
     def _span(self, number: int) -> tuple[int, int]:
         return number * self._at_once, min(self.tokens, (number + 1) * self._at_once)

@@ -7,33 +7,6 @@
 //   u = r - Z (beta r)   and backward, from w = P^T dY + E K dS^T,   R = w - Z^T (beta w),   dr = beta R.
 // Products of gates run over their own segment only: a gate of 0 (a document's start, log_g = -inf) stays exact.
 
-struct Place {
-  int x, y, z, index, group, lane;
-};
-// In place of a mask or segments that a call leaves out.
-struct Nothing {
-  inline int operator[](long) const { return 1; }
-};
-template <typename Store, bool Transposed>
-struct View {
-  using store_type = Store;
-  static constexpr constant bool is_transposed = Transposed;
-  Store store;
-  int offset, stride;
-  inline float get(int row, int column) const {
-    return store.get(offset + (Transposed ? column * stride + row : row * stride + column));
-  }
-};
-// The matrix as stored, from (row, column) on; and its transpose, from (row, column) of the transpose on.
-template <typename Store>
-inline View<Store, false> straight(Store store, int stride, int row, int column) {
-  return View<Store, false>{store, row * stride + column, stride};
-}
-template <typename Store>
-inline View<Store, true> turned(Store store, int stride, int row, int column) {
-  return View<Store, true>{store, column * stride + row, stride};
-}
-
 // A lower triangle of 16x16 tiles, packed: row of tiles i has i + 1 of them, and eight elements more a row.
 inline constexpr int packed_offset(int i) {
   return 128 * i * (i + 2);
@@ -50,10 +23,6 @@ inline View<Store, true> packed_turned(Store store, int i, int j) {
   return View<Store, true>{store, packed_offset(i) + 16 * j, packed_stride(i)};
 }
 
-inline void tile_clear(thread Tile& tile) {
-  DELTATUNE_UNROLL
-  for (int e = 0; e < 8; ++e) tile.set(e, 0.0f);
-}
 inline void tile_scale(thread Tile& tile, float factor) {
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) tile.set(e, factor * tile.get(e));
@@ -66,31 +35,6 @@ inline void tile_add(thread Tile& tile, const thread Tile& other) {
 inline void tile_scale_columns(thread Tile& tile, threadgroup const float* factors, int lane) {
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) tile.set(e, factors[tile_column(e, lane)] * tile.get(e));
-}
-
-inline constexpr int padded(int n) {
-  return (n + 15) / 16 * 16;
-}
-// Eight elements more a row: 16-byte rows that start in different banks.
-inline constexpr int stride_of(int n) {
-  return padded(n) + 8;
-}
-inline constexpr int align16(int n) {
-  return (n + 15) / 16 * 16;
-}
-
-// Whether a chunk's position lies inside the sequence and the mask.
-template <bool Masked, typename M>
-struct Alive {
-  static constexpr constant bool masked = Masked;
-  M mask;
-  long start;
-  int left;
-  inline bool operator()(int i) const { return i < left && (!Masked || mask[start + i]); }
-};
-template <bool Masked, typename M>
-inline Alive<Masked, M> alive(M mask, int row, int t0, int length) {
-  return Alive<Masked, M>{mask, (long)row * length + t0, length - t0};
 }
 
 // Where a block has no room for matrices as wide as Dk (FAR, on Metal), they are read where they lie in device memory.
@@ -125,12 +69,6 @@ inline constexpr int tail_of() {
 template <bool Condition, typename X, typename Y> struct Choose { using type = X; };
 template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
 template <bool Value> struct Flag {};
-template <bool Condition> struct Choice {
-  template <typename X, typename Y> static inline X of(X x, Y) { return x; }
-};
-template <> struct Choice<false> {
-  template <typename X, typename Y> static inline Y of(X, Y y) { return y; }
-};
 
 // The gate of a position: exp(log_g), 1 where the step is not live, 0 where a document starts.
 template <bool Segmented, typename Live, typename L, typename Z>

@@ -11,6 +11,7 @@ from zlib import crc32
 import mlx.core as mx
 
 FOLDER = files(__package__)
+GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
 PLACE = (
     "const Place at{(int)threadgroup_position_in_grid.x, (int)threadgroup_position_in_grid.y, "
     "(int)threadgroup_position_in_grid.z, (int)thread_index_in_threadgroup, (int)simdgroup_index_in_threadgroup, "
@@ -23,7 +24,8 @@ class Launch:
     """A body's name, its inputs and outputs, compile-time values, and the blocks, groups of 32 lanes, and bytes.
 
     `order` lists the compile-time values the body takes, `memory` the struct that lays out its shared memory;
-    `arguments` the text of the body's arguments, where they are not the inputs and the outputs as they stand.
+    `arguments` the text of the body's arguments, where they are not the inputs and the outputs as they stand; `sizes`
+    that of the sizes before them, where it is not the sequence's length.
     """
 
     name: str
@@ -37,13 +39,14 @@ class Launch:
     bytes: int
     groups: int = 4
     arguments: tuple[str, ...] | None = None
+    sizes: tuple[str, ...] | None = None
 
     @property
     def source(self) -> str:
         """The text between the braces of the kernel, the same on every machine."""
-        sequence = next(name for name in ("q", "v", "dy") if name in self.inputs)
+        sizes = self.sizes or (next(f"{name}_shape[1]" for name in ("q", "v", "dy") if name in self.inputs),)
         arguments = self.arguments or (*self.inputs, *self.outputs)
-        return _source(self.name, self.order, arguments, sequence, self.memory, self.memory_order, self.bytes)
+        return _source(self.name, self.order, arguments, sizes, self.memory, self.memory_order, self.bytes)
 
     def run(self) -> list[mx.array]:
         """Launch on the default device: Metal or CUDA."""
@@ -71,38 +74,42 @@ def _source(
     name: str,
     order: tuple[str, ...],
     arguments: tuple[str, ...],
-    sequence: str,
+    sizes: tuple[str, ...],
     memory: str,
     memory_order: tuple[str, ...],
     size: int,
 ) -> str:
+    whole = ", ".join(f"(int){size}" for size in sizes)
     return (
         f"static_assert({memory}<{', '.join(memory_order)}>::bytes == {size}, "
         f'"launch and body lay out shared memory alike");\n'
         f"DELTATUNE_SHARED(memory, {size});\n{PLACE}"
-        f"{name}<{', '.join(order)}>(at, memory, (int){sequence}_shape[1], {', '.join(arguments)});\n"
+        f"{name}<{', '.join(order)}>(at, memory, {whole}, {', '.join(arguments)});\n"
     )
 
 
-def _files(machine: str, channel: bool) -> list[str]:
-    return [f"{machine}.h", "gated_delta.h"] + ["gated_delta_channel.h"] * channel
+def _bodies(name: str) -> tuple[str, ...]:
+    """The files that the body `name` needs: those for gates a channel only where asked."""
+    if name.startswith("expert"):
+        return ("expert_product.h",)
+    return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
 
 
 @cache
-def header(machine: str, channel: bool = True) -> str:
-    """The vocabulary of `machine` (metal or cuda) and the bodies; those for gates a channel only where asked."""
-    return "".join((FOLDER / name).read_text() for name in _files(machine, channel))
+def header(machine: str, bodies: tuple[str, ...] = GATED_DELTA) -> str:
+    """The vocabulary of `machine` (metal or cuda), and the bodies."""
+    return "".join((FOLDER / name).read_text() for name in (f"{machine}.h", "tiles.h", *bodies))
 
 
 @cache
 def _kernel(machine: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, size: int):
-    channel = "channel" in name
-    text = header(machine, channel)
+    bodies = _bodies(name)
+    text = header(machine, bodies)
     # MLX keeps what it compiled by this name, from one process to the next.
     name = f"{name}_{crc32((text + source).encode()):08x}"
     if machine == "metal":
         return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)
     # MLX copies and hashes the whole source at every launch: the compiler finds the bodies by their path instead.
     if isinstance(FOLDER, Path):
-        text = "".join(f'#include "{FOLDER / file}"\n' for file in _files(machine, channel))
+        text = "".join(f'#include "{FOLDER / file}"\n' for file in (f"{machine}.h", "tiles.h", *bodies))
     return mx.fast.cuda_kernel(name, list(inputs), list(outputs), source, text, shared_memory=size)
