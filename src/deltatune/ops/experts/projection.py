@@ -200,7 +200,11 @@ def product(
     if chunk.ends is not None and alike and verdict.on_product(rows, weight, transpose, onto is not None):
         last = None if onto is None else onto.squeeze(1)
         factor = 1.0 if scale is None else scale
-        return grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, last)[:, None]
+        y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, last)
+        return y.reshape(-1, 1, y.shape[-1])
+    if chunk.ends is not None:
+        # MLX's CUDA products read single rows wrong whose axis of one came from expand_dims, or from a sum with such.
+        rows = mx.unflatten(rows.reshape(-1), 0, rows.shape)
     right = weight.swapaxes(-1, -2) if transpose else weight
     y = mx.gather_mm(rows, right, rhs_indices=chunk.experts, sorted_indices=True)
     y = y if scale is None else scale * y

@@ -111,8 +111,8 @@ class Sorted:
         return Chunk(number, experts, pair // self.top_k, pair, None, ends)
 
     def laid_out(self, x: mx.array, rows: mx.array) -> mx.array:
-        """As Tiled.laid_out. Rows are gathered as [1, D]: MLX's CUDA products read those of x[rows][:, None] wrong."""
-        return x[:, None][rows]
+        """As Tiled.laid_out."""
+        return x[rows][:, None]
 
     def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
         """As Tiled.add_to_tokens."""
