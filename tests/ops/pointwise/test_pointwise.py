@@ -206,6 +206,8 @@ def test_a_pass_that_is_wrong_or_does_not_run_is_not_used(execute, caplog):
 def test_every_op_is_proven_on_small_arrays_of_its_kind(execute, monkeypatch):
     monkeypatch.setattr(Passes, "proven", partialmethod(Passes.proven, execute=execute))
     monkeypatch.setattr(passes_module, "_known", {})
+    for module in (silu, norms, gating, conv):
+        monkeypatch.setattr(module, "LEAST", 0)
     x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
     assert silu.proven(x)
     assert silu.proven(x, g)
@@ -220,3 +222,13 @@ def test_every_op_is_proven_on_small_arrays_of_its_kind(execute, monkeypatch):
     assert not gating.proven(x, g, w[:3], w)
     assert not conv.proven(x, w[:, None])
     assert len(passes_module._known) == 8
+
+
+def test_few_elements_are_not_worth_building_kernels(monkeypatch):
+    monkeypatch.setattr(Passes, "proven", lambda *_, **__: pytest.fail("built"))
+    x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
+    assert not silu.proven(x, g)
+    assert not norms.norm_proven(x, 0.5, 1e-6)
+    assert not norms.gated_norm_proven(x, w, g, 1e-6)
+    assert not conv.proven(x, taps)
+    assert not gating.proven(x[:1, :1], g[:1, :1], w, w)

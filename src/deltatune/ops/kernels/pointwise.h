@@ -112,28 +112,27 @@ inline void gated_norm_backward(long at, long count, float eps, const GLOBAL T* 
   }
 }
 
-// y = factor x / sqrt(mean(x^2) + eps), row by row.
-template <int LANES, typename T>
-inline void norm_forward(long at, long count, float factor, float eps, const GLOBAL T* x, GLOBAL T* y) {
+// y = factor x / sqrt(mean(x^2) + eps), row by row; `numbers` are factor and eps, so that one kernel serves q and k.
+template <int LANES, typename N, typename T>
+inline void norm_forward(long at, long count, N numbers, const GLOBAL T* x, GLOBAL T* y) {
   const long from = at < count ? at : count - 1;
   float h[8];
   take(h, x, from);
-  const float by = factor * inverse_of<LANES>(h, eps);
+  const float by = numbers[0] * inverse_of<LANES>(h, numbers[1]);
   DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) h[i] *= by;
   if (at < count) give(y, at, h);
 }
-template <int LANES, typename T>
-inline void norm_backward(long at, long count, float factor, float eps, const GLOBAL T* x, const GLOBAL T* dy,
-                          GLOBAL T* dx) {
+template <int LANES, typename N, typename T>
+inline void norm_backward(long at, long count, N numbers, const GLOBAL T* x, const GLOBAL T* dy, GLOBAL T* dx) {
   const long from = at < count ? at : count - 1;
   float h[8], d[8];
   take(h, x, from);
   take(d, dy, from);
-  const float inverse = inverse_of<LANES>(h, eps);
+  const float inverse = inverse_of<LANES>(h, numbers[1]);
   const float along = row_dot<LANES>(d, h) * inverse * inverse / (8 * LANES);
   DELTATUNE_UNROLL
-  for (int i = 0; i < 8; ++i) d[i] = factor * inverse * (d[i] - h[i] * along);
+  for (int i = 0; i < 8; ++i) d[i] = numbers[0] * inverse * (d[i] - h[i] * along);
   if (at < count) give(dx, at, d);
 }
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..causal_conv import causal_conv
 from .launch import Execute, Pass
-from .passes import Arrays, Passes
+from .passes import LEAST, Arrays, Passes
 
 # Tokens a lane goes through.
 ROWS = 8
@@ -41,8 +41,8 @@ def covers(x: mx.array, weight: mx.array) -> bool:
 
 
 def proven(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> bool:
-    """Whether the passes cover these arrays, and are right on this machine."""
-    if not covers(x, weight):
+    """Whether the passes cover these arrays, are worth it, and are right on this machine."""
+    if x.size < LEAST or not covers(x, weight):
         return False
     taps, batch, channels, length = weight.shape[1], 3, 24, 2 * ROWS + 5
     documents = mx.broadcast_to(mx.arange(length) // 7, (batch, length))

@@ -10,6 +10,9 @@ import mlx.nn as nn
 from .launch import Execute, Pass
 from .passes import Arrays, Passes
 
+# What counts is launches, a dozen less, so few elements are worth it.
+LEAST = 2**10
+
 
 def gates(
     a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, most: float = 1.0, *, execute: Execute = Pass.run
@@ -39,8 +42,8 @@ def covers(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> bool
 
 
 def proven(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, most: float = 1.0) -> bool:
-    """Whether the passes cover these arrays, and are right on this machine."""
-    if not covers(a, b, A_log, dt_bias):
+    """Whether the passes cover these arrays, are worth it, and are right on this machine."""
+    if a.size < LEAST or not covers(a, b, A_log, dt_bias):
         return False
     heads = a.shape[-1]
     kinds = [((12 * heads,), a.dtype)] * 2 + [(x.shape, x.dtype) for x in (A_log, dt_bias)]

@@ -7,10 +7,11 @@ from functools import cache
 import mlx.core as mx
 
 from .launch import Execute, Pass
-from .passes import Arrays, Passes
+from .passes import LEAST, Arrays, Passes
 
 # Widths that a power of two of lanes holds, eight elements each, within one group.
 WIDTHS = (8, 16, 32, 64, 128, 256)
+_COUNT = "(long)x_shape[0]"
 
 
 def norm(x: mx.array, factor: float, eps: float, *, execute: Execute = Pass.run) -> mx.array:
@@ -48,14 +49,16 @@ def covers(x: mx.array, *others: mx.array) -> bool:
 
 
 def norm_proven(x: mx.array, factor: float, eps: float) -> bool:
-    """Whether `norm` covers x, and is right on this machine."""
-    return covers(x) and _norm(_width(x), float(factor), float(eps)).proven(((96, 8), x.dtype))
+    """Whether `norm` covers x, is worth it, and is right on this machine."""
+    return x.size >= LEAST and covers(x) and _norm(_width(x), float(factor), float(eps)).proven(((96, 8), x.dtype))
 
 
 def gated_norm_proven(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> bool:
     """Whether `gated_norm` does, and is."""
-    return covers(x, gate) and _gated(_width(x), float(eps)).proven(
-        *[((96, 8), x.dtype)] * 2, (weight.shape, weight.dtype)
+    return (
+        x.size >= LEAST
+        and covers(x, gate)
+        and _gated(_width(x), float(eps)).proven(*[((96, 8), x.dtype)] * 2, (weight.shape, weight.dtype))
     )
 
 
@@ -70,19 +73,21 @@ def _inverse(x: mx.array, eps: float) -> mx.array:
 
 
 @cache
+def _numbers(factor: float, eps: float) -> mx.array:
+    return mx.array([factor, eps], mx.float32)
+
+
+@cache
 def _norm(width: int, factor: float, eps: float) -> Passes:
-    numbers = ("(long)x_shape[0]", f"{factor!r}f", f"{eps!r}f")
+    lanes = (width // 8,)
 
     def forward(x: mx.array) -> Pass:
-        return Pass(
-            "norm_forward", {"x": x}, {"y": (x.shape, x.dtype)}, (*numbers, "x", "y"), x.shape[0], (width // 8,)
-        )
+        inputs = {"numbers": _numbers(factor, eps), "x": x}
+        return Pass("norm_forward", inputs, {"y": (x.shape, x.dtype)}, (_COUNT, *inputs, "y"), x.shape[0], lanes)
 
     def backward(x: mx.array, dy: mx.array) -> Pass:
-        inputs = {"x": x, "dy": dy.astype(x.dtype)}
-        return Pass(
-            "norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (*numbers, "x", "dy", "dx"), x.shape[0], (width // 8,)
-        )
+        inputs = {"numbers": _numbers(factor, eps), "x": x, "dy": dy.astype(x.dtype)}
+        return Pass("norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (_COUNT, *inputs, "dx"), x.shape[0], lanes)
 
     def plain(x: mx.array) -> Arrays:
         rows = x.reshape(-1, width)
@@ -93,7 +98,7 @@ def _norm(width: int, factor: float, eps: float) -> Passes:
 
 @cache
 def _gated(width: int, eps: float) -> Passes:
-    numbers = ("(long)x_shape[0]", f"{eps!r}f")
+    numbers = (_COUNT, f"{eps!r}f")
 
     def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Pass:
         inputs = {"x": x, "weight": weight, "gate": gate}

@@ -15,6 +15,9 @@ from .launch import Execute, Pass
 
 logger = logging.getLogger(__name__)
 
+# Elements that make a pass worth the second or two that its kernels take to build in each process: none for decoding.
+LEAST = 2**16
+
 Arrays = Sequence[mx.array]
 Kind = tuple[tuple[int, ...], mx.Dtype]
 # Of the largest element: a few roundings of the dtype's own.

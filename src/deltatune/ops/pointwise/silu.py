@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .launch import Execute, Pass
-from .passes import Arrays, Passes
+from .passes import LEAST, Arrays, Passes
 
 
 def swiglu(gate: mx.array, x: mx.array | None = None, *, execute: Execute = Pass.run) -> mx.array:
@@ -29,8 +29,12 @@ def covers(gate: mx.array, x: mx.array | None = None) -> bool:
 
 
 def proven(gate: mx.array, x: mx.array | None = None) -> bool:
-    """Whether the passes cover these arrays, and are right on this machine."""
-    return covers(gate, x) and _PASSES[x is not None].proven(*[((96, 8), gate.dtype)] * (1 if x is None else 2))
+    """Whether the passes cover these arrays, are worth it, and are right on this machine."""
+    return (
+        gate.size >= LEAST
+        and covers(gate, x)
+        and _PASSES[x is not None].proven(*[((96, 8), gate.dtype)] * (1 if x is None else 2))
+    )
 
 
 def _plain(gate: mx.array, x: mx.array | None = None) -> Arrays:
