@@ -21,7 +21,7 @@ from deltatune import backend
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
-from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDING
+from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDING, ROUNDINGS_ON_GPU
 
 CASES = {
     "some": Case(),
@@ -71,7 +71,8 @@ def test_half_precision_costs_its_own_rounding(dtype):
     assert found["y"].dtype == found["x"].dtype == dtype
     assert found["up.lora_a"].dtype == mx.float32
     _, element = worst(found, expected(case))
-    assert element < EXACT_ELEMENT + ROUNDING[str(dtype).removeprefix("mlx.core.")]
+    roundings = 1 if backend.device() == "cpu" else ROUNDINGS_ON_GPU
+    assert element < EXACT_ELEMENT + roundings * ROUNDING[str(dtype).removeprefix("mlx.core.")]
 
 
 def test_experts_without_tokens_get_exactly_zero():
@@ -86,6 +87,8 @@ def test_experts_without_tokens_get_exactly_zero():
 
 @pytest.mark.parametrize("wrap", ["compile", "checkpoint", "compiled checkpoint", "checkpoint in a checkpoint"])
 def test_the_same_bits_compiled_and_recomputed(wrap):
+    if "compile" in wrap and backend.device() == "cuda":
+        pytest.skip("kernels that mx.compile builds there contract sums; a step is compiled without (train/compiling)")
     case = Case(tokens=90)
     names = [name for name in case.arrays if name.split(".")[-1] != "weight"]
     frozen = {name: array for name, array in case.arrays.items() if name not in names}
@@ -104,11 +107,7 @@ def test_the_same_bits_compiled_and_recomputed(wrap):
     one, two = (mx.grad(lambda arrays, f=f: (f(arrays) * case.dy).sum()) for f in (plain, run))
     two = mx.compile(two) if "compile" in wrap else two
     wanted, found = one(given), two(given)
-    if "compile" in wrap and backend.device() != "cpu":
-        # A GPU's compiler contracts products and sums of what mx.compile fuses.
-        assert all(mx.allclose(wanted[name], found[name], rtol=1e-5, atol=1e-6) for name in names)
-    else:
-        assert all(mx.array_equal(wanted[name], found[name]) for name in names)
+    assert all(mx.array_equal(wanted[name], found[name]) for name in names)
 
 
 PACKINGS = [{"bits": bits, "group_size": 32} for bits in (2, 3, 4, 6, 8)]

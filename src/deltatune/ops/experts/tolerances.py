@@ -9,6 +9,9 @@ EXACT, EXACT_ELEMENT = 1e-6, 2e-6
 # On a CPU everything inside is fp32: half precision costs the rounding of its results alone.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
+# On a GPU three results are rounded one after another: the hidden rows, each expert's output, their weighted sum.
+ROUNDINGS_ON_GPU = 3
+
 # The kernels for sorted rows, largest error over the largest element: one rounding of a result; sums in fp32.
 GROUPED = {"bfloat16": 2.0**-8 + 2e-6, "float16": 2.0**-11 + 2e-6, "float32": 2e-6, "gradient": 2e-6}
 
