@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from host_machine import HostMachine
 
 from deltatune import backend
+from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norms, silu, swiglu
 from deltatune.ops.pointwise import passes as passes_module
-from deltatune.ops.pointwise.launch import Pass, header
+from deltatune.ops.pointwise.launch import BODIES, Pass
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
 
@@ -36,7 +37,7 @@ def execute(request, tmp_path_factory):
         return Pass.run
     cache = getattr(request.config, "cache", None)
     folder = cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
-    return HostMachine(folder, header("metal")).run
+    return HostMachine(folder, header("metal", BODIES)).run
 
 
 def inverse(x, eps):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import mlx.core as mx
@@ -50,7 +51,8 @@ class Launch:
 
     def run(self) -> list[mx.array]:
         """Launch on the default device: Metal or CUDA."""
-        kernel = _kernel(_machine(), self.name, tuple(self.inputs), tuple(self.outputs), self.source, self.bytes)
+        names = tuple(self.inputs), tuple(self.outputs)
+        kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes)
         x, y, z = self.blocks
         threads = self.groups * 32
         shapes, dtypes = zip(*self.outputs.values(), strict=True)
@@ -102,10 +104,18 @@ def header(machine: str, bodies: tuple[str, ...] = GATED_DELTA) -> str:
 
 
 @cache
-def _kernel(machine: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, size: int):
-    bodies = _bodies(name)
+def kernel_of(
+    machine: str,
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    source: str,
+    bodies: tuple[str, ...],
+    size: int,
+) -> Any:
+    """MLX's kernel of `source`, which calls a body of the files `bodies` and has `size` bytes of shared memory."""
     text = header(machine, bodies)
-    # MLX keeps what it compiled by this name, from one process to the next.
+    # MLX knows within a process what it built by this name.
     name = f"{name}_{crc32((text + source).encode()):08x}"
     if machine == "metal":
         return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)

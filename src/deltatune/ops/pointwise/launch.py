@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
-from zlib import crc32
 
 import mlx.core as mx
 
-from ..kernels.launch import FOLDER
+from ..kernels.launch import kernel_of
 
+BODIES = ("pointwise.h",)
 GROUPS = 4
 _LANES = GROUPS * 32
 _PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thread_index_in_threadgroup;\n"
@@ -47,7 +44,7 @@ class Pass:
 
     def run(self) -> list[mx.array]:
         """Launch on the CUDA device."""
-        kernel = _kernel(self.name, tuple(self.inputs), tuple(self.outputs), self.source)
+        kernel = kernel_of("cuda", self.name, tuple(self.inputs), tuple(self.outputs), self.source, BODIES, 0)
         shapes, dtypes = zip(*self.outputs.values(), strict=True)
         return kernel(
             inputs=list(self.inputs.values()),
@@ -59,24 +56,3 @@ class Pass:
 
 
 Execute = Callable[[Pass], list[mx.array]]
-
-
-@cache
-def header(machine: str) -> str:
-    """The vocabulary of `machine` (metal or cuda) and the bodies."""
-    return "".join((FOLDER / name).read_text() for name in _files(machine))
-
-
-def _files(machine: str) -> list[str]:
-    return [f"{machine}.h", "pointwise.h"]
-
-
-@cache
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
-    text = header("cuda")
-    # MLX keeps what it compiled by this name, from one process to the next.
-    name = f"{name}_{crc32((text + source).encode()):08x}"
-    # MLX copies and hashes the whole source at every launch: the compiler finds the bodies by their path instead.
-    if isinstance(FOLDER, Path):
-        text = "".join(f'#include "{FOLDER / file}"\n' for file in _files("cuda"))
-    return mx.fast.cuda_kernel(name, list(inputs), list(outputs), source, text)
