@@ -151,7 +151,8 @@ class HostMachine:
         key = hashlib.sha256("\n".join([source, *self.flags, *compiler()]).encode()).hexdigest()[:16]
         library = self.folder / f"{key}.so"
         if not library.exists():
-            file, made = self.folder / f"{key}.cpp", self.folder / f"{key}.{os.getpid()}"
+            # Of this process alone: another one's compiler may be reading its own.
+            file, made = (self.folder / f"{key}.{os.getpid()}.{kind}" for kind in ("cpp", "so"))
             file.write_text(source)
             command = [*compiler(), *self.flags, str(file), "-o", str(made)]
             result = subprocess.run(command, capture_output=True, text=True)
