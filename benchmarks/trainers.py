@@ -120,13 +120,13 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     import mlx.core as mx
 
     from deltatune.backend import cache_to_keep
+    from deltatune.compiling import without_kernels
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
     from deltatune.models.describe import describe
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.patches import patched
     from deltatune.train.announce import choose_loss
-    from deltatune.train.compiling import without_kernels
     from deltatune.train.distributed import World
     from deltatune.train.optimizer import build_optimizer
     from deltatune.train.step import Step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 
 import deltatune  # noqa: F401
@@ -13,6 +14,8 @@ import deltatune  # noqa: F401
 import pytest
 
 from deltatune.errors import UserError
+from deltatune.patches import Report
+from deltatune.patches import run as run_module
 from deltatune.patches.run import run
 
 START = "import deltatune, sys; from deltatune.patches.run import run; sys.exit(run(sys.argv[1:]))"
@@ -107,3 +110,21 @@ def test_a_module_and_a_console_script(program):
 def test_what_is_no_python_program_is_refused(command, message):
     with pytest.raises(UserError, match=message):
         run(command)
+
+
+@pytest.mark.parametrize(("device", "mode"), [("cuda", ["without kernels", "back"]), ("metal", []), ("cpu", [])])
+def test_on_cuda_alone_programs_compile_without_kernels(program, monkeypatch, device, mode):
+    noted = []
+
+    @contextmanager
+    def without_kernels():
+        noted.append("without kernels")
+        yield
+        noted.append("back")
+
+    monkeypatch.setattr(run_module, "without_kernels", without_kernels)
+    monkeypatch.setattr(run_module.backend, "device", lambda: device)
+    monkeypatch.setattr(run_module, "apply", lambda announce: Report())
+    monkeypatch.syspath_prepend(program.parent)
+    assert run(["--", "python", str(program), "3"]) == 3
+    assert noted == mode

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from conftest import FAMILIES, build_model, family_config
 from counted_allocator import Counter
+from deltatune.compiling import without_kernels
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.diagnose.plan.step import blank_batch
 from deltatune.models.describe import describe
@@ -27,7 +28,6 @@ from deltatune.ops.checkpoint import checkpointed
 from deltatune.patches import patched
 from deltatune.train.announce import choose_loss
 from deltatune.train.commands import prepare
-from deltatune.train.compiling import without_kernels
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
 from deltatune.train.step import Step

@@ -12,12 +12,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from deltatune.compiling import without_kernels
 from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.lora.experts import LoRASwitchLinear
 from deltatune.patches import patched
 from deltatune.train import bundles
-from deltatune.train.compiling import without_kernels
 from deltatune.train.distributed import World
 from deltatune.train.expert_updates import ActiveExperts
 from deltatune.train.optimizer import build_optimizer

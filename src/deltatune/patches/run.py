@@ -9,9 +9,12 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 
+from .. import backend
+from ..compiling import without_kernels
 from ..errors import UserError
 from . import apply, recurrence, revert
 from .patch import Report
@@ -28,20 +31,32 @@ def run(argv: list[str]) -> int:
     program = _program(argv[1:] if argv[:1] == ["--"] else argv)
     argv_before, path_before, hook = sys.argv, list(sys.path), sys.excepthook
     sys.excepthook = _without_our_frames(hook)
-    recurrence.reset()
-    _say(apply(announce=_say))
-    code = 0
     try:
-        program()
-    except SystemExit as exit_:
-        code = _code(exit_)
+        with _compiled():
+            code = _patched(program)
     finally:
-        _summary()
-        revert()
         sys.argv, sys.path[:] = argv_before, path_before
     # An exception on its way out still needs our hook: it is shown after this function is left.
     sys.excepthook = hook
     return code
+
+
+def _patched(program: Callable[[], None]) -> int:
+    recurrence.reset()
+    _say(apply(announce=_say))
+    try:
+        program()
+    except SystemExit as exit_:
+        return _code(exit_)
+    finally:
+        _summary()
+        revert()
+    return 0
+
+
+def _compiled() -> AbstractContextManager[object]:
+    """On CUDA, mx.compile without kernels of its own, which are minutes of building in every process there."""
+    return without_kernels() if backend.device() == "cuda" else nullcontext()
 
 
 def _program(command: list[str]) -> Callable[[], None]:

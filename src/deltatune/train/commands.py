@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..compiling import without_kernels
 from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.load import first_image, load_datasets
@@ -31,7 +32,6 @@ from ..models.vision import has_vision, vision_spec
 from ..models.vision_generate import stream_with_images, stream_with_videos
 from ..patches import patched
 from . import announce
-from .compiling import without_kernels
 from .distributed import World
 from .evaluate import Evaluation
 from .log import Screen

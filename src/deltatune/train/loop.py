@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import backend
+from ..compiling import without_kernels
 from ..config import TrainConfig
 from ..data import Batch, BatchOrder, Splits
 from ..errors import UserError
@@ -23,7 +24,6 @@ from ..ops.checkpoint import checkpointed
 from ..patches import patched
 from . import announce, log, nonfinite, state
 from .check import check
-from .compiling import without_kernels
 from .distributed import World
 from .evaluate import Evaluation
 from .interrupt import StoppedError, StopRequest

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from PIL import Image
 
 from deltatune import cli
+from deltatune.compiling import without_kernels
 from deltatune.config import TrainConfig
 from deltatune.data.load import load_datasets
 from deltatune.data.pictures import largest_batch
@@ -32,7 +33,6 @@ from deltatune.models.vision_inputs import Looked, blank_vision_batch
 from deltatune.patches import patched
 from deltatune.train.announce import choose_loss
 from deltatune.train.commands import eyes, prepare
-from deltatune.train.compiling import without_kernels
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
 from deltatune.train.step import Step

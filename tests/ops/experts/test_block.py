@@ -88,7 +88,7 @@ def test_experts_without_tokens_get_exactly_zero():
 @pytest.mark.parametrize("wrap", ["compile", "checkpoint", "compiled checkpoint", "checkpoint in a checkpoint"])
 def test_the_same_bits_compiled_and_recomputed(wrap):
     if "compile" in wrap and backend.device() == "cuda":
-        pytest.skip("kernels that mx.compile builds there contract sums; a step is compiled without (train/compiling)")
+        pytest.skip("kernels that mx.compile builds there contract sums; a step is compiled without (compiling.py)")
     case = Case(tokens=90)
     names = [name for name in case.arrays if name.split(".")[-1] != "weight"]
     frozen = {name: array for name, array in case.arrays.items() if name not in names}

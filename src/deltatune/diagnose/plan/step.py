@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ... import backend
+from ...compiling import without_kernels
 from ...config import TrainConfig
 from ...data import Batch
 from ...models.describe import describe
@@ -22,7 +23,6 @@ from ...models.vision_inputs import Looked, blank_vision_batch
 from ...ops.checkpoint import checkpointed
 from ...patches import patched
 from ...train import announce
-from ...train.compiling import without_kernels
 from ...train.distributed import World
 from ...train.optimizer import build_optimizer
 from ...train.step import Arrays, Step, Sums, arrays

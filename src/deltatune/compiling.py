@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .. import backend
+from . import backend
 
 # mlx/compile.h: void set_compile_mode(CompileMode), enum class CompileMode {disabled, no_simplify, no_fuse, enabled}.
 _SYMBOL = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"

@@ -6,13 +6,13 @@ import mlx.core as mx
 import pytest
 
 from deltatune import backend
-from deltatune.train.compiling import compiles, without_kernels
+from deltatune.compiling import compiles, without_kernels
 
 # A chain that MLX fuses: its kernel would be built into the temporary folder.
 PROGRAM = """
 import deltatune
 import mlx.core as mx
-from deltatune.train.compiling import without_kernels
+from deltatune.compiling import without_kernels
 
 def chain(x):
     return mx.exp(x * 2 + 1) - mx.abs(x)
