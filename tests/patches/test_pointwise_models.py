@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import gated_delta
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops" / "kernels"))
 
@@ -78,7 +79,10 @@ def gradients(model, rows, owner):
 @pytest.mark.parametrize("family", SERVED)
 def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, family, packed):
     monkeypatch.setenv(GATED_DELTA, "naive")
+    # Upstream's experts; mlx-lm 0.31.3 leaves their indices in the graph.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
+    chosen = mx.argpartition
+    monkeypatch.setattr(mx, "argpartition", lambda *given, **options: mx.stop_gradient(chosen(*given, **options)))
     model = tiny_model(family, **({} if family == "kimi_linear" else {"linear_value_head_dim": 16}))
     model.train()
     rows = mx.random.randint(0, 320, (2, 22), key=mx.random.key(1))
@@ -86,7 +90,9 @@ def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, fa
     wanted, expected = gradients(model, rows, owner)
     served = as_on_cuda(monkeypatch, machine)
     found, actual = gradients(model, rows, owner)
-    assert served == SERVED[family] | ({"conv and silu of documents"} if packed else {"conv and silu"})
+    wanted_passes = SERVED[family] | {"conv and silu of documents" if packed else "conv and silu"}
+    # mlx-lm 0.31.3 has the norms of q and k in line.
+    assert served == (wanted_passes if hasattr(gated_delta, "normalize_qk") else wanted_passes - {"norm"})
     assert found == pytest.approx(wanted, rel=1e-6)
     assert expected.keys() == actual.keys()
     sizes = {name: float(mx.linalg.norm(array)) for name, array in expected.items()}
