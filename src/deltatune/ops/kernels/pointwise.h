@@ -1,22 +1,14 @@
 // What stands around the recurrence, element by element or row by row: one pass over memory each, for every machine.
 // A lane holds eight elements next to one another, number `at` of `count`; a row of them is held by LANES lanes.
 
-// In place of an array that a call has not.
-struct Absent {};
-
 template <typename T>
 inline void take(thread float (&to)[8], const GLOBAL T* from, long at) {
   load_eight(to, from + at * 8);
-}
-inline void take(thread float (&to)[8], Absent, long) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 8; ++i) to[i] = 1.0f;
 }
 template <typename T>
 inline void give(GLOBAL T* to, long at, const thread float (&from)[8]) {
   store_eight(to + at * 8, from);
 }
-inline void give(Absent, long, const thread float (&)[8]) {}
 
 inline float sigmoid_of(float x) {
   return 1.0f / (1.0f + DELTATUNE_EXP(-x));
@@ -44,9 +36,9 @@ inline float inverse_of(const thread float (&x)[8], float eps) {
   return metal::rsqrt(row_dot<LANES>(x, x) / (8 * LANES) + eps);
 }
 
-// y = silu(gate) x; without x, silu(gate).
-template <typename T, typename X>
-inline void swiglu_forward(long at, long count, const GLOBAL T* gate, X x, GLOBAL T* y) {
+// y = silu(gate) x.
+template <typename T>
+inline void swiglu_forward(long at, long count, const GLOBAL T* gate, const GLOBAL T* x, GLOBAL T* y) {
   if (at >= count) return;
   float g[8], other[8];
   take(g, gate, at);
@@ -55,8 +47,9 @@ inline void swiglu_forward(long at, long count, const GLOBAL T* gate, X x, GLOBA
   for (int i = 0; i < 8; ++i) g[i] *= sigmoid_of(g[i]) * other[i];
   give(y, at, g);
 }
-template <typename T, typename X, typename D>
-inline void swiglu_backward(long at, long count, const GLOBAL T* gate, X x, const GLOBAL T* dy, GLOBAL T* dgate, D dx) {
+template <typename T>
+inline void swiglu_backward(long at, long count, const GLOBAL T* gate, const GLOBAL T* x, const GLOBAL T* dy,
+                            GLOBAL T* dgate, GLOBAL T* dx) {
   if (at >= count) return;
   float g[8], other[8], d[8];
   take(g, gate, at);
@@ -170,7 +163,7 @@ inline Lanes lanes_at(long at, int rows, int pieces) {
   const long rest = at / pieces;
   return Lanes{(int)(rest / blocks), (int)(rest % blocks) * ROWS, (int)(at % pieces)};
 }
-inline bool together(Absent, long, int, int) { return true; }
+inline bool together(Nothing, long, int, int) { return true; }
 template <typename S>
 inline bool together(const GLOBAL S* segments, long start, int from, int t) {
   return segments[start + (from < 0 ? 0 : from)] == segments[start + t];

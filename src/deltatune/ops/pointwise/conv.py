@@ -61,7 +61,7 @@ def _plain(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> A
 
 @cache
 def _passes(segmented: bool) -> Passes:
-    sizes = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else "Absent{}")
+    sizes = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else "Nothing{}")
 
     def lanes(x: mx.array, rows: int) -> int:
         return x.shape[0] * -(-rows // ROWS) * (x.shape[2] // 8)
