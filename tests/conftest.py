@@ -315,6 +315,13 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture(scope="session")
+def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The host machine's compiled kernels, kept between sessions by what they were compiled from."""
+    cache = getattr(request.config, "cache", None)
+    return cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
+
+
+@pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., nn.Module]:
     """tiny_model(family, seed=0, **text_options) -> a fresh random model, no files, no tokenizer."""
 

@@ -39,10 +39,8 @@ SERVED = {
 
 
 @pytest.fixture
-def machine(request, tmp_path_factory):
-    cache = getattr(request.config, "cache", None)
-    folder = cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
-    return HostMachine(folder, header("metal", BODIES))
+def machine(host_folder):
+    return HostMachine(host_folder, header("metal", BODIES))
 
 
 def as_on_cuda(monkeypatch, machine) -> set[str]:

@@ -53,13 +53,6 @@ def metal_cut(**asked: int) -> Callable:
 
 
 @pytest.fixture(scope="session")
-def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled kernels, kept between sessions by what they were compiled from."""
-    cache = getattr(request.config, "cache", None)
-    return cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
-
-
-@pytest.fixture(scope="session")
 def machine(host_folder: Path):
     return host.HostMachine(host_folder)
 

@@ -31,13 +31,9 @@ BOUND = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 
 @pytest.fixture(scope="session")
-def execute(request, tmp_path_factory):
+def execute(host_folder):
     """Launches on the host machine, or on the GPU where there is one."""
-    if backend.device() == "cuda":
-        return Pass.run
-    cache = getattr(request.config, "cache", None)
-    folder = cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
-    return HostMachine(folder, header("metal", BODIES)).run
+    return Pass.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", BODIES)).run
 
 
 def inverse(x, eps):

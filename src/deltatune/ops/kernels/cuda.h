@@ -465,14 +465,15 @@ struct Arrival {
 inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
 
-// Eight elements of device memory in a lane's registers: inputs may start anywhere, outputs are MLX's own.
+// Piece number `at` of an array, eight elements: inputs may start anywhere, outputs are MLX's own.
 template <typename T>
 struct alignas(16) Eight {
   T x[8];
 };
 template <typename T>
-inline void load_eight(float (&to)[8], const T* from) {
+inline void take(float (&to)[8], const T* from, long at) {
   Eight<T> found;
+  from += at * 8;
   if (aligned16(from)) {
     found = *reinterpret_cast<const Eight<T>*>(from);
   } else {
@@ -483,11 +484,11 @@ inline void load_eight(float (&to)[8], const T* from) {
   for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(found.x[i]);
 }
 template <typename T>
-inline void store_eight(T* to, const float (&from)[8]) {
+inline void give(T* to, long at, const float (&from)[8]) {
   Eight<T> made;
 #pragma unroll
   for (int i = 0; i < 8; ++i) made.x[i] = static_cast<T>(from[i]);
-  *reinterpret_cast<Eight<T>*>(to) = made;
+  *reinterpret_cast<Eight<T>*>(to + at * 8) = made;
 }
 
 // Barriers of up to two stages; every thread calls.

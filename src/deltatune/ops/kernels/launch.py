@@ -20,6 +20,11 @@ PLACE = (
 )
 
 
+Arrays = dict[str, mx.array]
+Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
+Values = dict[str, int | bool | mx.Dtype]
+
+
 @dataclass(frozen=True)
 class Launch:
     """A body's name, its inputs and outputs, compile-time values, and the blocks, groups of 32 lanes, and bytes.
@@ -31,9 +36,9 @@ class Launch:
 
     name: str
     memory: str
-    inputs: dict[str, mx.array]
-    outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]]
-    values: dict[str, int | bool | mx.Dtype]
+    inputs: Arrays
+    outputs: Outputs
+    values: Values
     order: tuple[str, ...]
     memory_order: tuple[str, ...]
     blocks: tuple[int, int, int]
@@ -53,17 +58,24 @@ class Launch:
         """Launch on the default device: Metal or CUDA."""
         names = tuple(self.inputs), tuple(self.outputs)
         kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes)
-        x, y, z = self.blocks
-        threads = self.groups * 32
-        shapes, dtypes = zip(*self.outputs.values(), strict=True)
-        return kernel(
-            inputs=list(self.inputs.values()),
-            output_shapes=list(shapes),
-            output_dtypes=list(dtypes),
-            grid=(x * threads, y, z),
-            threadgroup=(threads, 1, 1),
-            template=list(self.values.items()),
-        )
+        return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
+
+
+def launched(
+    kernel: Any, inputs: Arrays, outputs: Outputs, blocks: tuple[int, int, int], groups: int, values: Values
+) -> list[mx.array]:
+    """The outputs of `kernel`, one of kernel_of's, on so many blocks of `groups` x 32 lanes."""
+    x, y, z = blocks
+    threads = groups * 32
+    shapes, dtypes = zip(*outputs.values(), strict=True)
+    return kernel(
+        inputs=list(inputs.values()),
+        output_shapes=list(shapes),
+        output_dtypes=list(dtypes),
+        grid=(x * threads, y, z),
+        threadgroup=(threads, 1, 1),
+        template=list(values.items()),
+    )
 
 
 @cache

@@ -89,13 +89,14 @@ constant constexpr int tile_second = 4;
 
 #define lane_exchange(x, mask) simd_shuffle_xor(x, mask)
 
+// Piece number `at` of an array, eight elements.
 template <typename T>
-inline void load_eight(thread float (&to)[8], const device T* from) {
-  for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from[i]);
+inline void take(thread float (&to)[8], const device T* from, long at) {
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from[at * 8 + i]);
 }
 template <typename T>
-inline void store_eight(device T* to, const thread float (&from)[8]) {
-  for (int i = 0; i < 8; ++i) to[i] = static_cast<T>(from[i]);
+inline void give(device T* to, long at, const thread float (&from)[8]) {
+  for (int i = 0; i < 8; ++i) to[at * 8 + i] = static_cast<T>(from[i]);
 }
 
 inline float lane_sum(float x) {

@@ -1,15 +1,6 @@
 // What stands around the recurrence, element by element or row by row: one pass over memory each, for every machine.
 // A lane holds eight elements next to one another, number `at` of `count`; a row of them is held by LANES lanes.
 
-template <typename T>
-inline void take(thread float (&to)[8], const GLOBAL T* from, long at) {
-  load_eight(to, from + at * 8);
-}
-template <typename T>
-inline void give(GLOBAL T* to, long at, const thread float (&from)[8]) {
-  store_eight(to + at * 8, from);
-}
-
 inline float sigmoid_of(float x) {
   return 1.0f / (1.0f + DELTATUNE_EXP(-x));
 }

@@ -7,6 +7,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..causal_conv import causal_conv
+from ..kernels.launch import Outputs
 from .launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
@@ -61,31 +62,23 @@ def _plain(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> A
 
 @cache
 def _passes(segmented: bool) -> Passes:
-    sizes = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else "Nothing{}")
+    names = ("x", "weight", "segments")[: 2 + segmented]
+    first = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else "Nothing{}")
 
-    def lanes(x: mx.array, rows: int) -> int:
-        return x.shape[0] * -(-rows // ROWS) * (x.shape[2] // 8)
+    def launch(name: str, arrays: Arrays, more: dict[str, mx.array], out: str, rows: int) -> Pass:
+        """Of the body `name`, which gives `out` [B, rows, C]."""
+        x, weight, *_ = arrays
+        inputs = dict(zip(names, arrays, strict=True)) | more
+        outputs: Outputs = {out: ((x.shape[0], rows, x.shape[2]), x.dtype)}
+        lanes = x.shape[0] * -(-rows // ROWS) * (x.shape[2] // 8)
+        return Pass(name, inputs, outputs, (*first, *more, out), lanes, (weight.shape[1], ROWS))
 
-    def forward(x: mx.array, weight: mx.array, *segments: mx.array) -> Pass:
-        taps = weight.shape[1]
-        length = x.shape[1] - taps + 1
-        inputs = {"x": x, "weight": weight, **dict(zip(("segments",), segments, strict=False))}
-        outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {"y": ((x.shape[0], length, x.shape[2]), x.dtype)}
-        return Pass("conv_silu_forward", inputs, outputs, (*sizes, "y"), lanes(x, length), (taps, ROWS))
+    def forward(x: mx.array, weight: mx.array, *rest: mx.array) -> Pass:
+        return launch("conv_silu_forward", (x, weight, *rest), {}, "y", x.shape[1] - weight.shape[1] + 1)
 
-    def backward(x: mx.array, weight: mx.array, *rest: mx.array) -> Pass:
-        *segments, dy = rest
-        inputs = {
-            "x": x,
-            "weight": weight,
-            **dict(zip(("segments",), segments, strict=False)),
-            "dy": dy.astype(x.dtype),
-        }
-        arguments = (*sizes, "dy", "dx")
-        constants = (weight.shape[1], ROWS)
-        return Pass(
-            "conv_silu_backward", inputs, {"dx": (x.shape, x.dtype)}, arguments, lanes(x, x.shape[1]), constants
-        )
+    def backward(x: mx.array, *rest: mx.array) -> Pass:
+        *others, dy = rest
+        return launch("conv_silu_backward", (x, *others), {"dy": dy.astype(x.dtype)}, "dx", x.shape[1])
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, weight, *segments = primals

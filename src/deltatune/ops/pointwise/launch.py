@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 
-from ..kernels.launch import kernel_of
+from ..kernels.launch import Arrays, Outputs, Values, kernel_of, launched
 
 BODIES = ("pointwise.h",)
 GROUPS = 4
@@ -19,18 +20,16 @@ _PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thr
 class Pass:
     """A body's name, its inputs and outputs, the text of its arguments, how many lanes it needs, and its constants."""
 
+    groups: ClassVar[int] = GROUPS
+    # Of the kernel itself, none: constants stand in its text.
+    values: ClassVar[Values] = {}
+
     name: str
-    inputs: dict[str, mx.array]
-    outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]]
+    inputs: Arrays
+    outputs: Outputs
     arguments: tuple[str, ...]
     lanes: int
     constants: tuple[int, ...] = ()
-    groups: int = GROUPS
-
-    @property
-    def values(self) -> dict[str, int | bool | mx.Dtype]:
-        """Of the kernel itself, none: constants stand in its text."""
-        return {}
 
     @property
     def blocks(self) -> tuple[int, int, int]:
@@ -45,14 +44,7 @@ class Pass:
     def run(self) -> list[mx.array]:
         """Launch on the CUDA device."""
         kernel = kernel_of("cuda", self.name, tuple(self.inputs), tuple(self.outputs), self.source, BODIES, 0)
-        shapes, dtypes = zip(*self.outputs.values(), strict=True)
-        return kernel(
-            inputs=list(self.inputs.values()),
-            output_shapes=list(shapes),
-            output_dtypes=list(dtypes),
-            grid=(self.blocks[0] * _LANES, 1, 1),
-            threadgroup=(_LANES, 1, 1),
-        )
+        return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 
 Execute = Callable[[Pass], list[mx.array]]
