@@ -42,6 +42,16 @@ inline void add_product(thread Tile* sums, L l, R r, int down, int over, int dee
   }
 }
 
+// The same for a stage, with `rest` of the depth from its start on, and `down` and `over` of the group's tiles there.
+template <int DOWN, int OVER, int DEPTH, typename L, typename R>
+inline void add_stage(thread Tile* sums, L l, R r, int down, int over, int rest, int lane) {
+  const int deep = tiles_within(rest, DEPTH / 16);
+  if (down == DOWN && over == OVER && deep * 16 == DEPTH)
+    add_product<true, DOWN, OVER, DEPTH>(sums, l, r, down, over, deep, lane);
+  else
+    add_product<false, DOWN, OVER, DEPTH>(sums, l, r, down, over, deep, lane);
+}
+
 template <typename In, int ROWS, int COLUMNS, int DEPTH, bool TRANSPOSED>
 struct ExpertProductMemory {
   static constexpr constant int rows = 0;
@@ -107,11 +117,7 @@ inline void expert_product(Place at, threadgroup char* memory, int inputs, int o
     const auto matrix = shared_at<Exact<In>>(stage, Memory::weight, weight_count);
     const auto r = Choice<TRANSPOSED>::of(turned(matrix, weight_stride, 0, own_column),
                                           straight(matrix, weight_stride, 0, own_column));
-    const int deep = tiles_within(inputs - step * DEPTH, DEPTH / 16);
-    if (tall == down && wide == over && deep * 16 == DEPTH)
-      add_product<true, down, over, DEPTH>(sums, l, r, tall, wide, deep, at.lane);
-    else
-      add_product<false, down, over, DEPTH>(sums, l, r, tall, wide, deep, at.lane);
+    add_stage<down, over, DEPTH>(sums, l, r, tall, wide, inputs - step * DEPTH, at.lane);
   }
   barrier();
   const Exact<In> results = shared_at<Exact<In>>(memory, 0, result_count);
@@ -193,11 +199,7 @@ inline void expert_gradient(Place at, threadgroup char* memory, int height, int 
         turned(shared_at<Exact<In>>(stage, Memory::left, DEPTH * left_stride), left_stride, own_row, 0);
     const auto r =
         straight(shared_at<Exact<In>>(stage, Memory::right, DEPTH * right_stride), right_stride, 0, own_column);
-    const int deep = tiles_within(count - step * DEPTH, DEPTH / 16);
-    if (tall == down && wide == over && deep * 16 == DEPTH)
-      add_product<true, down, over, DEPTH>(sums, l, r, tall, wide, deep, at.lane);
-    else
-      add_product<false, down, over, DEPTH>(sums, l, r, tall, wide, deep, at.lane);
+    add_stage<down, over, DEPTH>(sums, l, r, tall, wide, count - step * DEPTH, at.lane);
   }
   const float factor = scale[0];
   const long block = (long)at.z * height * width;
