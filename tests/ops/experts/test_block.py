@@ -151,6 +151,18 @@ def test_packed_weights_are_their_unpacked_values(packing):
     assert element < EXACT_ELEMENT
 
 
+@pytest.mark.parametrize(("device", "gathered"), [("cuda", 0), ("metal", 3), ("cpu", 0)])
+def test_packed_weights_are_read_as_they_are_on_metal_alone(device, gathered, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    calls, gather_qmm = [], mx.gather_qmm
+    monkeypatch.setattr(mx, "gather_qmm", lambda *given, **options: calls.append(1) or gather_qmm(*given, **options))
+    packed = [mx.quantize(mx.random.normal((4, 64, 64), key=mx.random.key(i)), 32, 4) for i in range(3)]
+    up, down, gate = (Projection(w, scales=s, biases=b, group_size=32) for w, s, b in packed)
+    x, indices = mx.random.normal((5, 64), key=mx.random.key(4)), mx.array([[0, 1], [2, 3], [1, 0], [3, 3], [2, 2]])
+    expert_block(x, indices, mx.ones((5, 2)), up, down, gate)
+    assert len(calls) == gathered
+
+
 def test_without_scores_the_experts_outputs_stay_apart():
     case = Case(tokens=33)
     arrays = case.arrays
