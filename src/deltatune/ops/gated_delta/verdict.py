@@ -6,9 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ... import environment
+from ... import environment, kept
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tolerances import EASY, ROUNDING, fused_bound
@@ -263,9 +261,6 @@ def _write(path: Path, verdict: Verdict) -> None:
     """For the processes to come; where the folder cannot be written, each of them measures again."""
     text = json.dumps({"verdict": asdict(verdict), "machine": machine()}, indent=1)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        kept.write(path, text.encode())
     except OSError as error:
         logger.warning("gated_delta: a verdict cannot be kept (%s): it is measured again in every process", error)

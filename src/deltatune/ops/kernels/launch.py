@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import mlx.core as mx
+
+from . import cubin
 
 FOLDER = files(__package__)
 GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
@@ -125,13 +126,10 @@ def kernel_of(
     bodies: tuple[str, ...],
     size: int,
 ) -> Any:
-    """MLX's kernel of `source`, which calls a body of the files `bodies` and has `size` bytes of shared memory."""
+    """The kernel of `source`, which calls a body of the files `bodies` and has `size` bytes of shared memory."""
     text = header(machine, bodies)
+    if machine == "cuda":
+        return cubin.Kernel(name, inputs, outputs, source, text, size)
     # MLX knows within a process what it built by this name.
     name = f"{name}_{crc32((text + source).encode()):08x}"
-    if machine == "metal":
-        return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)
-    # MLX copies and hashes the whole source at every launch: the compiler finds the bodies by their path instead.
-    if isinstance(FOLDER, Path):
-        text = "".join(f'#include "{FOLDER / file}"\n' for file in (f"{machine}.h", "tiles.h", *bodies))
-    return mx.fast.cuda_kernel(name, list(inputs), list(outputs), source, text, shared_memory=size)
+    return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)

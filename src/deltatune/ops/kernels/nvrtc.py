@@ -1,0 +1,80 @@
+"""NVIDIA's runtime compiler, the library that MLX links: text of CUDA C++ to machine code."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+# MLX's is in its process already, and found by this name. Beside it the folders of NVIDIA's own packages.
+_NAMES = {"libnvrtc.so.13": "cu13", "libnvrtc.so.12": "cuda_nvrtc"}
+# Headers of the packages for CUDA 13 and for CUDA 12.
+_HEADERS = ("cu13", "cuda_runtime")
+
+
+def compiled(text: str, name: str, architecture: str) -> bytes:
+    """The cubin of `text` for `architecture` (sm_90a). Raises RuntimeError with the compiler's words."""
+    program = ctypes.c_void_p()
+    _call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
+    try:
+        wanted = [f"--gpu-architecture={architecture}", "--device-as-default-execution-space"]
+        wanted.append(f"--include-path={_headers()}")
+        given = (ctypes.c_char_p * len(wanted))(*(option.encode() for option in wanted))
+        if _library().nvrtcCompileProgram(program, len(wanted), given):
+            said = _read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"{name} does not compile for {architecture}: {said}")
+        return _read("nvrtcGetCUBIN", program)
+    finally:
+        _library().nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def version() -> tuple[int, int]:
+    """Of the compiler."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _packages() -> Iterator[Path]:
+    """NVIDIA's folders among the installed packages."""
+    spec = importlib.util.find_spec("nvidia")
+    yield from map(Path, (spec.submodule_search_locations or ()) if spec else ())
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    places = [str(folder / inner / "lib" / name) for folder in _packages() for name, inner in _NAMES.items()]
+    for place in (*_NAMES, *places):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise RuntimeError(f"NVIDIA's runtime compiler was not found: expected one of {', '.join(_NAMES)}, as MLX links.")
+
+
+@cache
+def _headers() -> Path:
+    roots = [folder / inner for folder in _packages() for inner in _HEADERS]
+    roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    roots.append(Path("/usr/local/cuda"))
+    for root in roots:
+        if (root / "include" / "cuda_bf16.h").is_file():
+            return root / "include"
+    raise RuntimeError(f"CUDA's headers were not found in {', '.join(map(str, roots))}: set CUDA_HOME.")
+
+
+def _read(name: str, program: ctypes.c_void_p) -> bytes:
+    length = ctypes.c_size_t()
+    _call(f"{name}Size", program, ctypes.byref(length))
+    buffer = ctypes.create_string_buffer(length.value)
+    _call(name, program, buffer)
+    return buffer.raw
+
+
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name} of NVIDIA's runtime compiler failed with code {status}.")
