@@ -6,6 +6,7 @@ shapes as in mlx_lm.tuner: lora_a [in, r], lora_b [r, out], m [out].
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -29,17 +30,31 @@ def add_low_rank(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: floa
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         _, x, a, b = primals
         dy, low = cotangents[0], outputs[1]
-        d_low = scale * (dy @ b.T)
-        return [dy, d_low @ a.T, _over_rows(x, d_low), scale * _over_rows(low, dy)]
+        d_low = _scaled_product(scale, dy, b.T)
+        return [dy, d_low @ a.T, _over_rows(1.0, x, d_low), _over_rows(scale, low, dy)]
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     return function(y, x, a, b)[0]
 
 
-def _over_rows(left: mx.array, right: mx.array) -> mx.array:
-    """left^T right, over all leading axes."""
-    return left.reshape(-1, left.shape[-1]).T @ right.reshape(-1, right.shape[-1])
+def _over_rows(scale: float, left: mx.array, right: mx.array) -> mx.array:
+    """scale left^T right, over all leading axes."""
+    return _scaled_product(scale, left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
+
+
+def _scaled_product(scale: float, left: mx.array, right: mx.array) -> mx.array:
+    """scale left right; on a GPU in one launch, for launches are what a step of many small products waits for."""
+    if scale == 1.0:
+        return left @ right
+    if backend.device() == "cpu":
+        return scale * (left @ right)
+    return mx.addmm(_zeros(right.shape[-1], left.dtype), left, right, alpha=scale)
+
+
+@cache
+def _zeros(size: int, dtype: mx.Dtype) -> mx.array:
+    return mx.zeros((size,), dtype)
 
 
 def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from deltatune import backend
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
 
 SHAPES = {"q": (2, 5, 2, 8), "k": (2, 5, 2, 8), "v": (2, 5, 4, 6), "log_g": (2, 5, 4), "beta": (2, 5, 4)}
@@ -66,7 +67,9 @@ def test_choice_is_announced_once(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger=choice.__name__):
         gated_delta(**arguments())
         gated_delta(**arguments())
-    assert [record.getMessage() for record in caplog.records] == ["gated_delta: chunk (automatic on cpu)"]
+    device = backend.device()
+    chosen = "chunk" if device == "cpu" else "fused"
+    assert [record.getMessage() for record in caplog.records] == [f"gated_delta: {chosen} (automatic on {device})"]
 
 
 @pytest.mark.parametrize("implementation", [gated_delta_naive, gated_delta_chunk])

@@ -22,7 +22,8 @@ _DIGEST = hashlib.sha256().digest_size
 Constants = Sequence[tuple[str, int | bool | mx.Dtype]]
 
 
-@dataclass(frozen=True)
+# Compared by identity: launch.py makes one for each text.
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """The text between the braces of a kernel, which may read an input's shape as NAME_shape, and what goes before it.
 

@@ -1,0 +1,186 @@
+"""CUDA's text compiled by NVIDIA's compiler for GPUs that are not here; what is launched, and how cubins are kept."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+from deltatune.ops.experts import grouped
+from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
+from deltatune.ops.kernels import cubin, launch, nvrtc
+from deltatune.ops.pointwise import conv_silu, gated_norm, gates, norm, swiglu
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
+
+HOPPER, BLACKWELL = "sm_90a", "sm_100a"
+# The number of ELF's machine type for CUDA.
+EM_CUDA = 190
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path) -> SimpleNamespace:
+    """An NVIDIA GPU of `architecture`, whose launches come to nothing but a list; an empty folder for cubins."""
+    pretended = SimpleNamespace(architecture=HOPPER, launches=[], compiled=[], folder=tmp_path)
+
+    def precompiled(**given: Any) -> list[mx.array]:
+        pretended.launches.append(given)
+        return [mx.zeros(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
+
+    def compiled(text: str, name: str, architecture: str) -> bytes:
+        pretended.compiled.append(name)
+        return nvrtc_compiled(text, name, architecture)
+
+    nvrtc_compiled = nvrtc.compiled
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(launch, "_machine", lambda: "cuda")
+    monkeypatch.setattr(cubin, "architecture", lambda: pretended.architecture)
+    monkeypatch.setattr(nvrtc, "compiled", compiled)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", precompiled)
+    launch.kernel_of.cache_clear()
+    cubin._built.cache_clear()
+    yield pretended
+    launch.kernel_of.cache_clear()
+    cubin._built.cache_clear()
+
+
+def gradients(function: Callable[..., Any], *arrays: mx.array) -> None:
+    """Launches both passes."""
+    mx.eval(mx.vjp(function, list(arrays), list(function(*arrays)))[1])
+
+
+def gated_delta(dtype: mx.Dtype, per_channel: bool) -> None:
+    q, k, v = (mx.zeros((1, 70, heads, 128), dtype) for heads in (1, 1, 2))
+    log_g, beta = mx.zeros(v.shape if per_channel else v.shape[:3]), mx.zeros(v.shape[:3])
+    gradients(lambda *arrays: gated_delta_fused(*arrays, cut=cut_on("cuda")), q, k, v, log_g, beta)
+
+
+def passes(dtype: mx.Dtype) -> None:
+    x, weight, taps = mx.zeros((2, 20, 64), dtype), mx.zeros((64,), dtype), mx.zeros((64, 4), dtype)
+    gradients(lambda *arrays: [swiglu(*arrays)], x, x)
+    gradients(lambda x: [norm(x, 1.0, 1e-6)], x)
+    gradients(lambda *arrays: [gated_norm(*arrays, 1e-6)], x, weight, x)
+    gradients(lambda *arrays: [conv_silu(*arrays)], x, taps)
+    gradients(lambda *arrays: [conv_silu(*arrays, mx.zeros((2, 17), mx.int32))], x, taps)
+    gradients(gates, x, x, weight, weight)
+
+
+def experts(dtype: mx.Dtype) -> None:
+    ends = mx.array([1, 40], mx.int32)
+    for inputs, outputs in ((72, 136), (136, 8), (8, 72)):
+        rows, d, weight = (mx.zeros(shape, dtype) for shape in ((40, inputs), (40, outputs), (2, outputs, inputs)))
+        mx.eval(grouped.product(rows, weight, ends, True), grouped.product(rows, weight.swapaxes(1, 2), ends, False))
+        mx.eval(grouped.product(rows, weight, ends, True, 2.0, d), grouped.gradient(None, d, rows, ends))
+
+
+SLOW = "gated delta, fp32"
+WHOLE = {
+    "gated delta, bf16": lambda: gated_delta(mx.bfloat16, False),
+    "gated delta, fp16": lambda: gated_delta(mx.float16, False),
+    SLOW: lambda: gated_delta(mx.float32, False),
+    "gates a channel, bf16": lambda: gated_delta(mx.bfloat16, True),
+    "passes, bf16": lambda: passes(mx.bfloat16),
+    "passes, fp32": lambda: passes(mx.float32),
+    "experts, bf16": lambda: experts(mx.bfloat16),
+}
+
+
+@pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_kernel_compiles(name, architecture, gpu):
+    if name == SLOW and architecture != HOPPER:
+        pytest.skip("20 s, for text that one architecture has tried")
+    gpu.architecture = architecture
+    WHOLE[name]()
+    assert gpu.launches
+    for launched in gpu.launches:
+        code = launched["compiled_source"]
+        assert code.startswith(b"\x7fELF")
+        assert int.from_bytes(code[18:20], "little") == EM_CUDA
+        assert f"{launched['name']}\0".encode() in code
+
+
+def test_a_launch_says_what_mlx_asks(gpu):
+    x, gate = mx.zeros((4, 40, 8)), mx.zeros((4, 40, 8))
+    mx.eval(swiglu(gate, x))
+    (launched,) = gpu.launches
+    assert launched["scalars"] == [160, 8]
+    assert (launched["grid"], launched["threadgroup"]) == ((256, 1, 1), (128, 1, 1))
+    assert (launched["output_shapes"], launched["output_dtypes"]) == ([(160, 8)], [mx.float32])
+    assert launched["ensure_row_contiguous"]
+
+
+def test_the_text_declares_what_is_launched():
+    kernel = cubin.Kernel("f", ("a", "b"), ("y",), "y[0] = a_shape[1] * N + (T)*b;\n", "// header\n", 0)
+    text = kernel.text([("N", 3), ("B", True), ("T", mx.float16)], [mx.float32, mx.bool_], [2, 0], [mx.bfloat16])
+    assert text.endswith(
+        '// header\nextern "C" __global__ void f(const float* a, const bool* b, __nv_bfloat16* y, const int a_0, '
+        "const int a_1) {\nconstexpr int N = 3;\nconstexpr bool B = 1;\nusing T = __half;\n"
+        "const int a_shape[] = {a_0, a_1};\ny[0] = a_shape[1] * N + (T)*b;\n}\n"
+    )
+
+
+def again(gpu: SimpleNamespace) -> bytes:
+    """The code that another process would launch."""
+    launch.kernel_of.cache_clear()
+    cubin._built.cache_clear()
+    mx.eval(swiglu(mx.zeros((8,)), mx.zeros((8,))))
+    return gpu.launches[-1]["compiled_source"]
+
+
+def test_one_process_builds_for_all(gpu):
+    first = again(gpu)
+    assert again(gpu) == first
+    assert gpu.compiled == ["swiglu_forward"]
+    gpu.architecture = BLACKWELL
+    assert again(gpu) != first
+    assert gpu.compiled == ["swiglu_forward"] * 2
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:99] + b"x" + data[100:]]
+)
+def test_a_damaged_file_is_built_again(damage, gpu):
+    first = again(gpu)
+    (file,) = gpu.folder.rglob("*.cubin")
+    file.write_bytes(damage(file.read_bytes()))
+    assert again(gpu) == first
+    assert gpu.compiled == ["swiglu_forward"] * 2
+    assert again(gpu) == first
+    assert gpu.compiled == ["swiglu_forward"] * 2
+
+
+def test_a_folder_that_cannot_be_written_is_said(gpu, caplog):
+    (gpu.folder / "cubins").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        assert again(gpu).startswith(b"\x7fELF")
+    assert "swiglu_forward cannot be kept" in caplog.text
+
+
+def test_the_compilers_words_reach_the_user(gpu):
+    with pytest.raises(RuntimeError, match=r"f does not compile for sm_90a: f\.cu\(1\): error: .*undefined_name"):
+        nvrtc.compiled('extern "C" __global__ void f(int* x) { *x = undefined_name; }', "f", HOPPER)
+
+
+def test_without_the_compiler_kernels_are_refused(gpu, monkeypatch, caplog):
+    monkeypatch.setattr(nvrtc, "_NAMES", {"libnothing.so.13": "cu13"})
+    nvrtc._library.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=r"runtime compiler was not found: expected one of libnothing\.so\.13"):
+            mx.eval(swiglu(mx.zeros((8,)), mx.zeros((8,))))
+    finally:
+        nvrtc._library.cache_clear()
+
+
+@pytest.mark.parametrize(("found", "called"), [("sm_89", "sm_89"), ("sm_90", "sm_90a"), ("sm_120", "sm_120a")])
+def test_architectures_by_the_compilers_names(found, called, monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda _: {"architecture": found})
+    assert cubin.architecture.__wrapped__() == called
