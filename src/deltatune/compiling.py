@@ -22,6 +22,8 @@ from . import backend
 _SYMBOL = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
 _NO_FUSE = 2
 
+_depth = 0
+
 
 def _library() -> ctypes.CDLL | None:
     """libmlx, if it lies where the Linux wheels have it and exports what is needed."""
@@ -53,8 +55,9 @@ def compiles() -> bool:
 def without_kernels() -> Iterator[str]:
     """Within it, mx.compile builds no kernels. Gives what a step will be: `compiled ...` or `not compiled`.
 
-    On Metal, and where this MLX cannot do it, mx.compile stays as it is.
+    On Metal, and where this MLX cannot do it, mx.compile stays as it is. Nests; the outermost exit ends it.
     """
+    global _depth
     if not compiles():
         yield "not compiled (mx.compile is off)"
         return
@@ -63,7 +66,10 @@ def without_kernels() -> Iterator[str]:
         yield "compiled"
         return
     library[_SYMBOL](_NO_FUSE)
+    _depth += 1
     try:
         yield "compiled, without kernels of its own"
     finally:
-        mx.enable_compile()
+        _depth -= 1
+        if _depth == 0:
+            mx.enable_compile()

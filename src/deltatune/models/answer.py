@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm import batch_generate
 
 from .. import backend
+from ..compiling import without_kernels
 
 # MLX's rope on CUDA cannot launch for one token of more rows of heads where few pairs turn, as in the demo's model.
 BATCH = {"cuda": 32}
@@ -21,12 +22,14 @@ def answer_all(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]
     """
     model.eval()
     batch_size = BATCH.get(backend.device(), 128)
-    response = batch_generate(
-        model,
-        tokenizer,
-        [list(prompt) for prompt in prompts],
-        max_tokens=max_tokens,
-        completion_batch_size=batch_size,
-        prefill_batch_size=batch_size,
-    )
+    # Kernels would take longer to build than all the answers of an evaluation take without.
+    with without_kernels():
+        response = batch_generate(
+            model,
+            tokenizer,
+            [list(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+            completion_batch_size=batch_size,
+            prefill_batch_size=batch_size,
+        )
     return response.texts

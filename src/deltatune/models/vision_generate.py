@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..compiling import without_kernels
 from ..errors import UserError
 from ..patches import patched
 from .generate import Sampling
@@ -48,7 +49,7 @@ def _stream(loaded: Loaded, text: str, max_tokens: int, sampling: Sampling, **in
         "min_p": sampling.min_p,
         "top_k": sampling.top_k,
     }
-    with patched():
+    with without_kernels(), patched():
         try:
             yield from stream_generate(loaded.model, loaded.processor, text, max_tokens=max_tokens, **inputs, **options)
         except ValueError as error:
@@ -68,7 +69,7 @@ def answer_pictures(loaded: Loaded, prompt: str, pictures: Sequence[str], max_to
     # mlx-vlm gives transformers an argument in a way that it warns of, once for each picture.
     logging.set_verbosity_error()
     try:
-        with patched():
+        with without_kernels(), patched():
             found = batch_generate(
                 loaded.model,
                 loaded.processor,

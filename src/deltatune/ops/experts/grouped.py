@@ -139,10 +139,13 @@ def _stride(columns: int) -> int:
 
 
 def _numbers(scale: mx.array | float) -> mx.array:
-    """As an array of one number, which all calls with a Python number share."""
-    return scale.reshape(1) if isinstance(scale, mx.array) else _number(scale)
+    return (scale if isinstance(scale, mx.array) else number(scale)).reshape(1)
 
 
 @cache
-def _number(value: float) -> mx.array:
-    return mx.array([value], mx.float32)
+def number(value: float) -> mx.array:
+    """As an fp32 array of no axes, the same one for all that ask."""
+    # The first of three: up to 8 bytes MLX keeps in memory that the host shares, and each read would cross the bus.
+    first = mx.array([value, 0.0, 0.0], mx.float32)[0]
+    mx.eval(first)
+    return first

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -69,7 +68,7 @@ class Projection:
 
     def bare(self) -> Projection:
         """Without what `given` names; its scale as an array that all calls share, for numbers are buffers each."""
-        scale = self.scale if isinstance(self.scale, mx.array) else _scalar(self.scale)
+        scale = self.scale if isinstance(self.scale, mx.array) else grouped.number(self.scale)
         return replace(self.around(*[None] * len(self.given)), scale=scale)
 
     def gathers_whole_weights(self) -> bool:
@@ -176,11 +175,6 @@ class Projection:
             for i in range(wide.shape[0])
         ]
         return mx.stack(each)
-
-
-@lru_cache
-def _scalar(value: float) -> mx.array:
-    return mx.array(value, mx.float32)
 
 
 def product(
