@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from deltatune import backend
 from deltatune.errors import UserError
 from deltatune.one_row import FAULT, TWO_ROWS, Verdict
 from deltatune.patches import apply, one_row, patch, patched, revert
@@ -113,6 +114,8 @@ def same(call, *arrays):
 
 @pytest.mark.parametrize(("a", "b"), SHAPES, ids=str)
 def test_products_are_upstreams(a, b):
+    if 0 in a and backend.device() == "cuda":
+        pytest.skip("MLX's own gradient of an empty product ends the process on CUDA")
     same(lambda x, y: mx.matmul(x, y), draw(0, *a), draw(1, *b))
     same(lambda x, y: x @ y, draw(0, *a), draw(1, *b))
     same(lambda x, y: mx.addmm(mx.array(0.5), x, y, 0.5, 2.0), draw(0, *a), draw(1, *b))

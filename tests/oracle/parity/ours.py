@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.utils import load_model
 
+from deltatune.compiling import without_kernels
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Batch
 from deltatune.lora import convert_to_lora
@@ -84,7 +85,7 @@ def train(case: Case, model: nn.Module, modules: dict[str, nn.Module], plant: Ca
     model.train()
     losses: list[float] = []
     first: Adapters = {}
-    with patched(model) as report:
+    with without_kernels(), patched(model) as report:
         if not report.complete:
             raise ValueError(str(report))
         plant()

@@ -13,6 +13,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 import mlx.nn as nn
 
+from deltatune.compiling import without_kernels
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Batch
 from deltatune.lora import convert_to_lora
@@ -83,7 +84,7 @@ def run(
     model.train()
     losses: list[float] = []
     first: Adapters = {}
-    with patched(model) as report:
+    with without_kernels(), patched(model) as report:
         if not report.complete:
             raise ValueError(str(report))
         split, spec = split_vision(model), vision_spec(model)

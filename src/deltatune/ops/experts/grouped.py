@@ -146,6 +146,7 @@ def _numbers(scale: mx.array | float) -> mx.array:
 def number(value: float) -> mx.array:
     """As an fp32 array of no axes, the same one for all that ask."""
     # The first of three: up to 8 bytes MLX keeps in memory that the host shares, and each read would cross the bus.
-    first = mx.array([value, 0.0, 0.0], mx.float32)[0]
-    mx.eval(first)
+    with mx.stream(mx.cpu):  # Which waits for nothing that is queued.
+        first = mx.array([value, 0.0, 0.0], mx.float32)[0]
+        mx.eval(first)
     return first
