@@ -13,6 +13,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 from mlx.utils import tree_flatten
 
+from deltatune import backend
 from deltatune.errors import UserError
 from deltatune.models.load import load, load_model, locate, new_model
 
@@ -61,6 +62,27 @@ def test_loads_what_mlx_lm_loads(tiny_checkpoint, family, quantize):
     assert type(model) is type(reference)
     assert config == reference_config
     assert mx.array_equal(model(TOKENS), reference(TOKENS))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_halves_of_gate_and_up_are_laid_out_anew_on_cuda(damaged, device, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    path = damaged("qwen3_5_moe")
+
+    def fuse(tensors):
+        for name in [name for name in tensors if name.endswith("switch_mlp.gate_proj.weight")]:
+            layer = name.removesuffix("switch_mlp.gate_proj.weight")
+            halves = [tensors.pop(f"{layer}switch_mlp.{half}_proj.weight") for half in ("gate", "up")]
+            tensors[f"{layer}experts.gate_up_proj"] = mx.concatenate(halves, axis=1)
+            tensors[f"{layer}experts.down_proj"] = tensors.pop(f"{layer}switch_mlp.down_proj.weight")
+
+    change_tensors(path, fuse)
+    model, _ = load_model(path)
+    mx.eval(model.parameters())
+    experts = [array for name, array in tree_flatten(model.parameters()) if "gate_proj" in name and array.ndim == 3]
+    assert experts
+    gaps = [memoryview(array).strides[0] != array.nbytes // array.shape[0] for array in experts]
+    assert gaps == [device == "cpu"] * len(experts)
 
 
 def test_loaded_tokenizer_renders_chat(tiny_checkpoint):

@@ -21,6 +21,7 @@ import mlx_lm.models
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
+from .. import backend
 from ..errors import UserError, first_line, reason
 from . import vision_load
 from .checkpoint_files import check_config, check_tokenizer, read_json, weight_headers
@@ -238,7 +239,7 @@ def _checked(model_class: type, path: Path) -> type:
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         try:
-            return model_class.sanitize(self, weights)  # type: ignore[attr-defined]
+            return _one_after_another(model_class.sanitize(self, weights))  # type: ignore[attr-defined]
         except KeyError as error:
             raise UserError(f"model {path}: tensor {error} is missing.") from error
         except (ValueError, IndexError) as error:
@@ -248,6 +249,14 @@ def _checked(model_class: type, path: Path) -> type:
     if hasattr(model_class, "sanitize"):
         body["sanitize"] = sanitize
     return type(model_class.__name__, (model_class,), body)
+
+
+def _one_after_another(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """On CUDA, experts' matrices without gaps: mlx-lm cuts gate and up from one array, and MLX's products there take
+    each matrix to begin where the one before ends."""
+    if backend.device() != "cuda":
+        return weights
+    return {name: mx.contiguous(array) if array.ndim == 3 else array for name, array in weights.items()}
 
 
 def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.array]) -> None:

@@ -68,6 +68,24 @@ def test_sorted_gathers(monkeypatch):
     monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=wrong_rows))
     assert sorted_gather.find_forward().wrong
     assert sorted_gather.find_gradient().status == "avoided"
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    assert sorted_gather.find_forward().status == "avoided"
+
+
+def first_after_another(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
+    """mx.gather_mm that takes matrices with gaps to have none: then the second is not where it looks."""
+    mx.eval(b)
+    if memoryview(b).strides[0] != b.nbytes // b.shape[0]:
+        b = mx.concatenate([b[:1], b[:-1]])
+    return mx.gather_mm(a, b, lhs_indices, rhs_indices)
+
+
+def test_sorted_gathers_from_halves(monkeypatch):
+    assert sorted_gather.find_views().status == "absent"
+    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=first_after_another))
+    assert sorted_gather.find_views().wrong
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    assert sorted_gather.find_views().status == "avoided"
 
 
 def test_the_gradient_of_a_sorted_gather_from_one_row_here():
@@ -129,8 +147,8 @@ def test_what_mlx_cannot_compute_at_all_is_present_with_its_words(monkeypatch):
 
     monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=refused))
     found = {one.name: one for one in faults()}
-    assert len(found) == 6
-    for name in (sorted_gather.FORWARD, sorted_gather.GRADIENT):
+    assert len(found) == 7
+    for name in (sorted_gather.FORWARD, sorted_gather.GRADIENT, sorted_gather.VIEWS):
         detail = "MLX cannot compute it here: cudaGraphAddKernelNode(...) failed: invalid argument"
         assert found[name] == fault.Fault(name, "present", detail)
     assert not found[scatter_add.NAME].wrong

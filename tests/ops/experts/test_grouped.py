@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import deltatune  # noqa: F401
 
@@ -19,7 +20,8 @@ from dense import LEAVES, Case, block, errors, expected, value_and_gradients
 from deltatune import backend
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts import grouped, verdict
-from deltatune.ops.experts.tiles import Sorted
+from deltatune.ops.experts import projection as projection_module
+from deltatune.ops.experts.tiles import Chunk, Sorted
 from deltatune.ops.experts.tolerances import NARROW_NORM
 
 
@@ -116,3 +118,23 @@ def test_ends_count_the_rows_of_the_experts_up_to_each():
     assert chunk.ends is not None
     assert chunk.ends.dtype == mx.int32
     assert np.array_equal(np.array(chunk.ends), [0, 3, 3, 3, 4, 6])
+
+
+def test_matrices_with_gaps_are_laid_out_anew_on_cuda(monkeypatch):
+    """MLX's CUDA products take each expert's matrix to begin where the one before ends."""
+    gaps = []
+
+    def gather_mm(a, b, **options):
+        plain = b if memoryview(b).strides[-1] == b.itemsize else b.swapaxes(-1, -2)
+        gaps.append(memoryview(plain).strides[0] != plain.nbytes // plain.shape[0])
+        return mx.zeros((*a.shape[:-1], b.shape[-1]))
+
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(projection_module, "mx", SimpleNamespace(**{**vars(mx), "gather_mm": gather_mm}))
+    larger = mx.random.normal((3, 10, 8))
+    mx.eval(larger)
+    indices = mx.array([0, 1, 1, 2], mx.uint32)
+    chunk = Chunk(0, indices, indices, indices, None, mx.array([1, 3, 4], mx.int32))
+    projection_module.product(mx.ones((4, 1, 8)), larger[:, :5], chunk, True)
+    projection_module.product(mx.ones((4, 1, 5)), larger[:, 5:], chunk, False)
+    assert gaps == [False, False]

@@ -16,6 +16,7 @@ PROBES: tuple[tuple[str, Callable[[], Fault]], ...] = (
     (scatter_add.NAME, scatter_add.find),
     (sorted_gather.FORWARD, sorted_gather.find_forward),
     (sorted_gather.GRADIENT, sorted_gather.find_gradient),
+    (sorted_gather.VIEWS, sorted_gather.find_views),
     (ragged_gather.NAME, ragged_gather.find),
     (rotary.NAME, rotary.find),
 )

@@ -199,6 +199,9 @@ def product(
     if chunk.ends is not None:
         # MLX's CUDA products read single rows wrong whose axis of one came from expand_dims, or from a sum with such.
         rows = mx.unflatten(rows.reshape(-1), 0, rows.shape)
+    if backend.device() == "cuda":
+        # They also take each expert's matrix to begin where the one before ends, which halves of a larger one do not.
+        weight = mx.contiguous(weight)
     right = weight.swapaxes(-1, -2) if transpose else weight
     y = mx.gather_mm(rows, right, rhs_indices=chunk.experts, sorted_indices=True)
     y = y if scale is None else scale * y
