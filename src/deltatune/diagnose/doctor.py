@@ -40,7 +40,7 @@ def run(machine_readable: bool = False, model: str | None = None) -> int:
         print(as_json(found))
     else:
         console = Console(highlight=False)
-        with console.status("Looking at this machine: some seconds"):
+        with console.status("Looking at this machine: some seconds, the first time on a GPU a minute or two"):
             found = examine(model)
         console.print(screen(found))
     return int(found.wrong)
