@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-# MLX's is in its process already, and found by this name. Beside it the folders of NVIDIA's own packages.
-_NAMES = {"libnvrtc.so.13": "cu13", "libnvrtc.so.12": "cuda_nvrtc"}
-# Headers of the packages for CUDA 13 and for CUDA 12.
-_HEADERS = ("cu13", "cuda_runtime")
+# By CUDA's release, the folders of NVIDIA's packages with the library and with headers.
+_RELEASES = {13: ("cu13", "cu13"), 12: ("cuda_nvrtc", "cuda_runtime")}
 
 
 def compiled(text: str, name: str, architecture: str) -> bytes:
@@ -46,18 +44,22 @@ def _packages() -> Iterator[Path]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    places = [str(folder / inner / "lib" / name) for folder in _packages() for name, inner in _NAMES.items()]
-    for place in (*_NAMES, *places):
-        try:
-            return ctypes.CDLL(place)
-        except OSError:
-            continue
-    raise RuntimeError(f"NVIDIA's runtime compiler was not found: expected one of {', '.join(_NAMES)}, as MLX links.")
+    names = {f"libnvrtc.so.{release}": inner for release, (inner, _) in _RELEASES.items()}
+    places = [str(folder / inner / "lib" / name) for folder in _packages() for name, inner in names.items()]
+    # First what is in this process: the one that MLX links, whose code its driver loads.
+    for mode in (os.RTLD_NOLOAD, ctypes.DEFAULT_MODE):
+        for place in (*names, *places):
+            try:
+                return ctypes.CDLL(place, mode)
+            except OSError:
+                continue
+    raise RuntimeError(f"NVIDIA's runtime compiler was not found: expected one of {', '.join(names)}, as MLX links.")
 
 
 @cache
 def _headers() -> Path:
-    roots = [folder / inner for folder in _packages() for inner in _HEADERS]
+    release = version()[0]
+    roots = [folder / _RELEASES[release][1] for folder in _packages() if release in _RELEASES]
     roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     roots.append(Path("/usr/local/cuda"))
     for root in roots:
