@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -12,7 +14,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear as UpstreamLoRASwitchLinear
 from packaging.version import Version
 
-from deltatune.lora import LoRASwitchLinear
+from deltatune.lora import LoRASwitchLinear, experts
 from deltatune.lora.experts import PlainSwitchLinear, projection
 from deltatune.lora.weights import dense_weight, is_switch
 
@@ -44,6 +46,23 @@ def adapted(packing=None, bias: bool = False) -> LoRASwitchLinear:
 
 def float64(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def test_few_rows_go_sorted_on_cuda(monkeypatch):
+    """MLX's unsorted products there read off their alignment for this rank, and end the process."""
+    calls = []
+
+    def gather_mm(*arguments, **options):
+        calls.append(options["sorted_indices"])
+        return mx.gather_mm(*arguments, **options)
+
+    adapter, indices = adapted(), mx.array([[4, 0], [2, 2]])
+    x = mx.random.normal((2, 1, 1, INPUTS))
+    expected = adapter(x, indices)
+    monkeypatch.setattr(experts.backend, "device", lambda: "cuda")
+    monkeypatch.setattr(experts, "mx", SimpleNamespace(**{**vars(mx), "gather_mm": gather_mm}))
+    assert mx.allclose(adapter(x, indices), expected, atol=1e-5)
+    assert calls == [True, True]
 
 
 @pytest.mark.parametrize("bias", [False, True])

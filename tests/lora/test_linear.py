@@ -200,8 +200,10 @@ def test_quantised_base_gets_the_gradients_of_its_dequantised_self():
         assert mx.abs(found[name] - expected[name]).max() <= 2e-6 * mx.abs(expected[name]).max(), name
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("shape", [(2, 7, INPUTS), (7, INPUTS), (2, 3, 5, INPUTS)])
-def test_the_update_as_one_function_has_the_gradients_of_its_products(shape):
+def test_the_update_as_one_function_has_the_gradients_of_its_products(shape, device, monkeypatch):
+    monkeypatch.setattr(linear.backend, "device", lambda: device)
     mx.random.seed(1)
     x, y = mx.random.normal(shape), mx.random.normal((*shape[:-1], OUTPUTS))
     a, b = 0.3 * mx.random.normal((INPUTS, RANK)), 0.3 * mx.random.normal((RANK, OUTPUTS))

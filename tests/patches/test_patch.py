@@ -14,6 +14,7 @@ import deltatune  # noqa: F401
 # isort: split
 import pytest
 
+from deltatune import backend, compiling
 from deltatune.patches import patch
 from deltatune.patches.patch import Patch, PatchWarning
 
@@ -67,6 +68,18 @@ def acme(tmp_path, monkeypatch):
     patch.revert()
     for name in set(sys.modules) - before:
         del sys.modules[name]
+
+
+def test_checks_build_no_kernels(acme):
+    """On CUDA those of a few numbers would take half a minute, in every process."""
+    found = []
+
+    def check(upstream, ours):
+        found.append(compiling._depth)
+
+    acme("acme.ops")
+    patch.apply([dataclasses.replace(RECORD, check=check)])
+    assert found == [0 if backend.device() == "metal" else 1]
 
 
 def test_every_holder_is_reached_and_given_back(acme):

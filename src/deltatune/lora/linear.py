@@ -54,7 +54,8 @@ def _scaled_product(scale: float, left: mx.array, right: mx.array) -> mx.array:
 
 @cache
 def _zeros(size: int, dtype: mx.Dtype) -> mx.array:
-    return mx.zeros((size,), dtype)
+    # From numbers, not by an operation: every trace that uses it would do that again.
+    return mx.array([0.0] * size, dtype)
 
 
 def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:
