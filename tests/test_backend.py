@@ -41,6 +41,17 @@ def test_gpu_kernels_forced_on_a_cpu_are_refused(monkeypatch):
     assert backend.gated_delta_candidates() == (("fused",), "forced by DELTATUNE_GATED_DELTA")
 
 
+def test_an_nvidia_gpu_older_than_hopper_gets_chunk(monkeypatch):
+    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(backend.nvidia, "generation", lambda: 89)
+    needs = "the fused kernels need an NVIDIA GPU of compute capability 9.0 or more, and this one has 8.9"
+    assert backend.gated_delta_candidates() == (("chunk",), f"automatic on cuda: {needs}")
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
+    with pytest.raises(UserError, match=f"GATED_DELTA=fused: {needs}; unset it"):
+        backend.gated_delta_candidates()
+
+
 def test_unknown_choice(monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fast")
     with pytest.raises(ValueError, match="not known"):

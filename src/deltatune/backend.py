@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import environment
+from . import environment, nvidia
 from .errors import UserError
 
 # The first that covers a call and passes its check on this machine serves it (ops/gated_delta/choice.py).
@@ -32,14 +32,25 @@ def gated_delta_candidates() -> tuple[tuple[str, ...], str]:
     Raises UserError when an implementation is forced that this device cannot run.
     """
     forced, here = environment.gated_delta(), device()
+    lacks = _lacks() if here == "cuda" else None
     if forced is None:
-        return _GATED_DELTA[here], f"automatic on {here}"
+        return (("chunk",), f"automatic on cuda: {lacks}") if lacks else (_GATED_DELTA[here], f"automatic on {here}")
+    if forced == "fused" and lacks:
+        raise UserError(f"{environment.GATED_DELTA}=fused: {lacks}; unset it for the automatic choice.")
     if forced == "fused" and here == "cpu":
         raise UserError(
             f"{environment.GATED_DELTA}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for "
             "the automatic choice."
         )
     return (forced,), f"forced by {environment.GATED_DELTA}"
+
+
+def _lacks() -> str | None:
+    """What keeps the fused kernels from this NVIDIA GPU."""
+    found = nvidia.generation()
+    if found >= nvidia.HOPPER:
+        return None
+    return f"the fused kernels need an NVIDIA GPU of compute capability 9.0 or more, and this one has {found / 10}"
 
 
 def gated_delta_implementation() -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -14,14 +15,16 @@ import deltatune  # noqa: F401
 import mlx.core as mx
 import pytest
 
+from deltatune import nvidia
 from deltatune.ops.experts import grouped
+from deltatune.ops.gated_delta import fused, fused_channel
 from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
 from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.pointwise import conv_silu, gated_norm, gates, norm, swiglu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 
-HOPPER, BLACKWELL = "sm_90a", "sm_100a"
+AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
 # The number of ELF's machine type for CUDA.
 EM_CUDA = 190
 
@@ -108,6 +111,40 @@ def test_every_kernel_compiles(name, architecture, gpu):
         assert f"{launched['name']}\0".encode() in code
 
 
+def test_passes_compile_for_older_gpus_too(gpu):
+    gpu.architecture = AMPERE
+    passes(mx.bfloat16)
+    assert gpu.launches
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """As on a GPU whose blocks have 99 KB, an RTX 5090."""
+    monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(99 * 1024, 170))
+    for plan in (fused.plan, fused_channel.plan):
+        plan.cache_clear()
+    yield
+    for plan in (fused.plan, fused_channel.plan):
+        plan.cache_clear()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_small_blocks_have_kernels_that_compile(per_channel, gpu):
+    gpu.architecture = "sm_120a"
+    gated_delta(mx.bfloat16, per_channel)
+    assert len({launched["name"] for launched in gpu.launches}) == 4
+    assert all(0 < launched["shared_memory"] <= 99 * 1024 for launched in gpu.launches)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
+@pytest.mark.parametrize("plan", [fused.plan, fused_channel.plan], ids=["a head", "a channel"])
+def test_small_blocks_have_plans_for_every_size(plan, dtype):
+    for heads, keys, values in itertools.product((2, 32), (16, 128, 192, 256), (16, 128, 256)):
+        assert plan("cuda", (2, 2048, heads, heads, keys, values), dtype, masked=False, segmented=False)
+
+
 def test_a_launch_says_what_mlx_asks(gpu):
     x, gate = mx.zeros((4, 40, 8)), mx.zeros((4, 40, 8))
     mx.eval(swiglu(gate, x))
@@ -182,5 +219,9 @@ def test_without_the_compiler_kernels_are_refused(gpu, monkeypatch, caplog):
 
 @pytest.mark.parametrize(("found", "called"), [("sm_89", "sm_89"), ("sm_90", "sm_90a"), ("sm_120", "sm_120a")])
 def test_architectures_by_the_compilers_names(found, called, monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda _: {"architecture": found})
-    assert cubin.architecture.__wrapped__() == called
+    monkeypatch.setattr(nvidia.mx, "device_info", lambda _: {"architecture": found})
+    nvidia.generation.cache_clear()
+    try:
+        assert cubin.architecture.__wrapped__() == called
+    finally:
+        nvidia.generation.cache_clear()

@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from ... import backend
+from ... import backend, nvidia
 from ..kernels.launch import Launch
 
 _GROUPS, _ARRIVALS = 4, 16
@@ -21,8 +21,10 @@ Cut = tuple[int, int, int, int]
 
 
 def takes(dtype: mx.Dtype, *sizes: int) -> bool:
-    """Whether products of this type and these sizes are for the kernels here: pieces of 16 bytes, on CUDA."""
-    return backend.device() == "cuda" and dtype == mx.bfloat16 and all(size % 8 == 0 for size in sizes)
+    """Whether the kernels here are for products of this type and these sizes: on Hopper or newer, pieces of 16 bytes."""
+    if backend.device() != "cuda" or nvidia.generation() < nvidia.HOPPER:
+        return False
+    return dtype == mx.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
 def product_cut(inputs: int, outputs: int) -> Cut:

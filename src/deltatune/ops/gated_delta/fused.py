@@ -7,16 +7,15 @@ from functools import cache, cached_property, lru_cache
 
 import mlx.core as mx
 
+from ... import nvidia
 from ..kernels.launch import Launch
 
-# What one block may hold in shared memory.
+# What one block may hold in threadgroup memory on Metal.
 METAL_BYTES = 32 * 1024
-CUDA_BYTES = 227 * 1024
 # Of a key that the Metal plans take: the contract's, and what a scan's registers are cut for.
 WIDEST = 256
-# Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state; and what an H200 runs at once.
+# Blocks that fill a large GPU: a scan with fewer takes thinner slices of the state.
 _FULL = 64
-_MULTIPROCESSORS = 132
 
 
 def _padded(n: int) -> int:
@@ -131,7 +130,7 @@ class Plan:
     @property
     def most(self) -> int:
         """Bytes of shared memory that a block may have."""
-        return METAL_BYTES if self.machine == "metal" else CUDA_BYTES
+        return METAL_BYTES if self.machine == "metal" else nvidia.limits().block_bytes
 
     @property
     def fits(self) -> bool:
@@ -145,7 +144,7 @@ def _scan_cut(heads: int, key_size: int, value_size: int, dtype: mx.Dtype) -> tu
         # Measured on an H200 (docs/log.md): thin blocks where all of them run at once.
         split = 2 if _padded(key_size) % 32 == 0 else 1
         for size, groups in ((32, split), (64, 1)):
-            if size <= max(32, tall) and heads * -(-value_size // size) <= _MULTIPROCESSORS:
+            if size <= max(32, tall) and heads * -(-value_size // size) <= nvidia.limits().multiprocessors:
                 return size, groups, 1
     sizes = [size for size in (128, 64, 32) if size <= max(32, tall)]
     size = next((size for size in sizes if heads * -(-value_size // size) >= _FULL), sizes[-1])

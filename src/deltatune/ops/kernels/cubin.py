@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ... import environment, kept
+from ... import environment, kept, nvidia
 from . import nvrtc
 
 logger = logging.getLogger(__name__)
@@ -122,5 +122,5 @@ def _found(path: Path) -> bytes | None:
 @cache
 def architecture() -> str:
     """Of MLX's device, as the compiler calls it: sm_90a. The a admits what belongs to that generation alone."""
-    found = str(mx.device_info(mx.gpu)["architecture"])
-    return f"{found}a" if int(found.removeprefix("sm_")) >= 90 else found
+    found = nvidia.generation()
+    return f"sm_{found}{'a' if found >= nvidia.HOPPER else ''}"

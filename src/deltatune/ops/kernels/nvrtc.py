@@ -18,7 +18,7 @@ def compiled(text: str, name: str, architecture: str) -> bytes:
     program = ctypes.c_void_p()
     _call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
     try:
-        wanted = [f"--gpu-architecture={architecture}", "--device-as-default-execution-space"]
+        wanted = [f"--gpu-architecture={architecture}", "--device-as-default-execution-space", "--disable-warnings"]
         wanted.append(f"--include-path={_headers()}")
         given = (ctypes.c_char_p * len(wanted))(*(option.encode() for option in wanted))
         if _library().nvrtcCompileProgram(program, len(wanted), given):
