@@ -21,7 +21,7 @@ Cut = tuple[int, int, int, int]
 
 
 def takes(dtype: mx.Dtype, *sizes: int) -> bool:
-    """Whether the kernels here are for products of this type and these sizes: on Hopper or newer, pieces of 16 bytes."""
+    """Whether the kernels here are for such products: on Hopper or newer, in bf16, sizes in pieces of 16 bytes."""
     if backend.device() != "cuda" or nvidia.generation() < nvidia.HOPPER:
         return False
     return dtype == mx.bfloat16 and all(size % 8 == 0 for size in sizes)
