@@ -15,6 +15,12 @@ from deltatune.diagnose import kernels
 from deltatune.ops.gated_delta import choice, gated_delta_chunk, verdict
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """Whatever this machine has."""
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+
+
 def test_chunk_is_right_here():
     (finding,) = kernels.findings()
     assert (finding.implementation, finding.status, finding.wrong) == ("chunk", "right", False)

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from deltatune import backend
 from deltatune.ops import segments
 from deltatune.ops.checkpoint import checkpoint, checkpointed
 from deltatune.ops.random_state import get_key
@@ -113,8 +114,10 @@ def test_every_family_of_mlx_lm(family, tiny_model):
     model.apply_to_modules(lambda _, part: part.freeze(keys=["e_score_correction_bias"], recurse=False, strict=False))
     expected = value_and_grads(model, loss)
     with checkpointed(model.layers):
-        # kimi_k3's residual blocks are used by every later layer; its A_log gradient is a sum that cancels.
-        assert_same_bits(value_and_grads(model, loss), expected, 1e-5 if family == "kimi_k3" else 0.0)
+        # kimi_k3's residual blocks are used by every later layer; its A_log gradient is a sum that cancels. On CUDA the
+        # gradient of MLX's products for experts differs in its last bits from run to run.
+        bound = 1e-5 if family == "kimi_k3" else 1e-6 if backend.device() == "cuda" else 0.0
+        assert_same_bits(value_and_grads(model, loss), expected, bound)
     assert sum(mx.abs(grad).max().item() > 0 for _, grad in expected) > 20
 
 
@@ -437,6 +440,7 @@ for wrap in (checkpointed, upstream):
 """
 
 
+@pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU queues")
 @pytest.mark.parametrize("width", [1, 20, 1000])
 def test_peak_memory_does_not_grow_with_depth(width):
     """In units of one intermediate, of which a layer has 13; docs/memory.md has the figures for real layers."""
