@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 
 from .. import backend
 from ..errors import UserError, first_line, reason
+from ..patches.loading import without_gaps
 from . import vision_load
 from .checkpoint_files import check_config, check_tokenizer, read_json, weight_headers
 
@@ -235,11 +236,13 @@ def _checked(model_class: type, path: Path) -> type:
 
     def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
         _compare(path, dict(weights), tree_flatten(self.parameters(), destination={}))  # type: ignore[arg-type]
+        if backend.device() == "cuda":
+            weights = [(name, without_gaps(array)) for name, array in weights]
         return model_class.load_weights(self, weights, strict=strict)  # type: ignore[attr-defined]
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         try:
-            return _one_after_another(model_class.sanitize(self, weights))  # type: ignore[attr-defined]
+            return model_class.sanitize(self, weights)  # type: ignore[attr-defined]
         except KeyError as error:
             raise UserError(f"model {path}: tensor {error} is missing.") from error
         except (ValueError, IndexError) as error:
@@ -249,14 +252,6 @@ def _checked(model_class: type, path: Path) -> type:
     if hasattr(model_class, "sanitize"):
         body["sanitize"] = sanitize
     return type(model_class.__name__, (model_class,), body)
-
-
-def _one_after_another(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """On CUDA, experts' matrices without gaps: mlx-lm cuts gate and up from one array, and MLX's products there take
-    each matrix to begin where the one before ends."""
-    if backend.device() != "cuda":
-        return weights
-    return {name: mx.contiguous(array) if array.ndim == 3 else array for name, array in weights.items()}
 
 
 def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.array]) -> None:

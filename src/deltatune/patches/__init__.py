@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
-from . import experts, mlx_lm, mlx_vlm, one_row, patch, pointwise
+from . import experts, loading, mlx_lm, mlx_vlm, one_row, patch, pointwise
 from .patch import Patch, PatchWarning, Report
 from .recurrence import served
 from .structure import gated_delta_layers, is_gated_delta
@@ -39,9 +39,9 @@ def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | N
 
     `announce` gets a report for each target whose module is imported only later. Warns (PatchWarning) about whatever
     stays on other code. On a CPU whose BLAS computes one-row products wrong, those go another way (one_row); on
-    an NVIDIA GPU, so do activations and norms (pointwise).
+    an NVIDIA GPU, so do activations and norms (pointwise), and experts are laid out anew (loading).
     """
-    report = patch.apply((*one_row.records(), *pointwise.records(), *PATCHES), announce)
+    report = patch.apply((*one_row.records(), *pointwise.records(), *loading.records(), *PATCHES), announce)
     if model is not None:
         layers = gated_delta_layers(model)
         report.unreached += [explain(path, layers[path]) for path, ours in reached(model).items() if not ours]
