@@ -10,8 +10,9 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from deltatune import backend
+from deltatune import backend, patches
 from deltatune.patches import loading, patched
+from layouts import has_gaps
 
 
 class Model(nn.Module):
@@ -29,27 +30,22 @@ def halves():
     return [("gate.weight", both[:, :5]), ("up.weight", both[:, 5:]), ("norm.weight", mx.ones(8))]
 
 
-def gaps(model):
-    mx.eval(model.parameters())
-    return [memoryview(w).strides[0] != w.nbytes // w.shape[0] for w in (model.gate.weight, model.up.weight)]
-
-
 @pytest.mark.parametrize(("device", "expected"), [("cpu", [True, True]), ("cuda", [False, False])])
 def test_halves_are_laid_out_anew_on_cuda(device, expected, halves, monkeypatch):
-    monkeypatch.setattr(loading.backend, "device", lambda: device)
-    monkeypatch.setattr("deltatune.patches.pointwise.PATCHES", ())
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(patches, "ON_CUDA", loading.PATCHES)
     model = Model()
     with patched() as report:
         model.load_weights(halves)
     assert report.complete
-    assert gaps(model) == expected
+    assert [has_gaps(model.gate.weight), has_gaps(model.up.weight)] == expected
     assert mx.array_equal(model.gate.weight, halves[0][1])
     assert mx.array_equal(model.up.weight, halves[1][1])
 
 
 def test_files_and_strictness_are_upstreams(halves, tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr("deltatune.patches.pointwise.PATCHES", ())
+    monkeypatch.setattr(patches, "ON_CUDA", loading.PATCHES)
     mx.save_safetensors(str(tmp_path / "w.safetensors"), dict(halves))
     with patched():
         assert mx.array_equal(Model().load_weights(str(tmp_path / "w.safetensors")).up.weight, halves[1][1])

@@ -20,7 +20,7 @@ from deltatune.patches import patched, pointwise
 @pytest.fixture
 def on_cuda(monkeypatch):
     """As on an NVIDIA GPU; the passes, which need one, give what they are proven against."""
-    monkeypatch.setattr(patches.pointwise, "records", lambda: pointwise.PATCHES)
+    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
     if backend.device() == "cuda":
         return
     for module, name in ((silu, "proven"), (norms, "norm_proven"), (norms, "gated_norm_proven")):

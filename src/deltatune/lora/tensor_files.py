@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -173,13 +173,3 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | Stored], metadata
             entries.pop(name).write(out)
         out.flush()
         os.fsync(out.fileno())
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write(temporary)` make a file beside `path`, then put it there in one move: the old one, or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -237,7 +237,7 @@ def _checked(model_class: type, path: Path) -> type:
     def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
         _compare(path, dict(weights), tree_flatten(self.parameters(), destination={}))  # type: ignore[arg-type]
         if backend.device() == "cuda":
-            weights = [(name, without_gaps(array)) for name, array in weights]
+            weights = without_gaps(weights)
         return model_class.load_weights(self, weights, strict=strict)  # type: ignore[attr-defined]
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:

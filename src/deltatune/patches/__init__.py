@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
+from .. import backend
 from . import experts, loading, mlx_lm, mlx_vlm, one_row, patch, pointwise
 from .patch import Patch, PatchWarning, Report
 from .recurrence import served
@@ -31,7 +32,14 @@ __all__ = [
 # Where two records fit one version of a target, the first is taken: what trains right before what trains fast.
 PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES)
 
+# Where MLX computes on an NVIDIA GPU.
+ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES)
+
 _depth = 0
+
+
+def _of_device() -> tuple[Patch, ...]:
+    return ON_CUDA if backend.device() == "cuda" else ()
 
 
 def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Report:
@@ -41,7 +49,7 @@ def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | N
     stays on other code. On a CPU whose BLAS computes one-row products wrong, those go another way (one_row); on
     an NVIDIA GPU, so do activations and norms (pointwise), and experts are laid out anew (loading).
     """
-    report = patch.apply((*one_row.records(), *pointwise.records(), *loading.records(), *PATCHES), announce)
+    report = patch.apply((*one_row.records(), *_of_device(), *PATCHES), announce)
     if model is not None:
         layers = gated_delta_layers(model)
         report.unreached += [explain(path, layers[path]) for path, ours in reached(model).items() if not ours]

@@ -6,32 +6,28 @@ where the one before ends: they would multiply with other experts' matrices, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
 
-from .. import backend
-from .patch import Patch
-
-Function = Callable[..., Any]
+from .patch import Function, Patch
 
 
-def records() -> tuple[Patch, ...]:
-    """PATCHES where MLX computes on CUDA, else none."""
-    return PATCHES if backend.device() == "cuda" else ()
+def without_gaps(weights: Iterable[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
+    """The same, laid out anew where one is a part of a larger array; lazily, and no copy where it is not."""
 
+    def experts(array: mx.array) -> bool:
+        return isinstance(array, mx.array) and array.ndim == 3
 
-def without_gaps(array: mx.array) -> mx.array:
-    """The same, laid out anew if it is a part of a larger one; lazily, and no copy if it is not."""
-    return mx.contiguous(array) if isinstance(array, mx.array) and array.ndim == 3 else array
+    return [(name, mx.contiguous(array) if experts(array) else array) for name, array in weights]
 
 
 def _load_weights(upstream: Function) -> Function:
     def load_weights(self: Any, file_or_weights: Any, strict: bool = True) -> Any:
         # A file's arrays lie as they should.
         if not isinstance(file_or_weights, str):
-            file_or_weights = [(name, without_gaps(array)) for name, array in file_or_weights]
+            file_or_weights = without_gaps(file_or_weights)
         return upstream(self, file_or_weights, strict)
 
     return load_weights

@@ -189,10 +189,15 @@ def _known(records: list[Patch]) -> _InForce | str:
     if signature != patch.signature:
         return f"its signature is {signature}, and {patch.package} {version} was expected to have {patch.signature}."
     ours = functools.wraps(upstream)(patch.replacement(upstream))
+    return _problem(patch, upstream, ours) or _InForce(patch, version, upstream, ours)
+
+
+def _problem(patch: Patch, upstream: Function, ours: Function) -> str | None:
+    if patch.check is None:
+        return None
     # Upstream's functions are compiled ones: on CUDA the kernels for a few numbers would take half a minute to build.
     with without_kernels():
-        problem = patch.check(upstream, ours) if patch.check else None
-    return problem if problem else _InForce(patch, version, upstream, ours)
+        return patch.check(upstream, ours)
 
 
 def _is_settled(records: list[Patch]) -> bool:

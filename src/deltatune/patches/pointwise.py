@@ -29,11 +29,6 @@ class _Convolved(NamedTuple):
 _last: _Convolved | None = None
 
 
-def records() -> tuple[Patch, ...]:
-    """PATCHES where MLX computes on CUDA, else none."""
-    return PATCHES if backend.device() == "cuda" else ()
-
-
 def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | None = None) -> mx.array:
     """y, noted: if nn.silu gets this very array next, both are one pass over x, and y itself is never computed."""
     global _last

@@ -11,8 +11,9 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..errors import UserError
+from ..kept import replace_file
 from ..lora import save_adapters
-from ..lora.tensor_files import replace_file, write_tensors
+from ..lora.tensor_files import write_tensors
 from ..lora.whole_layers import adapts_experts, whole_layers
 from ..models.vision import has_vision
 from . import state

@@ -165,6 +165,13 @@ def test_the_text_declares_what_is_launched():
     )
 
 
+@pytest.mark.parametrize("values", [(0.5,), (0.5, 1e-6)])
+def test_numbers_are_too_large_for_the_memory_that_the_host_shares(values):
+    found = launch.numbers(*values)
+    assert found.nbytes > 8
+    assert mx.array_equal(found[: len(values)], mx.array(values))
+
+
 def again(gpu: SimpleNamespace) -> bytes:
     """The code that another process would launch."""
     launch.kernel_of.cache_clear()
@@ -222,6 +229,6 @@ def test_architectures_by_the_compilers_names(found, called, monkeypatch):
     monkeypatch.setattr(nvidia.mx, "device_info", lambda _: {"architecture": found})
     nvidia.generation.cache_clear()
     try:
-        assert cubin.architecture.__wrapped__() == called
+        assert cubin.architecture() == called
     finally:
         nvidia.generation.cache_clear()

@@ -24,11 +24,8 @@ def find_forward() -> Fault:
     indices = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
     found = mx.gather_mm(mx.expand_dims(x, -2), weights, rhs_indices=indices, sorted_indices=True)[:, 0]
     expected = (x[:, None, :, None] * weights[indices][:, None]).sum(axis=-2)[:, 0]
-    error = difference(found, expected)
-    if error <= _bound():
-        return Fault(FORWARD, ABSENT, "each row is multiplied with its own expert", error)
     around = "mlx-lm's layers never call it so, and deltatune lays its rows out anew"
-    return _wrong(FORWARD, "mx.gather_mm reads wrong rows", around, error)
+    return _judged(FORWARD, difference(found, expected), "mx.gather_mm reads wrong rows", around)
 
 
 def find_views() -> Fault:
@@ -42,15 +39,15 @@ def find_views() -> Fault:
         mx.gather_mm(x, matrices.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=True)
         for matrices in (half, mx.contiguous(half))
     )
-    error = difference(found, expected)
-    if error <= _bound():
-        return Fault(VIEWS, ABSENT, "each row is multiplied with its own expert", error)
+    what = "mx.gather_mm multiplies with other experts' matrices"
     around = "deltatune lays them out anew, when it loads and when it trains"
-    return _wrong(VIEWS, "mx.gather_mm multiplies with other experts' matrices", around, error)
+    return _judged(VIEWS, difference(found, expected), what, around)
 
 
-def _wrong(name: str, what: str, around: str, error: float) -> Fault:
-    """On CUDA, deltatune has a way around."""
+def _judged(name: str, error: float, what: str, around: str) -> Fault:
+    """`what` is wrong, if the error says so; on CUDA deltatune has a way `around`."""
+    if error <= _bound():
+        return Fault(name, ABSENT, "each row is multiplied with its own expert", error)
     if backend.device() == "cuda":
         return Fault(name, AVOIDED, f"{what}; {around}", error)
     return Fault(name, PRESENT, f"{what}, and expert layers go wrong: update mlx", error)

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from ... import backend, nvidia
-from ..kernels.launch import Launch
+from ..kernels.launch import Launch, numbers
 
 _GROUPS, _ARRIVALS = 4, 16
 # Rows, columns and depth of a block's tile, and how many groups stand side by side in it.
@@ -141,14 +141,13 @@ def _stride(columns: int) -> int:
 
 
 def _numbers(scale: mx.array | float) -> mx.array:
-    return (scale if isinstance(scale, mx.array) else number(scale)).reshape(1)
+    return scale.reshape(1) if isinstance(scale, mx.array) else numbers(scale)
 
 
 @cache
 def number(value: float) -> mx.array:
-    """As an fp32 array of no axes, the same one for all that ask."""
-    # The first of three: up to 8 bytes MLX keeps in memory that the host shares, and each read would cross the bus.
+    """As `numbers`, without its axis."""
     with mx.stream(mx.cpu):  # Which waits for nothing that is queued.
-        first = mx.array([value, 0.0, 0.0], mx.float32)[0]
+        first = numbers(value)[0]
         mx.eval(first)
     return first

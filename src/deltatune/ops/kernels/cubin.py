@@ -119,7 +119,6 @@ def _found(path: Path) -> bytes | None:
     return code if hashlib.sha256(code).digest() == digest else None
 
 
-@cache
 def architecture() -> str:
     """Of MLX's device, as the compiler calls it: sm_90a. The a admits what belongs to that generation alone."""
     found = nvidia.generation()

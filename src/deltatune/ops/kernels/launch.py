@@ -80,6 +80,13 @@ def launched(
 
 
 @cache
+def numbers(*values: float) -> mx.array:
+    """fp32 for kernels to read: `values`, zeros up to three; the same array for all that ask."""
+    # Up to 8 bytes MLX keeps in memory that the host shares: on CUDA each lane's read would cross the bus.
+    return mx.array([*values, *[0.0] * (3 - len(values))], mx.float32)
+
+
+@cache
 def _machine() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 
+from ..kernels.launch import numbers
 from .launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
@@ -73,21 +74,15 @@ def _inverse(x: mx.array, eps: float) -> mx.array:
 
 
 @cache
-def _numbers(factor: float, eps: float) -> mx.array:
-    # Up to 8 bytes MLX keeps in memory that the host shares: each lane's read would cross the bus.
-    return mx.array([factor, eps, 0.0], mx.float32)
-
-
-@cache
 def _norm(width: int, factor: float, eps: float) -> Passes:
     lanes = (width // 8,)
 
     def forward(x: mx.array) -> Pass:
-        inputs = {"numbers": _numbers(factor, eps), "x": x}
+        inputs = {"numbers": numbers(factor, eps), "x": x}
         return Pass("norm_forward", inputs, {"y": (x.shape, x.dtype)}, (_COUNT, *inputs, "y"), x.shape[0], lanes)
 
     def backward(x: mx.array, dy: mx.array) -> Pass:
-        inputs = {"numbers": _numbers(factor, eps), "x": x, "dy": dy.astype(x.dtype)}
+        inputs = {"numbers": numbers(factor, eps), "x": x, "dy": dy.astype(x.dtype)}
         return Pass("norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (_COUNT, *inputs, "dx"), x.shape[0], lanes)
 
     def plain(x: mx.array) -> Arrays:
@@ -99,17 +94,17 @@ def _norm(width: int, factor: float, eps: float) -> Passes:
 
 @cache
 def _gated(width: int, eps: float) -> Passes:
-    numbers = (_COUNT, f"{eps!r}f")
+    first = (_COUNT, f"{eps!r}f")
 
     def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Pass:
         inputs = {"x": x, "weight": weight, "gate": gate}
-        arguments = (*numbers, "x", "weight", "gate", "y")
+        arguments = (*first, "x", "weight", "gate", "y")
         return Pass("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, arguments, x.shape[0], (width // 8,))
 
     def backward(x: mx.array, gate: mx.array, weight: mx.array, dy: mx.array) -> Pass:
         inputs = {"x": x, "weight": weight, "gate": gate, "dy": dy.astype(x.dtype)}
         outputs = dict.fromkeys(("dx", "dgate"), (x.shape, x.dtype))
-        return Pass("gated_norm_backward", inputs, outputs, (*numbers, *inputs, *outputs), x.shape[0], (width // 8,))
+        return Pass("gated_norm_backward", inputs, outputs, (*first, *inputs, *outputs), x.shape[0], (width // 8,))
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, gate, dy = (array.reshape(-1, width).astype(mx.float32) for array in (*primals[:2], cotangents[0]))

@@ -15,7 +15,7 @@ from .launch import Execute, Pass
 
 logger = logging.getLogger(__name__)
 
-# Elements that make a pass worth the second or two that its kernels take to build in each process: none for decoding.
+# Elements that make a pass worth building its kernels, and proving them in each process: none for decoding.
 LEAST = 2**16
 
 Arrays = Sequence[mx.array]

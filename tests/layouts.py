@@ -1,0 +1,11 @@
+"""How an array lies in memory."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+def has_gaps(array: mx.array) -> bool:
+    """Whether the parts along its first axis do not begin where the one before ends."""
+    mx.eval(array)
+    return memoryview(array).strides[0] != array.nbytes // array.shape[0]
