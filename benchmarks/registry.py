@@ -108,7 +108,7 @@ def flash_linear_attention(per_channel: bool = False) -> Any:
 _CPU, _GPU, _BOTH = ("cpu",), ("gpu",), ("scalar", "per channel")
 ENTRIES = [
     Entry("deltatune fused", deltatune_fused, _GPU, gates=_BOTH, seconds=150),
-    Entry("FLA Triton", flash_linear_attention, _GPU, blas="torch", seconds=150),
+    Entry("FLA Triton", flash_linear_attention, _GPU, blas="torch", seconds=260),
     Entry("FLA Triton, per channel", lambda: flash_linear_attention(True), _GPU, "torch", ("per channel",)),
     Entry("arrays with autodiff", mlx_autodiff, seconds=70),
     Entry("mlx-lm loop", mlx_lm_loop, gates=_BOTH, slow=True, seconds=100),

@@ -25,12 +25,16 @@ class Shape:
     batch: int
     tokens: int
     dtype: str
+    experts: tuple[int, int] | None = None  # how many, how many a token; mlp is then the size of one, and of the shared
 
     def __str__(self) -> str:
         heads, groups, size = self.attention
         keys, values, delta = self.delta
+        mlp = f"MLP {self.mlp}"
+        if self.experts:
+            mlp = f"{self.experts[0]} experts of {self.mlp}, {self.experts[1]} a token and one shared"
         return (
-            f"{self.name}: hidden {self.hidden}, MLP {self.mlp}, {self.layers} layers, attention {heads}/{groups} x "
+            f"{self.name}: hidden {self.hidden}, {mlp}, {self.layers} layers, attention {heads}/{groups} x "
             f"{size}, delta {keys}/{values} x {delta}, vocabulary {self.vocabulary:,}, tied; {self.dtype}; LoRA "
             f"r={RANK} on every linear, AdamW; batch {self.batch}, T={self.tokens}."
         )
@@ -41,8 +45,17 @@ class Shape:
         keys, values, delta = self.delta
         rope = {"rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [size // 24] * 3}
         rope["mrope_section"][0] += size // 8 - sum(rope["mrope_section"])
+        experts = {}
+        if self.experts:
+            experts = {
+                "num_experts": self.experts[0],
+                "num_experts_per_tok": self.experts[1],
+                "moe_intermediate_size": self.mlp,
+                "shared_expert_intermediate_size": self.mlp,
+            }
         return {
-            "model_type": "qwen3_5",
+            "model_type": "qwen3_5_moe" if self.experts else "qwen3_5",
+            **experts,
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
             "intermediate_size": self.mlp,
@@ -70,7 +83,9 @@ class Shape:
 
 SHAPES = {
     "0.8B": Shape("0.8B", 1024, 3584, 24, (8, 2, 256), (16, 16, 128), 248320, 2, 2048, "bfloat16"),
+    "35B-A3B": Shape("35B-A3B", 2048, 512, 40, (16, 2, 256), (16, 32, 128), 248320, 2, 2048, "bfloat16", (256, 8)),
     "tiny": Shape("tiny", 64, 128, 4, (2, 1, 32), (2, 2, 16), 512, 2, 64, "float32"),
+    "tiny experts": Shape("tiny experts", 64, 32, 4, (2, 1, 32), (2, 2, 16), 512, 2, 64, "float32", (8, 2)),
 }
 
 
@@ -224,6 +239,8 @@ def transformers(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     """transformers' model and loss with PEFT's LoRA, on its own chunk form: FLA refuses to train on a Hopper GPU."""
     import inspect
 
+    if shape.experts:
+        raise ValueError("PEFT's all-linear leaves transformers' experts without adapters: another task, not timed")
     import peft
     import torch
     from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
