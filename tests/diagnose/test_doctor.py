@@ -12,7 +12,7 @@ import deltatune  # noqa: F401
 import mlx.core as mx
 import pytest
 
-from deltatune import cli
+from deltatune import backend, cli
 from deltatune.diagnose import doctor, examination, kernels, machine, probes
 from deltatune.diagnose.probes import Fault
 from deltatune.diagnose.sweep import sweep
@@ -43,6 +43,7 @@ def said(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.skipif(backend.device() != "cpu", reason="a CPU's words")
 def test_on_a_cpu(capsys):
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()

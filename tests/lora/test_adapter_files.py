@@ -13,6 +13,7 @@ import mlx_lm.utils
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
+from deltatune import backend
 from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import (
@@ -64,6 +65,8 @@ def difference(a: mx.array, b: mx.array) -> float:
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mlx_lm_and_we_read_ours_alike(tiny_checkpoint, tmp_path, family, kind, quantize):
+    if quantize is not None and backend.device() == "cuda":
+        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/log.md)")
     path = tiny_checkpoint(family, quantize=quantize)
     model = adapted(path, kind)
     expected = model(TOKENS)

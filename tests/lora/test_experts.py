@@ -14,6 +14,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear as UpstreamLoRASwitchLinear
 from packaging.version import Version
 
+from deltatune import backend
 from deltatune.lora import LoRASwitchLinear, experts
 from deltatune.lora.experts import PlainSwitchLinear, projection
 from deltatune.lora.weights import dense_weight, is_switch
@@ -226,7 +227,10 @@ def test_same_names_shapes_and_values_as_mlx_lm(packing):
     }
     theirs.load_weights(list(ours.items()))
     indices, x = mx.array([0, 3, 4]), mx.random.normal((3, 1, INPUTS))
-    assert mx.array_equal(adapter(x, indices), theirs(x, indices))
+    found, expected = adapter(x, indices), theirs(x, indices)
+    # On CUDA ours go in the order of experts.
+    off = 1e-5 if backend.device() == "cuda" else 0.0
+    assert mx.abs(found - expected).max() <= off * mx.abs(expected).max()
 
 
 def test_experts_are_told_by_structure():

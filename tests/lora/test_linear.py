@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -11,7 +13,7 @@ from mlx_lm.tuner.dora import DoRALinear as UpstreamDoRALinear
 from mlx_lm.tuner.lora import LoRALinear as UpstreamLoRALinear
 
 from deltatune.lora import DoRALinear, LoRALinear, linear
-from deltatune.lora.linear import add_low_rank, factor_dtypes
+from deltatune.lora.linear import factor_dtypes, with_low_rank
 from deltatune.lora.weights import dense_weight, input_size
 from deltatune.ops.checkpoint import checkpoint
 
@@ -205,14 +207,26 @@ def test_quantised_base_gets_the_gradients_of_its_dequantised_self():
 def test_the_update_as_one_function_has_the_gradients_of_its_products(shape, device, monkeypatch):
     monkeypatch.setattr(linear.backend, "device", lambda: device)
     mx.random.seed(1)
-    x, y = mx.random.normal(shape), mx.random.normal((*shape[:-1], OUTPUTS))
+    x, w = mx.random.normal(shape), mx.random.normal((INPUTS, OUTPUTS))
     a, b = 0.3 * mx.random.normal((INPUTS, RANK)), 0.3 * mx.random.normal((RANK, OUTPUTS))
-    dy = mx.random.normal(y.shape)
-    found = mx.vjp(lambda *given: add_low_rank(*given, SCALE), [y, x, a, b], [dy])
-    expected = mx.vjp(lambda y, x, a, b: y + SCALE * ((x @ a) @ b), [y, x, a, b], [dy])
+    dy = mx.random.normal((*shape[:-1], OUTPUTS))
+    found = mx.vjp(lambda x, w, a, b: with_low_rank(lambda x: mx.sin(x @ w), x, a, b, SCALE), [x, w, a, b], [dy])
+    expected = mx.vjp(lambda x, w, a, b: mx.sin(x @ w) + SCALE * ((x @ a) @ b), [x, w, a, b], [dy])
     for one, other in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_gradients_of_base_and_update_meet_in_a_product(tmp_path):
+    """Not in a sum of its own, which would be one more launch for each linear on a GPU."""
+    layer, x, dy = adapted(LoRALinear), mx.random.normal((7, INPUTS)), mx.random.normal((7, OUTPUTS))
+    mx.eval(layer.parameters(), x, dy)
+    ((dx,),) = mx.vjp(lambda x: [layer(x)], [x], [dy])[1:]
+    mx.export_to_dot(str(tmp_path / "graph.dot"), dx)
+    kinds = re.findall('label ="([A-Za-z]+)"', (tmp_path / "graph.dot").read_text())
+    assert kinds.count("AddMM") == 1
+    assert kinds.count("Matmul") == 2
+    assert "Add" not in kinds
 
 
 def test_on_a_gpu_the_factors_are_cast_to_the_input(monkeypatch):

@@ -57,6 +57,8 @@ def change_tensors(folder: Path, change) -> None:
 @pytest.mark.parametrize("quantize", [None, {"bits": 4}], ids=["dense", "4bit"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loads_what_mlx_lm_loads(tiny_checkpoint, family, quantize):
+    if quantize and backend.device() == "cuda":
+        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/log.md)")
     path = tiny_checkpoint(family, quantize=quantize)
     model, config = load_model(path)
     reference, reference_config = mlx_lm.utils.load_model(path)

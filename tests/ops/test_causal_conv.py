@@ -152,7 +152,8 @@ def test_a_packed_document_is_the_document_alone_and_poison_stays_outside():
         return y[:, 5:], state
 
     (y, kept), (dx,) = mx.vjp(packed, [poisoned], [mx.ones((1, 7, 4)), mx.ones((1, 3, 4))])
-    assert mx.array_equal(y, alone)
+    # CUDA's convolution sums in another order for another length.
+    assert mx.allclose(y, alone, rtol=0, atol=1e-6 if backend.device() == "cuda" else 0)
     assert mx.array_equal(kept, state)
     assert mx.array_equal(dx[:, :5], mx.zeros((1, 5, 4)))
 

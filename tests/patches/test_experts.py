@@ -142,7 +142,7 @@ def test_a_forgotten_train_has_its_gradient(tiny_model, family):
 )
 def test_blocks(served, package, family, name, trains):
     record = next(p for p in experts.PATCHES if p.package == package and p.name == f"{name}.__call__")
-    version = importlib.import_module(package).__version__
+    version = pytest.importorskip(package).__version__
     if not _contains(record.versions, version):
         pytest.skip(f"{package} {version} keeps its own {name}: the record is for {record.versions}")
     mx.random.seed(0)

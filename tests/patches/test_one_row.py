@@ -36,6 +36,7 @@ def benchmark():
 
 planted = benchmark()
 NAMES = [record.name for record in one_row.PATCHES]
+ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="a BLAS is a CPU's")
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
 
 
@@ -187,6 +188,7 @@ def test_nothing_is_touched_where_the_blas_is_right():
     assert not {each.patch.name for each in report.applied} & set(NAMES)
 
 
+@ON_A_CPU
 def test_everything_is_replaced_where_it_is_not_and_given_back(faulty):
     before = [held(name) for name in NAMES]
     with pytest.warns(PatchWarning, match="Products of one row come out wrong here: planted computes these wrong"):
@@ -198,6 +200,7 @@ def test_everything_is_replaced_where_it_is_not_and_given_back(faulty):
     assert all(now is then for now, then in zip(map(held, NAMES), before, strict=True))
 
 
+@ON_A_CPU
 def test_the_user_is_told_once(faulty, recwarn):
     with patched(), patched():
         pass
@@ -206,6 +209,7 @@ def test_the_user_is_told_once(faulty, recwarn):
     assert [str(w.message).startswith("Products of one row") for w in recwarn].count(True) == 1
 
 
+@ON_A_CPU
 def test_a_blas_that_is_wrong_altogether_is_refused(monkeypatch):
     monkeypatch.setattr(one_row, "probe", lambda: Verdict("planted", (FAULT.name, TWO_ROWS.name)))
     with pytest.raises(UserError, match="Nothing trained on it would be right"):

@@ -6,6 +6,7 @@ shapes as in mlx_lm.tuner: lora_a [in, r], lora_b [r, out], m [out].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,25 +18,40 @@ from .adapter import Adapter, uniform
 from .weights import dense_weight, input_size, is_quantized, with_weight
 
 
-def add_low_rank(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float) -> mx.array:
-    """y + scale * (x a) b for y [..., out], x [..., in], a [in, r], b [r, out], all of one dtype.
+def with_low_rank(
+    base: Callable[[mx.array], mx.array], x: mx.array, a: mx.array, b: mx.array, scale: float
+) -> mx.array:
+    """base(x) + scale * (x a) b for x [..., in], a [in, r], b [r, out], all of one dtype.
 
-    Two products forward, four backward; `scale` touches nothing that is wider than r, and no gradient is made of y's.
+    Two products forward, four backward and no sums beside them: the base's gradient of x passes through the update's
+    function, which adds to it as it multiplies. `scale` touches nothing that is wider than r.
     """
+    passed, low = _lowered(x, a)
+    return _raised(scale, base(passed), low, b)
 
-    def forward(y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
-        low = x @ a
-        return [mx.addmm(y, low, b, alpha=scale), low]
 
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        _, x, a, b = primals
-        dy, low = cotangents[0], outputs[1]
-        d_low = _scaled_product(scale, dy, b.T)
-        return [dy, d_low @ a.T, _over_rows(1.0, x, d_low), _over_rows(scale, low, dy)]
+def _lowered(x: mx.array, a: mx.array) -> list[mx.array]:
+    """x itself, and x a."""
 
-    function: Any = mx.custom_function(forward)
+    def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
+        (x, a), (dx, d_low) = primals, cotangents
+        return [mx.addmm(dx, d_low, a.T), _over_rows(1.0, x, d_low)]
+
+    function: Any = mx.custom_function(lambda x, a: [x, x @ a])
     function.vjp(backward)
-    return function(y, x, a, b)[0]
+    return function(x, a)
+
+
+def _raised(scale: float, y: mx.array, low: mx.array, b: mx.array) -> mx.array:
+    """y + scale * low b in y's dtype, of which y's gradient is the one that comes."""
+
+    def backward(primals: Any, dy: mx.array, _output: mx.array) -> list[mx.array]:
+        _, low, b = primals
+        return [dy, _scaled_product(scale, dy, b.T), _over_rows(scale, low, dy)]
+
+    function: Any = mx.custom_function(lambda y, low, b: mx.addmm(y, low, b, alpha=scale))
+    function.vjp(backward)
+    return function(y, low.astype(y.dtype), b.astype(y.dtype))
 
 
 def _over_rows(scale: float, left: mx.array, right: mx.array) -> mx.array:
@@ -87,20 +103,23 @@ class LoRALinear(Adapter):
         return self.lora_a.shape[1]
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._added(self.linear(x), x)
+        return self._added(self.linear, x)
 
-    def _added(self, y: mx.array, x: mx.array) -> mx.array:
-        """y + scale * dropout(x) A B, in y's dtype; on a GPU the factors are cast to x's.
+    def _added(self, base: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+        """base(x) + scale * dropout(x) A B, in base(x)'s dtype; on a GPU the factors are cast to x's.
 
         A CPU multiplies bf16 and fp16 slowly, so there the products are in fp32.
         """
         a, b = self.lora_a, self.lora_b
         if backend.device() != "cpu":
             a, b = a.astype(x.dtype), b.astype(x.dtype)
-        x = self.dropout(x)
-        if a.dtype == x.dtype == y.dtype:
-            return add_low_rank(y, x, a, b, self.scale)
-        return y + (self.scale * ((x @ a) @ b)).astype(y.dtype)
+        dropped = self.dropout(x)
+        if a.dtype != x.dtype:
+            y = base(x)
+            return y + (self.scale * ((dropped @ a) @ b)).astype(y.dtype)
+        if dropped is not x:
+            return _raised(self.scale, base(x), dropped @ a, b)
+        return with_low_rank(base, x, a, b, self.scale)
 
     def fuse(self, dequantize: bool = False) -> nn.Module:
         return with_weight(self.linear, self._fused_weight(), nn.Linear, dequantize)
@@ -128,7 +147,7 @@ class DoRALinear(LoRALinear):
         self._base_norm = self.m
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self._added(self._without_bias(x), x)
+        y = self._added(self._without_bias, x)
         y = (self.m / self._adapted_norm()).astype(x.dtype) * y
         return y + self.linear.bias if "bias" in self.linear else y
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +26,12 @@ def trainable(module: nn.Module) -> tuple[list[str], list[mx.array]]:
 def is_floating(array: mx.array) -> bool:
     """Whether a gradient can flow to it."""
     return mx.issubdtype(array.dtype, mx.floating)
+
+
+@cache
+def promoted(one: mx.Dtype, other: mx.Dtype) -> mx.Dtype:
+    """The type of their sum; mx.result_type came after mlx 0.31.2."""
+    return (mx.zeros((), one) + mx.zeros((), other)).dtype
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import mlx.nn as nn
 
 from .. import backend
-from . import experts, loading, mlx_lm, mlx_vlm, one_row, patch, pointwise
+from . import experts, loading, mlx_lm, mlx_vlm, one_row, packed, patch, pointwise
 from .patch import Patch, PatchWarning, Report
 from .recurrence import served
 from .structure import gated_delta_layers, is_gated_delta
@@ -32,14 +32,15 @@ __all__ = [
 # Where two records fit one version of a target, the first is taken: what trains right before what trains fast.
 PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES)
 
-# Where MLX computes on an NVIDIA GPU.
-ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES)
+# Where MLX computes on an NVIDIA GPU, and on a CPU.
+ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *packed.PATCHES)
+ON_CPU: tuple[Patch, ...] = packed.PATCHES
 
 _depth = 0
 
 
 def _of_device() -> tuple[Patch, ...]:
-    return ON_CUDA if backend.device() == "cuda" else ()
+    return {"cpu": ON_CPU, "cuda": ON_CUDA}.get(backend.device(), ())
 
 
 def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Report:
@@ -47,7 +48,8 @@ def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | N
 
     `announce` gets a report for each target whose module is imported only later. Warns (PatchWarning) about whatever
     stays on other code. On a CPU whose BLAS computes one-row products wrong, those go another way (one_row); on
-    an NVIDIA GPU, so do activations and norms (pointwise), and experts are laid out anew (loading).
+    an NVIDIA GPU, so do activations and norms (pointwise), and experts are laid out anew (loading). On both, packed
+    matrices are unpacked before they meet many rows (packed).
     """
     report = patch.apply((*one_row.records(), *_of_device(), *PATCHES), announce)
     if model is not None:

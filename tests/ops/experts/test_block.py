@@ -50,6 +50,7 @@ def form(request, monkeypatch):
         pytest.skip(f"for {request.param}")
     monkeypatch.setattr(backend, "device", lambda: request.param)
     monkeypatch.setattr(block_module, "GPU_CHUNK_BYTES", 2**19)
+    monkeypatch.setattr(block_module, "ROWS_AN_EXPERT", {"metal": 4, "cuda": 4})
 
 
 @pytest.mark.usefixtures("form")

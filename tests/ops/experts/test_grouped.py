@@ -63,6 +63,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(block_module, "GPU_CHUNK_BYTES", 2**18)
+    monkeypatch.setattr(block_module, "ROWS_AN_EXPERT", {"cuda": 4})
     monkeypatch.setattr(grouped, "product", product)
     monkeypatch.setattr(grouped, "gradient", gradient)
     monkeypatch.setattr(verdict, "_product_passes", lambda *_: True)

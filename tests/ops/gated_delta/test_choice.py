@@ -21,7 +21,7 @@ def fresh(monkeypatch, tmp_path):
     """A GPU's order of preference, nothing measured before, a cache folder of its own."""
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("fused", "chunk")})
+    monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cpu", "metal", "cuda"), ("fused", "chunk")))
     monkeypatch.setattr(choice, "_said", set())
     verdict.forget()
     yield

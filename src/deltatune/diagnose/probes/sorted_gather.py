@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ... import backend, environment
+from ...errors import first_line
 from .fault import ABSENT, AVOIDED, BOUND, PRESENT, TF32_BOUND, Fault, difference
 
 FORWARD = "sorted gather from [T, 1, K]"
@@ -70,9 +71,12 @@ def find_gradient() -> Fault:
         return mx.gather_mm(mx.repeat(behind[:1], 4, axis=0), w, rhs_indices=indices)[:, 0]
 
     cotangent = mx.random.normal((4, _OUT), key=mx.random.key(2))
-    (found, expected) = (mx.vjp(function, [weights], [cotangent]) for function in (broadcast, repeated))
-    error = max(difference(f[0], e[0]) for f, e in zip(found, expected, strict=True))
+    nobody = "mlx-lm's layers never call it so, nor do deltatune's"
+    try:
+        (found, expected) = (mx.vjp(function, [weights], [cotangent]) for function in (broadcast, repeated))
+        error = max(difference(f[0], e[0]) for f, e in zip(found, expected, strict=True))
+    except RuntimeError as refusal:
+        return Fault(GRADIENT, AVOIDED, f"MLX cannot compute it here ({first_line(refusal)[:200]}); {nobody}")
     if error <= _bound():
         return Fault(GRADIENT, ABSENT, "the weights get the gradient of the row they were given", error)
-    detail = "the weights get the gradient of other rows; mlx-lm's layers never call it so, nor do deltatune's"
-    return Fault(GRADIENT, AVOIDED, detail, error)
+    return Fault(GRADIENT, AVOIDED, f"the weights get the gradient of other rows; {nobody}", error)

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from ... import backend
-from ..functional import is_floating
+from ..functional import is_floating, promoted
 from .activation import swiglu
 from .projection import Projection
 from .tiles import Chunk, Sorted, Tiled, tile_rows
@@ -28,6 +28,8 @@ _Arrays = Sequence[mx.array]
 # Working memory of one chunk of rows, in bytes of fp32.
 CPU_CHUNK_BYTES = 4 * 2**20
 GPU_CHUNK_BYTES = 256 * 2**20
+# Rows of a GPU's chunk for each expert, at least: fewer would read every matrix for little, and on CUDA fill no tile.
+ROWS_AN_EXPERT = {"metal": 4, "cuda": 128}
 
 # What a tile costs beyond its rows, in rows: a BLAS call; a matrix copied in fp32; unpacked; its gradient added up.
 DENSE_COST, HALF_COST, PACKED_COST, TRAINED_COST = 27, 60, 400, 200
@@ -82,12 +84,6 @@ def _constant(value: float, dtype: mx.Dtype) -> mx.array:
     return mx.array(value, dtype)
 
 
-@cache
-def _promoted(one: mx.Dtype, other: mx.Dtype) -> mx.Dtype:
-    """The type of their sum; mx.result_type came after mlx 0.31.2."""
-    return (mx.zeros((), one) + mx.zeros((), other)).dtype
-
-
 class _Block:
     """One call's sizes and frozen weights: forward and backward over its chunks.
 
@@ -123,8 +119,8 @@ class _Block:
     def forward(self, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> mx.array:
         up, down, *gate = self._around(given, x.dtype)
         layout = self.layout
-        promoted = _promoted(x.dtype, scores.dtype)
-        kind = mx.float32 if self.wide else promoted
+        result = promoted(x.dtype, scores.dtype)
+        kind = mx.float32 if self.wide else result
         total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), kind)
         for number in range(layout.chunks):
             chunk = layout.chunk(placed, number, [total] if number else [])
@@ -133,7 +129,7 @@ class _Block:
             y, _ = down.forward(self.activation(*inner), chunk, down.dense(chunk.experts))
             y = y * self._scores(scores, chunk).astype(y.dtype)
             total = (layout.add_to_tokens if self.summed else layout.add_to_pairs)(total, y, chunk)
-        return total.astype(promoted)
+        return total.astype(result)
 
     def backward(self, dy: mx.array, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> list[mx.array]:
         """Gradients of x, scores, and each of `given`."""
@@ -243,8 +239,7 @@ def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | S
     outer, inner = projections[0].inputs, projections[0].outputs
     row_bytes = 4 * (3 * outer + 6 * inner)
     if backend.device() != "cpu":
-        # Fewer rows than a few an expert would read every matrix for little.
-        rows = max(GPU_CHUNK_BYTES // row_bytes, 4 * experts)
+        rows = max(GPU_CHUNK_BYTES // row_bytes, ROWS_AN_EXPERT[backend.device()] * experts)
         return Sorted(tokens, top_k, experts, max(1, rows // top_k))
     copies = any(p.gathers_whole_weights() for p in projections)
     packed = any(p.scales is not None for p in projections)

@@ -170,9 +170,10 @@ class Projection:
             biases = None if self.biases is None else chosen(self.biases)
             return mx.dequantize(weight, scales, biases, **self._packing())
         wide = chosen(self.global_scale)
+        # bf16, which MLX takes for granted, would round the product with the one scale more.
+        packing = self._packing() | {"dtype": mx.float32}
         each = [
-            mx.dequantize(weight[i], scales[i], None, global_scale=wide[i], **self._packing())
-            for i in range(wide.shape[0])
+            mx.dequantize(weight[i], scales[i], None, global_scale=wide[i], **packing) for i in range(wide.shape[0])
         ]
         return mx.stack(each)
 
