@@ -86,8 +86,9 @@ def _times(x: mx.array, w: mx.array, stored: Any, packing: Packing, transpose: b
 
 
 def _unpacked(part: list[mx.array], packing: Packing, kind: mx.Dtype) -> mx.array:
-    w, *stored = part
-    if is_floating(stored[0]):
-        stored = [array.astype(kind) for array in stored]
-        return mx.dequantize(w, *stored, group_size=packing.group_size, bits=packing.bits, mode=packing.mode)
-    return mx.dequantize(w, *stored, group_size=packing.group_size, bits=packing.bits, mode=packing.mode, dtype=kind)
+    w, scales = part[:2]
+    biases = part[2] if len(part) > 2 else None
+    options: dict[str, Any] = {"group_size": packing.group_size, "bits": packing.bits, "mode": packing.mode}
+    if not is_floating(scales):
+        return mx.dequantize(w, scales, None, **options, dtype=kind)
+    return mx.dequantize(w, scales.astype(kind), None if biases is None else biases.astype(kind), **options)

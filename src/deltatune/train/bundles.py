@@ -16,6 +16,7 @@ import mlx.optimizers
 from mlx.utils import tree_unflatten
 
 from .. import backend
+from ..ops.pointwise import joining
 from .tree import leaves
 
 # Of the numbers in a bundle: what is queued holds it some twenty times. A larger array goes by itself. Launches are
@@ -55,7 +56,7 @@ class Bundle:
             return self.part(joined if self.used_as is None else joined.astype(self.used_as))
 
         def backward(primal: mx.array, cotangents: Sequence[mx.array], _: Any) -> mx.array:
-            return _end_to_end(cotangents).astype(primal.dtype)
+            return joining.end_to_end(cotangents).astype(primal.dtype)
 
         function: Any = mx.custom_function(forward)
         function.vjp(backward)

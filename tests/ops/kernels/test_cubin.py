@@ -21,6 +21,9 @@ from deltatune.ops.gated_delta import fused, fused_channel
 from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
 from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.pointwise import conv_silu, gated_norm, gates, norm, swiglu
+from deltatune.ops.pointwise.joining import end_to_end
+from deltatune.ops.pointwise.launch import Pass
+from deltatune.ops.pointwise.rows import combined, taken
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 
@@ -74,6 +77,10 @@ def passes(dtype: mx.Dtype) -> None:
     gradients(lambda *arrays: [conv_silu(*arrays)], x, taps)
     gradients(lambda *arrays: [conv_silu(*arrays, mx.zeros((2, 17), mx.int32))], x, taps)
     gradients(gates, x, x, weight, weight)
+    rows, index = x.reshape(40, 64), mx.arange(40)
+    mx.eval(taken(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
+    for weights in (None, mx.ones((20, 2))):
+        mx.eval(combined(rows, index.reshape(20, 2), weights, execute=Pass.run))
 
 
 def experts(dtype: mx.Dtype) -> None:

@@ -20,7 +20,7 @@ from ... import backend
 from ..functional import is_floating, promoted
 from .activation import swiglu
 from .projection import Projection
-from .tiles import Chunk, Sorted, Tiled, tile_rows
+from .tiles import Chunk, Sorted, Tiled, scores_of, tile_rows
 
 Activation = Callable[..., mx.array]
 _Arrays = Sequence[mx.array]
@@ -127,8 +127,10 @@ class _Block:
             rows = self._rows(x, chunk.source)
             inner = [each.forward(rows, chunk, each.dense(chunk.experts))[0] for each in (up, *gate)]
             y, _ = down.forward(self.activation(*inner), chunk, down.dense(chunk.experts))
-            y = y * self._scores(scores, chunk).astype(y.dtype)
-            total = (layout.add_to_tokens if self.summed else layout.add_to_pairs)(total, y, chunk)
+            if self.summed:
+                total = layout.add_to_tokens(total, y, chunk, scores)
+            else:
+                total = layout.add_to_pairs(total, y * scores_of(scores, chunk).astype(y.dtype), chunk)
         return total.astype(result)
 
     def backward(self, dy: mx.array, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> list[mx.array]:
@@ -164,7 +166,7 @@ class _Block:
         experts = chunk.experts
         rows = self._rows(x, chunk.source)
         arriving = self._rows(dy, chunk.source if self.summed else chunk.pair).astype(rows.dtype)
-        score = self._scores(scores, chunk)
+        score = scores_of(scores, chunk)
         dhidden, ddown = down.backward(arriving, chunk, down.dense(experts))
         # Matrices in fp32 are what a chunk holds most of: down's is done with before the others are made.
         later = mx.depends([experts], [dhidden])[0]
@@ -220,13 +222,6 @@ class _Block:
     def _rows(self, x: mx.array, rows: mx.array) -> mx.array:
         tiles = self.layout.laid_out(x, rows)
         return tiles.astype(mx.float32) if self.wide else tiles
-
-    def _scores(self, scores: mx.array, chunk: Chunk) -> mx.array:
-        """[t, m, 1] fp32, 0 for rows of padding."""
-        each = scores[chunk.pair].astype(mx.float32)
-        if chunk.valid is not None:
-            each = each * chunk.valid
-        return each.reshape(-1, self.layout.tile, 1)
 
     def _around(self, given: _Arrays, dtype: mx.Dtype) -> list[Projection]:
         left = iter(given)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..pointwise import rows as pointwise_rows
 from . import grouped, verdict
 
 
@@ -65,8 +66,10 @@ class Tiled:
         """x [n, D] as tiles [t, m, D]."""
         return x[rows].reshape(-1, self.tile, x.shape[-1])
 
-    def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
-        """total [N, D] plus each row of the tiles [t, m, D] at its token."""
+    def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk, scores: mx.array | None = None) -> mx.array:
+        """total [N, D] plus each row of the tiles [t, m, D] at its token, times its score of [N k] if there are."""
+        if scores is not None:
+            tiles = tiles * scores_of(scores, chunk)
         return _added(total, chunk.source, tiles.reshape(-1, tiles.shape[-1]))
 
     def add_to_pairs(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
@@ -112,13 +115,19 @@ class Sorted:
 
     def laid_out(self, x: mx.array, rows: mx.array) -> mx.array:
         """As Tiled.laid_out."""
-        return x[rows][:, None]
+        return pointwise_rows.taken(x, rows)[:, None]
 
-    def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
+    def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk, scores: mx.array | None = None) -> mx.array:
         """As Tiled.add_to_tokens."""
         start, stop = self._span(chunk.number)
-        rows = self._unsorted(tiles, chunk).reshape(stop - start, self.top_k, -1)
-        total[start:stop] = rows.astype(mx.float32).sum(axis=1).astype(total.dtype)
+        place = mx.argsort(chunk.pair).reshape(-1, self.top_k)
+        if scores is not None:
+            scores = scores[start * self.top_k : stop * self.top_k].astype(mx.float32).reshape(place.shape)
+        rows = tiles.reshape(tiles.shape[0], -1)
+        sums = pointwise_rows.combined(rows, place, scores, total.dtype)
+        if stop - start == self.tokens:
+            return sums
+        total[start:stop] = sums
         return total
 
     def add_to_pairs(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
@@ -145,6 +154,14 @@ class Sorted:
 
     def _unsorted(self, tiles: mx.array, chunk: Chunk) -> mx.array:
         return tiles.reshape(tiles.shape[0], -1)[mx.argsort(chunk.pair)]
+
+
+def scores_of(scores: mx.array, chunk: Chunk) -> mx.array:
+    """Of scores [N k] those of the chunk's rows: [t, m, 1] fp32, 0 for rows of padding."""
+    each = scores[chunk.pair].astype(mx.float32)
+    if chunk.valid is not None:
+        each = each * chunk.valid
+    return each.reshape(chunk.experts.size, -1, 1)
 
 
 def _added(total: mx.array, rows: mx.array, values: mx.array) -> mx.array:

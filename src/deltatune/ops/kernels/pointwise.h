@@ -143,6 +143,43 @@ inline void gates_backward(long at, long count, int heads, float most, const GLO
   db[at] = static_cast<T>(dbeta[at] * most * s * (1.0f - s));
 }
 
+// Rows of x in the order of `index`; a row is `width` lanes wide.
+template <typename T, typename I>
+inline void rows_taken(long at, long count, int width, const GLOBAL T* x, I index, GLOBAL T* y) {
+  if (at >= count) return;
+  const unsigned row = (unsigned)at / (unsigned)width, piece = (unsigned)at % (unsigned)width;
+  float h[8];
+  take(h, x, (long)index[row] * width + piece);
+  give(y, at, h);
+}
+// For each token the sum of its K rows, which stand at `place` in x, times their weights.
+template <int K, int WEIGHTED, typename T, typename I, typename W, typename Y>
+inline void rows_combined(long at, long count, int width, const GLOBAL T* x, I place, W weights, GLOBAL Y* y) {
+  if (at >= count) return;
+  const unsigned token = (unsigned)at / (unsigned)width, piece = (unsigned)at % (unsigned)width;
+  float sum[8], h[8];
+  for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+  DELTATUNE_UNROLL
+  for (int k = 0; k < K; ++k) {
+    const unsigned pair = token * K + k;
+    take(h, x, (long)place[pair] * width + piece);
+    const float weight = WEIGHTED ? static_cast<float>(weights[pair]) : 1.0f;
+    for (int i = 0; i < 8; ++i) sum[i] += weight * h[i];
+  }
+  give(y, at, sum);
+}
+
+// Arrays end to end, as fp32: element `at` of all of them, from the first that reaches so far.
+inline void end_to_end(long, long, GLOBAL float*) {}
+template <typename X, typename... Rest>
+inline void end_to_end(long at, long place, GLOBAL float* y, X x, int size, Rest... rest) {
+  if (at < size) {
+    y[place] = static_cast<float>(x[at]);
+    return;
+  }
+  end_to_end(at - size, place, y, rest...);
+}
+
 // The causal convolution of a layer with its silu: rows of x are the state's TAPS - 1, then a token's each. A lane has
 // eight channels of ROWS tokens. A tap counts where it stays in its document; the state is the first one's.
 struct Lanes {

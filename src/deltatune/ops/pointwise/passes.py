@@ -11,6 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
+from ...errors import first_line
 from .launch import Execute, Pass
 
 logger = logging.getLogger(__name__)
@@ -75,26 +76,45 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
 
 
 def _proven(passes: Passes, kinds: Sequence[Kind], others: Arrays, execute: Execute) -> bool:
+    drawn = random_arrays(kinds)
+    return judged(passes.name, lambda: _difference(passes, drawn, others, execute), BOUNDS[kinds[0][1]])
+
+
+def random_arrays(kinds: Sequence[Kind]) -> list[mx.array]:
+    """Normal numbers of these shapes and dtypes."""
     keys = mx.random.split(mx.random.key(7), len(kinds))
-    drawn = [mx.random.normal(shape, key=key).astype(dtype) for (shape, dtype), key in zip(kinds, keys, strict=True)]
+    return [mx.random.normal(shape, key=key).astype(dtype) for (shape, dtype), key in zip(kinds, keys, strict=True)]
+
+
+def judged(name: str, difference: Callable[[], float], bound: float) -> bool:
+    """Whether the largest difference over the largest element is within `bound`; says so where not, or if none runs."""
     try:
-        worst = _difference(passes, drawn, others, execute)
+        worst = difference()
     except (RuntimeError, ValueError) as error:
-        logger.warning("%s does not run on this GPU, MLX's operations serve instead: %s", passes.name, error)
+        said = first_line(error)[:300]
+        logger.warning("%s does not run on this GPU, MLX's operations serve instead: %s", name, said)
         return False
-    bound = BOUNDS[kinds[0][1]]
     if not worst <= bound:
         logger.warning(
             "%s is off by %.1e of the largest element on this GPU (%.1e allowed): MLX's operations serve instead.",
-            passes.name,
+            name,
             worst,
             bound,
         )
     return bool(worst <= bound)
 
 
+def apart(found: Arrays, expected: Arrays) -> float:
+    """The largest, over the arrays, of the largest difference over the largest element; NaN counts."""
+    worst = 0.0
+    for ours, theirs in zip(found, expected, strict=True):
+        one, other = (np.array(array.astype(mx.float32)) for array in (ours, theirs))
+        worst = float(np.maximum(worst, np.abs(one - other).max() / np.abs(other).max()))
+    return worst
+
+
 def _difference(passes: Passes, arrays: list[mx.array], others: Arrays, execute: Execute) -> float:
-    """The largest, over outputs and gradients, of the largest difference from `plain` over its largest element."""
+    """From `plain`, over outputs and gradients."""
     made = passes(*arrays, *others, execute=execute)
     cotangents = [mx.random.normal(y.shape, key=mx.random.key(i)).astype(y.dtype) for i, y in enumerate(made)]
     wide = [array.astype(mx.float32) for array in arrays]
@@ -102,8 +122,4 @@ def _difference(passes: Passes, arrays: list[mx.array], others: Arrays, execute:
     expected, wanted = mx.vjp(
         lambda *given: list(passes.plain(*given, *others)), wide, [c.astype(mx.float32) for c in cotangents]
     )
-    worst = 0.0
-    for ours, theirs in zip([*made, *found], [*expected, *wanted], strict=True):
-        one, other = (np.array(array.astype(mx.float32)) for array in (ours, theirs))
-        worst = float(np.maximum(worst, np.abs(one - other).max() / np.abs(other).max()))
-    return worst
+    return apart([*made, *found], [*expected, *wanted])

@@ -1,0 +1,81 @@
+"""Arrays end to end: the numbers of a concatenation, and when one launch makes them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from host_machine import HostMachine
+
+from deltatune import backend
+from deltatune.ops.kernels.launch import header
+from deltatune.ops.pointwise import joining
+from deltatune.ops.pointwise.joining import end_to_end
+from deltatune.ops.pointwise.launch import BODIES, Pass
+
+SHAPES = [(3, 50), (1,), (7,), (130, 2), (8, 16)]
+
+
+@pytest.fixture(scope="session")
+def execute(host_folder):
+    """Launches on the host machine, or on the GPU where there is one."""
+    return Pass.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", BODIES)).run
+
+
+def drawn(dtype, shapes=SHAPES):
+    return [mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_the_numbers_of_a_concatenation(dtype, execute):
+    arrays = drawn(dtype)
+    arrays[0] = arrays[0].T
+    expected = mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
+    for run in (execute, None):
+        found = end_to_end(arrays, execute=run)
+        assert found.dtype == mx.float32
+        assert mx.array_equal(found, expected)
+
+
+def test_when_launches_make_them(monkeypatch):
+    launches = []
+
+    def run(launch):
+        launches.append(launch.name)
+        assert len(launch.inputs) <= joining.MOST
+        return [mx.concatenate(list(launch.inputs.values()))]
+
+    monkeypatch.setattr(Pass, "run", run)
+    monkeypatch.setattr(joining, "_proven", lambda *_: True)
+    arrays = drawn(mx.float32)
+    asked = [arrays, arrays[:1], [arrays[0], arrays[1].astype(mx.bfloat16)], arrays * (1 + joining.MOST // len(arrays))]
+    for device, times in (("cpu", 0), ("metal", 0), ("cuda", 3)):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        launches.clear()
+        for each in asked:
+            assert mx.array_equal(end_to_end(each), mx.concatenate([array.reshape(-1) for array in each]))
+        # One for the first, two for the last.
+        assert len(launches) == times
+
+
+def test_one_that_is_wrong_or_does_not_run_is_not_used(execute, caplog):
+    def wrong(launch):
+        return [array * 1.001 for array in execute(launch)]
+
+    def stopped(_):
+        raise RuntimeError("no compiler")
+
+    for run, said in ((execute, None), (wrong, "off by"), (stopped, "no compiler")):
+        with caplog.at_level(logging.WARNING):
+            caplog.clear()
+            assert joining._proven(mx.float32, run) is (said is None)
+            assert (said or "") in caplog.text
