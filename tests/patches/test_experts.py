@@ -248,7 +248,7 @@ def nvfp4_experts(kind: str) -> tuple[nn.Module, dict[str, mx.array]]:
         if kind == "global_scale":
             packed = layer[name].to_quantized(**NVFP4, global_scale=True)
             each = zip(packed.weight, packed.scales, packed.global_scale, strict=True)
-            plain[name] = mx.stack([mx.dequantize(w, s, global_scale=g, **NVFP4) for w, s, g in each])
+            plain[name] = mx.stack([mx.dequantize(w, s, global_scale=g, **NVFP4, dtype=mx.float32) for w, s, g in each])
         else:
             scaled = pytest.importorskip("mlx_vlm.quantization.nvfp4").ScaledQuantizedSwitchLinear
             packed = scaled(layer[name].to_quantized(**NVFP4), mx.random.uniform(2.0, 3.0, (5,)), kind)

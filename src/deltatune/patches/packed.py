@@ -24,14 +24,14 @@ def _quantized_matmul(upstream: Function) -> Function:
 
 
 def _agrees(upstream: Function, ours: Function) -> str | None:
-    """As upstream computes it, a few rows at a time."""
+    """As upstream computes it on a CPU, where no kernel has to be built, the first few rows."""
     keys = mx.random.split(mx.random.key(0))
     x, matrix = mx.random.normal((max(ROWS.values()), 128), key=keys[0]), mx.random.normal((128, 128), key=keys[1])
     packed = mx.quantize(matrix, 32, 4)
     for transpose in (True, False):
         options = {"transpose": transpose, "group_size": 32, "bits": 4}
-        expected = mx.concatenate([upstream(x[i : i + 4], *packed, **options) for i in range(0, len(x), 4)])
-        worst = float(mx.abs(ours(x, *packed, **options) - expected).max() / mx.abs(expected).max())
+        expected = upstream(x[:4], *packed, **options, stream=mx.cpu)
+        worst = float(mx.abs(ours(x, *packed, **options)[:4] - expected).max() / mx.abs(expected).max())
         if not worst < 1e-4:
             return f"on a small case it differs from the unpacked product by {worst:.1e} of the largest element."
     return None

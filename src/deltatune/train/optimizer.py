@@ -13,6 +13,7 @@ from mlx.utils import tree_map
 
 from ..config import TrainConfig, nearest
 from ..errors import UserError
+from ..ops.pointwise import adam
 from .tree import leaves
 
 Schedule = Callable[[mx.array], mx.array]
@@ -116,13 +117,11 @@ def apply(
     """
     norm = global_norm(gradients) if norm is None else norm
     healthy = mx.logical_and(healthy, mx.isfinite(norm))
-    if clip is not None:
-        scale = clip_scale(norm, clip)
-        gradients = tree_map(lambda g: g * scale, gradients)
-    gradients = tree_map(lambda g, p: g.astype(p.dtype), gradients, parameters)
+    scale = None if clip is None else clip_scale(norm, clip)
     scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}
     # With nothing to update, only schedules and the count of steps move.
     optimizer.apply_gradients({}, {})
+    step = adam.Step.of(optimizer, scale, healthy)
 
     def choose(new: mx.array, old: mx.array) -> mx.array:
         return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
@@ -134,6 +133,11 @@ def apply(
         old = dict(state)
         if last:
             gradient = mx.depends([gradient], last)[0]
+        if step is not None and parameter.dtype == mx.float32:
+            updated, state["m"], state["v"] = step(parameter, gradient.astype(mx.float32), state["m"], state["v"])
+            last = [updated]
+            return updated
+        gradient = (gradient if scale is None else gradient * scale).astype(parameter.dtype)
         updated = choose(optimizer.apply_single(gradient, parameter, state), parameter)
         for name, value in old.items():
             state[name] = choose(state[name], value)

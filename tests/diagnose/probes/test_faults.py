@@ -71,6 +71,7 @@ HERE = "avoided" if backend.device() == "cuda" else "absent"
 def test_sorted_gathers(monkeypatch):
     assert sorted_gather.find_forward().status == HERE
     monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=wrong_rows))
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
     assert sorted_gather.find_forward().wrong
     assert sorted_gather.find_gradient().status == "avoided"
     monkeypatch.setattr(backend, "device", lambda: "cuda")
@@ -87,6 +88,7 @@ def first_after_another(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indi
 def test_sorted_gathers_from_halves(monkeypatch):
     assert sorted_gather.find_views().status == HERE
     monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=first_after_another))
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
     assert sorted_gather.find_views().wrong
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     assert sorted_gather.find_views().status == "avoided"
@@ -114,7 +116,7 @@ def test_a_gradient_that_mlx_cannot_compute_is_avoided_too(monkeypatch):
 def test_ragged_gathers(monkeypatch):
     found = ragged_gather.find()
     assert found.status == "absent"
-    assert found.detail == "right for K = 32, K = 96, K = 160"
+    assert found.detail.startswith("right for K = 32, K = 96, K = 160")
 
     def half_a_tile(x, *arguments, **options):
         y = mx.gather_qmm(x, *arguments, **options)

@@ -13,6 +13,7 @@ import deltatune  # noqa: F401
 
 # isort: split
 import mlx.core as mx
+import mlx.optimizers
 import pytest
 
 from deltatune import nvidia
@@ -20,7 +21,7 @@ from deltatune.ops.experts import grouped
 from deltatune.ops.gated_delta import fused, fused_channel
 from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
 from deltatune.ops.kernels import cubin, launch, nvrtc
-from deltatune.ops.pointwise import conv_silu, gated_norm, gates, norm, swiglu
+from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, swiglu
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.launch import Pass
 from deltatune.ops.pointwise.rows import combined, taken
@@ -79,6 +80,7 @@ def passes(dtype: mx.Dtype) -> None:
     gradients(gates, x, x, weight, weight)
     rows, index = x.reshape(40, 64), mx.arange(40)
     mx.eval(taken(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
+    mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,))] * 4))
     for weights in (None, mx.ones((20, 2))):
         mx.eval(combined(rows, index.reshape(20, 2), weights, execute=Pass.run))
 

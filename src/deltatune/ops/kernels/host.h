@@ -401,6 +401,7 @@ namespace metal {
 inline float exp(float x) { return expf(x); }
 inline float log(float x) { return logf(x); }
 inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
+inline float sqrt(float x) { return sqrtf(x); }
 template <typename To, typename From>
 inline To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");

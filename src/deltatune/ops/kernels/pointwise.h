@@ -169,6 +169,24 @@ inline void rows_combined(long at, long count, int width, const GLOBAL T* x, I p
   give(y, at, sum);
 }
 
+// A step of Adam on one number. fixed: beta1, 1 - beta1, beta2, 1 - beta2, eps. moving: the rate over m's bias, one over
+// the root of v's, what weight decay leaves, what multiplies the gradient, and 0 for a step that is not to be made.
+template <typename F, typename M, typename X>
+inline void adam_step(long at, long count, F fixed, M moving, X parameter, X gradient, X m, X v,
+                      GLOBAL float* new_parameter, GLOBAL float* new_m, GLOBAL float* new_v) {
+  if (at >= count) return;
+  float p = parameter[at], first = m[at], second = v[at];
+  if (moving[4] != 0.0f) {
+    const float d = gradient[at] * moving[3];
+    first = fixed[0] * first + fixed[1] * d;
+    second = fixed[2] * second + fixed[3] * (d * d);
+    p = p * moving[2] - moving[0] * first / (metal::sqrt(second) * moving[1] + fixed[4]);
+  }
+  new_parameter[at] = p;
+  new_m[at] = first;
+  new_v[at] = second;
+}
+
 // Arrays end to end, as fp32: element `at` of all of them, from the first that reaches so far.
 inline void end_to_end(long, long, GLOBAL float*) {}
 template <typename X, typename... Rest>

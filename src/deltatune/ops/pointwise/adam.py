@@ -1,0 +1,85 @@
+"""Adam and AdamW in one pass over a parameter and its moments, where MLX's operations are fifteen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers
+
+from ... import backend
+from ..kernels.launch import Arrays, Outputs, numbers
+from .launch import Execute, Pass
+from .passes import apart, judged, random_arrays
+
+# Of the largest element: MLX's operations round each of fifteen results, the pass fewer.
+_BOUND = 1e-6
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all parameters of one step share: `fixed` and `moving` as kernels/pointwise.h has them, fp32."""
+
+    fixed: mx.array
+    moving: mx.array
+    execute: Execute = Pass.run
+
+    @staticmethod
+    def of(optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array) -> Step | None:
+        """The step that `optimizer` has begun, its gradients to be multiplied with `scale`; none made if not `healthy`.
+
+        None for other optimizers than MLX's Adam and AdamW, and where the pass does not serve.
+        """
+        kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW)
+        if backend.device() != "cuda" or type(optimizer) not in kinds or not _proven():
+            return None
+        return _step(optimizer, scale, healthy, Pass.run)
+
+    def __call__(self, parameter: mx.array, gradient: mx.array, m: mx.array, v: mx.array) -> list[mx.array]:
+        """The new parameter, m and v, for arrays of one shape, fp32."""
+        shape = parameter.shape
+        inputs: Arrays = {"fixed": self.fixed, "moving": self.moving}
+        given = {"parameter": parameter, "gradient": gradient, "m": m, "v": v}
+        inputs |= {name: array.reshape(-1) for name, array in given.items()}
+        kind = ((parameter.size,), mx.float32)
+        outputs: Outputs = dict.fromkeys(("new_parameter", "new_m", "new_v"), kind)
+        arguments = ("(long)parameter_shape[0]", *inputs, *outputs)
+        made = self.execute(Pass("adam_step", inputs, outputs, arguments, parameter.size))
+        return [array.reshape(shape) for array in made]
+
+
+def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute) -> Step:
+    b1, b2 = optimizer.betas
+    rate, bias, one = optimizer.learning_rate.astype(mx.float32), mx.array(1.0), mx.array(1.0)
+    kept = one
+    if isinstance(optimizer, mlx.optimizers.AdamW):
+        kept = 1 - rate * optimizer.weight_decay
+    if optimizer.bias_correction:
+        rate, bias = rate / (1 - b1**optimizer.step), mx.rsqrt(1 - b2**optimizer.step)
+    moving = [rate, bias, kept, one if scale is None else scale, healthy]
+    return Step(
+        numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps), mx.stack([each.astype(mx.float32) for each in moving]), execute
+    )
+
+
+@cache
+def _proven(execute: Execute = Pass.run) -> bool:
+    def difference() -> float:
+        shape = (3, 131)
+        parameter, gradient, m, v = random_arrays([(shape, mx.float32)] * 4)
+        found, expected = [], []
+        for corrected in (True, False):
+            optimizer = mlx.optimizers.AdamW(0.1, bias_correction=corrected)
+            optimizer.state["step"] = mx.array(3)
+            state = {"m": m, "v": v.square()}
+            for scale, healthy in ((mx.array(0.5), True), (mx.array(0.5), False)):
+                step = _step(optimizer, scale, mx.array(healthy), execute)
+                found += step(parameter, gradient, **state)
+                new = dict(state)
+                moved = optimizer.apply_single(gradient * scale, parameter, new)
+                expected += [moved, new["m"], new["v"]] if healthy else [parameter, *state.values()]
+        return apart(found, expected)
+
+    return judged("Adam's step", difference, _BOUND)

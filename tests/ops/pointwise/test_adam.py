@@ -1,0 +1,151 @@
+"""A step of Adam or AdamW in one pass, on the host machine or a GPU, against MLX's optimizers; and who gets it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.optimizers
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from host_machine import HostMachine
+
+from deltatune import backend
+from deltatune.ops.kernels.launch import header
+from deltatune.ops.pointwise import adam
+from deltatune.ops.pointwise.launch import BODIES, Pass
+from deltatune.train import optimizer as updates
+
+KINDS = {
+    "Adam": partial(mlx.optimizers.Adam, betas=[0.8, 0.95]),
+    "Adam, corrected": partial(mlx.optimizers.Adam, bias_correction=True),
+    "AdamW": partial(mlx.optimizers.AdamW, weight_decay=0.3, eps=1e-3),
+    "AdamW, corrected": partial(mlx.optimizers.AdamW, bias_correction=True),
+    "AdamW on a schedule": lambda _: mlx.optimizers.AdamW(mlx.optimizers.schedulers.linear_schedule(0.0, 0.1, 5)),
+}
+
+
+@pytest.fixture(scope="session")
+def execute(host_folder):
+    """Launches on the host machine, or on the GPU where there is one."""
+    return Pass.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", BODIES)).run
+
+
+@pytest.fixture
+def launches(monkeypatch, execute):
+    """Names of the launches on a pretended NVIDIA GPU, which the host machine makes."""
+    found = []
+
+    def run(launch):
+        found.append(launch.name)
+        return execute(launch)
+
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(adam, "_proven", lambda *_: True)
+    monkeypatch.setattr(adam, "_step", lambda *arguments: real(*arguments[:3], run))
+    return found
+
+
+real = adam._step
+
+
+def drawn(seed):
+    shapes = {"a": (40, 7), "b": (3,), "c": {"d": (129,)}}
+    key = iter(mx.random.split(mx.random.key(seed), 3))
+
+    def draw(tree):
+        if isinstance(tree, tuple):
+            return mx.random.normal(tree, key=next(key))
+        return {name: draw(each) for name, each in tree.items()}
+
+    return draw(shapes)
+
+
+def trained(kind, steps=4, clip=0.5, gradients=drawn):
+    """Parameters and state after some steps, the second of which has NaN in it."""
+    optimizer, parameters = KINDS[kind](0.05), drawn(0)
+    optimizer.init(parameters)
+    for step in range(steps):
+        given = gradients(step + 1)
+        if step == 1:
+            given["b"] = given["b"] * mx.nan
+        parameters, _ = updates.apply(optimizer, parameters, given, mx.array(True), clip)
+        mx.eval(parameters, optimizer.state)
+    return dict(tree_flatten([parameters, optimizer.state]))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_mlxs_to_a_few_roundings(kind, clip, request):
+    expected = trained(kind, clip=clip)
+    launches = request.getfixturevalue("launches")
+    found = trained(kind, clip=clip)
+    assert launches == ["adam_step"] * 12
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert mx.isfinite(array).all()
+        np.testing.assert_allclose(found[name], array, rtol=2e-6, atol=2e-7, err_msg=name)
+
+
+def test_a_step_that_is_not_healthy_leaves_every_bit(launches):
+    optimizer, parameters = mlx.optimizers.AdamW(0.1), drawn(0)
+    optimizer.init(parameters)
+    parameters, _ = updates.apply(optimizer, parameters, drawn(1), mx.array(True), None)
+    before = tree_flatten([parameters, optimizer.state])
+    after, _ = updates.apply(optimizer, parameters, drawn(2), mx.array(False), None)
+    assert len(launches) == 6
+    for (name, one), (_, other) in zip(before, tree_flatten([after, optimizer.state]), strict=True):
+        assert mx.array_equal(one, other), name
+
+
+def test_others_go_by_mlxs_operations(launches):
+    for optimizer in (mlx.optimizers.Lion(0.1), mlx.optimizers.Adamax(0.1), mlx.optimizers.SGD(0.1)):
+        parameters = drawn(0)
+        optimizer.init(parameters)
+        updates.apply(optimizer, parameters, drawn(1), mx.array(True), None)
+    half = {"a": mx.ones((9,), mx.bfloat16)}
+    optimizer = mlx.optimizers.AdamW(0.1)
+    optimizer.init(half)
+    updated, _ = updates.apply(optimizer, half, half, mx.array(True), None)
+    assert updated["a"].dtype == mx.bfloat16
+    assert launches == []
+
+
+def test_gradients_of_another_dtype_are_taken_as_fp32(launches):
+    optimizer, parameters = mlx.optimizers.AdamW(0.1), {"a": mx.ones((9,))}
+    optimizer.init(parameters)
+    updated, _ = updates.apply(optimizer, parameters, {"a": mx.ones((9,), mx.bfloat16)}, mx.array(True), None)
+    assert launches == ["adam_step"]
+    assert updated["a"].dtype == mx.float32
+
+
+def test_on_other_machines_nothing_changes(monkeypatch):
+    monkeypatch.setattr(adam, "_proven", lambda *_: True)
+    for device in ("cpu", "metal"):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        assert adam.Step.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
+
+
+def test_one_that_is_wrong_or_does_not_run_is_not_used(execute, caplog):
+    def wrong(launch):
+        return [array * 1.0001 for array in execute(launch)]
+
+    def stopped(_):
+        raise RuntimeError("no compiler")
+
+    for run, said in ((execute, None), (wrong, "off by"), (stopped, "no compiler")):
+        with caplog.at_level(logging.WARNING):
+            caplog.clear()
+            assert adam._proven(run) is (said is None)
+            assert (said or "") in caplog.text
