@@ -1,10 +1,10 @@
 """One published recipe, scaled to a small machine, for every trainer: LoRA r=8, batch 2, checkpointing, 10 steps,
 prompts in five length buckets up to the limit.
 
-usage: python benchmarks/recipe.py [--limit 512] [--layers 8] [--only NAME ...]
+usage: python benchmarks/recipe.py [--limit 512] [--layers 8] [--bits 4] [--only NAME ...]
 
-Each trainer is its own command line in its own process, on the same checkpoint (a random Qwen3.5 shape, fp32) and the
-same lines. Wall time and peak memory are the whole process's; tok/s is what the trainer itself reports.
+Each trainer is its own command line in its own process, on the same checkpoint (a random Qwen3.5 shape, fp32,
+packed with --bits) and the same lines. Wall time and peak memory are the whole process's; tok/s is what the trainer itself reports.
 """
 
 from __future__ import annotations
@@ -79,15 +79,19 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
 
 
-def write_model(folder: Path, layers: int) -> dict[str, Path]:
+def write_model(folder: Path, layers: int, bits: int | None) -> dict[str, Path]:
     """The same weights twice: under the model type that mlx-lm knows, and under mlx-vlm's."""
     import mlx.core as mx
+    import mlx.nn as nn
     from mlx.utils import tree_flatten
     from mlx_lm.models.qwen3_5 import Model, ModelArgs
 
     mx.random.seed(0)
     config = text_config(layers)
     model = Model(ModelArgs.from_dict(json.loads(json.dumps(config))))
+    if bits:
+        nn.quantize(model, group_size=64, bits=bits)
+        config["quantization"] = {"group_size": 64, "bits": bits}
     weights = {name.removeprefix("language_model."): value for name, value in tree_flatten(model.parameters())}
     folders = {}
     for kind, model_type in (("mlx-lm", "qwen3_5"), ("mlx-vlm", "qwen3_5_text")):
@@ -162,16 +166,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--bits", type=int, help="packed weights, in groups of 64: QLoRA")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        models = write_model(out, options.layers)
+        models = write_model(out, options.layers, options.bits)
         tokens = write_data(out / "data", options.limit)
         print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; ")
         print(", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-vlm")))
-        print(f"{options.layers} layers, {STEPS} steps of {BATCH} rows up to {options.limit} tokens, {tokens} in all\n")
+        kind = f"{options.bits} bits" if options.bits else "fp32"
+        print(
+            f"{options.layers} layers, {kind}, {STEPS} steps of {BATCH} rows up to {options.limit} tokens, {tokens} in all\n"
+        )
         print("| trainer | tok/s, its own report | wall, whole process | peak memory, whole process |")
         print("|---|---|---|---|", flush=True)
         for name, command in commands(models, out / "data", out, options.limit, options.layers).items():

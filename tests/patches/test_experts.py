@@ -296,7 +296,8 @@ def test_nvfp4_with_one_scale_more(served, kind):
             assert found.keys() == wanted.keys()
             for name, array in wanted.items():
                 assert mx.abs(found[name] - array).max() <= 1e-5 * mx.abs(array).max(), name
-    assert len(served) == (3 if kind == "global_scale" else 1)
+    # Evaluation is upstream's where MLX has the product.
+    assert len(served) == (1 if kind != "global_scale" else 3 if backend.device() == "cpu" else 2)
 
 
 def test_mlx_lms_own_adapter_is_served(served, tiny_model):

@@ -60,10 +60,10 @@ def test_a_file_trains_with_our_gradients_and_keeps_its_exit_code(program):
     assert done.returncode == 7
     assert done.stdout == f"found beside it ['{program}', 'train', '7'] __main__\n"
     said = done.stderr.splitlines()
-    assert said[0].startswith("deltatune: patched ")
-    assert "gated_delta_update" in said[0]
-    assert said[1].startswith("deltatune: 1 traced calls of gated_delta_update got deltatune's gradients")
-    assert len(said) == 2
+    *patched, last = said
+    assert all(line.startswith("deltatune: patched ") for line in patched)
+    assert any("gated_delta_update" in line for line in patched)
+    assert last.startswith("deltatune: 1 traced calls of gated_delta_update got deltatune's gradients")
 
 
 def test_a_program_that_is_not_reached_is_told_so(program):

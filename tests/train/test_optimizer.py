@@ -73,10 +73,12 @@ def test_an_update_is_that_of_mlx(name):
         expected = reference.apply_gradients(gradients, expected)
         got, norm = apply(ours, got, gradients, mx.array(True), None)
     assert norm.item() == pytest.approx(np.sqrt(sum((g**2).sum() for g in flat(gradients).values())), rel=1e-6)
+    # On CUDA Adam's and AdamW's operations are one pass, which rounds less often.
+    off = {"rtol": 2e-6, "atol": 2e-7} if backend.device() == "cuda" else {"rtol": 0, "atol": 0}
     for key, value in flat(expected).items():
-        np.testing.assert_array_equal(flat(got)[key], value)
+        np.testing.assert_allclose(flat(got)[key], value, **off)
     for key, value in flat(reference.state).items():
-        np.testing.assert_array_equal(flat(ours.state)[key], value)
+        np.testing.assert_allclose(flat(ours.state)[key], value, **off)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
