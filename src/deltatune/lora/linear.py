@@ -114,7 +114,8 @@ class LoRALinear(Adapter):
         if backend.device() != "cpu":
             a, b = a.astype(x.dtype), b.astype(x.dtype)
         dropped = self.dropout(x)
-        if a.dtype != x.dtype:
+        if a.dtype != x.dtype or not self.training:
+            # In inference as mlx-lm has it, operation for operation.
             y = base(x)
             return y + (self.scale * ((dropped @ a) @ b)).astype(y.dtype)
         if dropped is not x:
