@@ -3,8 +3,8 @@ prompts in five length buckets up to the limit.
 
 usage: python benchmarks/recipe.py [--limit 512] [--layers 8] [--bits 4] [--only NAME ...]
 
-Each trainer is its own command line in its own process, on the same checkpoint (a random Qwen3.5 shape, fp32,
-packed with --bits) and the same lines. Wall time and peak memory are the whole process's; tok/s is what the trainer itself reports.
+Each trainer is its own command line in its own process, on the same checkpoint (a random Qwen3.5 shape, fp32, packed
+with --bits) and the same lines. Wall time and peak memory are the whole process's; tok/s is what the trainer reports.
 """
 
 from __future__ import annotations
@@ -177,9 +177,8 @@ def main() -> None:
         print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; ")
         print(", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-vlm")))
         kind = f"{options.bits} bits" if options.bits else "fp32"
-        print(
-            f"{options.layers} layers, {kind}, {STEPS} steps of {BATCH} rows up to {options.limit} tokens, {tokens} in all\n"
-        )
+        steps = f"{STEPS} steps of {BATCH} rows up to {options.limit} tokens, {tokens} in all"
+        print(f"{options.layers} layers, {kind}, {steps}\n")
         print("| trainer | tok/s, its own report | wall, whole process | peak memory, whole process |")
         print("|---|---|---|---|", flush=True)
         for name, command in commands(models, out / "data", out, options.limit, options.layers).items():
