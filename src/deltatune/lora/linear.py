@@ -114,11 +114,10 @@ class LoRALinear(Adapter):
         if backend.device() != "cpu":
             a, b = a.astype(x.dtype), b.astype(x.dtype)
         dropped = self.dropout(x)
-        if a.dtype != x.dtype or not self.training:
-            # In inference as mlx-lm has it, operation for operation.
+        if a.dtype != x.dtype:
             y = base(x)
             return y + (self.scale * ((dropped @ a) @ b)).astype(y.dtype)
-        if dropped is not x:
+        if dropped is not x or not self.training:
             return _raised(self.scale, base(x), dropped @ a, b)
         return with_low_rank(base, x, a, b, self.scale)
 
