@@ -104,14 +104,17 @@ def test_compiled_checkpointed_and_twice_differentiated():
     arrays = stored(packing)
 
     def loss(x):
-        return mx.sin(product(x, arrays, packing)).sum()
+        return cubed(product(x, arrays, packing))
+
+    def cubed(y):
+        return (y * y * y).sum()
 
     plain = mx.grad(loss)(x)
     for form in (mx.compile(mx.grad(loss)), mx.grad(mx.checkpoint(loss))):
-        assert mx.allclose(form(x), plain, rtol=1e-5, atol=1e-5)
+        assert off(form(x), np.array(plain)) < 1e-5
     matrix = mx.dequantize(*arrays, **packing)
     second = mx.grad(lambda x: mx.grad(loss)(x).square().sum())(x)
-    expected = mx.grad(lambda x: mx.grad(lambda x: mx.sin(x @ matrix.T).sum())(x).square().sum())(x)
+    expected = mx.grad(lambda x: mx.grad(lambda x: cubed(x @ matrix.T))(x).square().sum())(x)
     assert off(second, np.array(expected)) < 1e-5
 
 
