@@ -32,10 +32,12 @@ def limits() -> Limits:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return H200
+    if driver.cuInit(0):
+        return H200
     found = []
     for attribute in (_BLOCK_BYTES, _MULTIPROCESSORS):
         value = ctypes.c_int()
-        if driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0):
             return H200
         found.append(value.value)
     return Limits(*found)

@@ -11,6 +11,8 @@ import inspect
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..ops.packed import unpacked
+
 # What packed storage spends on one row of scales; the modes other than affine allow one (bits, group size) each.
 _QUANTISED_KEYS = ("group_size", "bits", "mode")
 # mlx-vlm's nvfp4 modules multiply their outputs by the one array, or divide them by the other: [], [E] or [E, out].
@@ -53,21 +55,10 @@ def dense_weight(module: nn.Module) -> mx.array:
     """The weight [..., out, in], dequantised where packed."""
     if not is_quantized(module):
         return module["weight"]
-    weight, factor = _dequantized(module), output_factor(module)
-    return weight if factor is None else (weight * factor).astype(weight.dtype)
-
-
-def _dequantized(module: nn.Module) -> mx.array:
-    weight, scales, biases = module["weight"], module["scales"], module.get("biases")
     settings = {key: getattr(module, key) for key in _QUANTISED_KEYS}
-    global_scale = module.get("global_scale")
-    if global_scale is None:
-        return mx.dequantize(weight, scales, biases, **settings)
-    experts = [
-        mx.dequantize(weight[e], scales[e], None, global_scale=global_scale[e], **settings)
-        for e in range(weight.shape[0])
-    ]
-    return mx.stack(experts)
+    weight = unpacked(module["weight"], module["scales"], module.get("biases"), module.get("global_scale"), **settings)
+    factor = output_factor(module)
+    return weight if factor is None else (weight * factor).astype(weight.dtype)
 
 
 def with_weight(module: nn.Module, weight: mx.array, dense_class: type[nn.Module], dequantize: bool) -> nn.Module:

@@ -28,6 +28,11 @@ class Packing(NamedTuple):
     bits: int | None
     mode: str
 
+    @property
+    def storage(self) -> dict[str, Any]:
+        """What mx.dequantize asks."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
 
 def serves(x: mx.array, w: mx.array) -> bool:
     """Whether unpacking pays here for rows x [..., K] and a packed matrix, or a matrix for each leading index of x."""
@@ -69,6 +74,7 @@ def _times(x: mx.array, w: mx.array, stored: Any, packing: Packing, transpose: b
     result = promoted(x.dtype, stored[0].dtype) if is_floating(stored[0]) else x.dtype
     kind = mx.float32 if backend.device() == "cpu" else result
     rows = x.astype(kind)
+    stored = [array.astype(kind) if is_floating(array) else array for array in stored]
     inputs = w.shape[-1] * 32 // packing.bits if packing.bits else 8 * w.shape[-1]
     at_once = max(1, SLAB_BYTES[backend.device()] // (kind.size * inputs)) if w.ndim == 2 else w.shape[-2]
     found: list[mx.array] = []
@@ -76,7 +82,7 @@ def _times(x: mx.array, w: mx.array, stored: Any, packing: Packing, transpose: b
         part = [array[..., start:stop, :] for array in (w, *stored)]
         if found:
             part = mx.depends(part, [found[-1]])
-        matrix = _unpacked(part, packing, kind)
+        matrix = unpacked(*part, dtype=kind, **packing.storage)
         if transpose:
             found.append(rows @ matrix.swapaxes(-1, -2))
         else:
@@ -85,10 +91,20 @@ def _times(x: mx.array, w: mx.array, stored: Any, packing: Packing, transpose: b
     return (found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)).astype(result)
 
 
-def _unpacked(part: list[mx.array], packing: Packing, kind: mx.Dtype) -> mx.array:
-    w, scales = part[:2]
-    biases = part[2] if len(part) > 2 else None
-    options: dict[str, Any] = {"group_size": packing.group_size, "bits": packing.bits, "mode": packing.mode}
-    if not is_floating(scales):
-        return mx.dequantize(w, scales, None, **options, dtype=kind)
-    return mx.dequantize(w, scales.astype(kind), None if biases is None else biases.astype(kind), **options)
+def unpacked(
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    global_scale: mx.array | None = None,
+    *,
+    dtype: mx.Dtype | None = None,
+    **packing: Any,
+) -> mx.array:
+    """mx.dequantize, which takes one `global_scale` at a time, for one [E] of each of E matrices too."""
+    if global_scale is None:
+        return mx.dequantize(w, scales, biases, dtype=dtype, **packing)
+    each = [
+        mx.dequantize(w[i], scales[i], None, global_scale=global_scale[i], dtype=dtype, **packing)
+        for i in range(w.shape[0])
+    ]
+    return mx.stack(each)

@@ -16,11 +16,10 @@ from .patch import Function, Patch
 
 def without_gaps(weights: Iterable[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
     """The same, laid out anew where one is a part of a larger array; lazily, and no copy where it is not."""
-
-    def experts(array: mx.array) -> bool:
-        return isinstance(array, mx.array) and array.ndim == 3
-
-    return [(name, mx.contiguous(array) if experts(array) else array) for name, array in weights]
+    return [
+        (name, mx.contiguous(array) if isinstance(array, mx.array) and array.ndim == 3 else array)
+        for name, array in weights
+    ]
 
 
 def _load_weights(upstream: Function) -> Function:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 from functools import partial, partialmethod
-from pathlib import Path
 
 import deltatune  # noqa: F401
 
@@ -14,26 +12,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
-from host_machine import HostMachine
-
 from deltatune import backend
-from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norms, silu, swiglu
 from deltatune.ops.pointwise import passes as passes_module
-from deltatune.ops.pointwise.launch import BODIES, Pass
+from deltatune.ops.pointwise.launch import Pass
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
 
 # Of the largest element: fp32 sums of up to 256, an exponential; and each dtype's rounding.
 BOUND = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-
-
-@pytest.fixture(scope="session")
-def execute(host_folder):
-    """Launches on the host machine, or on the GPU where there is one."""
-    return Pass.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", BODIES)).run
 
 
 def inverse(x, eps):

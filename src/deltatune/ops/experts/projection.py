@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ... import backend
+from ..packed import unpacked
 from . import grouped, verdict
 from .tiles import Chunk
 
@@ -162,20 +163,12 @@ class Projection:
 
     def _unpacked(self, chosen: Callable[[mx.array], mx.array]) -> mx.array:
         """The matrices that `chosen` picks of [E, ...], unpacked, in the dtype that they are stored for."""
-        weight = chosen(self.weight)
         if self.scales is None:
-            return weight
-        scales = chosen(self.scales)
-        if self.global_scale is None:
-            biases = None if self.biases is None else chosen(self.biases)
-            return mx.dequantize(weight, scales, biases, **self._packing())
-        wide = chosen(self.global_scale)
+            return chosen(self.weight)
+        biases, wide = (None if each is None else chosen(each) for each in (self.biases, self.global_scale))
         # bf16, which MLX takes for granted, would round the product with the one scale more.
-        packing = self._packing() | {"dtype": mx.float32}
-        each = [
-            mx.dequantize(weight[i], scales[i], None, global_scale=wide[i], **packing) for i in range(wide.shape[0])
-        ]
-        return mx.stack(each)
+        dtype = None if wide is None else mx.float32
+        return unpacked(chosen(self.weight), chosen(self.scales), biases, wide, dtype=dtype, **self._packing())
 
 
 def product(

@@ -23,7 +23,9 @@ class Chunk(NamedTuple):
     source: mx.array  # [t m]: the token of each row
     pair: mx.array  # [t m]: its place in the flattened indices [N k]
     valid: mx.array | None  # [t m] fp32
-    ends: mx.array | None = None  # [E] int32: the rows of experts up to each, where tiles are single rows
+    # Where tiles are single rows: [E] int32, the rows of experts up to each; and [t], the row of each of its pairs.
+    ends: mx.array | None = None
+    place: mx.array | None = None
 
 
 class Tiled:
@@ -111,7 +113,7 @@ class Sorted:
         pair = order + start * self.top_k
         experts = flat[order].astype(mx.uint32)
         ends = (experts[None] <= mx.arange(self._experts)[:, None]).sum(axis=1)
-        return Chunk(number, experts, pair // self.top_k, pair, None, ends)
+        return Chunk(number, experts, pair // self.top_k, pair, None, ends, mx.argsort(order))
 
     def laid_out(self, x: mx.array, rows: mx.array) -> mx.array:
         """As Tiled.laid_out."""
@@ -120,7 +122,8 @@ class Sorted:
     def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk, scores: mx.array | None = None) -> mx.array:
         """As Tiled.add_to_tokens."""
         start, stop = self._span(chunk.number)
-        place = mx.argsort(chunk.pair).reshape(-1, self.top_k)
+        assert chunk.place is not None
+        place = chunk.place.reshape(-1, self.top_k)
         if scores is not None:
             scores = scores[start * self.top_k : stop * self.top_k].astype(mx.float32).reshape(place.shape)
         rows = tiles.reshape(tiles.shape[0], -1)
@@ -132,8 +135,10 @@ class Sorted:
 
     def add_to_pairs(self, total: mx.array, tiles: mx.array, chunk: Chunk) -> mx.array:
         """As Tiled.add_to_pairs."""
+        assert chunk.place is not None
         start, stop = self._span(chunk.number)
-        total[start * self.top_k : stop * self.top_k] = self._unsorted(tiles, chunk).reshape(-1, *total.shape[1:])
+        rows = tiles.reshape(tiles.shape[0], -1)[chunk.place]
+        total[start * self.top_k : stop * self.top_k] = rows.reshape(-1, *total.shape[1:])
         return total
 
     def add_products(
@@ -151,9 +156,6 @@ class Sorted:
 
     def _span(self, number: int) -> tuple[int, int]:
         return number * self._at_once, min(self.tokens, (number + 1) * self._at_once)
-
-    def _unsorted(self, tiles: mx.array, chunk: Chunk) -> mx.array:
-        return tiles.reshape(tiles.shape[0], -1)[mx.argsort(chunk.pair)]
 
 
 def scores_of(scores: mx.array, chunk: Chunk) -> mx.array:

@@ -16,8 +16,14 @@ from . import nvrtc
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
-_TYPES |= {mx.int32: "int", mx.uint32: "unsigned", mx.bool_: "bool"}
+_TYPES = {
+    mx.float32: "float",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.int32: "int",
+    mx.uint32: "unsigned",
+    mx.bool_: "bool",
+}
 _PROLOGUE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 _DIGEST = hashlib.sha256().digest_size
 Constants = Sequence[tuple[str, int | bool | mx.Dtype]]
