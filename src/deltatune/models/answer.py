@@ -10,6 +10,7 @@ from mlx_lm import batch_generate
 
 from .. import backend
 from ..compiling import without_kernels
+from ..patches import patched
 
 # MLX's rope on CUDA cannot launch for one token of more rows of heads where few pairs turn, as in the demo's model.
 BATCH = {"cuda": 32}
@@ -23,7 +24,7 @@ def answer_all(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]
     model.eval()
     batch_size = BATCH.get(backend.device(), 128)
     # Kernels would take longer to build than all the answers of an evaluation take without.
-    with without_kernels():
+    with without_kernels(), patched():
         response = batch_generate(
             model,
             tokenizer,

@@ -10,6 +10,7 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from ..compiling import without_kernels
+from ..patches import patched
 from .load import Loaded
 
 
@@ -66,5 +67,5 @@ def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Samplin
     """mlx-lm's responses one by one: `text`, and on the last one speeds, token counts and `finish_reason`."""
     sampler = make_sampler(temp=sampling.temp, top_p=sampling.top_p, min_p=sampling.min_p, top_k=sampling.top_k)
     # Kernels would take longer to build than an answer takes without, on CUDA in every process.
-    with without_kernels():
+    with without_kernels(), patched():
         yield from stream_generate(loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampler=sampler)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import mlx.nn as nn
 
 from .. import backend
-from . import experts, loading, mlx_lm, mlx_vlm, one_row, packed, patch, pointwise
+from . import experts, loading, mlx_lm, mlx_vlm, one_row, packed, patch, pointwise, sorted_rows
 from .patch import Patch, PatchWarning, Report
 from .recurrence import served
 from .structure import gated_delta_layers, is_gated_delta
@@ -32,15 +32,16 @@ __all__ = [
 # Where two records fit one version of a target, the first is taken: what trains right before what trains fast.
 PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES)
 
-# Where MLX computes on an NVIDIA GPU, and on a CPU.
-ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *packed.PATCHES)
+# Where MLX computes on an NVIDIA GPU, on an Apple GPU, and on a CPU.
+ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *packed.PATCHES)
+ON_METAL: tuple[Patch, ...] = sorted_rows.PATCHES
 ON_CPU: tuple[Patch, ...] = packed.PATCHES
 
 _depth = 0
 
 
 def _of_device() -> tuple[Patch, ...]:
-    return {"cpu": ON_CPU, "cuda": ON_CUDA}.get(backend.device(), ())
+    return {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
 
 
 def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Report:
@@ -48,8 +49,8 @@ def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | N
 
     `announce` gets a report for each target whose module is imported only later. Warns (PatchWarning) about whatever
     stays on other code. On a CPU whose BLAS computes one-row products wrong, those go another way (one_row); on
-    an NVIDIA GPU, so do activations and norms (pointwise), and experts are laid out anew (loading). On both, packed
-    matrices are unpacked before they meet many rows (packed).
+    an NVIDIA GPU, so do activations and norms (pointwise), and experts are laid out anew (loading); on any GPU, so are
+    their rows (sorted_rows). On CPUs and NVIDIA GPUs packed matrices are unpacked before they meet many rows (packed).
     """
     report = patch.apply((*one_row.records(), *_of_device(), *PATCHES), announce)
     if model is not None:

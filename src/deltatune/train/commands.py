@@ -233,10 +233,9 @@ def generate(options: GenerateOptions) -> str:
     else:
         answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
-    with patched():
-        for last in answer:
-            print(last.text, end="", flush=True)
-            parts.append(last.text)
+    for last in answer:
+        print(last.text, end="", flush=True)
+        parts.append(last.text)
     print()
     if options.verbose and last is not None:
         print(

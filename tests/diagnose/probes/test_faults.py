@@ -74,8 +74,9 @@ def test_sorted_gathers(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cpu")
     assert sorted_gather.find_forward().wrong
     assert sorted_gather.find_gradient().status == "avoided"
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    assert sorted_gather.find_forward().status == "avoided"
+    for device in ("cuda", "metal"):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        assert sorted_gather.find_forward().status == "avoided"
 
 
 def first_after_another(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):

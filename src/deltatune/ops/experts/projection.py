@@ -14,6 +14,7 @@ import mlx.core as mx
 from ... import backend
 from ..packed import unpacked
 from . import grouped, verdict
+from .single_rows import single_rows
 from .tiles import Chunk
 
 
@@ -191,10 +192,9 @@ def product(
         y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, last)
         return y.reshape(-1, 1, y.shape[-1])
     if chunk.ends is not None:
-        # MLX's CUDA products read single rows wrong whose axis of one came from expand_dims, or from a sum with such.
-        rows = mx.unflatten(rows.reshape(-1), 0, rows.shape)
+        rows = single_rows(rows)
     if backend.device() == "cuda":
-        # They also take each expert's matrix to begin where the one before ends, which halves of a larger one do not.
+        # MLX's products take each expert's matrix to begin where the one before ends, which halves of a larger one do not.
         weight = mx.contiguous(weight)
     right = weight.swapaxes(-1, -2) if transpose else weight
     y = mx.gather_mm(rows, right, rhs_indices=chunk.experts, sorted_indices=True)

@@ -1,0 +1,69 @@
+"""Products of rows sorted by expert that read the right rows, wherever a model calls mx.gather_mm on a GPU.
+
+mlx-lm's expert layers call it so for 64 pairs or more: a prompt's, or a batch's. What they multiply comes from fused
+kernels where mx.compile builds them, and those leave plain strides; without them (compiling.without_kernels,
+MLX_DISABLE_COMPILE) answers were wrong on CUDA from the first token, and training of layers that run upstream's code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..ops.experts.single_rows import single_rows
+from .patch import Function, Patch
+
+# TF32's mantissa has 10 bits; a wrong row is off by more than itself.
+_BOUND = 1e-2
+
+
+def _gather_mm(upstream: Function) -> Function:
+    def gather_mm(
+        a: mx.array, b: mx.array, /, lhs_indices: Any = None, rhs_indices: Any = None, *, sorted_indices: bool = False,
+        stream: Any = None,
+    ) -> mx.array:  # fmt: skip
+        options = {"sorted_indices": sorted_indices} | ({} if stream is None else {"stream": stream})
+        if not sorted_indices or a.ndim < 2 or a.shape[-2] != 1:
+            return upstream(a, b, lhs_indices, rhs_indices, **options)
+        # The result too, for its gradient is multiplied in the same way.
+        return single_rows(upstream(single_rows(a), b, lhs_indices, rhs_indices, **options))
+
+    return gather_mm
+
+
+def _agrees(upstream: Function, ours: Function) -> str | None:
+    """With the elementwise product, on rows with an axis that expand_dims made, and their gradient."""
+    keys = mx.random.split(mx.random.key(0), 3)
+    rows, cotangent = (mx.random.normal((8, 64), key=key) for key in keys[:2])
+    matrices, experts = mx.random.normal((4, 64, 64), key=keys[2]), mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
+
+    def product(x: mx.array) -> mx.array:
+        y = ours(mx.expand_dims(x, -2), matrices, rhs_indices=experts, sorted_indices=True)
+        return y.squeeze(-2)
+
+    def elementwise(x: mx.array) -> mx.array:
+        return (x[..., None] * matrices[experts]).sum(axis=-2)
+
+    found, expected = (mx.vjp(each, [rows], [cotangent]) for each in (product, elementwise))
+    for one, other in zip(sum(found, []), sum(expected, []), strict=True):
+        worst = float(mx.abs(one - other).max() / mx.abs(other).max())
+        if not worst < _BOUND:
+            return f"on a small case it differs from the elementwise product by {worst:.1e} of the largest element."
+    return None
+
+
+PATCHES = (
+    Patch(
+        package="mlx",
+        versions=">=0.31.2,<0.33",
+        module="mlx.core",
+        name="gather_mm",
+        signature="",
+        holders=(),
+        reason="MLX's sorted products on a GPU take the stride of an axis of one for the distance of two rows",
+        without="Layers of experts that run upstream's code compute wrong on this GPU.",
+        replacement=_gather_mm,
+        check=_agrees,
+    ),
+)
