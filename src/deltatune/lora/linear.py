@@ -117,8 +117,7 @@ class LoRALinear(Adapter):
         if a.dtype != x.dtype:
             y = base(x)
             return y + (self.scale * ((dropped @ a) @ b)).astype(y.dtype)
-        # Dropout gives the update another x; in inference there is no gradient to pass through.
-        if dropped is not x or not self.training:
+        if dropped is not x:
             return _raised(self.scale, base(x), dropped @ a, b)
         return with_low_rank(base, x, a, b, self.scale)
 

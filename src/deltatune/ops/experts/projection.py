@@ -194,7 +194,7 @@ def product(
     if chunk.ends is not None:
         rows = single_rows(rows)
     if backend.device() == "cuda":
-        # MLX's products take each expert's matrix to begin where the one before ends, which halves of a larger one do not.
+        # MLX's products take each expert's matrix to begin where the one before ends: halves of a larger one do not.
         weight = mx.contiguous(weight)
     right = weight.swapaxes(-1, -2) if transpose else weight
     y = mx.gather_mm(rows, right, rhs_indices=chunk.experts, sorted_indices=True)

@@ -58,11 +58,8 @@ def combined(
 
 
 def proven(x: mx.array, rows: int) -> bool:
-    """Whether `rows` rows of x are worth a pass on CUDA, in pieces of eight, and both passes are right there.
-
-    For bf16, as grouped.takes: whole steps ran on a GPU in that dtype alone.
-    """
-    if backend.device() != "cuda" or x.dtype != mx.bfloat16:
+    """Whether `rows` rows of x are worth a pass on CUDA, in pieces of eight, and both passes are right there."""
+    if backend.device() != "cuda":
         return False
     return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and _proven(x.dtype)
 
