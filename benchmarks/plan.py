@@ -1,11 +1,12 @@
 """`deltatune plan` against what training allocates: live buffers and bytes at the peak of a step, planned and counted.
 
-usage: python benchmarks/plan.py [--only NAME ...] [--list]
+usage: python benchmarks/plan.py [--gpu] [--only NAME ...]
 
 Each configuration is a process of its own. It plans, then trains some iterations with deltatune's own trainer on MLX's
 allocator with a counter in it (counted_allocator.py), and takes the most of any iteration but the first, in which MLX
-traces the step. Linux CPUs only. `beyond`: live buffers at the peak that are not parameters, gradients or moments;
-`first`: the peak of the first iteration, in which every Python number in the step is a buffer for a while.
+traces the step. Linux CPUs only; with --gpu real sizes on a GPU, whose bytes MLX counts itself. `beyond`: live buffers
+at the peak that are not parameters, gradients or moments; `first`: the peak of the first iteration, in which every
+Python number in the step is a buffer for a while.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
-    "tune": "lora", "pack": False, "implementation": "", "optimizer": "adamw", "bits": 0, "iterations": 6,
+    "tune": "lora", "pack": False, "implementation": "", "optimizer": "adamw", "bits": 0, "iterations": 6, "shape": "",
 }  # fmt: skip
 EXPERTS = {"family": "qwen3_5_moe", "depth": 8}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -45,6 +47,40 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "4-bit base, checkpointed": {"bits": 4, "checkpoint": True},
     "gated delta as a loop": {"depth": 2, "tokens": 96, "implementation": "naive"},
 }
+
+# Shapes of trainers.py, in bf16.
+DENSE = {"shape": "0.8B", "depth": 24, "rows": 2, "tokens": 2048}
+MIXTURE = {"shape": "35B-A3B", "depth": 4, "rows": 2, "tokens": 2048}
+ON_GPU: dict[str, dict[str, Any]] = {
+    "0.8B shape": DENSE,
+    "0.8B shape, checkpointed": DENSE | {"checkpoint": True},
+    "0.8B shape, 4-bit, checkpointed": DENSE | {"checkpoint": True, "bits": 4},
+    "0.8B shape, 4 layers, full fine-tuning": DENSE | {"depth": 4, "tune": "full"},
+    "35B-A3B shape, 4 layers": MIXTURE,
+    "35B-A3B shape, 4 layers, checkpointed": MIXTURE | {"checkpoint": True},
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """counted_allocator.Counted where MLX counts: bytes alone."""
+
+    peak_bytes: int
+    peak_buffers: int = 0
+
+
+class PeakCounter:
+    """counted_allocator.Counter by MLX's own count."""
+
+    def reset(self) -> None:
+        import mlx.core as mx
+
+        mx.reset_peak_memory()
+
+    def now(self) -> Peak:
+        import mlx.core as mx
+
+        return Peak(mx.get_peak_memory())
 
 
 def worker(options: dict[str, Any]) -> dict[str, Any]:
@@ -67,10 +103,16 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
     from depth import config as model_config
+    from trainers import SHAPES
 
-    counter = Counter()
-    described = model_config(options["family"], options["depth"])
+    counter = PeakCounter() if options["shape"] else Counter()
+    if options["shape"]:
+        described = SHAPES[options["shape"]].config() | {"num_hidden_layers": options["depth"]}
+    else:
+        described = model_config(options["family"], options["depth"])
     model = new_model(described)
+    if options["shape"]:
+        model.set_dtype(mx.bfloat16)
     if options["bits"]:
         nn.quantize(model, 64, options["bits"])
     length, iterations = options["tokens"], options["iterations"] * options["accumulate"]
@@ -124,7 +166,8 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
+    parser.add_argument("--gpu", action="store_true", help="bytes of real sizes, on MLX's default device")
+    parser.add_argument("--only", nargs="+", choices=[*CONFIGURATIONS, *ON_GPU])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -132,9 +175,17 @@ def main() -> None:
         return
     versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    if arguments.gpu:
+        print("| configuration | tokens | GB counted | planned | off |\n" + "|---" * 5 + "|")
+        for name in arguments.only or ON_GPU:
+            found = measure(ON_GPU[name])
+            size, planned = found["counted_bytes"], found["planned_bytes"]
+            row = f"{size / 1e9:.2f} | {planned / 1e9:.2f} | {planned / size - 1:+.1%}"
+            print(f"| {name} | {found['tokens']} | {row} |", flush=True)
+        return
     print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
     print("|---" * 10 + "|")
-    for name in arguments.only:
+    for name in arguments.only or CONFIGURATIONS:
         found = measure(CONFIGURATIONS[name])
         buffers, size = found["counted"], found["counted_bytes"]
         off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
