@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import subprocess
 import sys
 import textwrap
 from types import ModuleType
@@ -130,6 +131,51 @@ def test_a_target_imported_later_is_patched_before_anybody_reads_it(acme):
     assert acme("acme.ops").__loader__.get_source("acme.ops").strip().startswith("def update")
     patch.revert()
     assert one.update(5) == 5
+
+
+def test_all_targets_of_a_module_imported_later_are_patched(acme):
+    def call(upstream):
+        return lambda self, x: ("ours", upstream(self, x))
+
+    layer = dataclasses.replace(RECORD, name="Layer.__call__", signature="(self, x)", replacement=call)
+    announced = []
+    assert patch.apply([RECORD, layer], announced.append).waiting == ["acme.ops"]
+    patch.apply([layer, RECORD])
+    ops = acme("acme.ops")
+    assert (ops.update(5), ops.Layer()(5)) == (("ours", 5), ("ours", 6))
+    assert [each.patch.name for each in announced[0].applied] == ["update", "Layer.__call__"]
+    patch.revert()
+    assert (ops.update(5), ops.Layer()(5)) == (5, 6)
+
+
+LATE = """
+import contextlib, importlib, sys
+import deltatune
+from deltatune import backend, patches
+from deltatune.patches.patch import _is_settled
+backend.device = lambda: sys.argv[1]
+said = []
+assert not any(name.startswith("mlx_lm") for name in sys.modules)
+patches.apply(announce=said.append)
+targets = {each.target: each for each in (*patches._of_device(), *patches.PATCHES) if each.package == "mlx_lm"}
+for target, each in list(targets.items()):
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(each.module)
+    if each.module not in sys.modules or _is_settled([each]):
+        del targets[target]
+applied = {each.patch.target for report in said for each in report.applied}
+print(len(targets), *sorted(set(targets) - applied))
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "metal"])
+def test_every_target_of_mlx_lm_follows_a_late_import(device):
+    """As under `deltatune run`, whose program imports mlx-lm after the patches are there."""
+    done = subprocess.run([sys.executable, "-c", LATE, device], capture_output=True, text=True)
+    count, *missing = done.stdout.split()
+    assert int(count) > 8
+    assert not missing
+    assert not done.stderr
 
 
 def test_revert_stops_waiting(acme):

@@ -95,7 +95,8 @@ class _InForce:
 
 
 _in_force: dict[str, _InForce] = {}
-_watches: list[ImportWatch] = []
+# Module -> its watch, and the records that wait for it, by target.
+_watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
 
 
 def apply(patches: Sequence[Patch], announce: Callable[[Report], None] | None = None) -> Report:
@@ -113,27 +114,32 @@ def apply(patches: Sequence[Patch], announce: Callable[[Report], None] | None = 
         if module in sys.modules:
             _apply_target(records, report)
         else:
-            report.waiting.append(module)
-            _watch(module, records, announce)
+            _watch(module, announce)[records[0].target] = records
+    report.waiting = list(_watches)
     return report
 
 
-def _watch(module: str, records: list[Patch], announce: Callable[[Report], None] | None) -> None:
-    if any(watch.name == module for watch in _watches):
-        return
+def _watch(module: str, announce: Callable[[Report], None] | None) -> dict[str, list[Patch]]:
+    """What is to be applied when `module` is imported, by target; watches for it if nobody does yet."""
+    if module in _watches:
+        return _watches[module][1]
+    targets: dict[str, list[Patch]] = {}
 
     def then() -> None:
+        _watches.pop(module)
         late = Report()
-        _apply_target(records, late)
+        for records in targets.values():
+            _apply_target(records, late)
         if announce is not None:
             announce(late)
 
-    _watches.append(ImportWatch(module, then))
+    _watches[module] = ImportWatch(module, then), targets
+    return targets
 
 
 def revert() -> None:
     """Take everything out of force: each module and class that holds a replacement gets upstream's object back."""
-    for watch in _watches:
+    for watch, _ in _watches.values():
         watch.stop()
     _watches.clear()
     for entry in _in_force.values():
