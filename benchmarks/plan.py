@@ -14,17 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from machine import cpu, gpu, versions
 
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
@@ -173,8 +172,7 @@ def main() -> None:
     if arguments.worker:
         print(json.dumps(worker(DEFAULTS | json.loads(arguments.worker))))
         return
-    versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
-    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    print(f"{date.today()}, {gpu() or cpu()}; {versions()}\n")
     if arguments.gpu:
         print("| configuration | tokens | GB counted | planned | off |\n" + "|---" * 5 + "|")
         for name in arguments.only or ON_GPU:

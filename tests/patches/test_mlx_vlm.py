@@ -291,7 +291,9 @@ def test_routers_of_older_versions_give_upstreams_values_and_gradients(
     monkeypatch.setattr(mx, "argpartition", cut_off(mx.argpartition))
     expected, tree = loss(upstream)
     assert expected.item() == actual.item()
-    assert error(dict(tree_flatten(tree)), dict(tree_flatten(other))) == 0
+    # A GPU sums the rows' gradients in an order of its own.
+    bound = 0 if backend.device() == "cpu" else 1e-6
+    assert error(dict(tree_flatten(tree)), dict(tree_flatten(other))) <= bound
 
 
 def test_records_that_a_version_settled_are_silent(tiny_vision_model):
