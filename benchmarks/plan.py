@@ -166,25 +166,29 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="bytes of real sizes, on MLX's default device")
-    parser.add_argument("--only", nargs="+", choices=[*CONFIGURATIONS, *ON_GPU])
+    parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         print(json.dumps(worker(DEFAULTS | json.loads(arguments.worker))))
         return
+    table = ON_GPU if arguments.gpu else CONFIGURATIONS
+    names = arguments.only or list(table)
+    if unknown := [name for name in names if name not in table]:
+        parser.error(f"--only {' '.join(unknown)}: expected some of: {'; '.join(table)}.")
     print(f"{date.today()}, {gpu() or cpu()}; {versions()}\n")
     if arguments.gpu:
         print("| configuration | tokens | GB counted | planned | off |\n" + "|---" * 5 + "|")
-        for name in arguments.only or ON_GPU:
-            found = measure(ON_GPU[name])
+        for name in names:
+            found = measure(table[name])
             size, planned = found["counted_bytes"], found["planned_bytes"]
             row = f"{size / 1e9:.2f} | {planned / 1e9:.2f} | {planned / size - 1:+.1%}"
             print(f"| {name} | {found['tokens']} | {row} |", flush=True)
         return
     print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
     print("|---" * 10 + "|")
-    for name in arguments.only or CONFIGURATIONS:
-        found = measure(CONFIGURATIONS[name])
+    for name in names:
+        found = measure(table[name])
         buffers, size = found["counted"], found["counted_bytes"]
         off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
         print(

@@ -1,8 +1,8 @@
 """Products of rows sorted by expert that read the right rows, wherever a model calls mx.gather_mm on a GPU.
 
-mlx-lm's expert layers call it so for 64 pairs or more: a prompt's, or a batch's. What they multiply comes from fused
-kernels where mx.compile builds them, and those leave plain strides; without them (compiling.without_kernels,
-MLX_DISABLE_COMPILE) answers were wrong on CUDA from the first token, and training of layers that run upstream's code.
+mlx-lm's expert layers call it so for 64 pairs or more: a prompt's, or a batch's. Their activation is compiled for any
+shape, which puts broadcasts before its products. A fused kernel leaves plain strides all the same; where none is built
+(compiling.without_kernels) the broadcast's 0 stays, and on CUDA every row of an expert was read as its first.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""Text from a model, one answer or many: mlx-lm's own, under the patches, and nothing in force afterwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import deltatune  # noqa: F401
+
+# isort: split
+import pytest
+
+from deltatune.models import answer, generate
+from deltatune.models.load import load
+from deltatune.patches import patch
+from deltatune.patches.mlx_lm import UPDATE
+
+
+@pytest.fixture
+def loaded(tiny_checkpoint):
+    return load(tiny_checkpoint("qwen3_5_moe"))
+
+
+PROMPTS = [[5, 6, 7], [8, 9], [3] * 40]
+
+
+def one_by_one(loaded):
+    pieces = [generate.stream(loaded, prompt, 6, generate.Sampling()) for prompt in PROMPTS]
+    return ["".join(piece.text for piece in each) for each in pieces]
+
+
+def at_once(loaded):
+    return answer.answer_all(loaded.model, loaded.tokenizer, PROMPTS, max_tokens=6)
+
+
+def test_many_answers_are_those_of_one_at_a_time(loaded):
+    found, expected = ([text.strip() for text in answers(loaded)] for answers in (at_once, one_by_one))
+    assert found == expected
+    assert all(found)
+
+
+@pytest.mark.parametrize(("answers", "name"), [(at_once, "batch_generate"), (one_by_one, "stream_generate")])
+def test_answers_are_given_under_the_patches(loaded, answers, name, monkeypatch):
+    module, found = {"batch_generate": answer, "stream_generate": generate}[name], []
+
+    def upstream(*arguments, **options):
+        found.append(patch.in_force(UPDATE))
+        return SimpleNamespace(texts=[]) if module is answer else iter(())
+
+    monkeypatch.setattr(module, name, upstream)
+    answers(loaded)
+    assert found
+    assert all(found)
+    assert patch.in_force(UPDATE) is None
