@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import deltatune  # noqa: F401
@@ -27,6 +27,10 @@ TRAINER = """
     from neighbour import NAME
 
     print(NAME, sys.argv, __name__, file=sys.stdout)
+    if "patch" in sys.argv:
+        from deltatune.patches import patched
+        with patched():
+            pass
     if "train" in sys.argv:
         from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
         layer = GatedDeltaNet(TextModelArgs(hidden_size=16, linear_num_value_heads=2, linear_num_key_heads=2,
@@ -64,6 +68,11 @@ def test_a_file_trains_with_our_gradients_and_keeps_its_exit_code(program):
     assert all(line.startswith("deltatune: patched ") for line in patched)
     assert any("gated_delta_update" in line for line in patched)
     assert last.startswith("deltatune: 1 traced calls of gated_delta_update got deltatune's gradients")
+
+
+def test_a_program_that_enters_and_leaves_the_patches_itself_stays_patched(program):
+    done = call(program.name, "patch", "train", "0", cwd=program.parent)
+    assert "deltatune: 1 traced calls of gated_delta_update got deltatune's gradients" in done.stderr
 
 
 def test_a_program_that_is_not_reached_is_told_so(program):
@@ -125,7 +134,7 @@ def test_on_cuda_alone_programs_compile_without_kernels(program, monkeypatch, de
 
     monkeypatch.setattr(run_module, "without_kernels", without_kernels)
     monkeypatch.setattr(run_module.backend, "device", lambda: device)
-    monkeypatch.setattr(run_module, "apply", lambda announce: Report())
+    monkeypatch.setattr(run_module, "patched", lambda announce: nullcontext(Report()))
     monkeypatch.syspath_prepend(program.parent)
     assert run(["--", "python", str(program), "3"]) == 3
     assert noted == mode

@@ -16,7 +16,7 @@ from types import TracebackType
 from .. import backend
 from ..compiling import without_kernels
 from ..errors import UserError
-from . import apply, recurrence, revert
+from . import patched, recurrence
 from .patch import Report
 
 USAGE = "Give a console script, a module, or a Python file: deltatune run -- mlx_lm.lora --model ..."
@@ -43,14 +43,14 @@ def run(argv: list[str]) -> int:
 
 def _patched(program: Callable[[], None]) -> int:
     recurrence.reset()
-    _say(apply(announce=_say))
-    try:
-        program()
-    except SystemExit as exit_:
-        return _code(exit_)
-    finally:
-        _summary()
-        revert()
+    with patched(announce=_say) as report:
+        _say(report)
+        try:
+            program()
+        except SystemExit as exit_:
+            return _code(exit_)
+        finally:
+            _summary()
     return 0
 
 
