@@ -67,9 +67,7 @@ def revert() -> None:
 
 
 @contextmanager
-def patched(
-    model: nn.Module | None = None, announce: Callable[[Report], None] | None = None
-) -> Iterator[Report]:
+def patched(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Iterator[Report]:
     """Within it, gated-delta layers of any imported or later imported model train with deltatune's gradients.
 
     With `model`, each of its gated-delta layers is traced and reported if it is not reached; `announce` as in apply().
