@@ -156,6 +156,32 @@ def test_decoding_is_upstreams_bit_for_bit(tiny_model, family):
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_on_a_cpu_is_ours(tiny_model, monkeypatch, family):
+    """In pieces, as mlx-lm reads a long one, and then decoding from the state that is left."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    model = tiny_model(family)
+    model.eval()
+    prompt = tokens(2, 21 + recurrence.PROMPT + 2)
+
+    def read() -> mx.array:
+        cache = make_prompt_cache(model)
+        pieces = mx.split(prompt, [21, 21 + recurrence.PROMPT, 22 + recurrence.PROMPT], axis=1)
+        return mx.concatenate([model(piece, cache=cache) for piece in pieces], axis=1)
+
+    expected = read()
+    mx.eval(expected)
+    with patched():
+        recurrence.reset()
+        actual = read()
+        served_by = served()
+    assert served_by[recurrence.OURS] == served_by[recurrence.UPSTREAM] > 0
+    assert not served_by[recurrence.BACKWARD]
+    assert mx.abs(actual - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+
+
 @pytest.mark.parametrize("record", [p for p in PATCHES if p.target == UPDATE], ids=lambda record: record.versions)
 def test_every_version_of_the_function_is_called_as_its_callers_do(record):
     """The replacement for a version not installed: its signature, and a call as that version's models make it."""
