@@ -83,7 +83,7 @@ def test_types_are_upstreams(kind):
 def test_a_matrix_for_each_head():
     packing, (x, dy) = PACKINGS["affine4"], drawn(True, lead=(2, 5, max(packed.ROWS.values())))
     arrays = stored(packing, lead=(5,))
-    assert serves(x, arrays[0])
+    assert serves(x, *arrays[:2])
     (y,), (dx,) = mx.vjp(lambda x: [product(x, arrays, packing)], [x], [dy])
     w = exact(arrays, packing)
     assert off(y, np.array(x, np.float64) @ w.swapaxes(-1, -2)) < 1e-6
@@ -119,20 +119,23 @@ def test_compiled_checkpointed_and_twice_differentiated():
 
 
 def test_what_it_serves(monkeypatch):
-    w, heads = mx.zeros((8, 4), mx.uint32), mx.zeros((3, 8, 4), mx.uint32)
+    matrix, heads = ([mx.zeros((*lead, 8, 8), mx.uint32), mx.zeros((*lead, 8, 2))] for lead in ((), (3,)))
+    one_group = [mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))]
     for device, least in packed.ROWS.items():
         monkeypatch.setattr(backend, "device", lambda device=device: device)
-        assert serves(mx.zeros((2, least // 2, 32)), w)
-        assert not serves(mx.zeros((1, least - 1, 32)), w)
-        assert serves(mx.zeros((2, 3, least, 32)), heads)
-        assert not serves(mx.zeros((3, least - 1, 32)), heads)
-        assert not serves(mx.zeros((least, 32)), heads)
-        assert not serves(mx.zeros((1, least, 32)), heads)
-        assert not serves(mx.zeros((2, least, 32), mx.int32), w)
-        assert not serves(mx.zeros(32), w)
-        assert not serves(mx.zeros((0, 32)), w)
+        assert serves(mx.zeros((2, least // 2, 64)), *matrix)
+        assert not serves(mx.zeros((1, least - 1, 64)), *matrix)
+        assert serves(mx.zeros((2, 3, least, 64)), *heads)
+        assert not serves(mx.zeros((3, least - 1, 64)), *heads)
+        assert not serves(mx.zeros((least, 64)), *heads)
+        assert not serves(mx.zeros((1, least, 64)), *heads)
+        assert not serves(mx.zeros((2, least, 64), mx.int32), *matrix)
+        assert not serves(mx.zeros(64), *matrix)
+        assert not serves(mx.zeros((0, 64)), *matrix)
+        assert serves(mx.zeros((1, 64)), *one_group) == (device == "cuda")
     monkeypatch.setattr(backend, "device", lambda: "metal")
-    assert not serves(mx.zeros((1000, 32)), w)
+    assert not serves(mx.zeros((1000, 64)), *matrix)
+    assert not serves(mx.zeros((2, 64)), *one_group)
 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU holds")

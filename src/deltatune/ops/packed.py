@@ -34,9 +34,11 @@ class Packing(NamedTuple):
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
-def serves(x: mx.array, w: mx.array) -> bool:
+def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
     """Whether unpacking pays here for rows x [..., K] and a packed matrix, or a matrix for each leading index of x."""
     least = ROWS.get(backend.device())
+    if backend.device() == "cuda" and scales.shape[-1] == 1:
+        least = 1  # MLX's product there is wrong for one group of 64 inputs, and has nothing for fewer.
     if least is None or not is_floating(x) or x.ndim < 2 or x.size == 0:
         return False
     if w.ndim == 2:

@@ -15,7 +15,7 @@ def _quantized_matmul(upstream: Function) -> Function:
         x: mx.array, w: mx.array, /, scales: mx.array, biases: Any = None, transpose: bool = True,
         group_size: Any = None, bits: Any = None, mode: str = "affine", *, stream: Any = None,
     ) -> mx.array:  # fmt: skip
-        if stream is None and serves(x, w):
+        if stream is None and serves(x, w, scales):
             return packed_product(x, w, scales, biases, Packing(transpose, group_size, bits, mode))
         options = {} if stream is None else {"stream": stream}
         return upstream(x, w, scales, biases, transpose, group_size, bits, mode, **options)
