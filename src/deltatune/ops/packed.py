@@ -36,8 +36,9 @@ class Packing(NamedTuple):
 
 def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
     """Whether unpacking pays here for rows x [..., K] and a packed matrix, or a matrix for each leading index of x."""
-    least = ROWS.get(backend.device())
-    if backend.device() == "cuda" and scales.shape[-1] == 1:
+    device = backend.device()
+    least = ROWS.get(device)
+    if device == "cuda" and scales.shape[-1] == 1:
         least = 1  # MLX's product there is wrong for one group of 64 inputs, and has nothing for fewer.
     if least is None or not is_floating(x) or x.ndim < 2 or x.size == 0:
         return False

@@ -228,18 +228,8 @@ def _weight(*shape: int) -> mx.array:
 
 
 def _record(name: str, replacement: Function, call: Function) -> Patch:
-    return Patch(
-        package="mlx",
-        versions=">=0.31.2,<0.33",
-        module="mlx.core",
-        name=name,
-        signature="",
-        holders=(),
-        reason="the BLAS of this machine leaves NaN in products of one row",
-        without=_WITHOUT,
-        replacement=replacement,
-        check=_agrees(call),
-    )
+    reason = "the BLAS of this machine leaves NaN in products of one row"
+    return patch.core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT)
 
 
 def _gathered(function: Function, x: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.packed import ROWS, Packing, packed_product, serves
-from .patch import Function, Patch
+from .patch import Function, core_record, differs
 
 
 def _quantized_matmul(upstream: Function) -> Function:
@@ -28,26 +28,17 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
     keys = mx.random.split(mx.random.key(0))
     x, matrix = mx.random.normal((max(ROWS.values()), 128), key=keys[0]), mx.random.normal((128, 128), key=keys[1])
     packed = mx.quantize(matrix, 32, 4)
-    for transpose in (True, False):
-        options = {"transpose": transpose, "group_size": 32, "bits": 4}
-        expected = upstream(x[:4], *packed, **options, stream=mx.cpu)
-        worst = float(mx.abs(ours(x, *packed, **options)[:4] - expected).max() / mx.abs(expected).max())
-        if not worst < 1e-4:
-            return f"on a small case it differs from the unpacked product by {worst:.1e} of the largest element."
-    return None
+    both = [{"transpose": transpose, "group_size": 32, "bits": 4} for transpose in (True, False)]
+    expected = [upstream(x[:4], *packed, **options, stream=mx.cpu) for options in both]
+    return differs([ours(x, *packed, **options)[:4] for options in both], expected, 1e-4, "the unpacked product")
 
 
 PATCHES = (
-    Patch(
-        package="mlx",
-        versions=">=0.31.2,<0.33",
-        module="mlx.core",
-        name="quantized_matmul",
-        signature="",
-        holders=(),
+    core_record(
+        "quantized_matmul",
+        _quantized_matmul,
+        _agrees,
         reason="made for a row or two: with a training step's rows many times as slow as unpacking first",
         without="Training on packed (quantised) weights is many times slower then on this machine.",
-        replacement=_quantized_matmul,
-        check=_agrees,
     ),
 )

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
+import mlx.core as mx
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ..compiling import without_kernels
+from ..ops.pointwise.passes import apart
 from .importing import ImportWatch
 
 Function = Callable[..., Any]
@@ -97,6 +99,28 @@ class _InForce:
 _in_force: dict[str, _InForce] = {}
 # Module -> its watch, and the records that wait for it, by target.
 _watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
+
+
+def core_record(name: str, replacement: Function, check: Function, *, reason: str, without: str) -> Patch:
+    """The record of a function of mlx.core: a compiled one, so `check` stands for its signature."""
+    return Patch(
+        package="mlx",
+        versions=">=0.31.2,<0.33",
+        module="mlx.core",
+        name=name,
+        signature="",
+        holders=(),
+        reason=reason,
+        without=without,
+        replacement=replacement,
+        check=check,
+    )
+
+
+def differs(found: Sequence[mx.array], expected: Sequence[mx.array], bound: float, what: str) -> str | None:
+    """What a check says where the largest difference over the largest element is not below `bound`."""
+    worst = apart(found, expected)
+    return None if worst < bound else f"on a small case it differs from {what} by {worst:.1e} of the largest element."
 
 
 def apply(patches: Sequence[Patch], announce: Callable[[Report], None] | None = None) -> Report:

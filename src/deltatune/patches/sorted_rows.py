@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.experts.single_rows import single_rows
-from .patch import Function, Patch
+from .patch import Function, core_record, differs
 
 # TF32's mantissa has 10 bits; a wrong row is off by more than itself.
 _BOUND = 1e-2
@@ -47,24 +47,15 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
         return (x[..., None] * matrices[experts]).sum(axis=-2)
 
     found, expected = (mx.vjp(each, [rows], [cotangent]) for each in (product, elementwise))
-    for one, other in zip(chain(*found), chain(*expected), strict=True):
-        worst = float(mx.abs(one - other).max() / mx.abs(other).max())
-        if not worst < _BOUND:
-            return f"on a small case it differs from the elementwise product by {worst:.1e} of the largest element."
-    return None
+    return differs([*chain(*found)], [*chain(*expected)], _BOUND, "the elementwise product")
 
 
 PATCHES = (
-    Patch(
-        package="mlx",
-        versions=">=0.31.2,<0.33",
-        module="mlx.core",
-        name="gather_mm",
-        signature="",
-        holders=(),
+    core_record(
+        "gather_mm",
+        _gather_mm,
+        _agrees,
         reason="MLX's sorted products on a GPU take the stride of an axis of one for the distance of two rows",
         without="Layers of experts that run upstream's code compute wrong on this GPU.",
-        replacement=_gather_mm,
-        check=_agrees,
     ),
 )
