@@ -133,8 +133,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
     for line in [splits.rule, *splits.notes]:
         screen.say(line)
-    with patched(loaded.model):
-        return _say_loss("Test", loaded.model, config, splits.test, config.test_batches, world, screen)
+    return _say_loss("Test", loaded.model, config, splits.test, config.test_batches, world, screen)
 
 
 def _say_loss(
