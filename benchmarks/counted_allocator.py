@@ -104,3 +104,19 @@ class Counter:
     def now(self) -> Counted:
         """The score."""
         return Counted(*self._counted)
+
+
+class ByteCounter:
+    """The same where MLX itself counts, on any device: bytes alone."""
+
+    def reset(self) -> None:
+        """Start the peak anew."""
+        import mlx.core as mx
+
+        mx.reset_peak_memory()
+
+    def now(self) -> Counted:
+        """The score, of no buffers."""
+        import mlx.core as mx
+
+        return Counted(0, mx.get_active_memory(), 0, mx.get_peak_memory())

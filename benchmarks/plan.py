@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gated delta as a loop": {"depth": 2, "tokens": 96, "implementation": "naive"},
 }
 
-# Shapes of trainers.py, in bf16.
+# Shapes of trainers.py.
 DENSE = {"shape": "0.8B", "depth": 24, "rows": 2, "tokens": 2048}
 MIXTURE = {"shape": "35B-A3B", "depth": 4, "rows": 2, "tokens": 2048}
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -60,28 +60,6 @@ ON_GPU: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Peak:
-    """counted_allocator.Counted where MLX counts: bytes alone."""
-
-    peak_bytes: int
-    peak_buffers: int = 0
-
-
-class PeakCounter:
-    """counted_allocator.Counter by MLX's own count."""
-
-    def reset(self) -> None:
-        import mlx.core as mx
-
-        mx.reset_peak_memory()
-
-    def now(self) -> Peak:
-        import mlx.core as mx
-
-        return Peak(mx.get_peak_memory())
-
-
 def worker(options: dict[str, Any]) -> dict[str, Any]:
     """Plan and count one configuration in this process."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
@@ -91,7 +69,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     import mlx.nn as nn
     import numpy as np
 
-    from counted_allocator import Counter
+    from counted_allocator import ByteCounter, Counter
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.data import Splits
     from deltatune.data.example import Example
@@ -102,16 +80,15 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
     from depth import config as model_config
-    from trainers import SHAPES
+    from trainers import SHAPES, mlx_model
 
-    counter = PeakCounter() if options["shape"] else Counter()
+    counter = ByteCounter() if options["shape"] else Counter()
     if options["shape"]:
-        described = SHAPES[options["shape"]].config() | {"num_hidden_layers": options["depth"]}
+        shape = replace(SHAPES[options["shape"]], layers=options["depth"])
+        described, model = shape.config(), mlx_model(shape)
     else:
         described = model_config(options["family"], options["depth"])
-    model = new_model(described)
-    if options["shape"]:
-        model.set_dtype(mx.bfloat16)
+        model = new_model(described)
     if options["bits"]:
         nn.quantize(model, 64, options["bits"])
     length, iterations = options["tokens"], options["iterations"] * options["accumulate"]
