@@ -1,0 +1,99 @@
+"""Products with packed matrices inside a compiled graph: MLX's quantized_matmul against unpacking first.
+
+usage: python benchmarks/packed_products.py [--size 4096 4096] [--rows 64 512 4096] [--bits 4] [--products 40]
+
+Each figure is the best of five evaluations of one graph of that many products, each with a matrix of its own in groups
+of 64 and each waiting for the one before, over their number. Results are compared first. MLX's own takes 20 to 30 s a
+layout to build on CUDA, and seconds a product on a CPU (--products 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from datetime import date
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
+
+from deltatune.compiling import without_kernels
+from deltatune.ops.packed import Packing, packed_product
+from deltatune.ops.pointwise.passes import apart
+from machine import cpu, gpu, versions
+
+Product = Callable[..., mx.array]
+# bf16's rounding of results that are sums of thousands of terms; MLX's CPU product rounds every partial sum.
+BOUND = {"gpu": 2.0**-5, "cpu": 0.1}
+
+
+def mlx_product(x: mx.array, matrix: list[mx.array], packing: Packing) -> mx.array:
+    return mx.quantized_matmul(x, *matrix, *packing)
+
+
+def unpacked_product(x: mx.array, matrix: list[mx.array], packing: Packing) -> mx.array:
+    return packed_product(x, *matrix, packing)
+
+
+def seconds(product: Product, x: mx.array, matrices: list[list[mx.array]], packing: Packing) -> float:
+    """One product's share of a graph in which each takes its rows after the one before is there."""
+
+    def graph(x: mx.array) -> list[mx.array]:
+        sums = []
+        for matrix in matrices:
+            y = product(x, matrix, packing)
+            sums.append(y.sum())
+            x = x + y[0, 0] * 0
+        return sums
+
+    compiled = mx.compile(graph)
+    mx.eval(compiled(x))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        mx.eval(compiled(x))
+        times.append(time.perf_counter() - start)
+    return min(times) / len(matrices)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, nargs=2, default=[4096, 4096], metavar=("OUT", "IN"))
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 512, 4096])
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--products", type=int, default=40)
+    options = parser.parse_args()
+    outputs, inputs = options.size
+    print(f"{date.today()}, {gpu() or cpu()}; {versions()}\n")
+    print(f"{outputs} x {inputs}, {options.bits} bits, bf16, us a product\n")
+    print(
+        "| rows | forward, MLX | unpacked | of the rows' gradient, MLX | unpacked | MLX / unpacked |\n"
+        + "|---" * 6
+        + "|"
+    )
+    drawn = [
+        mx.random.normal((outputs, inputs), key=mx.random.key(i)).astype(mx.bfloat16) for i in range(options.products)
+    ]
+    matrices = [list(mx.quantize(matrix, 64, options.bits)) for matrix in drawn]
+    mx.eval(matrices)
+    bound = BOUND["cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"]
+    with without_kernels():
+        for rows in options.rows:
+            found = []
+            for transpose, width in ((True, inputs), (False, outputs)):
+                x, packing = (
+                    mx.random.normal((rows, width)).astype(mx.bfloat16),
+                    Packing(transpose, 64, options.bits, "affine"),
+                )
+                both = [product(x, matrices[0], packing) for product in (mlx_product, unpacked_product)]
+                if not apart(both[:1], both[1:]) < bound:
+                    raise SystemExit(f"{rows} rows: the two differ by {apart(both[:1], both[1:]):.1e}; no figures.")
+                found += [1e6 * seconds(product, x, matrices, packing) for product in (mlx_product, unpacked_product)]
+            ratio = (found[0] + found[2]) / (found[1] + found[3])
+            print(f"| {rows} | " + " | ".join(f"{each:,.0f}" for each in found) + f" | {ratio:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
