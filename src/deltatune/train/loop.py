@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,6 +35,24 @@ from .step import LossFunction, Step, Sums
 from .tree import number, random_key, set_random_key
 
 
+class Advance(NamedTuple):
+    """An iteration's sums over all ranks, and the gradients' norm where the iteration completed an update.
+
+    Attributes:
+        loss: The sum of losses.
+        weight: The sum of the weights of targets.
+        tokens: How many positions of the batch hold a token.
+        asked: How many ranks were asked to stop.
+        norm: The Euclidean norm before clipping, or None.
+    """
+
+    loss: float
+    weight: float
+    tokens: float
+    asked: float
+    norm: float | None
+
+
 class Trainer:
     """Trains what is trainable in `model` on `splits.train`, as `config` says; run() does it.
 
@@ -59,6 +77,7 @@ class Trainer:
         self.screen = screen or log.Screen(shown=self.world.main)
         self.outputs = Outputs(model, tokenizer, config, model_config)
         self.progress, self._saved = state.Progress(), -1
+        self._stop = StopRequest()
         check(model, config, splits)
         self._optimizer = build_optimizer(config)
         self._identity = state.fingerprint(config, world=self.world.size, model_tensors=announce.structure(model))
@@ -83,12 +102,12 @@ class Trainer:
                 self.screen.say(line)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in layers]
             self._prepare(loss)
-            stop = stack.enter_context(StopRequest())
+            stack.enter_context(self._stop)
             stack.callback(self._close)
             self._open()
             self.screen.start(self.progress.iteration, config.iters)
             stack.push(self._rescue)
-            self._loop(stop)
+            self._loop()
             self._save(finished=True)
         result = Result.of(self.progress, self._out_of_patience())
         if world.main:
@@ -174,12 +193,12 @@ class Trainer:
         if metrics is not None:
             metrics.close()
 
-    def _loop(self, stop: StopRequest) -> None:
+    def _loop(self) -> None:
         config, progress = self.config, self.progress
         asked = False
         while True:
-            asked = asked or (stop.asked and self.world.size == 1)
-            if not asked and self._evaluation_is_due() and not self._evaluate(stop):
+            asked = asked or (self._stop.asked and self.world.size == 1)
+            if not asked and self._evaluation_is_due() and not self._evaluate():
                 asked = True
             done = progress.iteration >= config.iters or self._out_of_patience()
             if asked and not done:
@@ -192,7 +211,7 @@ class Trainer:
                 return
             if progress.iteration and progress.iteration % config.save_every == 0 and self._saved != progress.iteration:
                 self._save()
-            asked = self._iterate(stop)
+            asked = self._iterate()
             if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
                 self._report_training()
 
@@ -202,14 +221,14 @@ class Trainer:
             return False
         return at == 0 or at % config.steps_per_eval == 0 or at >= config.iters
 
-    def _evaluate(self, stop: StopRequest) -> bool:
+    def _evaluate(self) -> bool:
         """Evaluate and report; False when interrupted, so that a resumed run evaluates here first."""
         assert self._valid_order is not None
         started, progress = time.perf_counter(), self.progress
 
         def between(done: int, total: int) -> bool:
             self.screen.evaluating(done, total)
-            return stop.asked and self.world.size == 1
+            return self._stop.asked and self.world.size == 1
 
         loss = self._evaluation(self._valid_order, self.config.val_batches, between)
         if loss is None:
@@ -233,17 +252,15 @@ class Trainer:
         patience = self.config.early_stopping
         return patience is not None and self.progress.evaluations_without_gain >= patience
 
-    def _iterate(self, stop: StopRequest) -> bool:
+    def _iterate(self) -> bool:
         """One micro-batch, and the update if it completes one; returns whether any rank was asked to stop."""
         progress, started = self.progress, time.perf_counter()
         if progress.micro_batches == 0:
             self._good = (dataclasses.replace(progress, order=self._train_order.state()), random_key(), None)
         batch = next(self._train_order)
         self._batches.append(batch)
-        loss, weight, norm = self._advance(batch)
+        loss_sum, weight_sum, all_tokens, asked, norm = self._advance(batch)
         progress.iteration += 1
-        tokens = sum(sum(row) for row in batch.positions)
-        loss_sum, weight_sum, all_tokens, asked = self.world.sum_numbers(loss, weight, tokens, float(stop.asked))
         if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
             self._fail(loss_sum, norm)
         if norm is not None:
@@ -262,22 +279,29 @@ class Trainer:
         self.screen.advance(progress.iteration, f"loss {loss_sum / weight_sum:.4f}" if weight_sum else "")
         return asked > 0
 
-    def _advance(self, batch: Batch) -> tuple[float, float, float | None]:
-        """Run the batch: sums of its losses and weights, and the gradient norm if it completed an update."""
-        progress = self.progress
+    def _advance(self, batch: Batch) -> Advance:
+        """Run the batch, and the update if it completes one; returns what all ranks know afterwards."""
+        progress, world = self.progress, self.world
         loss, weight, gradients = self._step.micro_batch(batch, self._sums.gradients)
-        self._sums = Sums(gradients, self._sums.loss + loss, self._sums.weight + weight)
-        del gradients
+        sums = Sums(gradients, self._sums.loss + loss, self._sums.weight + weight)
+        completes = progress.micro_batches + 1 >= self.config.grad_accumulation_steps
+        self._sums = self._step.sum_over_ranks(sums) if completes else sums
+        del gradients, sums
         # Before the update: what fails, for want of memory above all, fails while the parameters are still whole.
         mx.eval(loss, weight, self._sums)
         progress.micro_batches += 1
         norm = None
-        if progress.micro_batches >= self.config.grad_accumulation_steps:
+        if completes:
             norm = self._step.update(*self._sums)
             # Only what is kept is referred to while it is evaluated, so that buffers are reused.
             self._sums = self._sums._replace(gradients=None)
-        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, random_key())
-        return number(loss), number(weight), None if norm is None else number(norm)
+        tokens = sum(sum(row) for row in batch.positions)
+        asked = mx.array([tokens, self._stop.asked], mx.float32)
+        # One message with the update, instead of a round trip of its own for each number.
+        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked]))
+        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, random_key(), numbers)
+        values: Any = numbers.tolist()
+        return Advance(*values, None if norm is None else number(norm))
 
     def _report_training(self) -> None:
         progress = self.progress
