@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
 from .tree import leaves
+from .tree import number as to_number
 
 # Those that mx.distributed.init() tries, in its order.
 BACKENDS = ("nccl", "ring", "mpi", "jaccl")
@@ -84,9 +85,9 @@ class World:
         mx.eval(gathered)
         return gathered
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        self.sum_numbers(0.0)
+    def largest(self, number: float) -> float:
+        """The largest of the ranks' numbers, in fp32. Waits for every rank."""
+        return number if self.size == 1 else to_number(self.gather(mx.array(number, mx.float32)).max())
 
 
 def _join() -> tuple[str | None, mx.distributed.Group]:

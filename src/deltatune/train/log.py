@@ -147,7 +147,11 @@ class Screen:
     def say(self, text: str) -> None:
         """Print one line, or several, above the bar."""
         if self._shown:
-            self._console.print(Text(text))
+            try:
+                self._console.print(Text(text))
+            except OSError:
+                # Nobody reads any more, since a terminal was closed for example: the run goes on.
+                self._shown = False
 
     def start(self, done: int, total: int) -> None:
         """Show the bar, on a terminal; `done` of `total` iterations are behind us."""
