@@ -5,8 +5,8 @@ usage: python benchmarks/several_gpus.py [--ranks 2] [--rows 2 4] [--backends nc
 Every run is the whole Trainer in processes of its own, on the shape of Qwen3.5 0.8B with random bf16 weights and
 LoRA r=8 on every linear: first one process alone, then `mlx.launch` over each backend, with the same rows a GPU.
 Before any figure, losses are compared in fp32: the ranks' with those of one process that has the joined batch. A
-run whose losses differ gets no figure. Two more ways of running are timed for the first number of rows: NCCL's messages
-in the queue of the computation instead of their own, and a ring whose ranks see one GPU each instead of choosing it.
+run whose losses differ gets no figure. For the first number of rows NCCL is timed a second time, with its messages in
+the queue of the computation instead of one of their own.
 Without a GPU, --tiny --backends ring tries the script on a CPU.
 """
 
@@ -31,8 +31,8 @@ from trainers import RANK, SCALE, SHAPES, Shape, mlx_model
 # Losses in fp32 may differ by this, relative to their size.
 ALLOWED = 1e-5
 WARM_UP, TIMED, COMPARED = 5, 20, 6
-# Other ways of running, by backend.
-WAYS = {"nccl": ["one stream"], "ring": ["one GPU visible"]}
+# Other ways of running, by backend: messages in the queue of the computation.
+WAYS = {"nccl": ["one stream"]}
 LAUNCH = "from mlx._distributed_utils.launch import main; main()"
 
 
@@ -46,8 +46,6 @@ def shape_of(task: dict[str, Any]) -> Shape:
 def work(task: dict[str, Any]) -> None:
     """The process of one rank, which trains; rank 0 writes what it found."""
     shape = shape_of(task)
-    if task["way"] == "one GPU visible":
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["MLX_RANK"]
     # The first import of deltatune, which must come before mlx.
     from deltatune.config import LoraConfig, TrainConfig
 
@@ -63,7 +61,6 @@ def work(task: dict[str, Any]) -> None:
     if task["way"] == "one stream":
         distributed.own_stream = lambda backend: mx.default_stream(mx.default_device())
     world = distributed.World()
-    world.use_own_gpu()
     model = mlx_model(shape)
     draw = np.random.default_rng(0)
     steps = COMPARED if task["compare"] else WARM_UP + TIMED

@@ -16,6 +16,10 @@ TF32 = "MLX_ENABLE_TF32"
 # MLX's own: how much is queued for a GPU as one piece of work, in millions of elements read, whatever its name says.
 # Ten pieces may wait, and hold what they use.
 QUEUE, QUEUED = "MLX_MAX_MB_PER_BUFFER", 200
+# CUDA's own: the GPUs that a process may see.
+GPUS = "CUDA_VISIBLE_DEVICES"
+# The number of a process: mlx.launch's, over all machines, and Open MPI's, on its own machine.
+RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 BLAS_CHOICES = ("openblas", "system")
 GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
@@ -77,6 +81,24 @@ def queue_little() -> None:
     """
     if sys.platform == "linux":
         os.environ.setdefault(QUEUE, str(QUEUED))
+
+
+def see_own_gpu() -> None:
+    """Have each process of a launched run see one NVIDIA GPU alone, in turn. CUDA reads it when MLX is first used.
+
+    mlx.launch does so itself for NCCL. Over the ring and MPI all processes would compute on the first GPU, so that two
+    H200s train no faster than one (docs/log.md).
+    """
+    rank = next((value for name in RANKS if (value := os.environ.get(name, "")).isdigit()), None)
+    visible = os.environ.get(GPUS)
+    found = visible.split(",") if visible is not None else [str(number) for number in range(_nvidia_gpus())]
+    if rank is not None and len(found) > 1:
+        os.environ[GPUS] = found[int(rank) % len(found)]
+
+
+def _nvidia_gpus() -> int:
+    """How many NVIDIA GPUs this Linux machine or container has, without starting CUDA, which would fix its choice."""
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
 
 
 def tf32() -> bool:

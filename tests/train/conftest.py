@@ -87,14 +87,14 @@ def screen_text() -> SimpleNamespace:
 
 @pytest.fixture
 def make_trainer(
-    options: dict[str, Any], checkpoint: Path, splits: Splits, tmp_path: Path, screen_text: SimpleNamespace
+    options: dict[str, Any], splits: Splits, tmp_path: Path, screen_text: SimpleNamespace
 ) -> Callable[..., Trainer]:
     """make_trainer(**changes to the options, splits=...) -> a Trainer on a freshly loaded and converted model."""
 
     def factory(splits: Splits = splits, **changes: Any) -> Trainer:
         values = {"adapter_path": str(tmp_path / "out")} | options | changes
         config = TrainConfig(**values | {"lora_parameters": LoraConfig(**values["lora_parameters"])})
-        loaded = load(checkpoint)
+        loaded = load(config.model)
         prepare(loaded.model, config)
         mx.reset_peak_memory()
         return Trainer(

@@ -86,6 +86,7 @@ def test_the_lowest_rank_of_three_speaks_for_all(killed, two_ranks):
     assert "rank 0 of 3 ended before the run did" in message(done)
 
 
+# mpirun names the rank itself, and mostly kills the others before they can.
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ring", "mpi"])
 def test_killed_at_ten_random_moments_the_run_ends_with_the_same_bits(killed, launch, two_ranks, tmp_path, backend):
@@ -101,7 +102,8 @@ def test_killed_at_ten_random_moments_the_run_ends_with_the_same_bits(killed, la
             victim, delay = draw.randrange(2), draw.uniform(0.0, LONGEST) if kills < 10 else 1e6
             done, was_killed = killed(options, victim, delay, backend=backend)
             finished = "Iter 40/40" in done.stdout
-            assert finished or f"rank {victim} of 2 ended before the run did" in message(done), done.stderr
+            if not finished and f"process rank {victim} with" not in done.stderr:
+                assert f"rank {victim} of 2 ended before the run did" in message(done)
             kills += was_killed and not finished
         assert adapters(tmp_path / f"out{folder}") == adapters(tmp_path / "straight")
         if kills >= 10:

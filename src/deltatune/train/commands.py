@@ -44,7 +44,6 @@ Check = Callable[[nn.Module, TrainConfig, Splits], str]
 def train(config: TrainConfig, *, show: bool = False, check: Check | None = None) -> Result | None:
     """A whole run: load, convert, train, save; then the test where asked for. `show` prints the first batch instead."""
     world = World()
-    world.use_own_gpu()
     screen = Screen(shown=world.main)
     if config.from_scratch:
         config = dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
@@ -127,7 +126,6 @@ def _unfreeze_beside_layers(model: nn.Module) -> None:
 def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     """Print and return the loss per token on the test set, of the model with the adapter or without one."""
     world = World()
-    world.use_own_gpu()
     screen = Screen(shown=world.main)
     config = dataclasses.replace(config, train=False, test=True)
     path = locate(config.model)

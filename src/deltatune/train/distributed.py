@@ -39,15 +39,6 @@ class World:
         """Whether this rank prints and writes."""
         return self.rank == 0
 
-    def use_own_gpu(self) -> None:
-        """Compute on this rank's own NVIDIA GPU, where this machine has several.
-
-        The launcher shows each rank one GPU under NCCL, and all of them otherwise. Ranks take GPUs in turn. This must
-        run before anything is computed, since arrays stay on the GPU where they were made.
-        """
-        if self.size > 1 and mx.cuda.is_available() and mx.default_device().type == mx.gpu:
-            mx.set_default_device(mx.Device(mx.gpu, self.rank % mx.device_count(mx.gpu)))
-
     def sum(self, array: mx.array) -> mx.array:
         """The sum of `array` over the ranks. It is lazy: every rank must evaluate it."""
         if self.size == 1:
