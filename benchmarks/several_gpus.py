@@ -55,8 +55,8 @@ def work(task: dict[str, Any]) -> None:
 
     from deltatune.data import Example, Splits
     from deltatune.train import Trainer, distributed
-    from deltatune.train.commands import prepare
     from deltatune.train.log import Screen
+    from deltatune.train.setup import prepare
 
     if task["way"] == "one stream":
         distributed.own_stream = lambda backend: mx.default_stream(mx.default_device())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -99,6 +100,18 @@ def see_own_gpu() -> None:
 def _nvidia_gpus() -> int:
     """How many NVIDIA GPUs this Linux machine or container has, without starting CUDA, which would fix its choice."""
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
+
+
+def launched_addresses() -> list[str]:
+    """The addresses at which mlx.launch's ring says that other machines reach this process."""
+    hosts, rank = os.environ.get("MLX_HOSTFILE"), os.environ.get(RANKS[0])
+    text = Path(hosts).read_text(encoding="utf-8").strip() if hosts and rank else ""
+    return [place.rsplit(":", 1)[0] for place in json.loads(text)[int(rank)]] if text and rank else []
+
+
+def launched_host() -> str | None:
+    """The address of rank 0 under mlx.launch's NCCL, which every machine of the run can reach."""
+    return os.environ.get("NCCL_HOST_IP")
 
 
 def tf32() -> bool:

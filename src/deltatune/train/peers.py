@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import selectors
 import socket
@@ -18,10 +17,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import mlx.core as mx
 
+from ..machine import environment
 from .distributed import World
 
 # Seconds: to connect, and to learn of other ranks that ended in the same moment.
@@ -218,13 +217,10 @@ def _keep_alive(link: socket.socket) -> None:
 
 def _addresses() -> list[str]:
     """IPv4 addresses at which other machines may reach this one: those that the launcher uses come first."""
-    found: list[str] = []
-    hosts, rank = os.environ.get("MLX_HOSTFILE"), os.environ.get("MLX_RANK")
-    if hosts and rank and (text := Path(hosts).read_text().strip()):
-        found += [place.rsplit(":", 1)[0] for place in json.loads(text)[int(rank)]]
+    found = environment.launched_addresses()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Nothing is sent: connecting a datagram socket only chooses the interface.
-        probe.connect((os.environ.get("NCCL_HOST_IP", "10.255.255.255"), 9))
+        probe.connect((environment.launched_host() or "10.255.255.255", 9))
         found.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
