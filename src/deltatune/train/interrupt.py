@@ -53,8 +53,9 @@ class StopRequest:
         writing.setblocking(False)
         self._woken_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:
-            # nohup makes a process ignore SIGHUP, and that must stay so.
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            # nohup makes a process ignore SIGHUP, and that must stay so. Shells make one in the background ignore
+            # SIGINT, and who sends it to a run all the same means it.
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         self._thread = threading.Thread(target=self._listen, args=(reading,), name="deltatune signals", daemon=True)
         self._thread.start()
