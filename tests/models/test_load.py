@@ -17,19 +17,9 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models.load import load, load_model, locate, new_model
 from layouts import has_gaps
+from tiny_families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
-FAMILIES = [
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "bailing",
-    "kimi_k3",
-    "qwen3",
-    "gemma3_text",
-]
 
 
 @pytest.fixture
