@@ -27,7 +27,7 @@ _COEFFICIENTS = tuple(mx.array(value) for value in (1 / 720, 1 / 120, 1 / 24, 1 
 
 def swiglu(up: mx.array, gate: mx.array) -> mx.array:
     """Return silu(gate) * up, for arrays of one shape and dtype."""
-    if backend.device() == "cuda" and silu.proven(gate, up):
+    if backend.device() == "cuda" and silu.serves(gate, up):
         return silu.swiglu(gate, up)
     return _swiglu(up, gate)[0]
 

@@ -139,7 +139,7 @@ class Sorted:
 
     def tiles(self, x: mx.array, rows: mx.array) -> mx.array:
         """As Tiled.tiles."""
-        return pointwise_rows.taken(x, rows)[:, None]
+        return pointwise_rows.take_rows(x, rows)[:, None]
 
     def add_to_tokens(self, total: mx.array, tiles: mx.array, chunk: Chunk, scores: mx.array | None = None) -> mx.array:
         """As Tiled.add_to_tokens."""
@@ -149,7 +149,7 @@ class Sorted:
         if scores is not None:
             scores = scores[start * self.top_k : stop * self.top_k].astype(mx.float32).reshape(row_of_pair.shape)
         rows = tiles.reshape(tiles.shape[0], -1)
-        sums = pointwise_rows.combined(rows, row_of_pair, scores, total.dtype)
+        sums = pointwise_rows.sum_rows(rows, row_of_pair, scores, total.dtype)
         if stop - start == self.tokens:
             return sums
         total[start:stop] = sums
