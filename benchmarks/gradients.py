@@ -55,7 +55,7 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
     from deltatune.models.describe import describe
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.patches import patched
-    from deltatune.train.announce import choose_loss
+    from deltatune.train.setup import choose_loss
     from deltatune.train.step import arrays, mean_loss_and_gradients
 
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)

@@ -141,9 +141,9 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     from deltatune.models.describe import describe
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.patches import patched
-    from deltatune.train.announce import choose_loss
     from deltatune.train.distributed import World
     from deltatune.train.optimizer import build_optimizer
+    from deltatune.train.setup import choose_loss
     from deltatune.train.step import Step
     from deltatune.train.tree import random_key
 

@@ -25,7 +25,7 @@ _PROGRESS_ROWS = 2000
 
 
 @dataclass(frozen=True)
-class Eyes:
+class VisionProcessors:
     """What reading images takes of a model: its image processor, the numbers of its vision tower, and for videos its
     video processor."""
 
@@ -37,8 +37,8 @@ class Eyes:
 class Reader:
     """Tokenises tables, applies the length limit, and remembers what there is to say about it."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Any, eyes: Eyes | None = None):
-        self._config, self._tokenizer, self._eyes = config, tokenizer, eyes
+    def __init__(self, config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None):
+        self._config, self._tokenizer, self._vision = config, tokenizer, processors
         self.kinds: set[str] = set()
         self.notes: list[str] = []
 
@@ -72,16 +72,16 @@ class Reader:
 
     def _encoder(self, features: Features) -> TextEncoder | VisionEncoder:
         text = TextEncoder(self._tokenizer, features, self._config.mask_prompt)
-        if self._eyes is None:
+        if self._vision is None:
             return text
         limits = {
             name: value for name in ("min_pixels", "max_pixels") if (value := getattr(self._config, name)) is not None
         }
         folder = Path(self._config.data).expanduser()
-        images = ImageReader(self._eyes.processor, folder, limits)
-        videos = VideoReader(self._eyes.videos, folder, limits, self._config.fps, self._config.video_max_frames)
-        names = video_names(self._tokenizer, self._eyes.spec)
-        return VisionEncoder(text, self._eyes.spec, SightReader(images, videos), names)
+        images = ImageReader(self._vision.processor, folder, limits)
+        videos = VideoReader(self._vision.videos, folder, limits, self._config.fps, self._config.video_max_frames)
+        names = video_names(self._tokenizer, self._vision.spec)
+        return VisionEncoder(text, self._vision.spec, SightReader(images, videos), names)
 
     def _note_overlong(self, table: Table, overlong: int, halved: list[str], longest: int, kept: int) -> None:
         if not overlong:

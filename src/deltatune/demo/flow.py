@@ -17,13 +17,12 @@ from typing import Any
 from rich.text import Text
 
 from ..config import LoraConfig, TrainConfig
-from ..data.datasets import load_datasets
 from ..errors import UserError
 from ..models.load import Loaded
 from ..train import Result, Trainer
 from ..train.announce import trainable_count
 from ..train.report import Table, write_report
-from ..train.setup import eyes, prepare
+from ..train.setup import ready
 from ..train.tree import leaves
 from .screen import DemoScreen, sparkline
 
@@ -70,7 +69,6 @@ class Demo:
     note: str
     upstream: str
     loader: str
-    load: Callable[[], Loaded]
     describe: Callable[[Loaded], str]
     ask: Callable[[Loaded, Sequence[Any]], Score]
     ask_upstream: Callable[[Path, Sequence[Any]], list[str]]
@@ -87,16 +85,16 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
     screen.title(demo.title, demo.task)
 
     screen.part(1, "The base model")
-    loaded = demo.load()
+    ready_run = ready(config)
+    loaded = ready_run.loaded
     screen.line(demo.describe(loaded))
     screen.line(demo.knows)
     before = _ask_aloud(demo, loaded, items, screen, "red")
 
     screen.part(2, "Fine-tuning")
-    prepare(loaded.model, config)
+    ready_run.prepare()
     screen.line(f"{trainable_count(loaded.model):,} LoRA numbers train. {demo.unseen}")
-    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
-    trainer = Trainer(loaded.model, loaded.tokenizer, config, splits, screen=screen)
+    trainer = Trainer.of(ready_run, screen)
     result = trainer.run()
     _say_trained(demo, screen, result, config)
 

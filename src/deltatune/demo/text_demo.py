@@ -9,7 +9,7 @@ from pathlib import Path
 from ..models.answer import answer_all
 from ..models.describe import describe
 from ..models.generate import prompt_tokens
-from ..models.load import Loaded, load
+from ..models.load import Loaded
 from ..train.announce import layer_summary
 from . import flow, task
 from .assets import MODEL
@@ -57,7 +57,6 @@ def run_demo(
         note="Names and combinations that training never shows.",
         upstream="mlx-lm",
         loader="mlx_lm.load",
-        load=lambda: load(MODEL),
         describe=_describe,
         ask=ask,
         ask_upstream=ask_mlx_lm,

@@ -46,7 +46,7 @@ class Kernel:
 
 
 def sweep(model: nn.Module, *, patches: bool = True) -> list[Kernel]:
-    """The custom kernels in a training forward of a model of mlx-lm or mlx-vlm, an image included for eyes it knows.
+    """The custom kernels in a training forward of a model of mlx-lm or mlx-vlm, an image included where it reads one.
 
     patches: with deltatune's patches in force, as in training; False shows upstream alone. Of the weights only their
     type counts, since kernels are chosen by it, and nothing is computed. UserError where the forward cannot be built

@@ -27,7 +27,7 @@ from ..lora.parts import part_of
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
 from .checkpoint_files import INDEX, WEIGHTS, read_json, weight_headers
-from .load import load_eyes, load_model, locate
+from .load import load_model, load_vision_tower, locate
 from .stored_names import StoredNames
 from .vision.load import sanitizer
 
@@ -81,7 +81,7 @@ def merge_checkpoint(
 def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.array | None]:
     """{name in the base's files: new value, or None where it goes}. Values are lazy: nothing is in memory yet."""
     if _adapts_vision(adapter_path):
-        model = load_eyes(path)
+        model = load_vision_tower(path)
         names = StoredNames(model, path, sanitizer(model))
     else:
         model, _ = load_model(path, lazy=True)

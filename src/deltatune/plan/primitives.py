@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from .array_layout import Layout
+from .array_layout import ArrayLayout
 from .graph import Node
 from .storage import Buffer, Stored, dense, product
 from .views import VIEWS
@@ -20,7 +20,7 @@ _SPARE = 16384
 class Machine(Protocol):
     """What a rule may ask of the simulation while one primitive runs."""
 
-    layout: Layout
+    layout: ArrayLayout
 
     def allocate(self, size: int, kind: str) -> Buffer:
         """A new buffer of `size` bytes."""

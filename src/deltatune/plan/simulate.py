@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..machine import environment
-from .array_layout import Layout
+from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
 from .primitives import run
 from .storage import Buffer, Stored, dense, strided
@@ -71,7 +71,7 @@ class Simulation:
     operations take longer than queueing them, as real ones do. pace: how the device makes tasks of operations.
     """
 
-    def __init__(self, layout: Layout, pace: Pace):
+    def __init__(self, layout: ArrayLayout, pace: Pace):
         self.layout, self._pace = layout, pace
         self.stored: dict[int, Stored] = {}
         self.live = self.live_bytes = 0

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .array_layout import STATE, Layout
+from .array_layout import STATE, ArrayLayout
 from .graph import Node
 from .storage import Stored, contiguity, reshaped
 
-View = Callable[[Layout, Node, Sequence[Stored]], "list[Stored] | None"]
+View = Callable[[ArrayLayout, Node, Sequence[Stored]], "list[Stored] | None"]
 
 
 def _of(given: Stored, node: Node, strides: tuple[int, ...], data_size: int, flags: tuple[bool, bool, bool]) -> Stored:
@@ -22,7 +22,7 @@ def _flags(given: Stored) -> tuple[bool, bool, bool]:
     return given.contiguous, given.row, given.column
 
 
-def _first(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _first(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     """Copy, StopGradient and Depends: outputs are the first inputs."""
     outputs = node.outputs()
     return [
@@ -31,7 +31,7 @@ def _first(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     ]
 
 
-def _last(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _last(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     """CustomTransforms: outputs are the last inputs."""
     outputs = node.outputs()
     return [
@@ -40,7 +40,7 @@ def _last(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     ]
 
 
-def _broadcast(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _broadcast(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     one = given[0]
     missing = len(node.shape) - len(one.shape)
     kept = tuple(0 if length == 1 else step for length, step in zip(one.shape, one.strides, strict=True))
@@ -49,20 +49,20 @@ def _broadcast(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stor
     return [_of(one, node, (0,) * missing + kept, one.data_size, flags)]
 
 
-def _expand(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _expand(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     strides = list(given[0].strides)
     for axis in layout.vector(node.primitive):
         strides.insert(axis, 1)
     return [_of(given[0], node, tuple(strides), given[0].data_size, _flags(given[0]))]
 
 
-def _squeeze(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _squeeze(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     axes = set(layout.vector(node.primitive))
     strides = tuple(step for axis, step in enumerate(given[0].strides) if axis not in axes)
     return [_of(given[0], node, strides, given[0].data_size, _flags(given[0]))]
 
 
-def _transpose(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _transpose(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     one = given[0]
     strides = tuple(one.strides[axis] for axis in layout.vector(node.primitive))
     flags = _flags(one)
@@ -72,7 +72,7 @@ def _transpose(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stor
     return [_of(one, node, strides, one.data_size, flags)]
 
 
-def _slice(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
+def _slice(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
     one = given[0]
     if not node.size:
         return None
@@ -84,7 +84,7 @@ def _slice(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] 
     return [_of(one, node, strides, data_size, (spanned == data_size, row, column))]
 
 
-def _split(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _split(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     one = given[0]
     found = []
     for output in node.outputs():
@@ -98,7 +98,7 @@ def _split(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     return found
 
 
-def _reshape(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
+def _reshape(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
     one = given[0]
     strides = reshaped(one, node.shape)
     if strides is None:
@@ -109,7 +109,7 @@ def _reshape(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored
     return [_of(one, node, strides, one.data_size, flags)]
 
 
-def _view(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
+def _view(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
     one = given[0]
     before, after = one.item_size, node.item_size
     if not (before == after or (after < before and one.strides[-1] == 1) or one.row):
@@ -118,7 +118,7 @@ def _view(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] |
     return [_of(one, node, strides, one.data_size * before // after, _flags(one))]
 
 
-def _as_strided(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _as_strided(layout: ArrayLayout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     strides = layout.small_vector(node.primitive, STATE + 72, "q")
     data_size = 1 + sum(abs(step) * (length - 1) for step, length in zip(strides, node.shape, strict=True))
     spanned, row, column = contiguity(node.shape, strides)

@@ -14,14 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import TrainConfig
-from ..data import Batch, BatchOrder, Splits
+from ..data import Batch, Splits
 from ..errors import UserError
 from ..machine import backend
-from ..machine.compiling import without_kernels
-from ..models.describe import describe
-from ..models.document_isolation import check_packing
-from ..ops.checkpoint import checkpointed
-from ..patches import patched
 from . import announce, log, nonfinite, state
 from .check import check
 from .distributed import World
@@ -31,7 +26,8 @@ from .optimizer import build_optimizer, restore
 from .outputs import Outputs
 from .report import write_report
 from .result import Result
-from .step import LossFunction, Step, Sums
+from .setup import Run, batch_order, build_step, training
+from .step import LossFunction, Sums
 from .tree import number, random_key, set_random_key
 
 
@@ -62,27 +58,32 @@ class Trainer:
         check(model, config, splits)
         self._optimizer = build_optimizer(config)
         self._identity = state.fingerprint(config, world=self.world.size, model_tensors=announce.structure(model))
-        self._train_order = self._order(splits.train)
-        self._valid_order = self._order(splits.valid) if splits.valid else None
+        self._train_order = batch_order(splits.train, config, self.world)
+        self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
+
+    @classmethod
+    def of(cls, run: Run, screen: log.Screen | None = None) -> Trainer:
+        """The trainer of a run that is ready (setup.ready, then Run.prepare)."""
+        loaded = run.loaded
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            run.config,
+            run.splits,
+            model_config=loaded.config,
+            world=run.world,
+            screen=screen,
+        )
 
     def run(self) -> Result:
         """Train to `config.iters`, or until validation stops improving; returns the final figures."""
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
-            how_compiled = stack.enter_context(without_kernels())
-            report = stack.enter_context(patched(self.model))
-            layers = describe(self.model)
-            if config.pack:
-                check_packing(self.model)
-            if config.grad_checkpoint:
-                stack.enter_context(checkpointed([layer.module for layer in layers]))
-            loss, how = announce.choose_loss(self.model)
-            for line in announce.lines(
-                self.model, config, self.splits, layers, report, how, how_compiled, self._train_order, world
-            ):
+            trained = stack.enter_context(training(self.model, config))
+            for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
                 self.screen.say(line)
-            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in layers]
-            self._prepare(loss)
+            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
+            self._prepare(trained.loss)
             stop = stack.enter_context(StopRequest())
             stack.callback(self._close)
             self._open()
@@ -95,18 +96,6 @@ class Trainer:
             write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
         return result
 
-    def _order(self, examples: Any) -> BatchOrder:
-        config, world = self.config, self.world
-        return BatchOrder(
-            examples,
-            config.batch_size,
-            config.max_seq_length,
-            seed=config.seed,
-            packed=config.pack,
-            rank=world.rank,
-            world=world.size,
-        )
-
     def _prepare(self, loss: LossFunction) -> None:
         config, world = self.config, self.world
         self.model.train()
@@ -118,15 +107,7 @@ class Trainer:
         threshold = config.clear_cache_threshold
         self._cache_kept = backend.cache_to_keep() if threshold is None else threshold
         self._loss = loss
-        self._step = Step(
-            self.model,
-            self._optimizer,
-            loss,
-            world,
-            accumulate=config.grad_accumulation_steps,
-            clip=config.grad_clip,
-            expert_updates=config.expert_updates,
-        )
+        self._step = build_step(self.model, self._optimizer, loss, config, world)
         self._evaluation = Evaluation(self.model, loss, world)
         # What a window began with, while no update has ended it: progress, random key, sums (None: nothing yet).
         self._good: tuple[state.Progress, mx.array, Sums | None] | None = None

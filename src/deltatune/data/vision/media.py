@@ -64,7 +64,7 @@ class Pictures:
     """values: what the row gave for each image and video, in the order of the tokens; grids, and digests to tell them
     apart.
 
-    positions: int32 [3, N], for each of the example's tokens. A row of text for a model with eyes has no values.
+    positions: int32 [3, N], for each of the example's tokens. A row of text has no values.
     """
 
     values: tuple[Any, ...]
@@ -97,7 +97,7 @@ class Pictures:
 
 
 def largest_batch(examples: Sequence[Any], rows: int) -> Looked | None:
-    """The most that a batch of `rows` of these examples is padded to, or None without eyes.
+    """The most that a batch of `rows` of these examples is padded to, or None without a vision tower.
 
     Which rows meet in a batch changes from epoch to epoch, so this takes those with most frames, the largest image, and
     the rows of which most counts.
@@ -114,7 +114,7 @@ def largest_batch(examples: Sequence[Any], rows: int) -> Looked | None:
 
 
 def collate_pictures(rows: Sequence[Any], width: int) -> VisionBatch | None:
-    """The vision inputs of rows of examples (None: blank), or None where they are of a model without eyes."""
+    """The vision inputs of rows of examples (None: blank), or None where they are of a model without a vision tower."""
     first = next((row.pictures for row in rows if row is not None and row.pictures is not None), None)
     if first is None:
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.text import Text
 
 from ...models.describe import describe
-from ...models.load import Loaded, load, read_config
+from ...models.load import Loaded, read_config
 from ...models.vision.generate import answer_pictures
 from ...models.vision.load import check_vision
 from ...train.announce import layer_summary
@@ -64,7 +64,6 @@ def run_demo(
         note="Each has a kind of part in a number that training never shows.",
         upstream="mlx-vlm",
         loader="mlx_vlm.load",
-        load=lambda: load(MODEL, image="the vision demo"),
         describe=_describe,
         ask=ask,
         ask_upstream=ask_mlx_vlm,
@@ -78,10 +77,11 @@ def run_demo(
 
 
 def _describe(loaded: Loaded) -> str:
-    eyes = loaded.config["vision_config"]
+    tower = loaded.config["vision_config"]
     return (
         f"{loaded.config['model_type']}, {flow.size(loaded)}, {layer_summary(describe(loaded.model))}; a vision tower "
-        f"of {eyes['depth']} blocks that cuts {trays.SIDE} x {trays.SIDE} pixels into patches of {eyes['patch_size']}."
+        f"of {tower['depth']} blocks that cuts {trays.SIDE} x {trays.SIDE} pixels into patches of "
+        f"{tower['patch_size']}."
     )
 
 

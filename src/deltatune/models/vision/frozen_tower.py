@@ -22,7 +22,7 @@ KEPT_BYTES = 2**30
 
 
 def frozen_tower(model: Any) -> FrozenTower | None:
-    """Of a model with eyes of which nothing trains, projector included; else None."""
+    """Of a model with a vision tower of which nothing trains, projector included; else None."""
     if not has_vision(model) or tree_flatten(model.vision_tower.trainable_parameters()):
         return None
     return FrozenTower(model)

@@ -51,7 +51,7 @@ class Picture:
 
 
 class Looked(NamedTuple):
-    """The shapes of a batch of a model with eyes: `frames` frames of `patches` patches each, padding included, and
+    """The shapes of a batch's images: `frames` frames of `patches` patches each, padding included, and
     `silent` positions that count nothing in the loss."""
 
     frames: int
