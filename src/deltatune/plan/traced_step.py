@@ -90,9 +90,8 @@ def build(
     with _as_trained(model, config) as loss_function:
         optimizer = build_optimizer(config)
         step = build_step(model, optimizer, loss_function, config, World())
-        before = _leaves(model.trainable_parameters())
-        # Copies: an update of experts writes new values into the optimizer's own arrays.
-        moments = [copy.copy(moment) for moment in _leaves(optimizer.state)]
+        # Copies, here and below: an update of experts writes new values into the arrays themselves.
+        before, moments = _leaves(model.trainable_parameters()), _leaves(optimizer.state)
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         joined, together = step.joined, _together(step, model, layout)
@@ -104,8 +103,7 @@ def build(
         first = [loss, weight, *_leaves(new)]
         norm, experts = step.begin_update(*new)
         second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm, random_key()]
-        if experts is not None:
-            second = [copy.copy(array) for array in [*second, *_leaves(experts)]]
+        second += _leaves(experts) if experts else []
 
         there = _addresses(layout, given)
         one = read(layout, first, there)
@@ -202,7 +200,7 @@ def _of_all(features: list[mx.array], frames: int) -> dict[str, Any]:
 
 
 def _leaves(tree: Any) -> list[mx.array]:
-    return [array for _, array in leaves(tree) if isinstance(array, mx.array)]
+    return [copy.copy(array) for _, array in leaves(tree) if isinstance(array, mx.array)]
 
 
 def _replaced(layout: ArrayLayout, old: Sequence[mx.array], new: Sequence[mx.array]) -> list[int]:
