@@ -15,7 +15,7 @@ from packaging.version import Version
 
 import other_towers
 from deltatune.doctor import custom_kernels_trace
-from deltatune.doctor.custom_kernels import Kernel, sweep, without_gradient
+from deltatune.doctor.custom_kernels import ReachedKernel, sweep, without_gradient
 from deltatune.errors import UserError
 
 recent = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def test_a_kernel_that_nothing_trains_through_needs_none(found):
 
 
 def test_the_sentence_names_layer_and_kernel():
-    kernels = [Kernel("sparse", "m.attention", 2, False), Kernel("fine", "m.rope", 2, True)]
+    kernels = [ReachedKernel("sparse", "m.attention", 2, False), ReachedKernel("fine", "m.rope", 2, True)]
     assert without_gradient(kernels) == [
         "this layer cannot be trained: m.attention runs the kernel sparse, which has no gradient"
     ]

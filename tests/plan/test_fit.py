@@ -9,6 +9,7 @@ from deltatune import cli
 from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.ops.random_state import get_key
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits, device_limits
@@ -16,7 +17,6 @@ from deltatune.plan.forecast import forecast_step
 from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.traced_step import build
 from deltatune.train.setup import prepare
-from deltatune.train.tree import random_key
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
     config = TrainConfig(num_layers=-1, grad_checkpoint=True, expert_updates=expert_updates)
     prepare(model, config)
     mx.eval(model.parameters())
-    before, key = dict(tree_flatten(model.parameters())), random_key().tolist()
+    before, key = dict(tree_flatten(model.parameters())), get_key().tolist()
     next(reversed(model.modules())).eval()  # one module in another mode than the model
     kinds = [(type(module), module.training) for module in model.modules()]
     active = mx.get_active_memory()
@@ -89,7 +89,7 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
     after = dict(tree_flatten(model.parameters()))
     assert before.keys() == after.keys()
     assert all(mx.array_equal(before[name], after[name]) for name in before)
-    assert random_key().tolist() == key
+    assert get_key().tolist() == key
     assert [(type(module), module.training) for module in model.modules()] == kinds
     assert mx.get_active_memory() - active < 1 << 16
 

@@ -23,7 +23,7 @@ from deltatune.data.vision.media import largest_batch
 from deltatune.machine.compiling import without_kernels
 from deltatune.models.load import load
 from deltatune.models.vision.frozen_tower import FrozenTower
-from deltatune.models.vision.inputs import Looked, blank_vision_batch
+from deltatune.models.vision.inputs import ImageShapes, blank_vision_batch
 from deltatune.models.vision.split import vision_spec
 from deltatune.patches import patched
 from deltatune.plan import fit
@@ -38,7 +38,7 @@ from deltatune.train.step import Step
 
 pytest.importorskip("mlx_vlm")
 
-IMAGES = Looked(3, 640)
+IMAGES = ImageShapes(3, 640)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_plan_is_what_a_step_takes(tiny_vision_model, parts):
     peak = measured_peak(model, config, 2, 128) - before
     assert plan.bytes.amount == pytest.approx(peak, rel=0.1)
     if parts != "language":
-        fewer = forecast_step(model, config, 2, 128, ArrayLayout.measured(), Looked(1, 640))
+        fewer = forecast_step(model, config, 2, 128, ArrayLayout.measured(), ImageShapes(1, 640))
         assert fewer.bytes.amount < 0.6 * plan.bytes.amount
 
 
@@ -92,7 +92,7 @@ def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
     model, config = tiny_vision_model("qwen3_vl"), TrainConfig(num_layers=-1)
     prepare(model, config)
     mx.eval(model.parameters())
-    plan = forecast_step(model, config, 1, 64, ArrayLayout.measured(), Looked(1, 2048))
+    plan = forecast_step(model, config, 1, 64, ArrayLayout.measured(), ImageShapes(1, 2048))
     assert plan.bytes.where == "the vision tower, before the step"
     with patched(model):
         tower = FrozenTower(model)

@@ -10,7 +10,7 @@ from ..errors import UserError
 from .example import Example, Splits
 from .packing import pack
 from .reader import Reader, VisionProcessors
-from .sources import Table, hugging_face, jsonl, saved
+from .sources import DataTable, hugging_face, jsonl, saved
 from .text import CHAT, COMPLETION, TEXT, Features
 from .vision.messages import VIDEO, seen_in
 
@@ -57,7 +57,7 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     return Splits(**splits, rule=_rule(reader.kinds, config.mask_prompt), notes=reader.notes)
 
 
-Part = tuple[Table, Features]
+Part = tuple[DataTable, Features]
 
 
 def _tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]]:

@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..models.load import Loaded
 from ..train import Result, Trainer
 from ..train.announce import trainable_count
-from ..train.report import Table, write_report
+from ..train.report import ReportTable, write_report
 from ..train.setup import ready
 from ..train.tree import leaves
 from .screen import DemoScreen, sparkline
@@ -113,7 +113,8 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
         f"{before.accuracy:.1%}",
         f"{after.accuracy:.1%}",
         str(trainer.outputs.report),
-        f"{near(sys.executable)} -m deltatune generate --model {near(config.model)} --adapter-path {output} {again}",
+        f"{shorter_path(sys.executable)} -m deltatune generate --model {shorter_path(config.model)} "
+        f"--adapter-path {output} {again}",
         time.perf_counter() - started,
     )
     return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1
@@ -164,7 +165,7 @@ def _run_script(script: Path, *arguments: str | Path | int) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def written(write: Callable[[], Any], output: Path) -> Any:
+def or_refuse(write: Callable[[], Any], output: Path) -> Any:
     """What `write` returns. UserError where the folder `output` cannot be written."""
     try:
         return write()
@@ -172,7 +173,7 @@ def written(write: Callable[[], Any], output: Path) -> Any:
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output.") from error
 
 
-def near(path: str | Path) -> str:
+def shorter_path(path: str | Path) -> str:
     """The shorter of a path's two names: from the root, and from here."""
     return min(str(path), os.path.relpath(path), key=len)
 
@@ -225,8 +226,8 @@ def _write_report(
         config,
         dataclasses.asdict(result),
         tables=[
-            Table(f"Some held-out {demo.what}", columns, rows[:12], demo.note),
-            Table("All of them", columns, rows, folded=True),
+            ReportTable(f"Some held-out {demo.what}", columns, rows[:12], demo.note),
+            ReportTable("All of them", columns, rows, folded=True),
         ],
         headline={
             "right before": f"{before.accuracy:.1%}",

@@ -2,7 +2,7 @@
 
 from .adapter import Adapter
 from .adapter_files import load_adapter_weights, load_adapters, save_adapters
-from .convert import Report, adapters, convert_to_lora
+from .convert import ConversionReport, adapters, convert_to_lora
 from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
 from .linear import DoRALinear, LoRALinear
@@ -11,12 +11,12 @@ from .select import layer_kind
 
 __all__ = [
     "Adapter",
+    "ConversionReport",
     "DoRAEmbedding",
     "DoRALinear",
     "LoRAEmbedding",
     "LoRALinear",
     "LoRASwitchLinear",
-    "Report",
     "adapters",
     "convert_to_lora",
     "layer_kind",

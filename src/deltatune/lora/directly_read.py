@@ -74,19 +74,19 @@ class _InPlaceOf(nn.Module):
 
 @contextmanager
 def _replaced(model: nn.Module, modules: Mapping[str, nn.Module], record: Callable[[nn.Module, str], None]) -> Any:
-    places: list[tuple[Any, Any, nn.Module]] = []
+    owners: list[tuple[Any, Any, nn.Module]] = []
     for path, module in modules.items():
         *parents, last = path.split(".")
         owner: Any = model
         for name in parents:
             owner = owner[int(name)] if isinstance(owner, list) else owner[name]
-        places.append((owner, int(last) if isinstance(owner, list) else last, module))
+        owners.append((owner, int(last) if isinstance(owner, list) else last, module))
     try:
-        for owner, name, module in places:
+        for owner, name, module in owners:
             _put(owner, name, _InPlaceOf(module, record))
         yield
     finally:
-        for owner, name, module in places:
+        for owner, name, module in owners:
             _put(owner, name, module)
 
 

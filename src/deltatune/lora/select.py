@@ -84,11 +84,11 @@ def _of_kind(model: nn.Module, paths: list[str], wanted: list[int], asked: list[
             raise UserError(f"layer_kinds: {kind!r} is not known; expected any of {', '.join(LAYER_KINDS)}.")
     modules = dict(model.named_modules())
     kinds = [layer_kind(modules[path]) for path in paths]
-    kept = [index for index in wanted if kinds[index] in asked]
-    if not kept:
+    chosen = [index for index in wanted if kinds[index] in asked]
+    if not chosen:
         held = ", ".join(sorted({kinds[index] for index in wanted}))
         raise UserError(f"layer_kinds: no layer of kind {' or '.join(asked)} among those chosen; they are {held}.")
-    return kept
+    return chosen
 
 
 def adapter_class(module: nn.Module, dora: bool) -> type[Adapter] | str:

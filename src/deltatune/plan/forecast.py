@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from ..config import TrainConfig
-from ..models.vision.inputs import Looked
+from ..models.vision.inputs import ImageShapes
 from .array_layout import ArrayLayout
 from .graph import Node
 from .simulate import Peak, Simulation
 from .traced_step import TracedStep, build, simulated, tower_simulated
 
 _SHOWN = 5
-_NEAR = 400
+_SEARCHED = 400
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,19 @@ class Forecast:
 
 
 def forecast_step(
-    model: nn.Module, config: TrainConfig, rows: int, length: int, layout: ArrayLayout, looked: Looked | None = None
+    model: nn.Module,
+    config: TrainConfig,
+    rows: int,
+    length: int,
+    layout: ArrayLayout,
+    images: ImageShapes | None = None,
 ) -> Forecast:
     """Forecast a step of the converted `model`; nothing is evaluated and the model comes out as it went in.
 
-    looked: the shapes of a batch's images, of a model that looks at some.
+    images: the shapes of a batch's images, of a model that looks at some.
     """
     try:
-        return _planned(build(model, config, rows, length, layout, looked), config, layout)
+        return _planned(build(model, config, rows, length, layout, images), config, layout)
     finally:
         # A graph is full of cycles, and its constants are buffers.
         gc.collect()
@@ -117,7 +122,7 @@ def _place(evaluated: list[Node], built: TracedStep, at: int) -> str:
     here = evaluated[min(at, len(evaluated) - 1)]
     phase = "the forward pass" if here in behind else "the backward pass"
     last = len(built.phases[0].order)
-    for distance in range(_NEAR):
+    for distance in range(_SEARCHED):
         for index in (at - distance, at + distance):
             if 0 <= index < last:
                 for given in evaluated[index].inputs:

@@ -85,13 +85,13 @@ def _meets(points: list[tuple[int, int]], limit: int, low: int, high: int) -> in
     if len(points) < 2:
         return high
     # The three nearest to the limit say most about where it is met.
-    near = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
+    nearest = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
     first, last = low, high
-    if _curve(near, high) <= limit:
+    if _curve(nearest, high) <= limit:
         return high
     while first < last:
         middle = (first + last + 1) // 2
-        if _curve(near, middle) <= limit:
+        if _curve(nearest, middle) <= limit:
             first = middle
         else:
             last = middle - 1

@@ -18,14 +18,15 @@ from mlx.utils import tree_map
 from ..config import TrainConfig
 from ..data import Batch
 from ..machine import backend
-from ..models.vision.inputs import Looked, blank_vision_batch
+from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
+from ..ops.random_state import get_key, set_key
 from ..train.distributed import World
 from ..train.expert_updates import ExpertGradients
 from ..train.optimizer import build_optimizer
 from ..train.setup import build_step, training
 from ..train.step import Arrays, Step, Sums, arrays
-from ..train.tree import leaves, random_key, set_random_key
+from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
 from .simulate import PACES, Simulation
@@ -80,9 +81,14 @@ def blank_batch(rows: int, length: int, packed: bool) -> Batch:
 
 
 def build(
-    model: nn.Module, config: TrainConfig, rows: int, length: int, layout: ArrayLayout, looked: Looked | None = None
+    model: nn.Module,
+    config: TrainConfig,
+    rows: int,
+    length: int,
+    layout: ArrayLayout,
+    shapes: ImageShapes | None = None,
 ) -> TracedStep:
-    """The graphs of one iteration of `model` (converted, `prepare`d) on `rows` rows of `length` tokens; `looked`: their
+    """The graphs of one iteration of `model` (converted, `prepare`d) on `rows` rows of `length` tokens; `shapes`: their
     images, where the model looks at some.
 
     The model comes out as it went in. Raises what building the step raises: UserError for options that do not fit.
@@ -95,14 +101,14 @@ def build(
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         joined, together = step.joined, _together(step, model, layout)
-        given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), random_key()]
+        given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), get_key()]
 
-        batch, features = _batch(model, step, blank_batch(rows, length, config.pack), looked)
+        batch, features = _batch(model, step, blank_batch(rows, length, config.pack), shapes)
         loss, weight, gradients = step.on_arrays(batch, sums.gradients)
         new = Sums(gradients, sums.loss + loss, sums.weight + weight)
         first = [loss, weight, *_leaves(new)]
         norm, experts = step.begin_update(*new)
-        second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm, random_key()]
+        second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm, get_key()]
         second += _leaves(experts) if experts else []
 
         there = _addresses(layout, given)
@@ -121,7 +127,7 @@ def build(
         if experts is not None:
             step.finish_update(experts._replace(touched=_every_expert(experts)))
             third = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state)]
-            gone = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm, random_key()])
+            gone = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm, get_key()])
             evaluated |= _addresses(layout, second) | done | {node.address for node in all_nodes(two)}
             phases.append(_experts_phase(layout, third, evaluated, gone))
         tower, tower_reads = _tower_phase(layout, features, there)
@@ -168,16 +174,16 @@ def _together(step: Step, model: nn.Module, layout: ArrayLayout) -> list[list[in
     return [[layout.address(joined), *(at[path] for path in bundle.paths)] for joined, bundle in pairs]
 
 
-def _batch(model: nn.Module, step: Step, blank: Batch, looked: Looked | None) -> tuple[Arrays, list[mx.array]]:
-    """The batch's arrays, with images where some are `looked` at, and what a tower that does not train makes of one."""
+def _batch(model: nn.Module, step: Step, blank: Batch, shapes: ImageShapes | None) -> tuple[Arrays, list[mx.array]]:
+    """The batch's arrays, with images where some are `shapes` at, and what a tower that does not train makes of one."""
     features: list[mx.array] = []
-    if looked is not None:
+    if shapes is not None:
         rows, length = blank.inputs.shape
-        images = blank_vision_batch(rows, length, looked[:2], vision_spec(model))
+        images = blank_vision_batch(rows, length, shapes[:2], vision_spec(model))
         blank = dataclasses.replace(blank, images=images)
-        blank.weights.reshape(-1)[: looked.silent] = 0
-        if step.tower is not None and looked.frames:
-            features = step.tower.look(images, 0, looked.patches)
+        blank.weights.reshape(-1)[: shapes.silent] = 0
+        if step.tower is not None and shapes.frames:
+            features = step.tower.look(images, 0, shapes.patches)
     return arrays(blank, step.tower and (lambda images: _of_all(features, len(images.patches)))), features
 
 
@@ -216,7 +222,7 @@ def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
 @contextlib.contextmanager
 def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
     """The model as Trainer has it while it trains; afterwards as it was. Gives the loss function."""
-    modes, key = [(module, module.training) for module in model.modules()], random_key()
+    modes, key = [(module, module.training) for module in model.modules()], get_key()
     parameters = model.trainable_parameters()
     # Copies: an update of experts writes new values into the model's own arrays.
     model.update(tree_map(copy.copy, parameters))
@@ -228,7 +234,7 @@ def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
             model.update(parameters)
             for module, mode in modes:
                 module._set_training_mode(mode)
-            set_random_key(key)
+            set_key(key)
 
 
 def tower_simulated(built: TracedStep, layout: ArrayLayout) -> Simulation | None:

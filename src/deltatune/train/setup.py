@@ -28,7 +28,7 @@ from ..models.load import Loaded, load, locate
 from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..ops.checkpoint import checkpointed
-from ..patches import Report, patched
+from ..patches import PatchReport, patched
 from .distributed import World
 from .step import LossFunction, Step, chunked_loss, full_loss
 
@@ -206,7 +206,7 @@ class Training:
     loss: LossFunction
     loss_kind: str
     layers: list[LayerInfo]
-    patches: Report
+    patches: PatchReport
     compiled: str
 
 

@@ -98,16 +98,16 @@ def mean_loss_and_gradients(
     loss: LossFunction,
     batch: Arrays,
     parameters: Any = None,
-    lend: Callable[[Any], Any] = lambda parameters: parameters,
+    used: Callable[[Any], Any] = lambda parameters: parameters,
 ) -> tuple[mx.array, mx.array, Any]:
     """The sum of losses, the sum of weights, and the gradients of their quotient (of 0 where no target counts).
 
-    They are gradients of `parameters`, of which `lend` makes the model's; of the model's own trainable ones if None.
+    They are gradients of `parameters`, of which `used` makes the model's; of the model's own trainable ones if None.
     """
     packed = batch[3]
 
     def mean(parameters: Any) -> tuple[mx.array, mx.array, mx.array]:
-        model.update(lend(parameters))
+        model.update(used(parameters))
         total, weight = loss_of(loss, batch)
         return total / mx.where(weight > 0, weight, 1.0), total, weight
 
@@ -154,8 +154,8 @@ class Step:
         self._accumulates = accumulate > 1
         self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
         parameters = model.trainable_parameters()
-        apart = self._active.paths if self._active else ()
-        self.bundles = Bundles(parameters, optimizer, apart, factor_dtypes(model))
+        separate = self._active.paths if self._active else ()
+        self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model))
         # The bundles as they are now, and the parameters that are parts of them.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self._parameters())
@@ -230,8 +230,8 @@ class Step:
         self._joined = parameters.get(TOGETHER, []), now
 
     def _trace_micro_batch(self, batch: Arrays, accumulated: Any, parameters: Any) -> tuple[mx.array, mx.array, Any]:
-        lend = partial(self.bundles.part, lend=True)
-        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch, parameters, lend)
+        used = partial(self.bundles.part, used=True)
+        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch, parameters, used)
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
