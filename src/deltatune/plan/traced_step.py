@@ -88,10 +88,9 @@ def build(
     layout: ArrayLayout,
     shapes: ImageShapes | None = None,
 ) -> TracedStep:
-    """The graphs of one iteration of `model` (converted, `prepare`d) on `rows` rows of `length` tokens; `shapes`: their
-    images, where the model looks at some.
+    """The graphs of one iteration of the prepared `model` on `rows` rows of `length` tokens, with images of `shapes`.
 
-    The model comes out as it went in. Raises what building the step raises: UserError for options that do not fit.
+    The model comes out as it went in. Raises UserError for options that do not fit.
     """
     with _as_trained(model, config) as loss_function:
         optimizer = build_optimizer(config)
@@ -113,27 +112,25 @@ def build(
 
         there = _addresses(layout, given)
         one = read(layout, first, there)
-        evaluated = there | _addresses(layout, first)
+        evaluated = there | {node.address for node in all_nodes(one)}
         # Arrays that pass through unchanged are made by no phase.
         two = [node for node in read(layout, second, evaluated) if node.kind]
+        data = there | _addresses(layout, _leaves(batch))
+        held = read(layout, [*given, *_leaves(batch)], data) + _constants(one, data) + _constants(two, evaluated)
         # The trainer keeps neither: its arrays live until the graph has read them.
         gone = [layout.address(array) for array in [*_leaves(sums), *_leaves(batch)]]
         phases = [_phase("forward and backward", one, gone)]
         # Where experts wait, the trainer holds the gradients until the first evaluation of the update is done.
         given_up = [*before, *joined, *moments, *([] if experts else _leaves(gradients))]
         phases.append(_phase("update", two, _replaced(layout, given_up, second)))
-        done = {node.address for node in all_nodes(one)}
         third: list[mx.array] = []
         if experts is not None:
             step.finish_update(experts._replace(touched=_every_expert(experts)))
             third = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state)]
             gone = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm, get_key()])
-            evaluated |= _addresses(layout, second) | done | {node.address for node in all_nodes(two)}
+            evaluated |= _addresses(layout, second) | {node.address for node in all_nodes(two)}
             phases.append(_experts_phase(layout, third, evaluated, gone))
         tower, tower_reads = _tower_phase(layout, features, there)
-        data = _addresses(layout, _leaves(batch))
-        constants = [*_constants(one, there | data), *_constants(two, there | done)]
-        held = [*read(layout, [*given, *_leaves(batch)], there | data), *constants]
     return TracedStep(
         phases, held, together, names, one[0], len(names) - sum(len(group) - 2 for group in together),
         len(_leaves(gradients)), len(moments),

@@ -217,6 +217,7 @@ def test_every_signature_is_ours_and_calls_upstream_with_it(record):
         seen.append((len(arguments), sorted(options)))
         return arguments[2], arguments[7]
 
+    upstream.__signature__ = inspect.signature(eval(f"lambda {record.signature[1:-1]}: None"))
     ours = record.replacement(upstream)
     assert _signature(ours) == record.signature
     arrays = [mx.ones((1, 1, 1, 4))] * 3 + [mx.ones((1, 1, 1))] * 2 + [mx.ones(1)] * 2
