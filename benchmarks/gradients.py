@@ -50,9 +50,9 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
     import mlx.core as mx
 
     from deltatune.config import LoraConfig
+    from deltatune.layers import describe
     from deltatune.lora import convert_to_lora
     from deltatune.machine.compiling import without_kernels
-    from deltatune.models.describe import describe
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.patches import patched
     from deltatune.train.setup import choose_loss

@@ -135,10 +135,10 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     import mlx.core as mx
 
     from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.layers import describe
     from deltatune.lora import convert_to_lora
     from deltatune.machine.backend import cache_to_keep
     from deltatune.machine.compiling import without_kernels
-    from deltatune.models.describe import describe
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.ops.random_state import get_key
     from deltatune.patches import patched

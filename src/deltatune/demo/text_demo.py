@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..layers import describe
 from ..models.answer import answer_all
-from ..models.describe import describe
 from ..models.generate import prompt_tokens
 from ..models.load import Loaded
 from ..train.announce import layer_summary

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from ..errors import UserError
+from ..layers import LayerInfo, describe
 from ..machine import backend
-from ..models.describe import LayerInfo, describe
 from ..models.load import locate, to_train_on
 from ..patches import PATCHES, patched, reached
 from . import implementations, inventory, probes

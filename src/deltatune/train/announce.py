@@ -11,8 +11,8 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data import BatchOrder, Splits
+from ..layers import LayerInfo
 from ..machine import backend, blas
-from ..models.describe import LayerInfo
 from .distributed import World
 from .setup import Training
 from .tree import leaves

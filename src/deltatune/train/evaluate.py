@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from ..data import BatchOrder
 from ..data.example import Example
-from ..patches import gated_delta_layers
+from ..layers import gated_delta_layers
 from .distributed import World
 from .log import Screen
 from .setup import Run, training

@@ -18,10 +18,9 @@ from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
 from ..data.reader import VisionProcessors
+from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
-from ..lora.select import layer_paths
 from ..machine.compiling import without_kernels
-from ..models.describe import LayerInfo, describe
 from ..models.document_isolation import check_packing
 from ..models.head import split_head
 from ..models.load import Loaded, load, locate

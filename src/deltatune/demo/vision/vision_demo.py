@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ...models.describe import describe
+from ...layers import describe
 from ...models.load import Loaded, read_config
 from ...models.vision.generate import answer_pictures
 from ...models.vision.load import check_vision

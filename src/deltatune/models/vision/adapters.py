@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mlx.nn as nn
 
+from ...layers import layer_paths
 from ...lora.adapter import Adapter
 from ...lora.convert import adapters
-from ...lora.select import adapter_class, layer_paths
+from ...lora.select import adapter_class
 from ...lora.weights import is_switch
 from .split import has_vision
 

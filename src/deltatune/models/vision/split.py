@@ -19,7 +19,7 @@ from .tower import TowerInputs, run_tower
 # Relative difference of our order of the tower's operations from upstream's.
 _TOLERANCE = {mx.float32: 1e-4}
 _HALF_TOLERANCE = 5e-2
-# The first that was read to count them right; 0.4.4 and 0.5.0 do not.
+# The first that was read to count them right; 0.5.0 does not.
 _COUNTS_SEVERAL = Version("0.6.2")
 _TRIED = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
 

@@ -1,7 +1,7 @@
-"""The patches for mlx-vlm, as a table. Versions read: 0.4.4, 0.5.0, 0.6.2 to 0.6.4, 0.6.8, 0.6.12, 0.6.17, 0.7.0, 0.7.3
+"""The patches for mlx-vlm, as a table. Versions read: 0.5.0, 0.6.2 to 0.6.4, 0.6.8, 0.6.12, 0.6.17, 0.7.0, 0.7.3
 to 0.7.6, 0.7.8 to 0.7.10.
 
-0.4.4 and 0.5.0 hold mlx-lm's own gated_delta_update, which mlx-lm's record reaches; later versions have two of theirs.
+0.5.0 holds mlx-lm's own gated_delta_update, which mlx-lm's record reaches; later versions have two of their own.
 """
 
 from __future__ import annotations
