@@ -9,9 +9,10 @@ from mlx.utils import tree_flatten
 
 from deltatune.config import LoraConfig
 from deltatune.errors import UserError
-from deltatune.lora import convert_to_lora, layer_kind
+from deltatune.layers import layer_kind, layer_paths
+from deltatune.lora import convert_to_lora
 from deltatune.lora.directly_read import directly_read
-from deltatune.lora.select import layer_paths, select
+from deltatune.lora.select import select
 from tiny_families import FAMILIES, HYBRIDS
 
 TOKENS = mx.array([[5, 6, 7]])

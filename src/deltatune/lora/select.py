@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from ..config import LoraConfig
 from ..errors import UserError
-from ..layers import is_gated_delta
+from ..layers import layer_kind, layer_paths
 from .adapter import Adapter
 from .directly_read import directly_read
 from .embedding import DoRAEmbedding, LoRAEmbedding
@@ -32,37 +32,6 @@ class Selection:
     targets: dict[str, nn.Module] = field(default_factory=dict)
     # The path of each module that was chosen but cannot take an adapter, and why not.
     skipped: dict[str, str] = field(default_factory=dict)
-
-
-def layer_kind(layer: nn.Module) -> str:
-    """Return "delta", "mamba", "attention" or "other", from what the layer contains and never from its model's name.
-
-    A recurrent mixer holds a parameter A_log, and is Mamba unless it is gated delta (layers.py); an attention layer
-    holds a projection to keys.
-    """
-    modules = list(layer.modules())
-    for module in modules:
-        if "A_log" in module:
-            return "delta" if is_gated_delta(module) else "mamba"
-    names = {name for module in modules for name in module.children()}
-    return "attention" if any(_is_key_projection(name) for name in names) else "other"
-
-
-def _is_key_projection(name: str) -> bool:
-    return name in ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv") or name.startswith("kv_a_proj")
-
-
-def layer_paths(model: nn.Module) -> list[str]:
-    """Return the path of every layer in `model.layers`, in order.
-
-    Raises:
-        UserError: the model has no `layers`.
-    """
-    layers = getattr(model, "layers", None)
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no `layers`: not a model whose layers can be chosen for training.")
-    paths = {id(module): path for path, module in model.named_modules()}
-    return [paths[id(layer)] for layer in layers if layer is not None]
 
 
 def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.experts import block as block_module
-from deltatune.ops.experts import grouped, verdict
+from deltatune.ops.experts import grouped, product_trial
 from deltatune.ops.experts import projection as projection_module
 from deltatune.ops.experts.tiles import Chunk, Sorted
 from deltatune.ops.experts.tolerances import NARROW_NORM
@@ -60,8 +60,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(block_module, "ROWS_PER_EXPERT", {"cuda": 4})
     monkeypatch.setattr(grouped, "product", product)
     monkeypatch.setattr(grouped, "gradient", gradient)
-    monkeypatch.setattr(verdict, "_product_passes", lambda *_: True)
-    monkeypatch.setattr(verdict, "_gradient_passes", lambda *_: True)
+    monkeypatch.setattr(product_trial, "_product_passes", lambda *_: True)
+    monkeypatch.setattr(product_trial, "_gradient_passes", lambda *_: True)
     return calls
 
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..quantized_product import unpacked
-from . import grouped, verdict
+from . import grouped, product_trial
 from .single_rows import single_rows
 from .tiles import Chunk
 
@@ -215,7 +215,7 @@ def product(
     """
     weight = weight.astype(rows.dtype)
     one_dtype = onto is None or onto.dtype == rows.dtype
-    if chunk.ends is not None and one_dtype and verdict.on_product(rows, weight, transpose, onto is not None):
+    if chunk.ends is not None and one_dtype and product_trial.on_product(rows, weight, transpose, onto is not None):
         onto_rows = None if onto is None else onto.squeeze(1)
         factor = 1.0 if scale is None else scale
         y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows)

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.optimizers
 
 from ...machine import backend
+from .. import trial
 from ..kernels.launch import Arrays, Outputs, numbers
 from .pass_launch import Execute, Pass
-from .passes import apart, judged, random_arrays
 
 # The largest allowed difference over the largest element: MLX rounds each of fifteen results, the kernel fewer.
 _BOUND = 1e-6
@@ -75,7 +75,7 @@ def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Ex
 def _proven(execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         shape = (3, 131)
-        parameter, gradient, m, v = random_arrays([(shape, mx.float32)] * 4)
+        parameter, gradient, m, v = trial.random_arrays([(shape, mx.float32)] * 4)
         found, expected = [], []
         for corrected in (True, False):
             optimizer = mlx.optimizers.AdamW(0.1, bias_correction=corrected)
@@ -87,6 +87,6 @@ def _proven(execute: Execute = Pass.run) -> bool:
                 new = dict(state)
                 moved = optimizer.apply_single(gradient * scale, parameter, new)
                 expected += [moved, new["m"], new["v"]] if healthy else [parameter, *state.values()]
-        return apart(found, expected)
+        return trial.largest_error(found, expected)
 
-    return judged("Adam's step", difference, _BOUND)
+    return trial.passes("Adam's step", difference, _BOUND)

@@ -11,9 +11,10 @@ from functools import cache
 import mlx.core as mx
 
 from ...machine import backend
+from .. import trial
 from ..kernels.launch import Arrays, Outputs
 from .pass_launch import Execute, Pass
-from .passes import BOUNDS, LEAST, apart, judged, random_arrays
+from .passes import BOUNDS, LEAST
 
 # How many elements one lane holds.
 _LANE = 8
@@ -87,13 +88,13 @@ def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -
 @cache
 def _proven(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
-        (x, weights) = random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
+        (x, weights) = trial.random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
         order = mx.argsort(mx.random.normal((90,), key=mx.random.key(1)))
         index = order.reshape(30, 3)
         found = [take_rows(x, order, execute=execute)]
         found += [sum_rows(x, index, factors, mx.float32, execute=execute) for factors in (None, weights)]
         wide = x.astype(mx.float32)
         expected = [x[order], *(_sum_rows_with_mlx(wide, index, factors) for factors in (None, weights))]
-        return apart(found, expected)
+        return trial.largest_error(found, expected)
 
-    return judged(f"rows of {dtype}", difference, BOUNDS[dtype])
+    return trial.passes(f"rows of {dtype}", difference, BOUNDS[dtype])
