@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-import tree
+import tree  # noqa: E402
 
 LINE = re.compile(r"(  )?(\S+?)(/|\.py)\s+(\S.*)")
 

@@ -42,7 +42,7 @@ def test_when_launches_are_used(monkeypatch):
         return [mx.concatenate(list(launch.inputs.values()))]
 
     monkeypatch.setattr(Pass, "run", run)
-    monkeypatch.setattr(joining, "_proven", lambda *_: True)
+    monkeypatch.setattr(joining, "_passes_trial", lambda *_: True)
     arrays = random_arrays(mx.float32)
     many = arrays * (1 + joining.MOST // len(arrays))
     cases = [arrays, arrays[:1], [arrays[0], arrays[1].astype(mx.bfloat16)], many]
@@ -56,4 +56,4 @@ def test_when_launches_are_used(monkeypatch):
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
-    check_trial(partial(joining._proven, mx.float32), 1.001)
+    check_trial(partial(joining._passes_trial, mx.float32), 1.001)

@@ -185,13 +185,13 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(execute, caplog):
         passes = Passes(f"swiglu {i}", _forward, backward, _plain)
         with caplog.at_level(logging.WARNING):
             caplog.clear()
-            assert passes.proven(*[((96, 8), mx.float32)] * 2, execute=execute) is (warning is None)
+            assert passes.passes_trial(*[((96, 8), mx.float32)] * 2, execute=execute) is (warning is None)
             assert (warning or "") in caplog.text
 
 
 def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch):
-    monkeypatch.setattr(Passes, "proven", partialmethod(Passes.proven, execute=execute))
-    monkeypatch.setattr(passes_module, "_known", {})
+    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=execute))
+    monkeypatch.setattr(passes_module, "_trials", {})
     for module in (silu, norms, gating, conv):
         monkeypatch.setattr(module, "LEAST", 0)
     x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
@@ -206,11 +206,11 @@ def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch)
     assert not norms.norm_serves(x[..., :12], 0.5, 1e-6)
     assert not gating.serves(x, g, w[:3], w)
     assert not conv.serves(x, w[:, None])
-    assert len(passes_module._known) == 7
+    assert len(passes_module._trials) == 7
 
 
 def test_few_elements_are_not_worth_building_kernels(monkeypatch):
-    monkeypatch.setattr(Passes, "proven", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr(Passes, "passes_trial", lambda *_, **__: pytest.fail("built"))
     x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
     assert not silu.serves(x, g)
     assert not norms.norm_serves(x, 0.5, 1e-6)

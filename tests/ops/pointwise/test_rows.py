@@ -53,7 +53,7 @@ def test_sums_of_rows_against_float64(dtype, k, result, weighted, execute):
 
 def test_when_the_kernels_are_used(monkeypatch):
     large, small, narrow = (mx.zeros(shape) for shape in ((1024, 64), (8, 64), (10240, 12)))
-    monkeypatch.setattr(rows, "_proven", lambda *_: True)
+    monkeypatch.setattr(rows, "_passes_trial", lambda *_: True)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     assert rows.serves(large, 1024)
     assert not rows.serves(small, 1023)
@@ -74,4 +74,4 @@ def test_without_the_kernels_mlx_gives_the_same(dtype):
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
-    check_trial(partial(rows._proven, mx.float32), 1.2)
+    check_trial(partial(rows._passes_trial, mx.float32), 1.2)

@@ -55,7 +55,7 @@ def as_on_cuda(monkeypatch, machine) -> set[str]:
         return call(self, *arrays, execute=machine.run)
 
     monkeypatch.setattr(Passes, "__call__", noted)
-    monkeypatch.setattr(Passes, "proven", lambda self, *kinds, others=(): True)
+    monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
     for module in (silu, norms, conv, gating):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")

@@ -19,24 +19,24 @@ _GROUPS, _BARRIER_BYTES = 4, 16
 # The rows, columns and depth of a block's tile, and how many groups divide its columns among them.
 _WIDE, _FLAT, _NARROW = (128, 128, 64, 2), (64, 128, 32, 2), (64, 16, 128, 1)
 _GRADIENT_WIDE, _GRADIENT_LOW, _GRADIENT_NARROW = (128, 128, 64, 2), (16, 128, 64, 4), (128, 16, 64, 1)
-Cut = tuple[int, int, int, int]
+TileShape = tuple[int, int, int, int]
 
 
-def takes(dtype: mx.Dtype, *sizes: int) -> bool:
+def supports(dtype: mx.Dtype, *sizes: int) -> bool:
     """Whether the kernels can compute such products: in bf16 on Hopper or newer, with all sizes multiples of 8."""
     if backend.device() != "cuda" or nvidia.generation() < nvidia.HOPPER:
         return False
     return dtype == mx.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
-def product_cut(inputs: int, outputs: int) -> Cut:
+def product_tile(inputs: int, outputs: int) -> TileShape:
     """Choose the tile of a product: narrow for a LoRA factor A with its few outputs, flat for B with its few inputs."""
     if outputs <= _NARROW[1]:
         return _NARROW
     return _FLAT if inputs <= _FLAT[2] else _WIDE
 
 
-def gradient_cut(height: int, width: int) -> Cut:
+def gradient_tile(height: int, width: int) -> TileShape:
     """Choose the tile of a gradient [E, height, width]."""
     if height <= _GRADIENT_LOW[0]:
         return _GRADIENT_LOW
@@ -61,8 +61,8 @@ def product(
         scale: one fp32 number.
         onto: [R, N] of the rows' dtype, or None.
     """
-    cut = product_cut(rows.shape[1], weight.shape[1 if transpose else 2])
-    return product_launch(rows, weight, ends, transpose, scale, onto, cut).run()[0]
+    tile = product_tile(rows.shape[1], weight.shape[1 if transpose else 2])
+    return product_launch(rows, weight, ends, transpose, scale, onto, tile).run()[0]
 
 
 def gradient(
@@ -79,7 +79,7 @@ def gradient(
         ends: [E] int32, for each expert the index after its last row.
         scale: one fp32 number.
     """
-    return gradient_launch(total, left, right, ends, scale, gradient_cut(left.shape[1], right.shape[1])).run()[0]
+    return gradient_launch(total, left, right, ends, scale, gradient_tile(left.shape[1], right.shape[1])).run()[0]
 
 
 def product_launch(
@@ -89,10 +89,10 @@ def product_launch(
     transpose: bool,
     scale: mx.array | float,
     onto: mx.array | None,
-    cut: Cut,
+    tile: TileShape,
 ) -> Launch:
     """Describe the launch of `product` with a given tile."""
-    tall, wide, deep, _ = cut
+    tall, wide, deep, _ = tile
     outputs = weight.shape[1 if transpose else 2]
     inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": _numbers(scale)}
     if onto is not None:
@@ -102,7 +102,7 @@ def product_launch(
         memory="ExpertProductMemory",
         inputs=inputs,
         outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
-        values=_values(rows.dtype, cut) | {"TRANSPOSED": transpose, "ADDED": onto is not None},
+        values=_values(rows.dtype, tile) | {"TRANSPOSED": transpose, "ADDED": onto is not None},
         order=(*_ORDER, "TRANSPOSED", "ADDED"),
         memory_order=("In", "ROWS", "COLUMNS", "DEPTH", "TRANSPOSED"),
         # kernels/expert_product.h numbers the tiles of rows so that there may be this many.
@@ -115,10 +115,10 @@ def product_launch(
 
 
 def gradient_launch(
-    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, cut: Cut
+    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, tile: TileShape
 ) -> Launch:
     """Describe the launch of `gradient` with a given tile."""
-    tall, wide, deep, _ = cut
+    tall, wide, deep, _ = tile
     experts, height, width = ends.size, left.shape[1], right.shape[1]
     inputs = {"left_rows": left, "right_rows": right, "ends": ends, "scale": _numbers(scale)}
     if total is not None:
@@ -128,7 +128,7 @@ def gradient_launch(
         memory="ExpertGradientMemory",
         inputs=inputs,
         outputs={"out": ((experts, height, width), mx.float32)},
-        values=_values(left.dtype, cut) | {"ADDED": total is not None},
+        values=_values(left.dtype, tile) | {"ADDED": total is not None},
         order=(*_ORDER, "ADDED"),
         memory_order=("In", "ROWS", "COLUMNS", "DEPTH"),
         blocks=(-(-width // wide), -(-height // tall), experts),
@@ -142,8 +142,8 @@ def gradient_launch(
 _ORDER = ("In", "ROWS", "COLUMNS", "DEPTH", "GROUPS", "ACROSS")
 
 
-def _values(dtype: mx.Dtype, cut: Cut) -> dict[str, int | bool | mx.Dtype]:
-    return dict(zip(_ORDER, (dtype, *cut[:3], _GROUPS, cut[3]), strict=True))
+def _values(dtype: mx.Dtype, tile: TileShape) -> dict[str, int | bool | mx.Dtype]:
+    return dict(zip(_ORDER, (dtype, *tile[:3], _GROUPS, tile[3]), strict=True))
 
 
 @lru_cache

@@ -112,7 +112,7 @@ class Projection:
     def _adapter_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
         """The dtype of the adapter's products: that of the rows where tensor cores compute them, and fp32 elsewhere."""
         assert self.lora_a is not None
-        return dtype if grouped.takes(dtype, *self.lora_a.shape[1:], self.outputs) else mx.float32
+        return dtype if grouped.supports(dtype, *self.lora_a.shape[1:], self.outputs) else mx.float32
 
     def _mask(self, shape: tuple[int, ...], chunk_number: int) -> mx.array:
         assert self.key is not None
@@ -215,7 +215,7 @@ def product(
     """
     weight = weight.astype(rows.dtype)
     one_dtype = onto is None or onto.dtype == rows.dtype
-    if chunk.ends is not None and one_dtype and product_trial.on_product(rows, weight, transpose, onto is not None):
+    if chunk.ends is not None and one_dtype and product_trial.product_serves(rows, weight, transpose, onto is not None):
         onto_rows = None if onto is None else onto.squeeze(1)
         factor = 1.0 if scale is None else scale
         y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows)

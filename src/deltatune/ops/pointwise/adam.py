@@ -41,7 +41,7 @@ class AdamStep:
             None for other optimizers than MLX's Adam and AdamW, and where the kernel is not to be used.
         """
         kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW)
-        if backend.device() != "cuda" or type(optimizer) not in kinds or not _proven():
+        if backend.device() != "cuda" or type(optimizer) not in kinds or not _passes_trial():
             return None
         return _step(optimizer, scale, healthy, Pass.run)
 
@@ -72,7 +72,7 @@ def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Ex
 
 
 @cache
-def _proven(execute: Execute = Pass.run) -> bool:
+def _passes_trial(execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         shape = (3, 131)
         parameter, gradient, m, v = trial.random_arrays([(shape, mx.float32)] * 4)

@@ -63,7 +63,7 @@ def serves(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, largest
         return False
     heads = a.shape[-1]
     kinds = [((12 * heads,), a.dtype)] * 2 + [(x.shape, x.dtype) for x in (A_log, dt_bias)]
-    return _passes(heads, float(largest_beta)).proven(*kinds)
+    return _passes(heads, float(largest_beta)).passes_trial(*kinds)
 
 
 def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float | None = None) -> mx.array:

@@ -27,7 +27,7 @@ def end_to_end(arrays: Sequence[mx.array], *, execute: Execute | None = None) ->
     """
     dtypes = {array.dtype for array in arrays}
     if execute is None:
-        if backend.device() != "cuda" or len(arrays) == 1 or len(dtypes) > 1 or not _proven(*dtypes):
+        if backend.device() != "cuda" or len(arrays) == 1 or len(dtypes) > 1 or not _passes_trial(*dtypes):
             return mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
         execute = Pass.run
     parts = [_joined(arrays[start : start + MOST], execute) for start in range(0, len(arrays), MOST)]
@@ -42,7 +42,7 @@ def _joined(arrays: Sequence[mx.array], execute: Execute) -> mx.array:
 
 
 @cache
-def _proven(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
+def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         arrays = [mx.arange(start, start + size).astype(dtype) for start, size in ((0, 130), (7, 1), (40, 33))]
         found = end_to_end(arrays, execute=execute)

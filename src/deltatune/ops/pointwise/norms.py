@@ -70,7 +70,9 @@ def covers(x: mx.array, *others: mx.array) -> bool:
 
 def norm_serves(x: mx.array, factor: float, eps: float) -> bool:
     """Whether `norm` is to be used: the kernels cover x, are faster, and were found right on this machine."""
-    return x.size >= LEAST and covers(x) and _norm(_width(x), float(factor), float(eps)).proven(((96, 8), x.dtype))
+    return (
+        x.size >= LEAST and covers(x) and _norm(_width(x), float(factor), float(eps)).passes_trial(((96, 8), x.dtype))
+    )
 
 
 def gated_norm_serves(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> bool:
@@ -78,7 +80,7 @@ def gated_norm_serves(x: mx.array, weight: mx.array, gate: mx.array, eps: float)
     return (
         x.size >= LEAST
         and covers(x, gate)
-        and _gated(_width(x), float(eps)).proven(*[((96, 8), x.dtype)] * 2, (weight.shape, weight.dtype))
+        and _gated(_width(x), float(eps)).passes_trial(*[((96, 8), x.dtype)] * 2, (weight.shape, weight.dtype))
     )
 
 

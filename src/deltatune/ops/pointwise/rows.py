@@ -74,7 +74,7 @@ def serves(x: mx.array, rows: int) -> bool:
     """Whether the kernels are to be used for so many rows of x: they cover them, are faster, and were found right."""
     if backend.device() != "cuda":
         return False
-    return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and _proven(x.dtype)
+    return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and _passes_trial(x.dtype)
 
 
 def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -> mx.array:
@@ -86,7 +86,7 @@ def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -
 
 
 @cache
-def _proven(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
+def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         (x, weights) = trial.random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
         order = mx.argsort(mx.random.normal((90,), key=mx.random.key(1)))
