@@ -25,6 +25,7 @@ from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).parent))
 import vision
+from other_models import other_model  # noqa: F401  (a fixture)
 
 VOCABULARY = 320
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
