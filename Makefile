@@ -23,8 +23,8 @@ test: env
 	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --durations 15
 
 lint: env
-	$(PYTHON) -m ruff check src tests benchmarks scripts
-	$(PYTHON) -m ruff format --check src tests benchmarks scripts
+	$(PYTHON) -m ruff check src tests benchmarks scripts examples
+	$(PYTHON) -m ruff format --check src tests benchmarks scripts examples
 	$(PYTHON) -m mypy
 
 oracle: env
