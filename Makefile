@@ -1,4 +1,4 @@
-.PHONY: help env demo test lint oracle compat clean
+.PHONY: help env demo test coverage lint docs oracle compat clean
 PYTHON := .venv/bin/python
 
 help:
@@ -6,6 +6,8 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make env     only the virtual environment, in .venv"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    build the documentation as a site, in site/ (installs MkDocs)"
+	@echo "make coverage  run the tests and print which lines and branches they reach"
 	@echo "make oracle  compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat  try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
 
@@ -27,6 +29,10 @@ lint: env
 	$(PYTHON) -m ruff format --check src tests benchmarks scripts examples
 	$(PYTHON) -m mypy
 
+docs: env
+	scripts/make_env docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
+
 oracle: env
 	scripts/make_env oracle
 	$(PYTHON) -m pytest -m oracle
@@ -35,4 +41,4 @@ compat: env
 	$(PYTHON) scripts/compat
 
 clean:
-	rm -rf .venv .compat build dist src/*.egg-info
+	rm -rf .venv .compat build dist site src/*.egg-info

@@ -11,6 +11,11 @@ from results import Result, Test
 
 # File of tests -> a heading, and what its tests compare.
 _SECTIONS = {
+    "test_controls": (
+        "What upstream does alone",
+        "Without the patches a training step is what the records say of that version: a loop over tokens or a scan, "
+        "and a gradient of the chosen experts that MLX refuses or gives. With them it is neither a loop nor refused.",
+    ),
     "test_training": (
         "Five steps of `deltatune train`",
         "Each run is repeated with the naive operator; every loss agrees within 1e-4.",
@@ -30,19 +35,13 @@ _SECTIONS = {
         "words. Unpatched, a forgotten `model.train()` is refused; patched, the gradient is the naive operator's.",
     ),
 }
-_IN_FULL = (
-    "test_controls",
-    "What upstream does alone",
-    "Whether MLX refuses the gradient of the chosen experts without the patches. With them it never does.",
-)
 
 
 def page(results: list[Result]) -> str:
     """The whole page."""
     parts = [_head(), _overview(results)]
     parts += [_section(file, *words, results) for file, words in _SECTIONS.items()]
-    parts += [_full_section(*_IN_FULL, results), _failures(results)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, _failures(results)]) + "\n"
 
 
 def skips(results: list[Result]) -> list[str]:
@@ -86,35 +85,6 @@ def _section(file: str, title: str, text: str, results: list[Result]) -> str:
     errors = [float(part[6:]) for test in passed for part in test.detail.split("; ") if part.startswith("error ")]
     largest = f" Largest error: {max(errors):.0e}." if errors else ""
     return f"## {title}\n\n" + _filled(f"{text} Passed: {len(passed)} of {len(found)}.{largest}")
-
-
-def _full_section(file: str, title: str, text: str, results: list[Result]) -> str:
-    found = [
-        {test.name: test for test in _tests(result) if test.file == file and not test.detail.startswith("nodes")}
-        for result in results
-    ]
-    rows = [_row(["model", "unpatched"]), "|---|---|"]
-    for name in dict.fromkeys(name for tests in found for name in tests):
-        what, bracket, case = name.removeprefix("test_").partition("[")
-        shown = what.replace("_", " ") + (f": {case.removesuffix(']')}" if bracket else "")
-        rows.append(_row([shown, _by_set([_cell(tests.get(name)) for tests in found])]))
-    return f"## {title}\n\n{_filled(text)}\n\n" + "\n".join(rows)
-
-
-def _cell(test: Test | None) -> str:
-    if test is None:
-        return "not run"
-    return test.detail.removeprefix("unpatched ") if test.outcome == "passed" else test.outcome.upper()
-
-
-def _by_set(cells: list[str]) -> str:
-    """One cell where all sets agree, else each result with its sets."""
-    numbers: dict[str, list[int]] = {}
-    for number, cell in enumerate(cells, 1):
-        numbers.setdefault(cell, []).append(number)
-    if len(numbers) == 1:
-        return cells[0]
-    return "; ".join(f"{cell} ({_sets(which)})" for cell, which in numbers.items())
 
 
 def _sets(numbers: list[int]) -> str:

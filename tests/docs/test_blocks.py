@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 import deltatune
-from deltatune import config, environment
-from deltatune.cli import config_from
+from deltatune import config
+from deltatune.commands.flags import config_from
 from deltatune.demo.assets import MODEL
+from deltatune.machine import environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import DOCS, READ, ROOT, blocks
@@ -36,8 +37,8 @@ def commands():
 def test_commands_are_those_of_the_parser(page, line):
     words = shlex.split(line.replace("\n", " "), comments=True)
     command = docs_pages.commands()[words[0]]
-    if len(words) == 1:
-        return  # The command's name alone.
+    if words[1:] in ([], ["--help"]):
+        return
     for action in command._actions:
         action.required = False  # A sentence may name a flag without what the command needs besides.
     arguments = command.parse_args(words[1:])
