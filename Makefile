@@ -29,6 +29,10 @@ lint: env
 	$(PYTHON) -m ruff format --check src tests benchmarks scripts examples
 	$(PYTHON) -m mypy
 
+# Tracing makes the tests half as long again, so this is not part of `make test`.
+coverage: env
+	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --cov --cov-report=term
+
 docs: env
 	scripts/make_env docs
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build

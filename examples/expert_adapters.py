@@ -14,6 +14,7 @@ from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, load, l
 from deltatune.demo.assets import MODEL  # A tiny mixture of 16 experts a layer. Put your own model here.
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 OUTPUT = Path("example-out/expert_adapters")
 LINES = [
@@ -51,15 +52,14 @@ def main() -> None:
     report = convert_to_lora(loaded.model, config.lora_parameters, num_layers=config.num_layers)
     print("Adapted:", *report.converted, sep="\n  ")
 
+    before = dict(tree_flatten(loaded.model.trainable_parameters()))
     splits = load_datasets(config, loaded.tokenizer)
     Trainer(loaded.model, loaded.tokenizer, config, splits).run()
 
-    # B starts at zero, so an expert whose B is still zero has never been touched.
-    adapter = mx.load(str(OUTPUT / "adapters" / "adapters.safetensors"))
-    for name, b in adapter.items():
-        if name.endswith("lora_b"):
-            moved = (mx.abs(b).max(axis=(1, 2)) > 0).sum().item()
-            print(f"{name}: {moved} of {len(b)} experts moved")
+    # The first axis of every expert adapter counts the experts.
+    for name, now in tree_flatten(loaded.model.trainable_parameters()):
+        moved = mx.any(now != before[name], axis=(1, 2)).sum().item()
+        print(f"{name}: {moved} of {len(now)} experts moved")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_loop_of_ones_own_learns_under_the_patches(tmp_path):
     printed = run_script(tmp_path, "your_own_loop")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 5
-    assert losses == sorted(losses, reverse=True)
+    assert all(later < earlier for earlier, later in pairwise(losses))
     assert "gated_delta_update" in printed
 
 
@@ -70,7 +71,7 @@ def test_packed_documents_stay_apart(tmp_path):
 def test_experts_without_tokens_stay_as_they_are(tmp_path):
     printed = run_script(tmp_path, "expert_adapters")
     moved = [int(count) for count in re.findall(r"(\d+) of 16 experts moved", printed)]
-    assert len(moved) == 3
+    assert len(moved) == 6
     assert all(0 < count < 16 for count in moved)
 
 
@@ -78,7 +79,7 @@ def test_images_train_and_the_adapter_answers(tmp_path):
     pytest.importorskip("mlx_vlm")
     printed = run_script(tmp_path, "images")
     losses = [float(loss) for loss in re.findall(r"train loss ([\d.]+)", printed)]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] / 2
     assert re.search(r"\d+ generated at", printed)
 
 
