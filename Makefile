@@ -1,4 +1,4 @@
-.PHONY: help env demo test coverage lint docs oracle compat clean
+.PHONY: help env demo test coverage lint tree docs oracle compat clean
 PYTHON := .venv/bin/python
 
 help:
@@ -6,6 +6,7 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make env     only the virtual environment, in .venv"
 	@echo "make lint    ruff and mypy"
+	@echo "make tree    print which group of files imports which"
 	@echo "make docs    build the documentation as a site, in site/ (installs MkDocs)"
 	@echo "make coverage  run the tests and print which lines and branches they reach"
 	@echo "make oracle  compare training with transformers + PEFT, live (installs PyTorch)"
@@ -28,6 +29,9 @@ lint: env
 	$(PYTHON) -m ruff check src tests benchmarks scripts examples
 	$(PYTHON) -m ruff format --check src tests benchmarks scripts examples
 	$(PYTHON) -m mypy
+
+tree: env
+	$(PYTHON) scripts/tree.py
 
 # Tracing makes the tests half as long again, so this is not part of `make test`.
 coverage: env
