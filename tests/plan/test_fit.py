@@ -81,7 +81,7 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
     assert mx.get_active_memory() - active < 1 << 16
 
 
-@pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/plan.md)")
+@pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
 def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
     layout = ArrayLayout.measured()
     model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(num_layers=-1)

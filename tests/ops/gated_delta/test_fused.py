@@ -29,7 +29,7 @@ CASES = {
     "beta 2": MODEL | {"gates": "open", "beta": 2.0, "bound": OVERSHOOTING},
     "odd": ODD,
 }
-# What an H200 misses of 2 x 1.7e-3, which is asked (docs/kernels.md).
+# What an H200 misses of 2 x 1.7e-3, which is asked (docs/figures.md).
 MISSED = {("beta 2", "log_g"): 3.5e-3}
 
 

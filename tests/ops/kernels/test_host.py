@@ -93,7 +93,7 @@ SUMS = {
     "heads of 128, one key": CASES["one key"] | LONG,
     "heads of 128, near keys": CASES["near keys, beta 1.9"] | LONG,
 }
-# Keys wider than 128 have one bit of a state beside its bf16, not two: a miss (docs/kernels.md), held to what it is.
+# Keys wider than 128 have one bit of a state beside its bf16, not two: a miss (docs/figures.md), held to what it is.
 SUMS |= {"wide keys": CASES["near keys, beta 1.9"] | {"key_size": 160, "value_size": 24, "length": 130}}
 MISSED = {("wide keys", "log_g"): 6e-3}
 
