@@ -22,7 +22,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cpu", "metal", "cuda"), ("fused", "chunk")))
-    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setattr(choice, "_announced", set())
     verdict.forget()
     yield
     verdict.forget()
@@ -143,7 +143,7 @@ def test_a_verdict_is_kept_for_the_next_process(monkeypatch, tmp_path):
     assert all(kept["machine"][what] for what in ("mlx", "text", "device"))
 
     verdict.forget()
-    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setattr(choice, "_announced", set())
     with pytest.warns(ImplementationWarning, match="dbeta by 1.0e\\+00"):
         assert choose(call())[0] == "chunk"
     assert wrong.calls == 1
@@ -168,7 +168,7 @@ def test_a_damaged_verdict_is_measured_again(text, monkeypatch, tmp_path):
     assert json.loads(file.read_text())["verdict"]["implementation"] == "fused"
 
 
-def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path, caplog):
+def test_a_cache_that_cannot_be_written_is_announced(monkeypatch, tmp_path, caplog):
     (tmp_path / "verdicts").write_text("in the way")
     stand_in(Wrong(), monkeypatch)
     assert choose(call())[0] == "fused"
@@ -227,7 +227,10 @@ def test_what_the_kernels_do_not_cover_goes_to_chunk_by_name(monkeypatch, caplog
     monkeypatch.setattr(backend, "_GATED_DELTA", {"cuda": ("fused", "chunk")})
     with caplog.at_level("INFO", logger=choice.__name__):
         assert choose(two_dtypes())[0] == "chunk"
-    assert "fused does not cover it: q, k and v are mlx.core.float32, mlx.core.float32 and mlx.core.bfl" in caplog.text
+    assert (
+        "fused does not support this call: q, k and v are mlx.core.float32, mlx.core.float32 and mlx.core.bfl"
+        in caplog.text
+    )
 
 
 def test_forced_and_uncovered_is_an_error(monkeypatch):

@@ -63,7 +63,7 @@ def test_forced_implementation_is_the_one_that_runs(forced, monkeypatch):
 
 
 def test_choice_is_announced_once(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setattr(choice, "_announced", set())
     with caplog.at_level(logging.INFO, logger=choice.__name__):
         gated_delta(**arguments())
         gated_delta(**arguments())

@@ -121,7 +121,7 @@ TAILS = {
     "the tail of another tile": ("lane)[m * Bits + i] <<", "lane)[(m ^ 1) * Bits + i] <<"),
     "a tail without its sign": ("^ (1 << Bits >> 1)", "^ 0"),
     "pairs less the diagonal": ("if (r >= i % 16) pairs", "if (r > i % 16) pairs"),
-    "pairs of one tile alone": ("pairs += on_columns", "pairs += 0.0f * on_columns"),
+    "pairs of one tile alone": ("pairs += column_sums", "pairs += 0.0f * column_sums"),
 }
 
 
@@ -138,19 +138,19 @@ def test_what_the_gates_gradient_alone_shows(name, host_module, host_folder, on_
 
 
 def test_a_state_in_fp32_that_is_rounded_at_every_product(host_module, host_folder, on_host, norms, table):
-    old = "apart = !CHANNEL && sizeof(In) == 4"
+    old = "add_separately = !CHANNEL && sizeof(In) == 4"
     text = header("metal")
     assert old in text, "the text has changed: plant this defect elsewhere"
-    wrong = host_module.HostMachine(host_folder, text.replace(old, "apart = false"))
+    wrong = host_module.HostMachine(host_folder, text.replace(old, "add_separately = false"))
     sizes = {"batch": 1, "length": 300, "repeats": 1, "key_size": 128, "value_size": 128}
     found = norms(*on_host(wrong, table.Case("planted", **sizes, gates="open"), mx.float32))
     assert min(found["state"], found["initial_state"]) > FUSED_STATE_NORM
 
 
 def test_blocks_too_large_for_a_mac(machine, on_host, host_module, table, monkeypatch):
-    from deltatune.ops.gated_delta import fused
+    from deltatune.ops.gated_delta import tiling
 
-    monkeypatch.setattr(fused, "METAL_BYTES", 64 * 1024)
+    monkeypatch.setattr(tiling, "METAL_BYTES", 64 * 1024)
     case = table.Case("large", batch=1, length=20, repeats=1, key_size=256, value_size=32)
     with pytest.raises(host_module.HostError, match="over 32768 bytes of threadgroup memory"):
         on_host(machine, case, mx.float32)

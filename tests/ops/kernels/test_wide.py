@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from deltatune.ops.gated_delta.fused_op import plan_on
+from deltatune.ops.gated_delta.fused_op import tiling_of
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bound
 from deltatune.ops.kernels.launch import header
 
@@ -48,7 +48,7 @@ def test_no_two_lanes_race(per_channel, watching, on_host, errors, table):
     assert max(found.values()) <= fused_bound(case.bound, "float32"), found
 
 
-BETWEEN_SPANS = "if (FAR && m > 0) {\n        barrier();"
+BETWEEN_SPANS = "if (UNSTAGED && m > 0) {\n        barrier();"
 
 
 def test_a_removed_barrier_between_spans(watching, host_module, host_folder, on_host, table):
@@ -68,11 +68,11 @@ def test_a_removed_barrier_between_spans(watching, host_module, host_folder, on_
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("machine_name", ["metal", "cuda"])
 @pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
-def test_every_size_up_to_256_has_a_plan(machine_name, dtype, per_channel):
+def test_every_size_up_to_256_has_a_tiling(machine_name, dtype, per_channel):
     options = {"masked": True, "segmented": True, "per_channel": per_channel}
     for key_size in (4, 7, *range(16, 257, 16), 200, 250):
         for value_size in (4, 16, 100, 128, 192, 256):
             shape = (2, 100, 2, 4, key_size, value_size)
-            plan = plan_on(machine_name, shape, FLOATS[dtype], **options)
-            assert plan is not None, shape
-            assert plan.far <= (machine_name == "metal")
+            tiling = tiling_of(machine_name, shape, FLOATS[dtype], **options)
+            assert tiling is not None, shape
+            assert tiling.unstaged <= (machine_name == "metal")

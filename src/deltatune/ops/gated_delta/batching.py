@@ -1,4 +1,7 @@
-"""A vmap rule for functions that already have a batch axis: the mapped axis is folded into it."""
+"""A vmap rule for functions that already have a batch axis: the mapped axis is folded into that axis.
+
+chunk.py gives it to mx.custom_function, which has no rule of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,16 @@ import mlx.core as mx
 def over_batch(
     function: Callable[..., Sequence[mx.array]], batch_in: Sequence[int], batch_out: Sequence[int]
 ) -> Callable[..., tuple[list[mx.array], list[int]]]:
-    """The rule for `function`, whose n-th input and output have their batch at axis batch_in[n] and batch_out[n]."""
+    """Return the vmap rule of `function`.
+
+    Args:
+        function: Takes and returns arrays that each have a batch axis.
+        batch_in: The position of the batch axis in each input.
+        batch_out: The position of the batch axis in each output.
+
+    Returns:
+        A rule as `mx.custom_function.vmap` expects it: (inputs, mapped axes) -> (outputs, mapped axes).
+    """
 
     def rule(inputs: Sequence[mx.array], axes: Sequence[int | None]) -> tuple[list[mx.array], list[int]]:
         mapped = next(x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None)
@@ -23,7 +35,7 @@ def over_batch(
 
 
 def _fold(x: mx.array, axis: int | None, batch: int, mapped: int) -> mx.array:
-    """Merge the mapped axis, or `mapped` copies where there is none, into the batch axis."""
+    """Merge the mapped axis into the batch axis. An array that is not mapped is repeated `mapped` times."""
     if axis is None:
         shape = (*x.shape[:batch], mapped, *x.shape[batch:])
         x = mx.broadcast_to(mx.expand_dims(x, batch), shape)

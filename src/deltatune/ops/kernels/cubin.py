@@ -31,7 +31,7 @@ Constants = Sequence[tuple[str, int | bool | mx.Dtype]]
 
 # Compared by identity: launch.py makes one for each text.
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class CubinKernel:
     """The text between the braces of a kernel, which may read an input's shape as NAME_shape, and what goes before it.
 
     Called as mx.fast.cuda_kernel's kernels are.
@@ -92,12 +92,12 @@ def _constant(name: str, value: int | bool | mx.Dtype) -> str:
 
 
 @cache
-def _shaped(kernel: Kernel) -> tuple[bool, ...]:
+def _shaped(kernel: CubinKernel) -> tuple[bool, ...]:
     return tuple(f"{name}_shape" in kernel.source for name in kernel.inputs)
 
 
 @cache
-def _built(kernel: Kernel, *kind: tuple) -> bytes:
+def _built(kernel: CubinKernel, *kind: tuple) -> bytes:
     return code_of(kernel.name, kernel.text(*kind))
 
 

@@ -136,7 +136,7 @@ def kernel_of(
     """The kernel of `source`, which calls a body of the files `bodies` and has `size` bytes of shared memory."""
     text = header(machine, bodies)
     if machine == "cuda":
-        return cubin.Kernel(name, inputs, outputs, source, text, size)
+        return cubin.CubinKernel(name, inputs, outputs, source, text, size)
     # MLX knows within a process what it built by this name.
     name = f"{name}_{crc32((text + source).encode()):08x}"
     return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)
