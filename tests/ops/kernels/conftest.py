@@ -19,6 +19,7 @@ import pytest
 
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
+from deltatune.ops.gated_delta.tolerances import fused_bound
 
 HERE = Path(__file__).parent
 
@@ -63,7 +64,7 @@ def watching(host_folder: Path):
 
 
 @pytest.fixture(scope="session")
-def roomy(host_folder: Path):
+def nvidia_sized(host_folder: Path):
     """Host machines with an NVIDIA GPU's memory per block, by whether they watch for races."""
     return {watch: host.HostMachine(host_folder, watch=watch, bytes=NVIDIA_BYTES) for watch in (False, True)}
 
@@ -75,7 +76,7 @@ def host_module() -> ModuleType:
 
 @pytest.fixture
 def table() -> ModuleType:
-    """The table of tolerances and the kinds of cases."""
+    """The module of cases, tests/ops/gated_delta/cases.py."""
     return cases
 
 
@@ -102,7 +103,7 @@ def on_host() -> Callable:
         def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
             if by is not None:
                 return by(*arrays[:-1], initial_state=arrays[-1], **constants)
-            execution = {"tiling": metal_tiling(**tiling), "execute": partial(machine.run, seed=lanes)}
+            execution = {"tiling_of_call": metal_tiling(**tiling), "execute": partial(machine.run, seed=lanes)}
             return gated_delta_fused(*arrays[:-1], initial_state=arrays[-1], **execution, **constants)
 
         outputs, gradients = mx.vjp(call, [mx.array(inputs[name]) for name in oracle.INPUTS], [dy, mx.array(dstate)])
@@ -110,6 +111,19 @@ def on_host() -> Callable:
         exact = inputs | {name: _wide(inputs[name]) for name in ("q", "k", "v")}
         truth = oracle.recurrence(exact, _wide(dy), dstate)
         return dict(zip(names, [*outputs, *gradients], strict=True)), truth
+
+    return run
+
+
+@pytest.fixture
+def check(on_host, errors) -> Callable:
+    """Return check(machine, case, dtype, **options): run `on_host` and compare every result with the case's bound."""
+
+    def run(machine, case, dtype: str, **options) -> tuple[dict, dict]:
+        results = on_host(machine, case, getattr(mx, dtype), **options)
+        relative = errors(*results)
+        assert max(relative.values()) <= fused_bound(case.bound, dtype), (case.name, relative)
+        return results
 
     return run
 

@@ -67,7 +67,7 @@ def gradients(function: Callable[..., Any], *arrays: mx.array) -> None:
 def gated_delta(dtype: mx.Dtype, per_channel: bool) -> None:
     q, k, v = (mx.zeros((1, 70, heads, 128), dtype) for heads in (1, 1, 2))
     log_g, beta = mx.zeros(v.shape if per_channel else v.shape[:3]), mx.zeros(v.shape[:3])
-    gradients(lambda *arrays: gated_delta_fused(*arrays, tiling=tiling_on("cuda")), q, k, v, log_g, beta)
+    gradients(lambda *arrays: gated_delta_fused(*arrays, tiling_of_call=tiling_on("cuda")), q, k, v, log_g, beta)
 
 
 def passes(dtype: mx.Dtype) -> None:

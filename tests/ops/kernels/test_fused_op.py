@@ -34,7 +34,7 @@ def on_machine(machine):
         launched.append(launch.name)
         return machine.run(launch)
 
-    function = partial(gated_delta_fused, tiling=tiling_on("metal"), execute=execute)
+    function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"), execute=execute)
     return function, launched
 
 
@@ -150,7 +150,7 @@ def test_refuses_vmap_by_name(mapped, around):
     arrays |= {name: mx.stack([arrays[name]] * 3) for name in mapped}
 
     def loss(*given):
-        function = partial(gated_delta_fused, tiling=tiling_on("metal"), execute=lazily)
+        function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"), execute=lazily)
         return function(*given[:-1], mask=given[-1])[0].sum()
 
     axes = tuple(0 if name in mapped else None for name in arrays)

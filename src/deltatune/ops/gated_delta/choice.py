@@ -75,7 +75,7 @@ def _fused(call: Call) -> Candidate | str:
     def tiling_of_check(*_: object, **__: object) -> Tiling:
         return small
 
-    checked = partial(fused_op.gated_delta_fused, tiling=tiling_of_check)
+    checked = partial(fused_op.gated_delta_fused, tiling_of_call=tiling_of_check)
     return Candidate(fused_op.gated_delta_fused, call.shape_class(repr(small)), checked)
 
 

@@ -13,10 +13,10 @@ from typing import cast
 import mlx.core as mx
 
 from . import channel, scalar
-from .batching import over_batch
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
 from .gates import effective_gates
 from .group import Group
+from .transforms import over_batch, refuse_second_derivative
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -65,14 +65,8 @@ def _differentiable(chunking: Chunking) -> _Function:
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
         return call_backward(*primals[:5], *cotangents[:2], *outputs[2:])
 
-    def refuse(*_: object) -> None:
-        raise NotImplementedError(
-            "gated_delta has no second derivative: its backward pass is written by hand. "
-            "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
-        )
-
     forward.vjp(vjp)
-    backward.vjp(refuse)
+    backward.vjp(refuse_second_derivative)
     forward.vmap(over_batch(call_forward, [0] * 6, [0, 0, *batch_of_states]))
     backward.vmap(over_batch(call_backward, [0] * 7 + batch_of_states, [0] * 6))
     return call_forward

@@ -13,10 +13,11 @@ from ..kernels.launch import Launch
 from . import fused, fused_channel
 from .fused import KernelInputs
 from .tiling import Shape, Tiling, choose_channel_tiling, choose_tiling
+from .transforms import refuse_second_derivative
 
 Execute = Callable[[Launch], list[mx.array]]
 # (shape, dtype, masked=, segmented=, per_channel=) -> the tiling of a call, None where no kernel supports it.
-ChooseTiling = Callable[..., Tiling | None]
+TilingOfCall = Callable[..., Tiling | None]
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
 
@@ -36,27 +37,27 @@ def gated_delta_fused(
     initial_state: mx.array | None = None,
     mask: mx.array | None = None,
     segments: mx.array | None = None,
-    tiling: ChooseTiling | None = None,
+    tiling_of_call: TilingOfCall | None = None,
     execute: Execute = Launch.run,
 ) -> tuple[mx.array, mx.array]:
     """Run the fused kernels: two launches forward and two backward. Arguments and results are those of `gated_delta`.
 
     Args:
-        tiling: Chooses the tiling of a call, as `tiling_on` does for a machine. The default is that of MLX's device.
+        tiling_of_call: Chooses how a call is divided, as `tiling_on` does for a machine; by default MLX's device.
         execute: Runs a launch. The default runs it on MLX's device.
 
     Raises:
         ValueError: The kernels do not support the call (the message is that of `unsupported`), or mx.vmap maps it.
         NotImplementedError: A second derivative is taken.
     """
-    tiling = tiling or tiling_on(backend.device())
+    tiling_of_call = tiling_of_call or tiling_on(backend.device())
     options = {"masked": mask is not None, "segmented": segments is not None, "per_channel": log_g.ndim == 4}
-    reason = unsupported(q, k, v, tiling(shape_of(k, v), q.dtype, **options))
+    reason = unsupported(q, k, v, tiling_of_call(shape_of(k, v), q.dtype, **options))
     if reason:
         raise ValueError(f"gated_delta: the fused kernels do not support this call: {reason}.")
     constants = [mask] if mask is not None else []
     constants += [segments.astype(mx.int32)] if segments is not None else []
-    forward = _differentiable(tiling, execute, stateful=initial_state is not None, **options)
+    forward = _differentiable(tiling_of_call, execute, stateful=initial_state is not None, **options)
     floats = [x.astype(mx.float32) for x in (log_g, beta, initial_state) if x is not None]
     arrays = _refuse_vmap()(q, k, v, *floats, *map(mx.stop_gradient, constants))
     y, state, *_ = forward(*arrays)
@@ -80,7 +81,7 @@ def _refuse_vmap() -> _Function:
 
 
 @cache
-def tiling_on(machine: str) -> ChooseTiling:
+def tiling_on(machine: str) -> TilingOfCall:
     """Return the function that chooses tilings for `machine`, `metal` or `cuda`: the same object at every call."""
     return partial(tiling_of, machine)
 
@@ -111,7 +112,7 @@ def unsupported(q: mx.array, k: mx.array, v: mx.array, tiling: Tiling | None) ->
 
 @cache
 def _differentiable(
-    tiling_of_call: ChooseTiling, execute: Execute, stateful: bool, masked: bool, segmented: bool, per_channel: bool
+    tiling_of_call: TilingOfCall, execute: Execute, stateful: bool, masked: bool, segmented: bool, per_channel: bool
 ) -> _Function:
     """Return f(q, k, v, log_g, beta, state?, mask?, segments?) -> (y, final state, what the backward pass reads)."""
     kernels: Any = fused_channel if per_channel else fused
@@ -154,12 +155,6 @@ def _differentiable(
         gradients = call_backward(*primals, *cotangents[:2], *outputs[2:])
         return *gradients, *map(mx.zeros_like, primals[floats:])
 
-    def refuse(*_: object) -> None:
-        raise NotImplementedError(
-            "gated_delta has no second derivative: its backward pass is written by hand. "
-            "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
-        )
-
     forward.vjp(vjp)
-    backward.vjp(refuse)
+    backward.vjp(refuse_second_derivative)
     return call_forward

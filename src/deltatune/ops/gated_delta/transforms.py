@@ -1,7 +1,4 @@
-"""A vmap rule for functions that already have a batch axis: the mapped axis is folded into that axis.
-
-chunk.py gives it to mx.custom_function, which has no rule of its own.
-"""
+"""Rules for MLX's transforms of the custom functions in this folder: mx.vmap, and the gradient of a gradient."""
 
 from __future__ import annotations
 
@@ -10,10 +7,18 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 
+def refuse_second_derivative(*_: object) -> None:
+    """The vjp rule of a backward pass: raise NotImplementedError."""
+    raise NotImplementedError(
+        "gated_delta has no second derivative: its backward pass is written by hand. "
+        "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
+    )
+
+
 def over_batch(
     function: Callable[..., Sequence[mx.array]], batch_in: Sequence[int], batch_out: Sequence[int]
 ) -> Callable[..., tuple[list[mx.array], list[int]]]:
-    """Return the vmap rule of `function`.
+    """Return a vmap rule for `function`, which folds the mapped axis into its batch axis.
 
     Args:
         function: Takes and returns arrays that each have a batch axis.
