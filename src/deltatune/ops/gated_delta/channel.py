@@ -94,26 +94,27 @@ def _input_gradients(
     dstates_after: mx.array,
     dstate: mx.array,
 ) -> Gradients:
-    dr = chunks.inverse.swapaxes(-1, -2) @ ddelta
+    """Return the gradients of the group from those of its deltas and states; m is M of README.md."""
+    d_right = chunks.inverse.swapaxes(-1, -2) @ ddelta
     beta = group.beta[..., None]
-    rows = mx.stack([dy, -dr], axis=-3)
-    by_gram = rows @ delta.swapaxes(-1, -2)[..., None, :, :]
-    by_q = (dy @ states) * chunks.from_start
-    by_k = -(dr @ states) * chunks.from_start
-    by_end = (delta @ dstates_after) * chunks.to_end
+    rows = mx.stack([dy, -d_right], axis=-3)
+    m = rows @ delta.swapaxes(-1, -2)[..., None, :, :]
+    dq_from_start = (dy @ states) * chunks.from_start
+    dk_from_start = -(d_right @ states) * chunks.from_start
+    dk_to_end = (delta @ dstates_after) * chunks.to_end
 
-    by_beta = mx.stack([mx.ones_like(beta), beta], axis=-3)
-    dq, dk, dlog_g = gram_backward(chunks.qk, chunks.levels, by_gram * by_beta)
-    dq = dq + by_q
-    dk = dk + beta * by_k + by_end
+    beta_rows = mx.stack([mx.ones_like(beta), beta], axis=-3)
+    dq, dk, dlog_g = gram_backward(chunks.qk, chunks.levels, m * beta_rows)
+    dq = dq + dq_from_start
+    dk = dk + beta * dk_from_start + dk_to_end
 
     # The terms are those of scalar.py, but each channel has a sum of its own.
-    starts_k = by_k * group.k
+    starts = dk_from_start * group.k
     across = (dstates_after * states).sum(axis=-2, keepdims=True) * chunks.total
-    dlog_g = dlog_g + across + mx.cumsum(by_q * group.q + beta * starts_k, axis=-2, reverse=True)
-    dlog_g = dlog_g + mx.cumsum(by_end * group.k, axis=-2, inclusive=False)
-    pairs = (by_gram[..., 1, :, :] * chunks.gram[..., 1, :, :]).sum(axis=-1)
-    dbeta = (dr * group.v).sum(axis=-1) + starts_k.sum(axis=-1) + pairs
+    dlog_g = dlog_g + across + mx.cumsum(dq_from_start * group.q + beta * starts, axis=-2, reverse=True)
+    dlog_g = dlog_g + mx.cumsum(dk_to_end * group.k, axis=-2, inclusive=False)
+    pairs = (m[..., 1, :, :] * chunks.gram[..., 1, :, :]).sum(axis=-1)
+    dbeta = (d_right * group.v).sum(axis=-1) + starts.sum(axis=-1) + pairs
     return Gradients(
-        q=sum_over_value_heads(dq), k=sum_over_value_heads(dk), v=dr * beta, log_g=dlog_g, beta=dbeta, state=dstate
+        q=sum_over_value_heads(dq), k=sum_over_value_heads(dk), v=d_right * beta, log_g=dlog_g, beta=dbeta, state=dstate
     )

@@ -100,26 +100,27 @@ def _input_gradients(
     dstates_after: mx.array,
     dstate: mx.array,
 ) -> Gradients:
+    """Return the gradients of the group from those of its deltas and states; m and z are M and Z of README.md."""
     size = dy.shape[-2]
-    dr = chunks.inverse.swapaxes(-1, -2) @ ddelta
-    rows = mx.concatenate([dy, -dr], axis=-2)
-    by_state = rows @ states
-    by_gram = rows @ delta.swapaxes(-1, -2)
-    by_end = delta @ dstates_after
+    d_right = chunks.inverse.swapaxes(-1, -2) @ ddelta
+    rows = mx.concatenate([dy, -d_right], axis=-2)
+    z = rows @ states
+    m = rows @ delta.swapaxes(-1, -2)
+    dk_end = delta @ dstates_after
 
     beta_rows = mx.concatenate([mx.ones_like(group.beta), group.beta], axis=-1)
     start_rows = mx.concatenate([chunks.from_start, chunks.from_start], axis=-1)
-    weights = sum_over_value_heads(by_gram * chunks.decay * beta_rows[..., None])
-    dqk = mx.addmm(sum_over_value_heads(by_state * (start_rows * beta_rows)[..., None]), weights, group.k)
-    dk = mx.addmm(sum_over_value_heads(by_end * chunks.to_end[..., None]), weights.swapaxes(-1, -2), group.qk)
+    weights = sum_over_value_heads(m * chunks.decay * beta_rows[..., None])
+    dqk = mx.addmm(sum_over_value_heads(z * (start_rows * beta_rows)[..., None]), weights, group.k)
+    dk = mx.addmm(sum_over_value_heads(dk_end * chunks.to_end[..., None]), weights.swapaxes(-1, -2), group.qk)
 
     # log g receives the sum of the terms whose span contains it: from the chunk's start, to its end, across all of it,
     # and between two positions.
-    starts = (by_state * group.qk).sum(axis=-1) * start_rows
-    ends = (by_end * group.k).sum(axis=-1) * chunks.to_end
+    starts = (z * group.qk).sum(axis=-1) * start_rows
+    ends = (dk_end * group.k).sum(axis=-1) * chunks.to_end
     across = (dstates_after * states).sum(axis=-1).sum(axis=-1) * chunks.from_start[..., -1]
-    pairs = by_gram * chunks.gram
-    dbeta = (dr * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
+    pairs = m * chunks.gram
+    dbeta = (d_right * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
     starts = starts[..., :size] + group.beta * starts[..., size:]
     pairs = pairs[..., :size, :] + group.beta[..., None] * pairs[..., size:, :]
     dlog_g = mx.cumsum(starts, axis=-1, reverse=True) + mx.cumsum(ends, axis=-1, inclusive=False)
@@ -127,7 +128,7 @@ def _input_gradients(
     return Gradients(
         q=dqk[..., :size, :],
         k=dqk[..., size:, :] + dk,
-        v=dr * group.beta[..., None],
+        v=d_right * group.beta[..., None],
         log_g=dlog_g,
         beta=dbeta,
         state=dstate,

@@ -467,7 +467,7 @@ inline void put_turned(Store s, int offset, int stride, const Tile& t, int lane)
 }
 
 // Copies from device to shared memory are asynchronous. Whole blocks are copied in bulk and report to a barrier of the
-// stage that they fill. Rows are copied in pieces of 16 bytes, because a bulk copy per row would occupy one lane each.
+// stage that they fill. Rows are copied in pieces of 16 bytes: a bulk copy per row is slower, since one lane issues it.
 struct Arrival {
   unsigned barrier, bytes;
 };
