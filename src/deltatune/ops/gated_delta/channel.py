@@ -1,6 +1,6 @@
-"""The chunks of a group with a gate per key channel: the forward pass, and the backward pass of README.md, section 4.
+"""The chunks of a group with a gate per key channel: the formulas of README.md, section 4.
 
-chunk.py calls `forward` and `backward` of this module where log_g is [B, T, Hv, Dk], and those of scalar.py otherwise.
+chunk.py calls the functions of this module where log_g is [B, T, Hv, Dk], and those of scalar.py otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .across import backward_across, forward_across
 from .channel_gram import Level, decay_levels, gram, gram_backward
 from .group import Gradients, Group, sum_over_value_heads
 from .triangular import unit_lower_inverse
@@ -30,7 +29,8 @@ class _Chunks(NamedTuple):
     k_end: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
-def _without_state(group: Group) -> _Chunks:
+def without_state(group: Group) -> _Chunks:
+    """Compute everything about the chunks of a group that does not depend on a state."""
     size = group.v.shape[-2]
     qk = group.qk.reshape(*group.qk.shape[:-2], 2, size, -1)
     levels, from_start, to_end = decay_levels(mx.exp(group.log_g))
@@ -51,40 +51,20 @@ def _without_state(group: Group) -> _Chunks:
     )
 
 
-def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Run the chunks of a group.
-
-    Args:
-        group: The group's inputs.
-        state: [B, K, R, Dv, Dk] before the group.
-
-    Returns:
-        y [n, B, K, R, C, Dv], the states before each chunk [n, B, K, R, Dv, Dk], and the state after the group.
-    """
-    chunks = _without_state(group)
-    states, delta, state = forward_across(chunks.u, chunks.w, chunks.k_end, chunks.total, state)
+def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) -> mx.array:
+    """Return y [n, B, K, R, C, Dv] from the states before each chunk and the deltas."""
     y_state = (group.q * chunks.from_start) @ states.swapaxes(-1, -2)
-    return mx.addmm(y_state, chunks.gram[..., 0, :, :], delta), states, state
+    return mx.addmm(y_state, chunks.gram[..., 0, :, :], delta)
 
 
-def backward(group: Group, states: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
-    """Return the gradients of the group's inputs and of the state before it.
-
-    Args:
-        group: The group's inputs.
-        states: [n, B, K, R, Dv, Dk], the states before each chunk, which `forward` returned.
-        dy: [n, B, K, R, C, Dv].
-        dstate: [B, K, R, Dv, Dk], the gradient of the state after the group.
-    """
-    chunks = _without_state(group)
-    delta = mx.addmm(chunks.u, chunks.w, states.swapaxes(-1, -2), alpha=-1.0)
+def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
+    """Return what the deltas and the states before each chunk receive from dy [n, B, K, R, C, Dv]."""
     ddelta_y = chunks.gram[..., 0, :, :].swapaxes(-1, -2) @ dy
     dstate_y = dy.swapaxes(-1, -2) @ (group.q * chunks.from_start)
-    ddelta, dstates_after, dstate = backward_across(ddelta_y, dstate_y, chunks.w, chunks.k_end, chunks.total, dstate)
-    return _input_gradients(group, chunks, states, delta, dy, ddelta, dstates_after, dstate)
+    return ddelta_y, dstate_y
 
 
-def _input_gradients(
+def input_gradients(
     group: Group,
     chunks: _Chunks,
     states: mx.array,

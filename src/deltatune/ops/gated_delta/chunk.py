@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from . import channel, scalar
+from .across import backward_across, forward_across
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
 from .gates import effective_gates
-from .group import Group
+from .group import Gradients, Group
 from .transforms import over_batch, refuse_second_derivative
 
 _Arrays = tuple[mx.array, ...]
@@ -92,18 +93,34 @@ def _load_group(
     return Group(copied(q, k), *map(copied, (v, log_g, beta))), [copied(x) for x in further]
 
 
+def _group_forward(gates: Any, group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return y of a group, the states before its chunks, and the state after it; `gates` is scalar or channel."""
+    chunks = gates.without_state(group)
+    states, delta, state = forward_across(chunks.u, chunks.w, chunks.k_end, chunks.total, state)
+    return gates.outputs(group, chunks, states, delta), states, state
+
+
+def _group_backward(gates: Any, group: Group, states: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
+    """Return the gradients of a group and of the state before it, from those of its y and of the state after it."""
+    chunks = gates.without_state(group)
+    delta = mx.addmm(chunks.u, chunks.w, states.swapaxes(-1, -2), alpha=-1.0)
+    ddelta_y, dstate_y = gates.output_gradients(group, chunks, dy)
+    ddelta, dstates_after, dstate = backward_across(ddelta_y, dstate_y, chunks.w, chunks.k_end, chunks.total, dstate)
+    return gates.input_gradients(group, chunks, states, delta, dy, ddelta, dstates_after, dstate)
+
+
 def _forward(
     chunking: Chunking, q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array
 ) -> _Arrays:
     """Return y, the final state, and for each group the states before its chunks."""
-    gates = channel if log_g.ndim == 4 else scalar
+    gates: Any = channel if log_g.ndim == 4 else scalar
     group_state = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
     outputs = empty_chunks(v.astype(q.dtype), chunking, k.shape[2])
     saved: list[mx.array] = []
     previous = [group_state, q, k, v, log_g, beta]
     for span in chunking.groups():
         group, _ = _load_group((q, k, v, log_g, beta), span, chunking.size, previous)
-        y, states, group_state = gates.forward(group, group_state)
+        y, states, group_state = _group_forward(gates, group, group_state)
         write_group(outputs, y, span, chunking)
         saved.append(states)
         previous = [outputs, states, group_state]
@@ -122,13 +139,13 @@ def _backward(
     *saved: mx.array,
 ) -> _Arrays:
     """Return the gradients of q, k, v, log_g, beta and the initial state, in their dtypes."""
-    gates = channel if log_g.ndim == 4 else scalar
+    gates: Any = channel if log_g.ndim == 4 else scalar
     group_dstate = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
     results = [empty_chunks(x, chunking, k.shape[2]) for x in (q, k, v, log_g, beta)]
     previous = [group_dstate, q, k, v, log_g, beta, dy]
     for span, states in zip(reversed(chunking.groups()), reversed(saved), strict=True):
         group, (group_dy,) = _load_group((q, k, v, log_g, beta, dy), span, chunking.size, previous)
-        *gradients, group_dstate = gates.backward(group, states, group_dy, group_dstate)
+        *gradients, group_dstate = _group_backward(gates, group, states, group_dy, group_dstate)
         for result, gradient in zip(results, gradients, strict=True):
             write_group(result, gradient, span, chunking)
         previous = [*results, group_dstate]

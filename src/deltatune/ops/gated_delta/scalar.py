@@ -1,6 +1,6 @@
-"""The chunks of a group with one gate per head: the forward pass, and the backward pass of README.md, section 3.
+"""The chunks of a group with one gate per head: the formulas of README.md, sections 2 and 3.
 
-chunk.py calls `forward` and `backward` of this module where log_g is [B, T, Hv], and those of channel.py otherwise.
+chunk.py calls the functions of this module where log_g is [B, T, Hv], and those of channel.py otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .across import backward_across, forward_across
 from .group import Gradients, Group, sum_over_value_heads
 from .triangular import unit_lower_inverse
 
@@ -39,7 +38,8 @@ def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return mx.cumprod(gate, axis=-1), products[..., -1, :], mx.flatten(decay, -3, -2)
 
 
-def _without_state(group: Group) -> _Chunks:
+def without_state(group: Group) -> _Chunks:
+    """Compute everything about the chunks of a group that does not depend on a state."""
     from_start, to_end, decay = _decays(group.log_g)
     gram = (group.qk @ group.k.swapaxes(-1, -2)) * decay
     inverse = unit_lower_inverse(group.beta[..., None] * gram[..., group.v.shape[-2] :, :])
@@ -57,40 +57,20 @@ def _without_state(group: Group) -> _Chunks:
     )
 
 
-def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Run the chunks of a group.
-
-    Args:
-        group: The group's inputs.
-        state: [B, K, R, Dv, Dk] before the group.
-
-    Returns:
-        y [n, B, K, R, C, Dv], the states before each chunk [n, B, K, R, Dv, Dk], and the state after the group.
-    """
-    chunks = _without_state(group)
-    states, delta, state = forward_across(chunks.u, chunks.w, chunks.k_end, chunks.total, state)
+def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) -> mx.array:
+    """Return y [n, B, K, R, C, Dv] from the states before each chunk and the deltas."""
     y_state = (group.q @ states.swapaxes(-1, -2)) * chunks.from_start[..., None]
-    return mx.addmm(y_state, chunks.gram[..., : group.v.shape[-2], :], delta), states, state
+    return mx.addmm(y_state, chunks.gram[..., : group.v.shape[-2], :], delta)
 
 
-def backward(group: Group, states: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
-    """Return the gradients of the group's inputs and of the state before it.
-
-    Args:
-        group: The group's inputs.
-        states: [n, B, K, R, Dv, Dk], the states before each chunk, which `forward` returned.
-        dy: [n, B, K, R, C, Dv].
-        dstate: [B, K, R, Dv, Dk], the gradient of the state after the group.
-    """
-    chunks = _without_state(group)
-    delta = mx.addmm(chunks.u, chunks.w, states.swapaxes(-1, -2), alpha=-1.0)
+def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
+    """Return what the deltas and the states before each chunk receive from dy [n, B, K, R, C, Dv]."""
     ddelta_y = chunks.gram[..., : dy.shape[-2], :].swapaxes(-1, -2) @ dy
     dstate_y = (dy * chunks.from_start[..., None]).swapaxes(-1, -2) @ group.q
-    ddelta, dstates_after, dstate = backward_across(ddelta_y, dstate_y, chunks.w, chunks.k_end, chunks.total, dstate)
-    return _input_gradients(group, chunks, states, delta, dy, ddelta, dstates_after, dstate)
+    return ddelta_y, dstate_y
 
 
-def _input_gradients(
+def input_gradients(
     group: Group,
     chunks: _Chunks,
     states: mx.array,
