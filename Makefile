@@ -1,4 +1,4 @@
-.PHONY: help env demo test lint oracle compat clean
+.PHONY: help env demo test lint tree oracle compat clean
 PYTHON := .venv/bin/python
 
 help:
@@ -6,6 +6,7 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make env     only the virtual environment, in .venv"
 	@echo "make lint    ruff and mypy"
+	@echo "make tree    print which group of files imports which"
 	@echo "make oracle  compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat  try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
 
@@ -26,6 +27,9 @@ lint: env
 	$(PYTHON) -m ruff check src tests benchmarks scripts
 	$(PYTHON) -m ruff format --check src tests benchmarks scripts
 	$(PYTHON) -m mypy
+
+tree: env
+	$(PYTHON) scripts/tree.py
 
 oracle: env
 	scripts/make_env oracle

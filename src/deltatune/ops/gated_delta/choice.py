@@ -16,11 +16,11 @@ import mlx.core as mx
 
 from ...errors import UserError
 from ...machine import backend, environment
-from . import fused_op, native, verdict
+from . import fused_op, machine_trial, native
 from .chunk import gated_delta_chunk
+from .machine_trial import Implementation, ShapeClass, Verdict
 from .naive import gated_delta_naive
 from .tiling import Tiling
-from .verdict import Implementation, ShapeClass, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def _fused(call: Call) -> Candidate | str:
     if reason or tiling is None:
         return reason or "it has no tiling"
     # With the call's own tiling on a small batch, what is compiled for the check serves the training too.
-    small = replace(tiling, batch=verdict.BATCH, length=verdict.LENGTH)
+    small = replace(tiling, batch=machine_trial.BATCH, length=machine_trial.LENGTH)
 
     def tiling_of_check(*_: object, **__: object) -> Tiling:
         return small
@@ -128,7 +128,7 @@ def _failure(name: str, candidate: Candidate) -> Verdict | None:
     """Return the verdict on a candidate that fails its check, or None where it passes or needs no check."""
     if candidate.shape is None or candidate.checked is None:
         return None
-    outcome = verdict.of(name, candidate.checked, candidate.shape)
+    outcome = machine_trial.of(name, candidate.checked, candidate.shape)
     return None if outcome.passed else outcome
 
 
@@ -140,8 +140,8 @@ def _log_once(message: str) -> None:
 
 def _warn(failure: Verdict) -> None:
     message = (
-        f"gated_delta: {failure}. It is not used on this machine ({verdict.machine()['device']}): training goes on "
-        "without it, correctly but more slowly. `deltatune doctor` shows every error that was measured."
+        f"gated_delta: {failure}. It is not used on this machine ({machine_trial.machine()['device']}): training goes "
+        "on without it, correctly but more slowly. `deltatune doctor` shows every error that was measured."
     )
     if message not in _announced:
         _announced.add(message)

@@ -12,12 +12,12 @@ EASY, REPEATED_KEY, OVERSHOOTING = 2e-6, 2e-5, 5e-5
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 # For bf16 inputs the fused kernels also save states and their gradients in bf16, which is one more rounding.
-KEPT = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 0.0}
+STATE_ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 0.0}
 
 
 def fused_bound(bound: float, dtype: str) -> float:
     """Return the error that the fused kernels may show in `dtype` where fp32 may show `bound`."""
-    return bound + ROUNDING[dtype] + KEPT[dtype]
+    return bound + ROUNDING[dtype] + STATE_ROUNDING[dtype]
 
 
 # Norms of errors relative to the norm of the truth. In fp32 the fused kernels stay under FUSED_NORM or under chunk's
