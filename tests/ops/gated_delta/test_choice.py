@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_written_is_reported(monkeypatch, tmp_path, caplo
     (tmp_path / "verdicts").write_text("in the way")
     use_as_fused(Wrong(), monkeypatch)
     assert choose(call())[0] == "fused"
-    assert "a verdict cannot be kept" in caplog.text
+    assert "a verdict cannot be stored" in caplog.text
 
 
 def test_each_class_of_shapes_has_its_own_verdict(monkeypatch):
