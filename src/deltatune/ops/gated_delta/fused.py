@@ -127,7 +127,7 @@ def make_launch(
 
 
 def scan_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
-    """Return what either kind of scan writes: y [B,T,Hv,Dv], per chunk the state and u, and the last state."""
+    """Return the outputs of either scan: y, for each chunk the state before it and u, and the last state."""
     heads, rows = (tiling.batch, tiling.value_heads), padded(tiling.value_size)
     return {
         "y": (x.v.shape, tiling.dtype),
@@ -138,7 +138,7 @@ def scan_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
 
 
 def reverse_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
-    """Return what either kind of reverse scan writes: per chunk d_states and d_right, dv, and d_initial."""
+    """Return the outputs of either reverse scan: for each chunk d_states and d_right, dv [B,T,Hv,Dv], and d_initial."""
     heads, rows = (tiling.batch, tiling.value_heads), padded(tiling.value_size)
     return {
         "d_states": ((*heads, tiling.chunks, rows, tiling.key_stride), tiling.saved_dtype),
@@ -149,7 +149,10 @@ def reverse_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
 
 
 def prepare(tiling: Tiling, x: KernelInputs) -> Launch:
-    """Outputs: per chunk the packed triangles `solve` and `scores`, and `factors` [B,Hv,chunks,3,C]."""
+    """Return the launch of the prepare kernel.
+
+    For each chunk it writes the packed triangles solve and scores, and factors [3, C].
+    """
     chunks = (tiling.batch, tiling.value_heads, tiling.chunks)
     names = ("q", "k", "log_g", "beta", "mask", "segments")
     triangle = ((*chunks, tiling.triangle_elements), mx.float32)
@@ -181,13 +184,13 @@ def _scan(name: str, tiling: Tiling, input_names: tuple[str, ...], inputs: Array
 
 
 def scan(tiling: Tiling, x: KernelInputs, prepared: Arrays) -> Launch:
-    """`prepared`: the outputs of `prepare`. Outputs: those of `scan_outputs`."""
+    """Return the launch of the scan, with the outputs of `prepare`. It writes `scan_outputs`."""
     names = ("q", "k", "v", "mask", "initial")
     return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, scan_outputs(tiling, x))
 
 
 def reverse(tiling: Tiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
-    """`prepared`: the outputs of `prepare`. Outputs: those of `reverse_outputs`."""
+    """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `reverse_outputs`."""
     names = ("q", "k", "dy", "mask", "d_last", *prepared)
     inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last} | prepared
     return _scan("reverse", tiling, names, inputs, reverse_outputs(tiling, x))
@@ -196,7 +199,7 @@ def reverse(tiling: Tiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_l
 def gradients_of(
     name: str, tiling: Tiling, x: KernelInputs, scanned: Arrays, memory: str, values: tuple[str, ...]
 ) -> Launch:
-    """Return the launch of either kind of gradient kernel, whose further compile-time values are `values`."""
+    """Return the launch of either gradient kernel; `values` are compile-time values of one of them alone."""
     names = ("q", "k", "log_g", "mask", "segments")
     further = (*values, "UNSTAGED")
     return make_launch(
@@ -219,5 +222,8 @@ def gradients_of(
 
 
 def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:
-    """`scanned`: factors, states, d_states, u, d_right, dy. Outputs: dq, dk, and d_log_g and d_beta in fp32."""
+    """Return the launch of the gradient kernel, which writes dq, dk, and d_log_g and d_beta in fp32.
+
+    `scanned` holds factors, states, d_states, u, d_right and dy.
+    """
     return gradients_of("gradients", tiling, x, scanned, "GradientMemory", ("OVERLAY",))

@@ -27,7 +27,10 @@ PREPARED = (*_FURTHER, *_SCALED)
 
 
 def prepare(tiling: ChannelTiling, x: KernelInputs) -> Launch:
-    """Outputs: per chunk `solve`, `scores`, `factors`, and the decayed `queries`, `keys` and `ends` [C, Dk]."""
+    """Return the launch of the prepare kernel.
+
+    For each chunk it writes solve, scores, factors, and the decayed queries, keys and ends [C, Dk].
+    """
     chunks = (tiling.batch, tiling.value_heads, tiling.chunks)
     names = ("q", "k", "log_g", "beta", "mask", "segments")
     triangle = ((*chunks, tiling.triangle_elements), mx.float32)
@@ -73,16 +76,16 @@ def _scan(tiling: ChannelTiling, arrays: Arrays, prepared: Arrays, outputs: Outp
 
 
 def scan(tiling: ChannelTiling, x: KernelInputs, prepared: Arrays) -> Launch:
-    """`prepared`: the outputs of `prepare`. Outputs: those of `fused.scan_outputs`."""
+    """Return the launch of the scan, with the outputs of `prepare`. It writes `fused.scan_outputs`."""
     return _scan(tiling, x.named("v", "mask", "initial"), prepared, scan_outputs(tiling, x), reverse=False)
 
 
 def reverse(tiling: ChannelTiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
-    """`prepared`: the outputs of `prepare`. Outputs: those of `fused.reverse_outputs`."""
+    """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `fused.reverse_outputs`."""
     arrays = x.named("mask") | {"dy": dy, "d_last": d_last}
     return _scan(tiling, arrays, prepared, reverse_outputs(tiling, x), reverse=True)
 
 
 def gradients(tiling: ChannelTiling, x: KernelInputs, scanned: Arrays) -> Launch:
-    """`scanned`: factors, states, d_states, u, d_right, dy. Outputs: dq, dk, and d_log_g and d_beta in fp32."""
+    """Return the launch of the gradient kernel. Arguments and outputs are those of `fused.gradients`."""
     return gradients_of("channel_gradients", tiling, x, scanned, "ChannelGradientMemory", ())
