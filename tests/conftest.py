@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# One number for the tests and the programs that they start: bits are compared between them.
+os.environ.setdefault("DELTATUNE_THREADS", "1")
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
@@ -22,6 +26,8 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from packaging.version import Version
+
+from deltatune import blas
 
 sys.path.insert(0, str(Path(__file__).parent))
 import vision
@@ -188,6 +194,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
     },
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernels", metavar="NAME", help="stop unless OpenBLAS runs these kernels (scripts/test_cpus)")
+
+
+def pytest_report_header() -> str:
+    return f"BLAS: {blas.status().detail}, kernels: {blas.status().kernels}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What is said to be tested is tested: OPENBLAS_CORETYPE alone would be overlooked where OpenBLAS cannot follow."""
+    wanted, found = session.config.getoption("kernels"), blas.status().kernels
+    if wanted is not None and found != wanted:
+        raise pytest.UsageError(f"--kernels {wanted}: OpenBLAS runs the kernels of {found}.")
 
 
 def family_config(family: str, **overrides: Any) -> dict[str, Any]:

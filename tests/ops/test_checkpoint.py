@@ -440,6 +440,7 @@ for wrap in (checkpointed, upstream):
 """
 
 
+@pytest.mark.any_blas
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU queues")
 @pytest.mark.parametrize("width", [1, 20, 1000])
 def test_peak_memory_does_not_grow_with_depth(width):

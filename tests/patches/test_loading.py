@@ -14,6 +14,8 @@ from deltatune import backend, patches
 from deltatune.patches import loading, patched
 from layouts import has_gaps
 
+pytestmark = pytest.mark.any_blas
+
 
 class Model(nn.Module):
     def __init__(self):

@@ -24,6 +24,8 @@ from deltatune.one_row import FAULT, TWO_ROWS, Verdict
 from deltatune.patches import apply, one_row, patch, patched, revert
 from deltatune.patches.patch import PatchWarning
 
+pytestmark = pytest.mark.any_blas
+
 ROOT = Path(__file__).parents[2]
 
 

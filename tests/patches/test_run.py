@@ -18,6 +18,8 @@ from deltatune.patches import Report
 from deltatune.patches import run as run_module
 from deltatune.patches.run import run
 
+pytestmark = pytest.mark.any_blas
+
 START = "import deltatune, sys; from deltatune.patches.run import run; sys.exit(run(sys.argv[1:]))"
 
 TRAINER = """

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend
+from .. import backend, blas
 from ..compiling import without_kernels
 from ..config import TrainConfig
 from ..data import Batch, BatchOrder, Splits
@@ -312,6 +312,8 @@ class Trainer:
         progress, world = self.progress, self.world
         progress.finished = finished
         progress.order = self._train_order.state()
+        threads = blas.status().threads
+        progress.blas_threads = threads.number if threads else 0
         arrays = state.pack("trainable", self.model.trainable_parameters())
         bundles = self._step.bundles
         arrays |= state.pack("optimizer", bundles.part_state(self._optimizer.state))
@@ -334,6 +336,8 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         arrays, progress = state.load(path, self._identity)
+        if progress.blas_threads and blas.use_threads(progress.blas_threads, "as in the run that goes on here"):
+            self.screen.say(f"BLAS: {blas.status().threads}.")
         self.model.update(state.unpack("trainable", self.model.trainable_parameters(), arrays, path))
         bundles, moments = self._step.bundles, self._optimizer.state
         parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)

@@ -285,6 +285,7 @@ def peak(case: Case) -> int:
     return mx.get_peak_memory() - held - sum(gradient.nbytes for gradient in gradients.values())
 
 
+@pytest.mark.any_blas
 @pytest.mark.skipif(backend.device() != "cpu", reason="a GPU's chunk is as large as the whole case")
 def test_memory_grows_with_adapters_and_tokens_alone():
     """A chunk; accumulators of the adapters' size; arrays of x's size: none of tokens x k rows, none of experts x in.

@@ -222,6 +222,7 @@ def _peak(length: int, per_channel: bool) -> float:
     return mx.get_peak_memory() - before
 
 
+@pytest.mark.any_blas
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU holds")
 def test_memory_of_the_backward_pass(per_channel):
     """A state per chunk and what is returned grow with the sequence; a group's working space does not."""
