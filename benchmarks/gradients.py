@@ -49,9 +49,9 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
     model = trainers.mlx_model(shape)
     import mlx.core as mx
 
-    from deltatune.compiling import without_kernels
     from deltatune.config import LoraConfig
     from deltatune.lora import convert_to_lora
+    from deltatune.machine.compiling import without_kernels
     from deltatune.models.describe import describe
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.patches import patched

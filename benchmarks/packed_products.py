@@ -19,9 +19,9 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 # isort: split
 import mlx.core as mx
 
-from deltatune.compiling import without_kernels
-from deltatune.ops.packed import Packing, packed_product
+from deltatune.machine.compiling import without_kernels
 from deltatune.ops.pointwise.passes import apart
+from deltatune.ops.quantized_product import Packing, packed_product
 from machine import cpu, gpu, versions
 
 Product = Callable[..., mx.array]

@@ -73,12 +73,12 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.data import Splits
     from deltatune.data.example import Example
-    from deltatune.diagnose.plan.layout import Layout
-    from deltatune.diagnose.plan.plan import plan_step
     from deltatune.models.load import new_model
-    from deltatune.train.commands import prepare
+    from deltatune.plan.array_layout import Layout
+    from deltatune.plan.forecast import plan_step
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from deltatune.train.setup import prepare
     from depth import config as model_config
     from trainers import SHAPES, mlx_model
 

@@ -56,12 +56,12 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     # isort: split
     from counted_allocator import Counter
     from deltatune.config import LoraConfig, TrainConfig
-    from deltatune.data.load import load_datasets
-    from deltatune.diagnose.plan import command
+    from deltatune.data.datasets import load_datasets
     from deltatune.models.load import load
-    from deltatune.train.commands import eyes, prepare
+    from deltatune.plan import fit
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from deltatune.train.setup import eyes, prepare
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -76,9 +76,9 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         loaded = load(folder, image="train.jsonl:1")
         splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
         prepare(loaded.model, config)
-        layout = command.Layout.measured()
-        rows, length = command.shape(config, splits)
-        plan = command._step(loaded.model, config, splits, layout, rows, length)
+        layout = fit.Layout.measured()
+        rows, length = fit.shape(config, splits)
+        plan = fit._step(loaded.model, config, splits, layout, rows, length)
         peaks: list[tuple[int, int]] = []
 
         class Counted(Trainer):

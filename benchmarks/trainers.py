@@ -134,10 +134,10 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     ready = time.perf_counter()
     import mlx.core as mx
 
-    from deltatune.backend import cache_to_keep
-    from deltatune.compiling import without_kernels
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
+    from deltatune.machine.backend import cache_to_keep
+    from deltatune.machine.compiling import without_kernels
     from deltatune.models.describe import describe
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.patches import patched

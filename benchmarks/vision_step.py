@@ -180,10 +180,9 @@ def unseen(folder: Path, checkpoint: bool) -> None:
 
 
 def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
-    from deltatune import cli
-    from deltatune.train import commands
+    from deltatune import cli, train
 
-    class Paced(commands.Trainer):
+    class Paced(train.Trainer):
         def _iterate(self, stop: Any) -> bool:
             if not hasattr(self, "_turns"):
                 self._turns = Turns(trained(self.model))
@@ -198,7 +197,7 @@ def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
             self._turns.said = {"loss": found[0] / found[1], "counted": found[1]}
             return found
 
-    commands.Trainer = Paced  # type: ignore[misc]
+    train.Trainer = Paced  # type: ignore[misc]
     options = {"lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0}, "optimizer_config": {"adamw": {}}}
     options["optimizer_config"]["adamw"] = {"weight_decay": 0.0, "bias_correction": False}
     (folder / "ours.yaml").write_text(json.dumps(options))

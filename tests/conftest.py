@@ -27,7 +27,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from packaging.version import Version
 
-from deltatune import blas
+from deltatune.machine import blas
 
 sys.path.insert(0, str(Path(__file__).parent))
 import vision

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltatune import cli
+from deltatune.commands import flags, train
 from deltatune.config import TrainConfig
 
 PAIR = {"prompt": "the quick brown fox", "completion": "jumps over"}
@@ -41,7 +42,7 @@ def run(capsys):
 
 
 def config(*arguments):
-    return cli.config_from(cli.parser().parse_args(["train", *map(str, arguments)]))
+    return flags.config_from(cli.parser().parse_args(["train", *map(str, arguments)]))
 
 
 def test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning():
@@ -232,7 +233,7 @@ def test_ctrl_c_before_the_first_step_is_one_message(monkeypatch, run):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "config_from", interrupted)
+    monkeypatch.setattr(train, "config_from", interrupted)
     code, _, err = run("train")
     assert (code, err) == (2, "deltatune: interrupted.\n")
 

@@ -16,8 +16,9 @@ import pytest
 from cases import DELTA, MOE, TEXT, gradients, logits, loss, tokens
 from packaging.version import Version
 
-from deltatune.patches import mlx_vlm_experts, patched
+from deltatune.patches import patched
 from deltatune.patches.patch import _contains
+from deltatune.patches.tables import mlx_vlm_experts
 
 pytestmark = pytest.mark.compat
 REFUSED = "Cannot calculate VJP with respect to indices|GatherAxis"

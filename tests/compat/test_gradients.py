@@ -8,8 +8,9 @@ import pytest
 from cases import MOE, TEXT, VISION, error, gradients, images, tokens
 
 from deltatune import patches
-from deltatune.environment import GATED_DELTA
-from deltatune.patches import mlx_vlm_vision, patched
+from deltatune.machine.environment import GATED_DELTA
+from deltatune.patches import patched
+from deltatune.patches.tables import mlx_vlm_vision
 
 pytestmark = pytest.mark.compat
 # Chunks and loop round differently: 2.0e-5 is the most that was measured over all sets.

@@ -16,9 +16,10 @@ from cases import DELTA, TEXT, VISION, error, gradients, images, logits, tokens
 from metal import NO_GRADIENT
 
 from deltatune import patches
-from deltatune.environment import GATED_DELTA
-from deltatune.patches import mlx_vlm, mlx_vlm_vision, patched
+from deltatune.machine.environment import GATED_DELTA
+from deltatune.patches import patched
 from deltatune.patches.patch import _contains
+from deltatune.patches.tables import mlx_vlm, mlx_vlm_vision
 
 pytestmark = pytest.mark.compat
 TOLERANCE = 5e-5

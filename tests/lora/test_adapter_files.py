@@ -13,7 +13,6 @@ import mlx_lm.utils
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from deltatune import backend
 from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import (
@@ -27,6 +26,7 @@ from deltatune.lora import (
 )
 from deltatune.lora.adapter_files import adapter_state
 from deltatune.lora.convert import install_adapters, make_adapters
+from deltatune.machine import backend
 from deltatune.models.load import load_model
 
 TOKENS = mx.array([[5, 6, 7, 8]])

@@ -14,10 +14,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear as UpstreamLoRASwitchLinear
 from packaging.version import Version
 
-from deltatune import backend
 from deltatune.lora import LoRASwitchLinear, experts
 from deltatune.lora.experts import PlainSwitchLinear, projection
 from deltatune.lora.weights import dense_weight, is_switch
+from deltatune.machine import backend
 
 EXPERTS, INPUTS, OUTPUTS, RANK, SCALE = 5, 64, 24, 3, 1.4
 PACKINGS = [

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, layer_kind
-from deltatune.lora.probe import directly_read
+from deltatune.lora.directly_read import directly_read
 from deltatune.lora.select import layer_paths, select
 
 TOKENS = mx.array([[5, 6, 7]])

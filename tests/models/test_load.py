@@ -13,8 +13,8 @@ import pytest
 from jinja2.exceptions import SecurityError
 from mlx.utils import tree_flatten
 
-from deltatune import backend
 from deltatune.errors import UserError
+from deltatune.machine import backend
 from deltatune.models.load import load, load_model, locate, new_model
 from layouts import has_gaps
 

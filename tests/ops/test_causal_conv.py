@@ -5,7 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.causal_conv import causal_conv
 
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}

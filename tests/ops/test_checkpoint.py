@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops import segments
 from deltatune.ops.checkpoint import checkpoint, checkpointed
 from deltatune.ops.random_state import get_key

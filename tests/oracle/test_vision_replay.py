@@ -14,8 +14,8 @@ from parity import recording, vision_ours
 from parity.cases import FALL, STEPS, initial_adapters
 from parity.vision import CASES
 
-from deltatune.models import vision as taken_apart
-from deltatune.models import vision_tower
+from deltatune.models.vision import split as taken_apart
+from deltatune.models.vision import tower as vision_tower
 
 
 @functools.cache

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Splits
-from deltatune.data.load import load_datasets
+from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.train import Trainer
-from deltatune.train.commands import prepare
 from deltatune.train.log import Screen
+from deltatune.train.setup import prepare
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from deltatune import backend
 from deltatune.config import TrainConfig
+from deltatune.machine import backend
 from deltatune.train import curves
 from deltatune.train.report import Report, Table, render, write_report
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from deltatune import blas, environment, threads
-from deltatune.threads import Threads
+from deltatune.machine import blas, environment, threads
+from deltatune.machine.threads import Threads
 from deltatune.train import state
 
 # Runs `deltatune train -c FILE ...` and kills itself, without a word, where it is told to.

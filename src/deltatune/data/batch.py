@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..models.vision_inputs import VisionBatch
+from ..models.vision.inputs import VisionBatch
 from .example import Example
-from .pictures import collate_pictures
+from .vision.media import collate_pictures
 
 FINE_STEP = 32
 FINE_LIMIT = 256

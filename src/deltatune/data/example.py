@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .pictures import Pictures
+from .vision.media import Pictures
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,14 +12,14 @@ from rich.progress import Progress
 
 from ..config import TrainConfig
 from ..errors import UserError
-from ..models.vision_inputs import VisionSpec
+from ..models.vision.inputs import VisionSpec
 from .example import Example
-from .images import ImageReader
-from .pictures import SightReader
 from .sources import Table
 from .text import Features, TextEncoder
-from .videos import VideoReader, video_names
-from .vision import VisionEncoder
+from .vision.encoder import VisionEncoder
+from .vision.images import ImageReader
+from .vision.media import SightReader
+from .vision.videos import VideoReader, video_names
 
 _PROGRESS_ROWS = 2000
 

@@ -17,13 +17,13 @@ from typing import Any
 from rich.text import Text
 
 from ..config import LoraConfig, TrainConfig
-from ..data.load import load_datasets
+from ..data.datasets import load_datasets
 from ..errors import UserError
 from ..models.load import Loaded
 from ..train import Result, Trainer
 from ..train.announce import trainable_count
-from ..train.commands import eyes, prepare
 from ..train.report import Table, write_report
+from ..train.setup import eyes, prepare
 from ..train.tree import leaves
 from .screen import DemoScreen, sparkline
 

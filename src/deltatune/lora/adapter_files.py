@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..kept import replace_file
+from ..machine.atomic_files import replace_file
 from .adapter import Adapter
 from .convert import FINE_TUNE_TYPES, Report, adapters, install_adapters, make_adapters
 from .tensor_files import read_header, write_tensors

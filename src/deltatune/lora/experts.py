@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend
+from ..machine import backend
 from ..ops.experts import Projection
 from .adapter import Adapter, uniform
 from .weights import dense_weight, input_size, is_quantized, output_factor, takes_indices, with_weight

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend
+from ..machine import backend
 from .adapter import Adapter, uniform
 from .weights import dense_weight, input_size, is_quantized, with_weight
 

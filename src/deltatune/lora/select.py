@@ -13,11 +13,11 @@ import mlx.nn as nn
 from ..config import LoraConfig
 from ..errors import UserError
 from .adapter import Adapter
+from .directly_read import directly_read
 from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
 from .linear import DoRALinear, LoRALinear
 from .parts import part_of
-from .probe import directly_read
 from .weights import is_switch
 
 LAYER_KINDS = ("delta", "attention", "mamba", "other")

@@ -11,7 +11,7 @@ import inspect
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.packed import unpacked
+from ..ops.quantized_product import unpacked
 
 # What packed storage spends on one row of scales; the modes other than affine allow one (bits, group size) each.
 _QUANTISED_KEYS = ("group_size", "bits", "mode")

@@ -21,11 +21,11 @@ import mlx_lm.models
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
-from .. import backend
 from ..errors import UserError, first_line, reason
-from ..patches.loading import without_gaps
-from . import vision_load
+from ..machine import backend
+from ..patches.tables.loading import without_gaps
 from .checkpoint_files import check_config, check_tokenizer, read_json, weight_headers
+from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SHOWN = 4

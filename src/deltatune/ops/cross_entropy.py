@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend
+from ..machine import backend
 from .functional import lent, trainable
 
 # A chunk's logits in fp32, several times over at once, since MLX queues ahead: so many bytes, or what 128 tokens take

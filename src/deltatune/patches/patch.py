@@ -19,7 +19,7 @@ import mlx.core as mx
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ..compiling import without_kernels
+from ..machine.compiling import without_kernels
 from ..ops.pointwise.passes import apart
 from .importing import ImportWatch
 

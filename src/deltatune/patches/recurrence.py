@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import backend
+from ..machine import backend
 from ..ops import segments
 from ..ops.gated_delta import gated_delta
 from ..ops.pointwise import gating

@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .. import backend, blas
 from ..config import TrainConfig
 from ..data import BatchOrder, Splits
+from ..machine import backend, blas
 from ..models.describe import LayerInfo
 from ..models.head import split_head
-from ..models.vision import has_vision, split_vision
+from ..models.vision.split import has_vision, split_vision
 from ..patches import Report
 from .distributed import World
 from .step import LossFunction, chunked_loss, full_loss

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.optimizers
 from mlx.utils import tree_unflatten
 
-from .. import backend
+from ..machine import backend
 from ..ops.pointwise import joining
 from .tree import leaves
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..config import TrainConfig
 from ..data import BatchOrder
-from ..patches import gated_delta_layers
+from ..machine.compiling import without_kernels
+from ..models.document_isolation import check_packing
+from ..patches import gated_delta_layers, patched
+from .announce import choose_loss
 from .distributed import World
+from .log import Screen
 from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number
 
@@ -67,3 +74,31 @@ class Evaluation:
 
     def _trace(self, batch: Arrays) -> tuple[mx.array, mx.array]:
         return loss_of(self._loss, batch)
+
+
+def say_loss(
+    name: str,
+    model: nn.Module,
+    config: TrainConfig,
+    examples: Any,
+    batches: int,
+    world: World,
+    screen: Screen,
+) -> float:
+    """Evaluate over a whole split, tell the screen, and return the loss."""
+    order = BatchOrder(
+        examples,
+        config.batch_size,
+        config.max_seq_length,
+        packed=config.pack,
+        rank=world.rank,
+        world=world.size,
+    )
+    with without_kernels(), patched(model):
+        if config.pack:
+            check_packing(model)
+        loss = Evaluation(model, choose_loss(model)[0], world)(order, batches)
+    assert loss is not None
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity:.4g}.")
+    return loss

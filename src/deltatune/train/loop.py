@@ -13,13 +13,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend, blas
-from ..compiling import without_kernels
 from ..config import TrainConfig
 from ..data import Batch, BatchOrder, Splits
 from ..errors import UserError
+from ..machine import backend, blas
+from ..machine.compiling import without_kernels
 from ..models.describe import describe
-from ..models.packing import check_packing
+from ..models.document_isolation import check_packing
 from ..ops.checkpoint import checkpointed
 from ..patches import patched
 from . import announce, log, nonfinite, state

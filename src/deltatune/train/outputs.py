@@ -11,11 +11,11 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..errors import UserError
-from ..kept import replace_file
 from ..lora import save_adapters
 from ..lora.tensor_files import write_tensors
 from ..lora.whole_layers import adapts_experts, whole_layers
-from ..models.vision import has_vision
+from ..machine.atomic_files import replace_file
+from ..models.vision.split import has_vision
 from . import state
 from .tree import leaves
 

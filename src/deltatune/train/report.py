@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import backend, blas
 from ..config import TrainConfig
+from ..machine import backend, blas
 from . import curves
 from .state import write_atomically
 

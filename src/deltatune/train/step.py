@@ -14,9 +14,9 @@ from mlx.utils import tree_map
 
 from ..data import Batch
 from ..lora.linear import factor_dtypes
-from ..models.frozen_tower import frozen_tower
-from ..models.vision import VisionArrays, vision_arrays
-from ..models.vision_inputs import VisionBatch
+from ..models.vision.frozen_tower import frozen_tower
+from ..models.vision.inputs import VisionBatch
+from ..models.vision.split import VisionArrays, vision_arrays
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.segments import segments
 from . import optimizer as updates

@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 from PIL import Image
 
-from deltatune.demo.vision import corpus, task, trays
+import vision_demo_corpus as corpus
+from deltatune.demo.vision import task, trays
 from deltatune.demo.vision.trays import COMPARTMENT, ROWS, Kind, Tray
 
 
@@ -41,7 +42,7 @@ def test_shapes_of_one_colour_are_different_pictures():
 def test_answers_count_what_lies_in_the_tray():
     for tray in task.draw(3, 50, held=False):
         counted = Counter(" ".join(part) for part in tray.places if part)
-        assert task.answer(tray) == ", ".join(f"{name} {corpus.WORDS[counted[name]]}" for name in sorted(counted))
+        assert task.answer(tray) == ", ".join(f"{name} {task.WORDS[counted[name]]}" for name in sorted(counted))
 
 
 def test_held_out_trays_share_no_picture_and_no_combination_with_training(tmp_path):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from dense import LEAVES, NAMES, Case, block, expected, value_and_gradients, worst
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module

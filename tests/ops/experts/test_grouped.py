@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from dense import LEAVES, Case, block, errors, expected, value_and_gradients
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts import grouped, verdict
 from deltatune.ops.experts import projection as projection_module

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune import backend
 from deltatune.errors import UserError
+from deltatune.machine import backend
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, verdict
 from deltatune.ops.gated_delta.choice import Call, Candidate, ImplementationWarning, choose
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive, verdict
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused

@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from deltatune.ops.kernels.launch import FOLDER, Launch, header
+from deltatune.ops.kernels.launch import Launch, header
 
 TYPES = {
     mx.float32: "float",
@@ -139,7 +139,7 @@ class HostMachine:
         if spaceless:
             raise HostError(f"no address space: {'; '.join(spaceless)}")
         library = ctypes.CDLL(
-            str(self._library((FOLDER / "host.h").read_text() + self.text + "".join(needed.values())))
+            str(self._library(Path(__file__).with_name("host.h").read_text() + self.text + "".join(needed.values())))
         )
         for entry in needed:
             function = getattr(library, entry)

@@ -16,14 +16,14 @@ import mlx.core as mx
 import mlx.optimizers
 import pytest
 
-from deltatune import nvidia
+from deltatune.machine import nvidia
 from deltatune.ops.experts import grouped
 from deltatune.ops.gated_delta import fused, fused_channel
 from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
 from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, swiglu
 from deltatune.ops.pointwise.joining import end_to_end
-from deltatune.ops.pointwise.launch import Pass
+from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import combined, taken
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")

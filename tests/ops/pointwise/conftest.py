@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 from host_machine import HostMachine
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.kernels.launch import header
-from deltatune.ops.pointwise.launch import BODIES, Execute, Pass
+from deltatune.ops.pointwise.pass_launch import BODIES, Execute, Pass
 
 
 @pytest.fixture(scope="session")

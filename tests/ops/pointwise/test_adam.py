@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.pointwise import adam
 from deltatune.train import optimizer as updates
 

@@ -10,10 +10,10 @@ import deltatune  # noqa: F401
 import mlx.core as mx
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.pointwise import joining
 from deltatune.ops.pointwise.joining import end_to_end
-from deltatune.ops.pointwise.launch import Pass
+from deltatune.ops.pointwise.pass_launch import Pass
 
 SHAPES = [(3, 50), (1,), (7,), (130, 2), (8, 16)]
 

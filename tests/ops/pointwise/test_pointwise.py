@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norms, silu, swiglu
 from deltatune.ops.pointwise import passes as passes_module
-from deltatune.ops.pointwise.launch import Pass
+from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.pointwise import rows
 from deltatune.ops.pointwise.rows import combined, taken
 

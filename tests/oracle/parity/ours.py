@@ -16,10 +16,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.utils import load_model
 
-from deltatune.compiling import without_kernels
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Batch
 from deltatune.lora import convert_to_lora
+from deltatune.machine.compiling import without_kernels
 from deltatune.models.head import split_head
 from deltatune.patches import patched
 from deltatune.train.distributed import World

@@ -13,13 +13,13 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 import mlx.nn as nn
 
-from deltatune.compiling import without_kernels
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Batch
 from deltatune.lora import convert_to_lora
+from deltatune.machine.compiling import without_kernels
 from deltatune.models.load import load_eyes
-from deltatune.models.vision import split_vision, vision_spec
-from deltatune.models.vision_inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
+from deltatune.models.vision.inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
+from deltatune.models.vision.split import split_vision, vision_spec
 from deltatune.patches import patched
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import backend
+from ...machine import backend
 from ..pointwise import silu
 
 # Arrays, made once: a Python number in an expression is a buffer of its own, alive until the expression is computed.

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import backend
+from ...machine import backend
 from ..functional import is_floating, promoted
 from .activation import swiglu
 from .projection import Projection

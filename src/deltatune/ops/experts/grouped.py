@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from ... import backend, nvidia
+from ...machine import backend, nvidia
 from ..kernels.launch import Launch, numbers
 
 _GROUPS, _ARRIVALS = 4, 16

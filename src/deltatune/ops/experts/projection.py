@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import backend
-from ..packed import unpacked
+from ...machine import backend
+from ..quantized_product import unpacked
 from . import grouped, verdict
 from .single_rows import single_rows
 from .tiles import Chunk

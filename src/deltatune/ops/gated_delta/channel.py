@@ -7,8 +7,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .across import backward_across, forward_across
+from .channel_gram import Level, gram, gram_backward, levels
 from .group import Gradients, Group, over_value_heads
-from .halves import Level, gram, gram_backward, levels
 from .triangular import unit_lower_inverse
 
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from ... import backend, environment
 from ...errors import UserError
+from ...machine import backend, environment
 from . import fused_op, native, verdict
 from .chunk import gated_delta_chunk
 from .fused import Plan

@@ -14,9 +14,9 @@ import mlx.core as mx
 
 from . import channel, scalar
 from .batching import over_batch
+from .chunking import Cut, Span, blank, chunked, cut, tokens, write
 from .gates import effective_gates
 from .group import Group
-from .layout import Cut, Span, blank, chunked, cut, tokens, write
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]

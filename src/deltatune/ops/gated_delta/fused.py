@@ -7,7 +7,7 @@ from functools import cache, cached_property, lru_cache
 
 import mlx.core as mx
 
-from ... import nvidia
+from ...machine import nvidia
 from ..kernels.launch import Launch
 
 # What one block may hold in threadgroup memory on Metal.

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ... import backend
+from ...machine import backend
 from ..kernels.launch import Launch
 from . import fused, fused_channel
 from .fused import Arguments, Plan

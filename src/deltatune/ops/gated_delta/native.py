@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 from packaging.version import Version
 
-from ... import backend
+from ...machine import backend
 from .gates import effective_gates
 
 VERSION: str = mx.__version__  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ... import environment, kept
+from ...machine import atomic_files, environment
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tolerances import EASY, ROUNDING, fused_bound
@@ -261,6 +261,6 @@ def _write(path: Path, verdict: Verdict) -> None:
     """For the processes to come; where the folder cannot be written, each of them measures again."""
     text = json.dumps({"verdict": asdict(verdict), "machine": machine()}, indent=1)
     try:
-        kept.write(path, text.encode())
+        atomic_files.write(path, text.encode())
     except OSError as error:
         logger.warning("gated_delta: a verdict cannot be kept (%s): it is measured again in every process", error)

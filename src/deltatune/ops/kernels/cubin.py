@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ... import environment, kept, nvidia
+from ...machine import atomic_files, environment, nvidia
 from . import nvrtc
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def code_of(name: str, text: str) -> bytes:
         return code
     code = nvrtc.compiled(text, name, architecture())
     try:
-        kept.write(path, hashlib.sha256(code).digest() + code)
+        atomic_files.write(path, hashlib.sha256(code).digest() + code)
     except OSError as error:
         logger.warning("%s cannot be kept (%s): it is built again in every process", name, error)
     return code

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers
 
-from ... import backend
+from ...machine import backend
 from ..kernels.launch import Arrays, Outputs, numbers
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import apart, judged, random_arrays
 
 # Of the largest element: MLX's operations round each of fifteen results, the pass fewer.

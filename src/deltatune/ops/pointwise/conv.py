@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..causal_conv import causal_conv
 from ..kernels.launch import Outputs
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
 # Tokens a lane goes through.

@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import Arrays, Passes
 
 # What counts is launches, a dozen less, so few elements are worth it.

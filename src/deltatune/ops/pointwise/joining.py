@@ -7,8 +7,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from ... import backend
-from .launch import Execute, Pass
+from ...machine import backend
+from .pass_launch import Execute, Pass
 from .passes import judged
 
 # Arrays of a launch: each is a step of a recursion in the kernel's text. Metal would have buffers for 15.

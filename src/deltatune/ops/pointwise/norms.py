@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..kernels.launch import numbers
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
 # Widths that a power of two of lanes holds, eight elements each, within one group.

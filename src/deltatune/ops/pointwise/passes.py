@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import first_line
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 
 logger = logging.getLogger(__name__)
 

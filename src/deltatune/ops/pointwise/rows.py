@@ -10,9 +10,9 @@ from functools import cache
 
 import mlx.core as mx
 
-from ... import backend
+from ...machine import backend
 from ..kernels.launch import Arrays, Outputs
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST, apart, judged, random_arrays
 
 _LANE = 8
