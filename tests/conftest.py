@@ -336,6 +336,27 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture(scope="session")
+def peak_bytes() -> Callable[[Callable[[], object]], int]:
+    """peak_bytes(make) -> bytes beyond those held before, at the peak of evaluating the arrays that `make` returns.
+
+    MLX waits for each operation before it makes room for the next: without a limit a CPU's queue runs up to a hundred
+    operations ahead, as far as the machine has time for. What it gives back late is one operation's at most.
+    """
+
+    def measure(make: Callable[[], object]) -> int:
+        before, limit = mx.get_active_memory(), mx.set_memory_limit(1)
+        mx.reset_peak_memory()
+        try:
+            made = make()
+            mx.eval(made)
+            return mx.get_peak_memory() - before
+        finally:
+            mx.set_memory_limit(limit)
+
+    return measure
+
+
+@pytest.fixture(scope="session")
 def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The host machine's compiled kernels, kept between sessions by what they were compiled from."""
     cache = getattr(request.config, "cache", None)
