@@ -1,4 +1,4 @@
-.PHONY: help env demo test test-cpus lint oracle compat clean
+.PHONY: help env demo test test-cpus lint tree oracle compat clean
 PYTHON := .venv/bin/python
 
 help:
@@ -7,6 +7,7 @@ help:
 	@echo "make test-cpus  the numeric tests with the BLAS kernels of other CPUs (x86-64 Linux)"
 	@echo "make env        only the virtual environment, in .venv"
 	@echo "make lint       ruff and mypy"
+	@echo "make tree       print which group of files imports which"
 	@echo "make oracle     compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat     try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
 
@@ -25,12 +26,15 @@ test: env
 
 # After `make test`, which runs this machine's own kernels.
 test-cpus: env
-	$(PYTHON) scripts/test_cpus
+	$(PYTHON) scripts/test_cpus.py
 
 lint: env
 	$(PYTHON) -m ruff check src tests benchmarks scripts
 	$(PYTHON) -m ruff format --check src tests benchmarks scripts
 	$(PYTHON) -m mypy
+
+tree: env
+	$(PYTHON) scripts/tree.py
 
 oracle: env
 	scripts/make_env oracle

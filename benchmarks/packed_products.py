@@ -20,8 +20,8 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 
 from deltatune.machine.compiling import without_kernels
-from deltatune.ops.pointwise.passes import apart
 from deltatune.ops.quantized_product import Packing, packed_product
+from deltatune.ops.trial import largest_error
 from machine import cpu, gpu, versions
 
 Product = Callable[..., mx.array]
@@ -88,8 +88,10 @@ def main() -> None:
                     Packing(transpose, 64, options.bits, "affine"),
                 )
                 both = [product(x, matrices[0], packing) for product in (mlx_product, unpacked_product)]
-                if not apart(both[:1], both[1:]) < bound:
-                    raise SystemExit(f"{rows} rows: the two differ by {apart(both[:1], both[1:]):.1e}; no figures.")
+                if not largest_error(both[:1], both[1:]) < bound:
+                    raise SystemExit(
+                        f"{rows} rows: the two differ by {largest_error(both[:1], both[1:]):.1e}; no figures."
+                    )
                 found += [1e6 * seconds(product, x, matrices, packing) for product in (mlx_product, unpacked_product)]
             ratio = (found[0] + found[2]) / (found[1] + found[3])
             print(f"| {rows} | " + " | ".join(f"{each:,.0f}" for each in found) + f" | {ratio:.1f} |", flush=True)

@@ -50,7 +50,7 @@ def write_data(folder: Path, side: int) -> None:
 
 
 def worker(options: dict[str, Any]) -> dict[str, Any]:
-    """Plan and count one configuration in this process."""
+    """Forecast and count one configuration in this process."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
@@ -61,7 +61,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.plan import fit
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
-    from deltatune.train.setup import eyes, prepare
+    from deltatune.train.setup import prepare, vision_processors
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -74,9 +74,9 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
             save_every=1000, steps_per_report=1000, **options,
         )  # fmt: skip
         loaded = load(folder, image="train.jsonl:1")
-        splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
+        splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
         prepare(loaded.model, config)
-        layout = fit.Layout.measured()
+        layout = fit.ArrayLayout.measured()
         rows, length = fit.shape(config, splits)
         plan = fit._step(loaded.model, config, splits, layout, rows, length)
         peaks: list[tuple[int, int]] = []

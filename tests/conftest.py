@@ -197,7 +197,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kernels", metavar="NAME", help="stop unless OpenBLAS runs these kernels (scripts/test_cpus)")
+    parser.addoption("--kernels", metavar="NAME", help="stop unless OpenBLAS runs these kernels (scripts/test_cpus.py)")
 
 
 def pytest_report_header() -> str:

@@ -9,9 +9,10 @@ from mlx.utils import tree_flatten
 
 from deltatune.config import LoraConfig
 from deltatune.errors import UserError
+from deltatune.layers import layer_paths
 from deltatune.lora import convert_to_lora, layer_kind
 from deltatune.lora.directly_read import directly_read
-from deltatune.lora.select import layer_paths, select
+from deltatune.lora.select import select
 
 TOKENS = mx.array([[5, 6, 7]])
 HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3"]

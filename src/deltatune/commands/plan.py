@@ -30,4 +30,4 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = examine(config)
     print(screen.text(found))
-    return 0 if fits(found.plan, found.limits) else 1
+    return 0 if fits(found.forecast, found.limits) else 1

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from ..errors import UserError
 from ..machine.atomic_files import replace_file
 from .adapter import Adapter
-from .convert import FINE_TUNE_TYPES, Report, adapters, install_adapters, make_adapters
+from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .tensor_files import read_header, write_tensors
 
 WEIGHTS = "adapters.safetensors"
@@ -110,7 +110,7 @@ def _padded(factor: mx.array, axis: int, rank: int) -> mx.array:
     return mx.pad(factor, widths)
 
 
-def load_adapters(model: nn.Module, directory: str | Path) -> Report:
+def load_adapters(model: nn.Module, directory: str | Path) -> ConversionReport:
     """Put the adapter saved in `directory`, by us or by mlx_lm.lora, on `model`, in place, ready to train or to use.
 
     UserError for a missing or damaged adapter, and for one of another model, with the first tensors that do not fit.
@@ -126,11 +126,11 @@ def load_adapters(model: nn.Module, directory: str | Path) -> Report:
     if kind == "full":
         _check_shapes(directory, tensors, _flat(model.parameters()))
         model.load_weights(list(tensors.items()), strict=False)
-        return Report(converted=sorted(tensors))
+        return ConversionReport(converted=sorted(tensors))
     made = _rebuilt(model, directory, config, tensors, dora=kind == "dora")
     install_adapters(model, made)
     model.load_weights(list(tensors.items()), strict=False)
-    return Report(converted=list(made))
+    return ConversionReport(converted=list(made))
 
 
 def load_adapter_weights(model: nn.Module, path: str | Path) -> None:

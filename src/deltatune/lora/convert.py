@@ -23,7 +23,7 @@ _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass
-class Report:
+class ConversionReport:
     """What conversion did: `converted` paths, `skipped` path -> reason, `notes` for a person."""
 
     converted: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ def convert_to_lora(
     fine_tune_type: str = "lora",
     num_layers: int = -1,
     parts: Sequence[str] = ("language",),
-) -> Report:
+) -> ConversionReport:
     """Freeze `model` in place and make the chosen part of it trainable.
 
     lora, dora: adapters around the modules that `select.select` finds; with `rslora` the scale is divided by
@@ -68,7 +68,7 @@ def convert_to_lora(
     scale = config.scale / config.rank**0.5 if config.rslora else config.scale
     ranks = dict.fromkeys(selection.targets, config.rank)
     install_adapters(model, make_adapters(model, ranks, scale, config.dropout, dora=dora))
-    return Report(list(selection.targets), selection.skipped, _notes(selection.targets, dora))
+    return ConversionReport(list(selection.targets), selection.skipped, _notes(selection.targets, dora))
 
 
 def make_adapters(
@@ -131,8 +131,8 @@ def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
     return notes
 
 
-def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> Report:
-    report = Report()
+def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> ConversionReport:
+    report = ConversionReport()
     model.freeze()
     modules = dict(model.named_modules())
     if config.keys is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from, get_key
 
 _STORED = ("weight", "scales", "biases", "bias")
@@ -32,11 +33,11 @@ def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict
     def record(module: nn.Module, key: str) -> None:
         found.setdefault(names[id(module)], key)
 
-    with drawing_from(get_key()), _unchanged(model), _watched(candidates.values(), record):
+    with drawing_from(get_key()), undisturbed(model), _watched(candidates.values(), record):
         _run(model)
     suspects, found = {path: candidates[path] for path in found}, {}
     if suspects:
-        with drawing_from(get_key()), _unchanged(model), _replaced(model, suspects, record):
+        with drawing_from(get_key()), undisturbed(model), _replaced(model, suspects, record):
             _run(model)
     return found
 
@@ -74,19 +75,19 @@ class _InPlaceOf(nn.Module):
 
 @contextmanager
 def _replaced(model: nn.Module, modules: Mapping[str, nn.Module], record: Callable[[nn.Module, str], None]) -> Any:
-    places: list[tuple[Any, Any, nn.Module]] = []
+    owners: list[tuple[Any, Any, nn.Module]] = []
     for path, module in modules.items():
         *parents, last = path.split(".")
         owner: Any = model
         for name in parents:
             owner = owner[int(name)] if isinstance(owner, list) else owner[name]
-        places.append((owner, int(last) if isinstance(owner, list) else last, module))
+        owners.append((owner, int(last) if isinstance(owner, list) else last, module))
     try:
-        for owner, name, module in places:
+        for owner, name, module in owners:
             _put(owner, name, _InPlaceOf(module, record))
         yield
     finally:
-        for owner, name, module in places:
+        for owner, name, module in owners:
             _put(owner, name, module)
 
 
@@ -95,19 +96,6 @@ def _put(owner: Any, name: Any, module: nn.Module) -> None:
         dict.__setitem__(owner, name, module)
     else:
         owner[name] = module
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Any:
-    before = [(module, dict(module), dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, items, attributes in before:
-            module.clear()
-            dict.update(module, items)
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 @contextmanager

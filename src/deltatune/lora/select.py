@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ import mlx.nn as nn
 
 from ..config import LoraConfig
 from ..errors import UserError
+from ..layers import layer_kind, layer_paths
 from .adapter import Adapter
 from .directly_read import directly_read
 from .embedding import DoRAEmbedding, LoRAEmbedding
@@ -30,34 +30,6 @@ class Selection:
 
     targets: dict[str, nn.Module] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-
-
-def layer_kind(layer: nn.Module) -> str:
-    """delta, mamba, attention or other, from what the layer holds, never from its model's name.
-
-    Gated-delta mixers hold A_log and dt_bias in a class whose module (or a base's) knows `gated_delta_update`; Mamba
-    mixers hold A_log, later ones both. Attention: what asks for keys or values of its own, or carries their projection.
-    """
-    modules = list(layer.modules())
-    for module in modules:
-        if "A_log" in module:
-            known = (getattr(sys.modules.get(c.__module__), "gated_delta_update", None) for c in type(module).__mro__)
-            return "delta" if "dt_bias" in module and any(known) else "mamba"
-    names = {name for module in modules for name in module.children()}
-    return "attention" if any(_is_key_projection(name) for name in names) else "other"
-
-
-def _is_key_projection(name: str) -> bool:
-    return name in ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv") or name.startswith("kv_a_proj")
-
-
-def layer_paths(model: nn.Module) -> list[str]:
-    """The path of every layer of `model.layers`, in their order."""
-    layers = getattr(model, "layers", None)
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no `layers`: not a model whose layers can be chosen for training.")
-    paths = {id(module): path for path, module in model.named_modules()}
-    return [paths[id(layer)] for layer in layers if layer is not None]
 
 
 def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list[str]:
@@ -84,11 +56,11 @@ def _of_kind(model: nn.Module, paths: list[str], wanted: list[int], asked: list[
             raise UserError(f"layer_kinds: {kind!r} is not known; expected any of {', '.join(LAYER_KINDS)}.")
     modules = dict(model.named_modules())
     kinds = [layer_kind(modules[path]) for path in paths]
-    kept = [index for index in wanted if kinds[index] in asked]
-    if not kept:
+    chosen = [index for index in wanted if kinds[index] in asked]
+    if not chosen:
         held = ", ".join(sorted({kinds[index] for index in wanted}))
         raise UserError(f"layer_kinds: no layer of kind {' or '.join(asked)} among those chosen; they are {held}.")
-    return kept
+    return chosen
 
 
 def adapter_class(module: nn.Module, dora: bool) -> type[Adapter] | str:

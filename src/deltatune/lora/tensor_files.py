@@ -49,7 +49,7 @@ _COPY_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file: its type as named in the format, its shape, where its bytes lie in the file."""
 
     dtype: str
@@ -76,7 +76,7 @@ class Header:
     """What a file says of itself: free-text metadata and its tensors, in the file's order."""
 
     metadata: dict[str, str]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
 
 def read_header(path: Path) -> Header:
@@ -102,7 +102,7 @@ def read_header(path: Path) -> Header:
     return Header(metadata, dict(entries))
 
 
-def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
+def _stored(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         bits = _BITS[dtype] * math.prod(shape)
@@ -113,10 +113,10 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
         raise UserError(
             f"{path}: tensor {name!r} of type {dtype} and shape {shape} cannot fill its {end - start} bytes."
         )
-    return Stored(dtype, shape, base + start, end - start, path)
+    return StoredTensor(dtype, shape, base + start, end - start, path)
 
 
-def _check_extents(path: Path, entries: list[tuple[str, Stored]], begin: int, size: int) -> None:
+def _check_extents(path: Path, entries: list[tuple[str, StoredTensor]], begin: int, size: int) -> None:
     expected = begin
     for name, stored in entries:
         if stored.start != expected:
@@ -148,13 +148,13 @@ class _Computed:
         out.write(np.ascontiguousarray(np.array(array)).tobytes())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, mx.array | Stored], metadata: Mapping[str, str]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file: arrays, or tensors of other files byte for byte. OSError where the disk refuses.
 
     The file is on the disk, not in a cache, when this returns.
     """
     entries = {
-        name: t if isinstance(t, Stored) else _Computed(t() if callable(t) else t) for name, t in tensors.items()
+        name: t if isinstance(t, StoredTensor) else _Computed(t() if callable(t) else t) for name, t in tensors.items()
     }
     # Wide types first, as the reference writer does, so that every tensor is aligned.
     order = sorted(entries, key=lambda name: -_BITS[entries[name].dtype])

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import segments
-from .containers import Arguments, Rebuild, unknown_kind
-from .functional import is_floating, lent, trainable, undisturbed
+from .containers import ArgumentArrays, Rebuild, unknown_kind
+from .functional import holding, is_floating, trainable, undisturbed
 from .random_state import drawing_from, get_key
 
 
@@ -104,12 +104,12 @@ def _recomputing(original: type) -> type:
 
 
 def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> Any:
-    arguments = Arguments((args, kwargs))
+    arguments = ArgumentArrays((args, kwargs))
     paths, parameters = trainable(module) if module is not None else ([], [])
     packing = segments.current()
 
     def run(given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
-        with lent(module, paths, given[: len(paths)]) if module is not None else nullcontext():
+        with holding(module, paths, given[: len(paths)]) if module is not None else nullcontext():
             return _outputs(fn, arguments, given[len(paths) :])
 
     finish: list[Rebuild] = []
@@ -133,7 +133,7 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     return finish[0](outputs)
 
 
-def _outputs(fn: Callable, arguments: Arguments, given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
+def _outputs(fn: Callable, arguments: ArgumentArrays, given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
     """The arrays of fn's result, and of the containers it changed; and how to make its result of them."""
     args, kwargs = arguments.rebuild(given)
     arrays, rebuild = arguments.returned(fn(*args, **kwargs))

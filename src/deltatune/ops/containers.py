@@ -30,7 +30,7 @@ def unknown_kind(tree: Any) -> str | None:
     return type(tree).__name__
 
 
-class Arguments:
+class ArgumentArrays:
     """`arrays` of the arguments; `rebuild(arrays)` gives arguments for one run; `returned()` takes its result apart."""
 
     def __init__(self, tree: Any):

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
-from .functional import lent, trainable
+from .functional import holding, trainable
 
 # A chunk's logits in fp32, several times over at once, since MLX queues ahead: so many bytes, or what 128 tokens take
 # if that is more (fewer would read the head's weights for little), but never more than the second. NVIDIA GPUs, where
@@ -65,7 +65,7 @@ def linear_cross_entropy(
     paths, parameters = trainable(module)
 
     def run(parameters: list[mx.array], rows: mx.array) -> mx.array:
-        with lent(module, paths, parameters):
+        with holding(module, paths, parameters):
             return head(rows)
 
     eager = all(part.training for part in module.modules())

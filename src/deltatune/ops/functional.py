@@ -35,7 +35,7 @@ def promoted(one: mx.Dtype, other: mx.Dtype) -> mx.Dtype:
 
 
 @contextmanager
-def lent(module: nn.Module, paths: Sequence[str], arrays: Sequence[mx.array]) -> Iterator[None]:
+def holding(module: nn.Module, paths: Sequence[str], arrays: Sequence[mx.array]) -> Iterator[None]:
     """Within the context, `module` holds `arrays` at `paths`; afterwards, what it held before."""
     if not paths:
         yield

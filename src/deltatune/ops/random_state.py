@@ -1,4 +1,4 @@
-"""MLX's random key, read and set: what `mx.random.seed` cannot do, since a key is not always the key of a seed."""
+"""MLX's random key, read and set. `mx.random.seed` takes a number, and inside a traced function a key has none yet."""
 
 from __future__ import annotations
 

@@ -14,14 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import TrainConfig
-from ..data import Batch, BatchOrder, Splits
+from ..data import Batch, Splits
 from ..errors import UserError
 from ..machine import backend, blas
-from ..machine.compiling import without_kernels
-from ..models.describe import describe
-from ..models.document_isolation import check_packing
-from ..ops.checkpoint import checkpointed
-from ..patches import patched
+from ..ops.random_state import get_key, set_key
 from . import announce, log, nonfinite, state
 from .check import check
 from .distributed import World
@@ -31,8 +27,9 @@ from .optimizer import build_optimizer, restore
 from .outputs import Outputs
 from .report import write_report
 from .result import Result
-from .step import LossFunction, Step, Sums
-from .tree import number, random_key, set_random_key
+from .setup import Run, batch_order, build_step, training
+from .step import LossFunction, Sums
+from .tree import number
 
 
 class Trainer:
@@ -62,27 +59,32 @@ class Trainer:
         check(model, config, splits)
         self._optimizer = build_optimizer(config)
         self._identity = state.fingerprint(config, world=self.world.size, model_tensors=announce.structure(model))
-        self._train_order = self._order(splits.train)
-        self._valid_order = self._order(splits.valid) if splits.valid else None
+        self._train_order = batch_order(splits.train, config, self.world)
+        self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
+
+    @classmethod
+    def of(cls, run: Run, screen: log.Screen | None = None) -> Trainer:
+        """The trainer of a run that is ready (setup.ready, then Run.prepare)."""
+        loaded = run.loaded
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            run.config,
+            run.splits,
+            model_config=loaded.config,
+            world=run.world,
+            screen=screen,
+        )
 
     def run(self) -> Result:
         """Train to `config.iters`, or until validation stops improving; returns the final figures."""
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
-            how_compiled = stack.enter_context(without_kernels())
-            report = stack.enter_context(patched(self.model))
-            layers = describe(self.model)
-            if config.pack:
-                check_packing(self.model)
-            if config.grad_checkpoint:
-                stack.enter_context(checkpointed([layer.module for layer in layers]))
-            loss, how = announce.choose_loss(self.model)
-            for line in announce.lines(
-                self.model, config, self.splits, layers, report, how, how_compiled, self._train_order, world
-            ):
+            trained = stack.enter_context(training(self.model, config))
+            for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
                 self.screen.say(line)
-            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in layers]
-            self._prepare(loss)
+            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
+            self._prepare(trained.loss)
             stop = stack.enter_context(StopRequest())
             stack.callback(self._close)
             self._open()
@@ -95,18 +97,6 @@ class Trainer:
             write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
         return result
 
-    def _order(self, examples: Any) -> BatchOrder:
-        config, world = self.config, self.world
-        return BatchOrder(
-            examples,
-            config.batch_size,
-            config.max_seq_length,
-            seed=config.seed,
-            packed=config.pack,
-            rank=world.rank,
-            world=world.size,
-        )
-
     def _prepare(self, loss: LossFunction) -> None:
         config, world = self.config, self.world
         self.model.train()
@@ -114,19 +104,11 @@ class Trainer:
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         if world.size > 1:
             # Dropout differs between ranks; the parameters were drawn before, from the same key.
-            set_random_key(mx.random.split(random_key(), world.size)[world.rank])
+            set_key(mx.random.split(get_key(), world.size)[world.rank])
         threshold = config.clear_cache_threshold
-        self._cache_kept = backend.cache_to_keep() if threshold is None else threshold
+        self._cache_limit = backend.cache_to_keep() if threshold is None else threshold
         self._loss = loss
-        self._step = Step(
-            self.model,
-            self._optimizer,
-            loss,
-            world,
-            accumulate=config.grad_accumulation_steps,
-            clip=config.grad_clip,
-            expert_updates=config.expert_updates,
-        )
+        self._step = build_step(self.model, self._optimizer, loss, config, world)
         self._evaluation = Evaluation(self.model, loss, world)
         # What a window began with, while no update has ended it: progress, random key, sums (None: nothing yet).
         self._good: tuple[state.Progress, mx.array, Sums | None] | None = None
@@ -237,7 +219,7 @@ class Trainer:
         """One micro-batch, and the update if it completes one; returns whether any rank was asked to stop."""
         progress, started = self.progress, time.perf_counter()
         if progress.micro_batches == 0:
-            self._good = (dataclasses.replace(progress, order=self._train_order.state()), random_key(), None)
+            self._good = (dataclasses.replace(progress, order=self._train_order.state()), get_key(), None)
         batch = next(self._train_order)
         self._batches.append(batch)
         loss, weight, norm = self._advance(batch)
@@ -253,7 +235,7 @@ class Trainer:
         progress.window_loss += loss_sum
         progress.window_weight += weight_sum
         progress.trained_tokens += all_tokens
-        if mx.get_cache_memory() > self._cache_kept:
+        if mx.get_cache_memory() > self._cache_limit:
             mx.clear_cache()
         seconds = time.perf_counter() - started
         progress.seconds += seconds
@@ -276,7 +258,7 @@ class Trainer:
             norm = self._step.update(*self._sums)
             # Only what is kept is referred to while it is evaluated, so that buffers are reused.
             self._sums = self._sums._replace(gradients=None)
-        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, random_key())
+        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, get_key())
         return number(loss), number(weight), None if norm is None else number(norm)
 
     def _report_training(self) -> None:
@@ -317,7 +299,7 @@ class Trainer:
         arrays = state.pack("trainable", self.model.trainable_parameters())
         bundles = self._step.bundles
         arrays |= state.pack("optimizer", bundles.part_state(self._optimizer.state))
-        arrays["random"] = world.gather(random_key())
+        arrays["random"] = world.gather(get_key())
         if progress.micro_batches:
             sums = state.pack("window", self._parted(self._sums)._asdict())
             arrays |= {key: world.gather(leaf) for key, leaf in sums.items()}
@@ -344,13 +326,13 @@ class Trainer:
         restore(self._optimizer, bundles.join_state(parted, moments))
         self._train_order.restore(progress.order)
         rank = self.world.rank
-        set_random_key(arrays["random"][rank])
+        set_key(arrays["random"][rank])
         self.progress, self._saved = progress, progress.iteration
         if progress.micro_batches:
             mine = {key: leaf[rank] for key, leaf in arrays.items() if key.startswith("window/")}
             sums = Sums(**state.unpack("window", self._parted(self._sums)._asdict(), mine, path))
             self._sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
-            self._good = (dataclasses.replace(progress), random_key(), self._sums)
+            self._good = (dataclasses.replace(progress), get_key(), self._sums)
         mx.eval(self.model.parameters(), self._optimizer.state, self._sums)
 
     def _parted(self, sums: Sums) -> Sums:
@@ -366,7 +348,7 @@ class Trainer:
             if sums is not None:
                 self._sums, self.progress.micro_batches = sums, inside
             self._train_order.restore(self.progress.order)
-            set_random_key(key)
+            set_key(key)
             if self._metrics is not None:
                 self._metrics.cut(self.progress.metrics_bytes)
         self._save()

@@ -21,7 +21,7 @@ from dense import LEAVES, Case, block, errors, expected, value_and_gradients
 
 from deltatune.machine import backend
 from deltatune.ops.experts import block as block_module
-from deltatune.ops.experts import grouped, verdict
+from deltatune.ops.experts import grouped, product_trial
 from deltatune.ops.experts import projection as projection_module
 from deltatune.ops.experts.tiles import Chunk, Sorted
 from deltatune.ops.experts.tolerances import NARROW_NORM
@@ -66,8 +66,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(block_module, "ROWS_AN_EXPERT", {"cuda": 4})
     monkeypatch.setattr(grouped, "product", product)
     monkeypatch.setattr(grouped, "gradient", gradient)
-    monkeypatch.setattr(verdict, "_product_passes", lambda *_: True)
-    monkeypatch.setattr(verdict, "_gradient_passes", lambda *_: True)
+    monkeypatch.setattr(product_trial, "_product_passes", lambda *_: True)
+    monkeypatch.setattr(product_trial, "_gradient_passes", lambda *_: True)
     return found
 
 

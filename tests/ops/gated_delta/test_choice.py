@@ -12,7 +12,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend
-from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, verdict
+from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, machine_trial
 from deltatune.ops.gated_delta.choice import Call, Candidate, ImplementationWarning, choose
 
 
@@ -23,9 +23,9 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cpu", "metal", "cuda"), ("fused", "chunk")))
     monkeypatch.setattr(choice, "_said", set())
-    verdict.forget()
+    machine_trial.forget()
     yield
-    verdict.forget()
+    machine_trial.forget()
 
 
 def call(dtype=mx.float32, per_channel=False, masked=False) -> Call:
@@ -42,7 +42,7 @@ class Wrong:
     def __call__(self, *arrays, initial_state, mask=None, segments=None):
         self.calls += 1
         bent = [mx.custom_function(lambda x: mx.contiguous(x)) for _ in range(6)]
-        for name, function in zip(verdict.NAMES[2:], bent, strict=True):
+        for name, function in zip(machine_trial.NAMES[2:], bent, strict=True):
             factor = self.factor if name == self.name else 1.0
             function.vjp(lambda primals, cotangent, output, factor=factor: cotangent * factor)
         *arrays, initial_state = (f(x) for f, x in zip(bent, (*arrays, initial_state), strict=True))
@@ -65,7 +65,7 @@ def test_one_that_is_right_is_used(monkeypatch):
         assert choose(call()) == ("fused", right)
 
 
-@pytest.mark.parametrize("name", verdict.NAMES)
+@pytest.mark.parametrize("name", machine_trial.NAMES)
 def test_one_wrong_result_is_enough_to_be_refused(name, monkeypatch):
     stand_in(Wrong(name, 1.00002), monkeypatch)
     with pytest.warns(
@@ -81,7 +81,7 @@ def of_many_heads(bend):
         y, state = gated_delta_chunk(*arrays, initial_state=initial_state, mask=mask, segments=segments)
         return y + mx.stop_gradient(bend(y + 0) - y), state
 
-    return verdict.measure("fused", function, verdict.ShapeClass(8, 16, 16, 16, "float32", masked=True))
+    return machine_trial.measure("fused", function, machine_trial.ShapeClass(8, 16, 16, 16, "float32", masked=True))
 
 
 def test_heads_beyond_those_of_the_reference_are_compared_too():
@@ -142,15 +142,15 @@ def test_a_verdict_is_kept_for_the_next_process(monkeypatch, tmp_path):
     assert kept["verdict"]["errors"]["dbeta"] == pytest.approx(1.0)
     assert all(kept["machine"][what] for what in ("mlx", "text", "device"))
 
-    verdict.forget()
+    machine_trial.forget()
     monkeypatch.setattr(choice, "_said", set())
     with pytest.warns(ImplementationWarning, match="dbeta by 1.0e\\+00"):
         assert choose(call())[0] == "chunk"
     assert wrong.calls == 1
     # Another machine, or other kernels, are another question.
-    verdict.forget()
-    changed = verdict.machine() | {"text": "another"}
-    monkeypatch.setattr(verdict, "machine", lambda: changed)
+    machine_trial.forget()
+    changed = machine_trial.machine() | {"text": "another"}
+    monkeypatch.setattr(machine_trial, "machine", lambda: changed)
     stand_in(Wrong(), monkeypatch)
     assert choose(call())[0] == "fused"
 
@@ -162,7 +162,7 @@ def test_a_damaged_verdict_is_measured_again(text, monkeypatch, tmp_path):
     choose(call())
     (file,) = tmp_path.rglob("*.json")
     file.write_text(text)
-    verdict.forget()
+    machine_trial.forget()
     assert choose(call())[0] == "fused"
     assert right.calls == 2
     assert json.loads(file.read_text())["verdict"]["implementation"] == "fused"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from deltatune.ops.gated_delta.chunking import Cut, blank, chunked, cut, tokens, write
+from deltatune.ops.gated_delta.chunking import Chunking, blank, chunked, cut, tokens, write
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 500])
 @pytest.mark.parametrize("trailing", [(), (6,)])
 def test_groups_cover_the_sequence_once_and_come_back(length, trailing):
-    plan = Cut(length, 16, 3)
+    plan = Chunking(length, 16, 3)
     x = mx.random.normal((2, length, 4, *trailing))
     whole = blank(x, plan, 2) * mx.nan
     for span in plan.groups():
@@ -23,7 +23,7 @@ def test_groups_cover_the_sequence_once_and_come_back(length, trailing):
 
 def test_value_head_reads_its_key_head():
     heads = mx.broadcast_to(mx.arange(6, dtype=mx.float32)[None, None, :, None], (1, 16, 6, 1))
-    part = chunked(heads, Cut(16, 16, 1).groups()[0], 16, key_heads=2)
+    part = chunked(heads, Chunking(16, 16, 1).groups()[0], 16, key_heads=2)
     assert [[part[0, 0, key, value, 0, 0].item() for value in range(3)] for key in range(2)] == [[0, 1, 2], [3, 4, 5]]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.checkpoint import checkpoint
-from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive, verdict
+from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive, machine_trial
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused
 from deltatune.ops.gated_delta.tolerances import FUSED_NORM, OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
 
@@ -91,7 +91,7 @@ EVERY = range(5)
 
 
 def test_the_choice_is_fused_after_its_check(arrays, tmp_path):
-    verdict.forget()
+    machine_trial.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call = choice.Call(*arrays[:4], masked=False, segmented=False)

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta.fused import Plan
+from deltatune.ops.gated_delta.fused import Tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, plan_on
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ MORE_BYTES = 227 * 1024
 def metal_cut(**asked: int) -> Callable:
     """The plan of a Metal GPU, with another cut where a test asks for one."""
 
-    def cut(shape: tuple, dtype: mx.Dtype, **what: bool) -> Plan:
+    def cut(shape: tuple, dtype: mx.Dtype, **what: bool) -> Tiling:
         plan = plan_on("metal", shape, dtype, **what)
         plan = replace(plan, **asked)
         assert plan.fits or (max(plan.prepare_bytes, plan.scan_bytes, plan.gradient_bytes) <= MORE_BYTES and asked)

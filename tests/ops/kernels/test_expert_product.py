@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
-from deltatune.ops.experts import grouped, verdict
+from deltatune.ops.experts import grouped, product_trial
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
 
@@ -193,8 +193,8 @@ def tried(monkeypatch):
     """tried(machine) -> what the verdict says of kernels that it runs."""
 
     def forget() -> None:
-        verdict._product_passes.cache_clear()
-        verdict._gradient_passes.cache_clear()
+        product_trial._product_passes.cache_clear()
+        product_trial._gradient_passes.cache_clear()
 
     def ask(machine) -> list[bool]:
         forget()
@@ -202,9 +202,9 @@ def tried(monkeypatch):
         monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
         rows, low = mx.zeros((5, 136), mx.bfloat16), mx.zeros((5, 8), mx.bfloat16)
         a, b = mx.zeros((3, 8, 136), mx.bfloat16), mx.zeros((3, 136, 8), mx.bfloat16)
-        products = [verdict.on_product(rows, a, True, False), verdict.on_product(low, a, False, True)]
-        products += [verdict.on_product(low, b, True, True), verdict.on_product(rows, b, False, False)]
-        return [*products, verdict.on_gradient(low, rows), verdict.on_gradient(rows, low)]
+        products = [product_trial.on_product(rows, a, True, False), product_trial.on_product(low, a, False, True)]
+        products += [product_trial.on_product(low, b, True, True), product_trial.on_product(rows, b, False, False)]
+        return [*products, product_trial.on_gradient(low, rows), product_trial.on_gradient(rows, low)]
 
     yield ask
     forget()
@@ -222,7 +222,7 @@ def test_the_verdict_on_kernels_that_are_wrong(defect, make_machine, tried, capl
     product, gradient = DEFECTS_OF[defect]
     assert found == [not product] * 4 + [not gradient] * 2
     assert len(caplog.records) == 4 * product + 2 * gradient
-    assert "MLX's own products serve experts" in caplog.text
+    assert "MLX's own products serve instead" in caplog.text
 
 
 def test_the_verdict_where_nothing_runs(tried, caplog):

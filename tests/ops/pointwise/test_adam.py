@@ -119,7 +119,7 @@ def test_on_other_machines_nothing_changes(monkeypatch):
     monkeypatch.setattr(adam, "_proven", lambda *_: True)
     for device in ("cpu", "metal"):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
-        assert adam.Step.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
+        assert adam.AdamStep.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
 
 
 def test_one_that_is_wrong_or_does_not_run_is_not_used(on_trial):

@@ -17,7 +17,7 @@ from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Batch
 from deltatune.lora import convert_to_lora
 from deltatune.machine.compiling import without_kernels
-from deltatune.models.load import load_eyes
+from deltatune.models.load import load_vision_tower
 from deltatune.models.vision.inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
 from deltatune.models.vision.split import split_vision, vision_spec
 from deltatune.patches import patched
@@ -38,7 +38,7 @@ def load(case: VisionCase, config: Config, weights: Weights) -> nn.Module:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         tensors = {name: mx.array(value) for name, value in weights.items()}
         mx.save_safetensors(str(Path(folder) / "model.safetensors"), tensors, {"format": "pt"})
-        model = load_eyes(Path(folder))
+        model = load_vision_tower(Path(folder))
         mx.eval(model.parameters())
     return model
 

@@ -20,7 +20,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend
-from deltatune.machine.blas_fault import FAULT, TWO_ROWS, Verdict
+from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
 from deltatune.patches import apply, patch, patched, revert
 from deltatune.patches.patch import PatchWarning
 from deltatune.patches.tables import one_row_products
@@ -48,7 +48,7 @@ def held(name):
 @pytest.fixture
 def faulty(monkeypatch):
     """A machine whose BLAS fails the probe (it does not: numbers can be compared)."""
-    monkeypatch.setattr(one_row_products, "probe", lambda: Verdict("planted", (FAULT.name,)))
+    monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name,)))
     monkeypatch.setattr(one_row_products, "_told", set())
     yield
     revert()
@@ -212,7 +212,7 @@ def test_the_user_is_told_once(faulty, recwarn):
 
 @ON_A_CPU
 def test_a_blas_that_is_wrong_altogether_is_refused(monkeypatch):
-    monkeypatch.setattr(one_row_products, "probe", lambda: Verdict("planted", (FAULT.name, TWO_ROWS.name)))
+    monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name, TWO_ROWS.name)))
     with pytest.raises(UserError, match="Nothing trained on it would be right"):
         apply()
 

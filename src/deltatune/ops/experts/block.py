@@ -92,7 +92,7 @@ class _Block:
     """
 
     def __init__(self, projections: list[Projection], activation: Activation, layout: Tiled | Sorted, summed: bool):
-        self.projections = [projection.bare() for projection in projections]
+        self.projections = [projection.without_arrays() for projection in projections]
         self.activation, self.layout, self.summed = activation, layout, summed
         self.wide = backend.device() == "cpu"
 

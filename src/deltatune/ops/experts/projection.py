@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..quantized_product import unpacked
-from . import grouped, verdict
+from . import grouped, product_trial
 from .single_rows import single_rows
 from .tiles import Chunk
 
@@ -68,7 +68,7 @@ class Projection:
         named: dict[str, Any] = dict(zip(self.given, arrays, strict=True))
         return replace(self, **named)
 
-    def bare(self) -> Projection:
+    def without_arrays(self) -> Projection:
         """Without what `given` names; its scale as an array that all calls share, for numbers are buffers each."""
         scale = self.scale if isinstance(self.scale, mx.array) else grouped.number(self.scale)
         return replace(self.around(*[None] * len(self.given)), scale=scale)
@@ -103,8 +103,8 @@ class Projection:
     def _mask(self, shape: tuple[int, ...], part: int) -> mx.array:
         assert self.key is not None
         key = mx.random.split(self.key, part + 1)[part]
-        kept = 1 - self.dropout
-        return mx.random.bernoulli(kept, shape, key=key) * (1 / kept)
+        keep = 1 - self.dropout
+        return mx.random.bernoulli(keep, shape, key=key) * (1 / keep)
 
     def dense(self, experts: mx.array) -> mx.array | None:
         """For `forward` and `backward`, where products need them: the tiles' own matrices in fp32 [t, out, in], or,
@@ -186,7 +186,7 @@ def product(
     """
     weight = weight.astype(rows.dtype)
     alike = onto is None or onto.dtype == rows.dtype
-    if chunk.ends is not None and alike and verdict.on_product(rows, weight, transpose, onto is not None):
+    if chunk.ends is not None and alike and product_trial.on_product(rows, weight, transpose, onto is not None):
         last = None if onto is None else onto.squeeze(1)
         factor = 1.0 if scale is None else scale
         y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, last)

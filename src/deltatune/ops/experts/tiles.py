@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..pointwise import rows as pointwise_rows
-from . import grouped, verdict
+from . import grouped, product_trial
 
 
 class Chunk(NamedTuple):
@@ -147,7 +147,7 @@ class Sorted:
         """As Tiled.add_products."""
         assert chunk.ends is not None
         left, right = left.squeeze(1), right.squeeze(1)
-        if verdict.on_gradient(left, right):
+        if product_trial.on_gradient(left, right):
             return grouped.gradient(total, left, right, chunk.ends, 1.0 if scale is None else scale)
         starts = mx.concatenate([mx.zeros(1, mx.int32), chunk.ends[:-1]])
         segments = mx.stack([starts, chunk.ends], axis=1).astype(mx.uint32)

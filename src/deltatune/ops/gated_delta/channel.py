@@ -22,9 +22,9 @@ class _Inside(NamedTuple):
     total: mx.array  # [n, B, K, R, 1, Dk]: decay over the whole chunk
     gram: mx.array  # [n, B, K, R, 2, C, C]: q k^T and k k^T, decayed
     inverse: mx.array  # [n, B, K, R, C, C]: of I + beta times the k k^T
-    written: mx.array  # [n, B, K, R, C, Dv]: the deltas had the state been zero
-    removed: mx.array  # [n, B, K, R, C, Dk]: what the incoming state takes off them
-    kept_k: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
+    solved_v: mx.array  # [n, B, K, R, C, Dv]: the deltas had the state been zero
+    solved_k: mx.array  # [n, B, K, R, C, Dk]: what the incoming state takes off them
+    decayed_k: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
 def _inside(group: Group) -> _Inside:
@@ -42,16 +42,16 @@ def _inside(group: Group) -> _Inside:
         total=from_start[..., -1:, :],
         gram=products,
         inverse=inverse,
-        written=solve @ group.v,
-        removed=solve @ (group.k * from_start),
-        kept_k=group.k * to_end,
+        solved_v=solve @ group.v,
+        solved_k=solve @ (group.k * from_start),
+        decayed_k=group.k * to_end,
     )
 
 
 def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """y [n, B, K, R, C, Dv], the states before each chunk [n, B, K, R, Dv, Dk], and the state after the last."""
     inside = _inside(group)
-    before, delta, state = forward_across(inside.written, inside.removed, inside.kept_k, inside.total, state)
+    before, delta, state = forward_across(inside.solved_v, inside.solved_k, inside.decayed_k, inside.total, state)
     recalled = (group.q * inside.from_start) @ before.swapaxes(-1, -2)
     return mx.addmm(recalled, inside.gram[..., 0, :, :], delta), before, state
 
@@ -59,10 +59,10 @@ def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array
 def backward(group: Group, before: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
     """From dy [n, B, K, R, C, Dv] and the gradient of the state after the group."""
     inside = _inside(group)
-    delta = mx.addmm(inside.written, inside.removed, before.swapaxes(-1, -2), alpha=-1.0)
+    delta = mx.addmm(inside.solved_v, inside.solved_k, before.swapaxes(-1, -2), alpha=-1.0)
     from_y = inside.gram[..., 0, :, :].swapaxes(-1, -2) @ dy
     recalled = dy.swapaxes(-1, -2) @ (group.q * inside.from_start)
-    ddelta, dafter, dstate = backward_across(from_y, recalled, inside.removed, inside.kept_k, inside.total, dstate)
+    ddelta, dafter, dstate = backward_across(from_y, recalled, inside.solved_k, inside.decayed_k, inside.total, dstate)
     return _inside_backward(group, inside, before, delta, dy, ddelta, dafter)._replace(state=dstate)
 
 

@@ -12,11 +12,11 @@ import mlx.core as mx
 
 from ...errors import UserError
 from ...machine import backend, environment
-from . import fused_op, native, verdict
+from . import fused_op, machine_trial, native
 from .chunk import gated_delta_chunk
-from .fused import Plan
+from .fused import Tiling
+from .machine_trial import Implementation, ShapeClass, Verdict
 from .naive import gated_delta_naive
-from .verdict import Implementation, ShapeClass, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ def _fused(call: Call) -> Candidate | str:
     if reason or plan is None:
         return reason or "it has no plan"
     # The same kernels on a small batch: what was compiled for the check serves the training.
-    small = replace(plan, batch=verdict.BATCH, length=verdict.LENGTH)
+    small = replace(plan, batch=machine_trial.BATCH, length=machine_trial.LENGTH)
 
-    def cut_small(*_: object, **__: object) -> Plan:
+    def cut_small(*_: object, **__: object) -> Tiling:
         return small
 
     checked = partial(fused_op.gated_delta_fused, cut=cut_small)
@@ -113,7 +113,7 @@ def choose(call: Call) -> tuple[str, Implementation]:
 def _failure(name: str, candidate: Candidate) -> Verdict | None:
     if candidate.shape is None or candidate.checked is None:
         return None
-    found = verdict.of(name, candidate.checked, candidate.shape)
+    found = machine_trial.of(name, candidate.checked, candidate.shape)
     return None if found.passed else found
 
 
@@ -125,8 +125,8 @@ def _once(message: str) -> None:
 
 def _warn(failure: Verdict) -> None:
     message = (
-        f"gated_delta: {failure}. It is not used on this machine ({verdict.machine()['device']}): training goes on "
-        "without it, right but slower. `deltatune doctor` shows every error measured."
+        f"gated_delta: {failure}. It is not used on this machine ({machine_trial.machine()['device']}): training goes "
+        "on without it, right but slower. `deltatune doctor` shows every error measured."
     )
     if message not in _said:
         _said.add(message)

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from . import channel, scalar
 from .batching import over_batch
-from .chunking import Cut, Span, blank, chunked, cut, tokens, write
+from .chunking import Chunking, Span, blank, chunked, cut, tokens, write
 from .gates import effective_gates
 from .group import Group
 
@@ -51,7 +51,7 @@ def gated_delta_chunk(
 
 
 @lru_cache
-def _forward_by(plan: Cut) -> _Function:
+def _forward_by(plan: Chunking) -> _Function:
     """f(q, k, v, log_g, beta, state) -> (y, final state, for each group the states before its chunks)."""
     forward = mx.custom_function(lambda *arrays: _forward(plan, *arrays))
     backward = mx.custom_function(lambda *arrays: _backward(plan, *arrays))
@@ -94,7 +94,7 @@ def _group(
 
 
 def _forward(
-    plan: Cut, q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array
+    plan: Chunking, q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array
 ) -> _Arrays:
     inside = channel if log_g.ndim == 4 else scalar
     carry = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
@@ -111,7 +111,7 @@ def _forward(
 
 
 def _backward(
-    plan: Cut,
+    plan: Chunking,
     q: mx.array,
     k: mx.array,
     v: mx.array,

@@ -19,7 +19,7 @@ class Span(NamedTuple):
     chunks: int
 
 
-class Cut(NamedTuple):
+class Chunking(NamedTuple):
     """A sequence of `length` tokens in chunks of `size`, `group` chunks at a time."""
 
     length: int
@@ -33,13 +33,13 @@ class Cut(NamedTuple):
         return [Span(start, stop, -(-(stop - start) // self.size)) for start, stop in zip(starts, stops, strict=True)]
 
 
-def cut(length: int, heads: int, key_size: int) -> Cut:
+def cut(length: int, heads: int, key_size: int) -> Chunking:
     """Chunk and group sizes for `heads` = batch x value heads. Measured on a CPU (docs/log.md)."""
     size = 64 if key_size > 64 else 32
     while size > 16 and size // 2 >= length:
         size //= 2
     room = _GROUP_CPU if mx.default_device() == mx.Device(mx.cpu) else _GROUP_GPU
-    return Cut(length, size, max(1, min(16, room // (heads * size * key_size))))
+    return Chunking(length, size, max(1, min(16, room // (heads * size * key_size))))
 
 
 def chunked(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
@@ -54,7 +54,7 @@ def chunked(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
     return part.transpose(1, 0, 3, 4, 2, *range(5, part.ndim))
 
 
-def blank(like: mx.array, plan: Cut, key_heads: int) -> mx.array:
+def blank(like: mx.array, plan: Chunking, key_heads: int) -> mx.array:
     """Room for a whole sequence like `like` [B, T, H, ...], in chunks: zeros [B, chunks, C, K, H / K, ...].
 
     Writing groups into one array, which MLX does without a copy as long as nothing else reads it, halves the peak of
@@ -65,14 +65,14 @@ def blank(like: mx.array, plan: Cut, key_heads: int) -> mx.array:
     return mx.zeros((batch, chunks, plan.size, key_heads, heads // key_heads, *rest), dtype=like.dtype)
 
 
-def write(whole: mx.array, part: mx.array, span: Span, plan: Cut) -> None:
+def write(whole: mx.array, part: mx.array, span: Span, plan: Chunking) -> None:
     """Put one group, laid out by `chunked`, into its place in `whole`."""
     first = span.start // plan.size
     part = part.transpose(1, 0, 4, 2, 3, *range(5, part.ndim))
     whole[:, first : first + span.chunks] = part.astype(whole.dtype)
 
 
-def tokens(whole: mx.array, plan: Cut) -> mx.array:
+def tokens(whole: mx.array, plan: Chunking) -> mx.array:
     """`whole` as [B, T, H, ...]."""
     batch, chunks, size, key_heads, repeats, *rest = whole.shape
     return whole.reshape(batch, chunks * size, key_heads * repeats, *rest)[:, : plan.length]

@@ -23,7 +23,7 @@ def _padded(n: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Sizes of one call, and how a machine cuts it.
 
     `chunk` positions at a time; the scans give a block `slice` rows of the state, and every 16 of them to `split`
@@ -159,7 +159,7 @@ def plan(
     *,
     masked: bool,
     segmented: bool,
-) -> Plan | None:
+) -> Tiling | None:
     """How `machine` (metal or cuda) cuts a call of shape (B, T, Hk, Hv, Dk, Dv); None where memory cannot hold it."""
     batch, _, _, value_heads, key_size, value_size = shape
     tall = _padded(value_size)
@@ -177,14 +177,14 @@ def plan(
             continue
         groups = chunk // 16 * (2 if chunk == 64 else 4)
         cut = (chunk, rows, split, loaders, gradient_rows, groups, stages, overlay, far)
-        made = Plan(*(*shape, dtype, machine, *cut, masked, segmented))
+        made = Tiling(*(*shape, dtype, machine, *cut, masked, segmented))
         if made.fits:
             return made
     return None
 
 
 @dataclass(frozen=True)
-class Arguments:
+class KernelInputs:
     """The contract's inputs; `initial` is `no_state()` where there is none."""
 
     q: mx.array
@@ -216,7 +216,7 @@ _STARTED = "initial_shape[3] == DK"
 
 
 @lru_cache(maxsize=256)
-def _values(plan: Plan, order: tuple[str, ...], groups: int, rows: int | None) -> dict[str, int | bool | mx.Dtype]:
+def _values(plan: Tiling, order: tuple[str, ...], groups: int, rows: int | None) -> dict[str, int | bool | mx.Dtype]:
     values: dict[str, int | bool | mx.Dtype] = {
         "In": plan.dtype,
         "C": plan.chunk,
@@ -262,7 +262,7 @@ def _launch(name, memory, plan, names, inputs, outputs, blocks, size, groups, or
     )
 
 
-def prepare(plan: Plan, x: Arguments) -> Launch:
+def prepare(plan: Tiling, x: KernelInputs) -> Launch:
     """solve and scores, packed triangles a chunk, and factors [B,Hv,chunks,3,C]."""
     shape = (plan.batch, plan.value_heads, plan.chunks)
     names = ("q", "k", "log_g", "beta", "mask", "segments")
@@ -282,7 +282,7 @@ def prepare(plan: Plan, x: Arguments) -> Launch:
     )
 
 
-def _scan(name, plan: Plan, names, inputs, outputs) -> Launch:
+def _scan(name, plan: Tiling, names, inputs, outputs) -> Launch:
     return _launch(
         name,
         "ScanMemory",
@@ -298,7 +298,7 @@ def _scan(name, plan: Plan, names, inputs, outputs) -> Launch:
     )
 
 
-def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: mx.array) -> Launch:
+def scan(plan: Tiling, x: KernelInputs, solve: mx.array, scores: mx.array, factors: mx.array) -> Launch:
     """y [B,T,Hv,Dv], states and u as the kernels keep them, a block a chunk, and last [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
     names = ("q", "k", "v", "mask", "initial", "solve", "scores", "factors")
@@ -312,7 +312,7 @@ def scan(plan: Plan, x: Arguments, solve: mx.array, scores: mx.array, factors: m
     return _scan("scan", plan, names, inputs, outputs)
 
 
-def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Launch:
+def reverse(plan: Tiling, x: KernelInputs, solve, scores, factors, dy, d_last) -> Launch:
     """d_states and d_right as the kernels keep them, dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
     names = ("q", "k", "dy", "mask", "d_last", "solve", "scores", "factors")
@@ -327,7 +327,7 @@ def reverse(plan: Plan, x: Arguments, solve, scores, factors, dy, d_last) -> Lau
     return _scan("reverse", plan, names, inputs, outputs)
 
 
-def gradients(plan: Plan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
+def gradients(plan: Tiling, x: KernelInputs, factors, states, d_states, u, d_right, dy) -> Launch:
     """dq, dk, d_log_g and d_beta, in their inputs' shapes; the last two fp32."""
     names = ("q", "k", "log_g", "mask", "segments")
     return _launch(

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import mlx.core as mx
 
 from ..kernels.launch import Launch
-from .fused import WIDEST, Arguments, Plan, _launch, _padded
+from .fused import WIDEST, KernelInputs, Tiling, _launch, _padded
 
 # Channels whose products with the states are in shared memory together, where a plan is far.
 _SPAN = 128
@@ -19,8 +19,8 @@ _BASE = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 
 
 @dataclass(frozen=True)
-class ChannelPlan(Plan):
-    """As Plan; chunks have one or two tiles of 16 positions, and the reverse scan may hold fewer rows of the state."""
+class ChannelTiling(Tiling):
+    """As Tiling; chunks have one or two tiles of 16 positions, and the reverse scan may hold fewer rows of a state."""
 
     @property
     def wide(self) -> int:
@@ -83,7 +83,7 @@ def plan(
     *,
     masked: bool,
     segmented: bool,
-) -> ChannelPlan | None:
+) -> ChannelTiling | None:
     """As fused.plan, for gates a channel."""
     batch, _, _, value_heads, key_size, value_size = shape
     tall = _padded(value_size)
@@ -101,13 +101,13 @@ def plan(
             continue
         groups = 8 if chunk == 32 else 4
         cut = (chunk, rows, 1, 0, gradient_rows, groups, stages, stages == 1, far)
-        made = ChannelPlan(*(*shape, dtype, machine, *cut, masked, segmented))
+        made = ChannelTiling(*(*shape, dtype, machine, *cut, masked, segmented))
         if made.fits:
             return made
     return None
 
 
-def prepare(plan: ChannelPlan, x: Arguments) -> Launch:
+def prepare(plan: ChannelTiling, x: KernelInputs) -> Launch:
     """solve, scores and factors, and blocks of G Q, G K and E K, as the kernels keep them."""
     shape = (plan.batch, plan.value_heads, plan.chunks)
     width = _padded(plan.key_size)
@@ -140,7 +140,7 @@ _BLOCKS = ("queries", "keys", "ends")
 _PREPARED = ("solve", "scores", "factors")
 
 
-def _scan(name: str, plan: ChannelPlan, names, inputs, outputs, size: int) -> Launch:
+def _scan(name: str, plan: ChannelTiling, names, inputs, outputs, size: int) -> Launch:
     return _launch(
         name,
         "ScanMemory",
@@ -156,7 +156,7 @@ def _scan(name: str, plan: ChannelPlan, names, inputs, outputs, size: int) -> La
     )
 
 
-def scan(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, keys, ends) -> Launch:
+def scan(plan: ChannelTiling, x: KernelInputs, solve, scores, factors, queries, keys, ends) -> Launch:
     """y [B,T,Hv,Dv], states and u as the kernels keep them, and last [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
     names = ("v", "mask", *_BLOCKS, "initial", *_PREPARED)
@@ -171,7 +171,7 @@ def scan(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, keys,
     return _scan("channel_scan", plan, names, inputs, outputs, plan.scan_bytes)
 
 
-def reverse(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, keys, ends, dy, d_last) -> Launch:
+def reverse(plan: ChannelTiling, x: KernelInputs, solve, scores, factors, queries, keys, ends, dy, d_last) -> Launch:
     """d_states and d_right as the kernels keep them, dv [B,T,Hv,Dv] and d_initial [B,Hv,Dv,Dk]."""
     heads, tall = (plan.batch, plan.value_heads), _padded(plan.value_size)
     names = ("dy", "mask", *_BLOCKS, "d_last", *_PREPARED)
@@ -186,7 +186,7 @@ def reverse(plan: ChannelPlan, x: Arguments, solve, scores, factors, queries, ke
     return _scan("channel_reverse", plan, names, inputs, outputs, plan.reverse_bytes)
 
 
-def gradients(plan: ChannelPlan, x: Arguments, factors, states, d_states, u, d_right, dy) -> Launch:
+def gradients(plan: ChannelTiling, x: KernelInputs, factors, states, d_states, u, d_right, dy) -> Launch:
     """dq, dk, d_log_g and d_beta, in their inputs' shapes; the last two fp32."""
     names = ("q", "k", "log_g", "mask", "segments")
     return _launch(

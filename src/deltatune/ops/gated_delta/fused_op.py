@@ -11,10 +11,10 @@ import mlx.core as mx
 from ...machine import backend
 from ..kernels.launch import Launch
 from . import fused, fused_channel
-from .fused import Arguments, Plan
+from .fused import KernelInputs, Tiling
 
 Execute = Callable[[Launch], list[mx.array]]
-Cut = Callable[..., Plan | None]
+Cut = Callable[..., Tiling | None]
 Shape = tuple[int, int, int, int, int, int]
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -93,7 +93,7 @@ def shape_of(k: mx.array, v: mx.array) -> Shape:
     return k.shape[0], k.shape[1], k.shape[2], v.shape[2], k.shape[3], v.shape[3]
 
 
-def uncovered(q: mx.array, k: mx.array, v: mx.array, plan: Plan | None) -> str | None:
+def uncovered(q: mx.array, k: mx.array, v: mx.array, plan: Tiling | None) -> str | None:
     """Why the kernels cannot serve a call that has the contract's shapes; None where they can."""
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, and the kernels want one dtype"
@@ -114,14 +114,14 @@ def _forward_by(
     inputs = floats + masked + segmented
     options = {"masked": masked, "segmented": segmented, "per_channel": per_channel}
 
-    def planned(arrays: Sequence[mx.array]) -> tuple[Plan, Arguments]:
+    def planned(arrays: Sequence[mx.array]) -> tuple[Tiling, KernelInputs]:
         q, k, v, log_g, beta = arrays[:_FLOATS]
         plan = cut(shape_of(k, v), q.dtype, **options)
         assert plan is not None, "covered: checked before"
         initial = arrays[_FLOATS] if stateful else fused.no_state()
         mask = arrays[floats] if masked else None
         segments = arrays[inputs - 1] if segmented else None
-        return plan, Arguments(q, k, v, log_g, beta, initial, mask, segments)
+        return plan, KernelInputs(q, k, v, log_g, beta, initial, mask, segments)
 
     def run_forward(*arrays: mx.array) -> _Arrays:
         plan, x = planned(arrays)

@@ -38,9 +38,9 @@ def gated_delta_naive(
             state = mx.where(same[:, None, None, None], state, 0.0)
         stepped, y = _step(state, q32[:, t], k32[:, t], v32[:, t], gate[:, t], beta32[:, t])
         if mask is not None:
-            kept = mask[:, t]
-            stepped = mx.where(kept[:, None, None, None], stepped, state)
-            y = mx.where(kept[:, None, None], y, 0.0)
+            counts = mask[:, t]
+            stepped = mx.where(counts[:, None, None, None], stepped, state)
+            y = mx.where(counts[:, None, None], y, 0.0)
         state = stepped
         outputs.append(y)
     return mx.stack(outputs, axis=1).astype(q.dtype), state

@@ -20,9 +20,9 @@ class _Inside(NamedTuple):
     decay: mx.array  # [n, B, K, R, 2C, C]: over every span, lower above strictly lower
     gram: mx.array  # [n, B, K, R, 2C, C]: q k^T above k k^T, decayed
     inverse: mx.array  # [n, B, K, R, C, C]: of I + beta times the lower half of gram
-    written: mx.array  # [n, B, K, R, C, Dv]: the deltas had the state been zero
-    removed: mx.array  # [n, B, K, R, C, Dk]: what the incoming state takes off them
-    kept_k: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
+    solved_v: mx.array  # [n, B, K, R, C, Dv]: the deltas had the state been zero
+    solved_k: mx.array  # [n, B, K, R, C, Dk]: what the incoming state takes off them
+    decayed_k: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
 def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -41,7 +41,7 @@ def _inside(group: Group) -> _Inside:
     gram = (group.qk @ group.k.swapaxes(-1, -2)) * decay
     inverse = unit_lower_inverse(group.beta[..., None] * gram[..., group.v.shape[-2] :, :])
     solve = inverse * group.beta[..., None, :]
-    removed = (solve * from_start[..., None, :]) @ group.k
+    solved_k = (solve * from_start[..., None, :]) @ group.k
     return _Inside(
         from_start=from_start,
         to_end=to_end,
@@ -49,16 +49,16 @@ def _inside(group: Group) -> _Inside:
         decay=decay,
         gram=gram,
         inverse=inverse,
-        written=solve @ group.v,
-        removed=removed,
-        kept_k=group.k * to_end[..., None],
+        solved_v=solve @ group.v,
+        solved_k=solved_k,
+        decayed_k=group.k * to_end[..., None],
     )
 
 
 def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """y [n, B, K, R, C, Dv], the states before each chunk [n, B, K, R, Dv, Dk], and the state after the last."""
     inside = _inside(group)
-    before, delta, state = forward_across(inside.written, inside.removed, inside.kept_k, inside.total, state)
+    before, delta, state = forward_across(inside.solved_v, inside.solved_k, inside.decayed_k, inside.total, state)
     recalled = (group.q @ before.swapaxes(-1, -2)) * inside.from_start[..., None]
     return mx.addmm(recalled, inside.gram[..., : group.v.shape[-2], :], delta), before, state
 
@@ -66,10 +66,10 @@ def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array
 def backward(group: Group, before: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
     """From dy [n, B, K, R, C, Dv] and the gradient of the state after the group."""
     inside = _inside(group)
-    delta = mx.addmm(inside.written, inside.removed, before.swapaxes(-1, -2), alpha=-1.0)
+    delta = mx.addmm(inside.solved_v, inside.solved_k, before.swapaxes(-1, -2), alpha=-1.0)
     from_y = inside.gram[..., : dy.shape[-2], :].swapaxes(-1, -2) @ dy
     recalled = (dy * inside.from_start[..., None]).swapaxes(-1, -2) @ group.q
-    ddelta, dafter, dstate = backward_across(from_y, recalled, inside.removed, inside.kept_k, inside.total, dstate)
+    ddelta, dafter, dstate = backward_across(from_y, recalled, inside.solved_k, inside.decayed_k, inside.total, dstate)
     return _inside_backward(group, inside, before, delta, dy, ddelta, dafter)._replace(state=dstate)
 
 

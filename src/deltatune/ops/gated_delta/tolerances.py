@@ -12,12 +12,12 @@ EASY, REPEATED_KEY, OVERSHOOTING = 2e-6, 2e-5, 5e-5
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 # The fused kernels keep states and their gradients in bf16 where the inputs are: one rounding more.
-KEPT = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 0.0}
+STATE_ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 0.0}
 
 
 def fused_bound(bound: float, dtype: str) -> float:
     """What the fused kernels may show where fp32 may show `bound`."""
-    return bound + ROUNDING[dtype] + KEPT[dtype]
+    return bound + ROUNDING[dtype] + STATE_ROUNDING[dtype]
 
 
 # Relative norms of errors. In fp32 the fused kernels stay under this, or under chunk's own error in the same case; in

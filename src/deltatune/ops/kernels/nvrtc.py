@@ -45,10 +45,10 @@ def _packages() -> Iterator[Path]:
 @cache
 def _library() -> ctypes.CDLL:
     names = {f"libnvrtc.so.{release}": inner for release, (inner, _) in _RELEASES.items()}
-    places = [str(folder / inner / "lib" / name) for folder in _packages() for name, inner in names.items()]
+    paths = [str(folder / inner / "lib" / name) for folder in _packages() for name, inner in names.items()]
     # First what is in this process: the one that MLX links, whose code its driver loads.
     for mode in (os.RTLD_NOLOAD, ctypes.DEFAULT_MODE):
-        for place in (*names, *places):
+        for place in (*names, *paths):
             try:
                 return ctypes.CDLL(place, mode)
             except OSError:

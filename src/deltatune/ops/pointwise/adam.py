@@ -10,16 +10,16 @@ import mlx.core as mx
 import mlx.optimizers
 
 from ...machine import backend
+from .. import trial
 from ..kernels.launch import Arrays, Outputs, numbers
 from .pass_launch import Execute, Pass
-from .passes import apart, judged, random_arrays
 
 # Of the largest element: MLX's operations round each of fifteen results, the pass fewer.
 _BOUND = 1e-6
 
 
 @dataclass(frozen=True)
-class Step:
+class AdamStep:
     """What all parameters of one step share: `fixed` and `moving` as kernels/pointwise.h has them, fp32."""
 
     fixed: mx.array
@@ -27,7 +27,7 @@ class Step:
     execute: Execute = Pass.run
 
     @staticmethod
-    def of(optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array) -> Step | None:
+    def of(optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array) -> AdamStep | None:
         """The step that `optimizer` has begun, its gradients to be multiplied with `scale`; none made if not `healthy`.
 
         None for other optimizers than MLX's Adam and AdamW, and where the pass does not serve.
@@ -50,16 +50,16 @@ class Step:
         return [array.reshape(shape) for array in made]
 
 
-def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute) -> Step:
+def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute) -> AdamStep:
     b1, b2 = optimizer.betas
     rate, bias, one = optimizer.learning_rate.astype(mx.float32), mx.array(1.0), mx.array(1.0)
-    kept = one
+    decayed = one
     if isinstance(optimizer, mlx.optimizers.AdamW):
-        kept = 1 - rate * optimizer.weight_decay
+        decayed = 1 - rate * optimizer.weight_decay
     if optimizer.bias_correction:
         rate, bias = rate / (1 - b1**optimizer.step), mx.rsqrt(1 - b2**optimizer.step)
-    moving = [rate, bias, kept, one if scale is None else scale, healthy]
-    return Step(
+    moving = [rate, bias, decayed, one if scale is None else scale, healthy]
+    return AdamStep(
         numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps), mx.stack([each.astype(mx.float32) for each in moving]), execute
     )
 
@@ -68,7 +68,7 @@ def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Ex
 def _proven(execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         shape = (3, 131)
-        parameter, gradient, m, v = random_arrays([(shape, mx.float32)] * 4)
+        parameter, gradient, m, v = trial.random_arrays([(shape, mx.float32)] * 4)
         found, expected = [], []
         for corrected in (True, False):
             optimizer = mlx.optimizers.AdamW(0.1, bias_correction=corrected)
@@ -80,6 +80,6 @@ def _proven(execute: Execute = Pass.run) -> bool:
                 new = dict(state)
                 moved = optimizer.apply_single(gradient * scale, parameter, new)
                 expected += [moved, new["m"], new["v"]] if healthy else [parameter, *state.values()]
-        return apart(found, expected)
+        return trial.largest_error(found, expected)
 
-    return judged("Adam's step", difference, _BOUND)
+    return trial.passes("Adam's step", difference, _BOUND)

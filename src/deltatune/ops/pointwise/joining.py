@@ -8,8 +8,8 @@ from functools import cache
 import mlx.core as mx
 
 from ...machine import backend
+from .. import trial
 from .pass_launch import Execute, Pass
-from .passes import judged
 
 # Arrays of a launch: each is a step of a recursion in the kernel's text. Metal would have buffers for 15.
 MOST = 64
@@ -40,4 +40,4 @@ def _proven(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
         found = end_to_end(arrays, execute=execute)
         return float(mx.abs(found - mx.concatenate(arrays).astype(mx.float32)).max())
 
-    return judged(f"{dtype} end to end", difference, 0.0)
+    return trial.passes(f"{dtype} end to end", difference, 0.0)

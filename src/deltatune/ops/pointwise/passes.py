@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 
-from ...errors import first_line
+from .. import trial
 from .pass_launch import Execute, Pass
-
-logger = logging.getLogger(__name__)
 
 # Elements that make a pass worth building its kernels, and proving them in each process: none for decoding.
 LEAST = 2**16
 
 Arrays = Sequence[mx.array]
-Kind = tuple[tuple[int, ...], mx.Dtype]
 # Of the largest element: a few roundings of the dtype's own.
 BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-8, mx.bfloat16: 2.0**-5}
 
@@ -44,7 +39,7 @@ class Passes:
     def __call__(self, *arrays: mx.array, execute: Execute = Pass.run) -> list[mx.array]:
         return list(_function(self, execute)(*arrays))
 
-    def proven(self, *kinds: Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
+    def proven(self, *kinds: trial.Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
         """Whether both passes run here and agree with `plain` on random arrays of these shapes and dtypes, followed by
         `others`; looked at once a process for each name and kinds."""
         key = (self.name, kinds, len(others), execute)
@@ -75,42 +70,9 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
     return cast(Callable[..., Arrays], forward)
 
 
-def _proven(passes: Passes, kinds: Sequence[Kind], others: Arrays, execute: Execute) -> bool:
-    drawn = random_arrays(kinds)
-    return judged(passes.name, lambda: _difference(passes, drawn, others, execute), BOUNDS[kinds[0][1]])
-
-
-def random_arrays(kinds: Sequence[Kind]) -> list[mx.array]:
-    """Normal numbers of these shapes and dtypes."""
-    keys = mx.random.split(mx.random.key(7), len(kinds))
-    return [mx.random.normal(shape, key=key).astype(dtype) for (shape, dtype), key in zip(kinds, keys, strict=True)]
-
-
-def judged(name: str, difference: Callable[[], float], bound: float) -> bool:
-    """Whether the largest difference over the largest element is within `bound`; says so where not, or if none runs."""
-    try:
-        worst = difference()
-    except (RuntimeError, ValueError) as error:
-        said = first_line(error)[:300]
-        logger.warning("%s does not run on this GPU, MLX's operations serve instead: %s", name, said)
-        return False
-    if not worst <= bound:
-        logger.warning(
-            "%s is off by %.1e of the largest element on this GPU (%.1e allowed): MLX's operations serve instead.",
-            name,
-            worst,
-            bound,
-        )
-    return bool(worst <= bound)
-
-
-def apart(found: Arrays, expected: Arrays) -> float:
-    """The largest, over the arrays, of the largest difference over the largest element; NaN counts."""
-    worst = 0.0
-    for ours, theirs in zip(found, expected, strict=True):
-        one, other = (np.array(array.astype(mx.float32)) for array in (ours, theirs))
-        worst = float(np.maximum(worst, np.abs(one - other).max() / np.abs(other).max()))
-    return worst
+def _proven(passes: Passes, kinds: Sequence[trial.Kind], others: Arrays, execute: Execute) -> bool:
+    drawn = trial.random_arrays(kinds)
+    return trial.passes(passes.name, lambda: _difference(passes, drawn, others, execute), BOUNDS[kinds[0][1]])
 
 
 def _difference(passes: Passes, arrays: list[mx.array], others: Arrays, execute: Execute) -> float:
@@ -122,4 +84,4 @@ def _difference(passes: Passes, arrays: list[mx.array], others: Arrays, execute:
     expected, wanted = mx.vjp(
         lambda *given: list(passes.plain(*given, *others)), wide, [c.astype(mx.float32) for c in cotangents]
     )
-    return apart([*made, *found], [*expected, *wanted])
+    return trial.largest_error([*made, *found], [*expected, *wanted])

@@ -11,9 +11,10 @@ from functools import cache
 import mlx.core as mx
 
 from ...machine import backend
+from .. import trial
 from ..kernels.launch import Arrays, Outputs
 from .pass_launch import Execute, Pass
-from .passes import BOUNDS, LEAST, apart, judged, random_arrays
+from .passes import BOUNDS, LEAST
 
 _LANE = 8
 _WIDTH = f"(x_shape[1] / {_LANE})"
@@ -75,12 +76,12 @@ def _combined(x: mx.array, place: mx.array, weights: mx.array | None) -> mx.arra
 @cache
 def _proven(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
-        (x, weights) = random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
+        (x, weights) = trial.random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
         order = mx.argsort(mx.random.normal((90,), key=mx.random.key(1)))
         place = order.reshape(30, 3)
         found = [taken(x, order, execute=execute)]
         found += [combined(x, place, each, mx.float32, execute=execute) for each in (None, weights)]
         wide = x.astype(mx.float32)
-        return apart(found, [x[order], *(_combined(wide, place, each) for each in (None, weights))])
+        return trial.largest_error(found, [x[order], *(_combined(wide, place, each) for each in (None, weights))])
 
-    return judged(f"rows of {dtype}", difference, BOUNDS[dtype])
+    return trial.passes(f"rows of {dtype}", difference, BOUNDS[dtype])

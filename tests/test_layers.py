@@ -9,8 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.models.describe import describe
-from deltatune.patches import gated_delta_layers
+from deltatune.layers import describe, gated_delta_layers
 
 DELTA = ["delta", "delta", "delta", "attention"]
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import atomic_files, environment
+from ..trial import relative_error
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tolerances import EASY, ROUNDING, fused_bound
@@ -131,7 +132,7 @@ def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurr
     seconds = time.perf_counter() - started
     logger.info("gated_delta: %s checked in %.1f s, %.1f of them the reference's", name, seconds, of_reference)
     pairs = zip(NAMES, results, expected, strict=True)
-    return replace(blank, errors={name: _error(result, exact) for name, result, exact in pairs})
+    return replace(blank, errors={name: relative_error(result, exact) for name, result, exact in pairs})
 
 
 def _differentiate(function: Implementation, primals: list, constants: dict, cotangents: list) -> list[np.ndarray]:
@@ -142,14 +143,6 @@ def _differentiate(function: Implementation, primals: list, constants: dict, cot
     wide = [x.astype(mx.float32) for x in (*outputs, *gradients)]
     mx.eval(wide)
     return [np.array(x) for x in wide]
-
-
-def _error(result: np.ndarray, expected: np.ndarray) -> float:
-    """Not a number, or of another shape, counts as infinitely wrong."""
-    if result.shape != expected.shape or not np.isfinite(result).all():
-        return float("inf")
-    error, largest = np.abs(result - expected).max(), np.abs(expected).max()
-    return float(error / largest) if largest > 0 else float("inf" if error > 0 else 0.0)
 
 
 class _Case(NamedTuple):

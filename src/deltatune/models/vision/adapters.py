@@ -1,16 +1,30 @@
-"""Whether adapters sit on everything in the last layers and nowhere else: then no list of names has to say where.
-
-mlx-vlm 0.7.10 puts adapters on experts when it is told a number of layers, and refuses them by name.
-"""
+"""Which adapters mlx-vlm loads: it finds those on experts by a number of layers, and refuses them by name."""
 
 from __future__ import annotations
 
 import mlx.nn as nn
 
-from .adapter import Adapter
-from .convert import adapters
-from .select import adapter_class, layer_paths
-from .weights import is_switch
+from ...layers import layer_paths
+from ...lora.adapter import Adapter
+from ...lora.convert import adapters
+from ...lora.select import adapter_class
+from ...lora.weights import is_switch
+from .split import has_vision
+
+
+def layers_for_mlx_vlm(model: nn.Module) -> int | None:
+    """The number of layers by which mlx-vlm finds this model's adapters, where names would not do."""
+    return whole_layers(model) if has_vision(model) and _adapts_experts(model) else None
+
+
+def refused_by_mlx_vlm(model: nn.Module) -> list[str]:
+    """A sentence where mlx-vlm will not load this model's adapter."""
+    if not has_vision(model) or not _adapts_experts(model) or whole_layers(model) is not None:
+        return []
+    return [
+        "mlx-vlm 0.7.10 loads adapters on experts only where all of the last layers' modules have one, and nothing "
+        "else: it will not load this adapter. deltatune does; merge it for mlx-vlm."
+    ]
 
 
 def whole_layers(model: nn.Module) -> int | None:
@@ -30,7 +44,7 @@ def whole_layers(model: nn.Module) -> int | None:
     return count
 
 
-def adapts_experts(model: nn.Module) -> bool:
+def _adapts_experts(model: nn.Module) -> bool:
     """Whether any adapter sits on experts."""
     return any(isinstance(module, Adapter) and is_switch(module.linear) for module in adapters(model).values()
                if "linear" in module)  # fmt: skip

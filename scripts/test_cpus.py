@@ -4,7 +4,7 @@
 OpenBLAS carries kernels for several families of CPUs and takes those of the machine; OPENBLAS_CORETYPE forces others,
 where the CPU has their instructions. The plain suite runs this machine's own kernels, so those are left out here.
 
-usage: scripts/test_cpus [NAME ...]      NAME: a core type below; those named are run, this machine's own too.
+usage: scripts/test_cpus.py [NAME ...]      NAME: a core type below; those named are run, this machine's own too.
 """
 
 from __future__ import annotations
