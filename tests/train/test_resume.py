@@ -63,7 +63,7 @@ def killed_run(options, tmp_path):
 
     def run(where, count, *flags):
         command = [sys.executable, "-c", DRIVER, where, str(count), str(file), *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == -signal.SIGKILL, done.stderr
         return done.stdout
 
