@@ -434,12 +434,14 @@ def upstream(layers):
     yield
     Layer.__call__ = call
 
+# MLX waits for each operation before it makes room for the next: how far it runs ahead is a matter of time.
+mx.set_memory_limit(1)
 for wrap in (checkpointed, upstream):
-    # A CPU that keeps up with the queue lets go earlier: the most of four runs.
-    print(*(max(peak(depth, wrap) for _ in range(4)) for depth in (2, 12)))
+    print(*(peak(depth, wrap) for depth in (2, 12)))
 """
 
 
+@pytest.mark.any_blas
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU queues")
 @pytest.mark.parametrize("width", [1, 20, 1000])
 def test_peak_memory_does_not_grow_with_depth(width):
@@ -452,7 +454,8 @@ def test_peak_memory_does_not_grow_with_depth(width):
         text=True,
     )
     (shallow, deep), (_, upstream) = ([float(word) for word in line.split()] for line in done.stdout.splitlines())
-    assert deep <= shallow + (0.5 if width == 1 else 5)
+    # One intermediate may be given back late, when the next operation has begun.
+    assert deep <= shallow + 1
     if width == 1000:
         # What the test is able to see: recomputation that waits for the layers' outputs alone.
         assert upstream > shallow + 20

@@ -36,7 +36,8 @@ def linear_cross_entropy(
     Gradients reach `hidden`, `weights` and the head's trainable parameters, from whichever transform differentiates
     the call; frozen parameters get none and cost none. Log-sum-exp and sums are fp32. Gradients are taken during
     the forward pass while every part of the head is in training mode, and not before a backward pass asks for them
-    when a part is in evaluation mode (`model.eval()`), where an evaluation does no gradient work.
+    when a part is in evaluation mode (`model.eval()`), where an evaluation does no gradient work. There the head runs
+    again for the gradient, and a value and a gradient that are evaluated together hold one chunk each.
 
     Args:
         head: a module called as `head(hidden) -> logits [..., vocab]`, or a bound method of one, such as
