@@ -1,6 +1,6 @@
 """All options of a training run, each with its only default, and the YAML files that set them.
 
-Names and defaults are those of `mlx_lm.lora` wherever it has the option; docs/options.md lists the differences.
+Names and defaults are those of `mlx_lm.lora` wherever it has the option; docs/guides/from-mlx-lm.md lists what differs.
 """
 
 from __future__ import annotations

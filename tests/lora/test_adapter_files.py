@@ -28,7 +28,7 @@ from deltatune.lora.adapter_files import adapter_state
 from deltatune.lora.convert import install_adapters, make_adapters
 from deltatune.machine import backend
 from deltatune.models.load import load_model
-from tiny_families import FAMILIES
+from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8]])
 

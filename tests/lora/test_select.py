@@ -13,9 +13,11 @@ from deltatune.layers import layer_kind, layer_paths
 from deltatune.lora import convert_to_lora
 from deltatune.lora.directly_read import directly_read
 from deltatune.lora.select import select
-from tiny_families import FAMILIES, HYBRIDS
+from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7]])
+PLAIN = ["qwen3", "gemma3_text"]
+HYBRIDS = [family for family in FAMILIES if family not in PLAIN]
 
 
 def chosen(model: nn.Module, num_layers: int = -1, dora: bool = False, **options) -> list[str]:
@@ -33,7 +35,7 @@ def test_kinds_of_layers(tiny_model, family):
     assert [layer_kind(layer) for layer in tiny_model(family).layers] == ["delta", "delta", "delta", "attention"]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", PLAIN)
 def test_kinds_of_plain_layers(tiny_model, family):
     assert {layer_kind(layer) for layer in tiny_model(family).layers} == {"attention"}
 

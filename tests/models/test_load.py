@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models.load import load, load_model, locate, new_model
+from families import FAMILIES
 from layouts import has_gaps
-from tiny_families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 

@@ -19,7 +19,7 @@ from deltatune.lora.tensor_files import read_header
 from deltatune.models import merged_checkpoint as merge_module
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
-from tiny_families import FAMILIES
+from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 

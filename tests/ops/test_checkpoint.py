@@ -14,7 +14,7 @@ from deltatune.machine import backend
 from deltatune.ops import segments
 from deltatune.ops.checkpoint import checkpoint, checkpointed
 from deltatune.ops.random_state import get_key
-from tiny_families import FAMILIES
+from families import FAMILIES
 
 D = 12
 
@@ -431,16 +431,18 @@ def upstream(layers):
     yield
     Layer.__call__ = call
 
+# MLX waits for each operation before it makes room for the next: how far it runs ahead is a matter of time.
+mx.set_memory_limit(1)
 for wrap in (checkpointed, upstream):
-    # A CPU that keeps up with the queue frees arrays earlier, so the largest of four runs counts.
-    print(*(max(peak(depth, wrap) for _ in range(4)) for depth in (2, 12)))
+    print(*(peak(depth, wrap) for depth in (2, 12)))
 """
 
 
+@pytest.mark.any_blas
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU queues")
 @pytest.mark.parametrize("width", [1, 20, 1000])
 def test_peak_memory_does_not_grow_with_depth(width):
-    """In units of one intermediate, of which a layer has 13; docs/memory.md has the figures for real layers."""
+    """In units of one intermediate, of which a layer has 13; docs/figures.md has the figures for real layers."""
     done = subprocess.run(
         [sys.executable, "-c", DEPTH_PROBE],
         env=os.environ | {"MLX_BFS_MAX_WIDTH": str(width)},
@@ -449,7 +451,8 @@ def test_peak_memory_does_not_grow_with_depth(width):
         text=True,
     )
     (shallow, deep), (_, upstream) = ([float(word) for word in line.split()] for line in done.stdout.splitlines())
-    assert deep <= shallow + (0.5 if width == 1 else 5)
+    # One intermediate may be given back late, when the next operation has begun.
+    assert deep <= shallow + 1
     if width == 1000:
         # The test can fail: recomputation that waits for the layers' outputs alone exceeds the bound.
         assert upstream > shallow + 20

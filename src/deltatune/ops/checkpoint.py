@@ -2,7 +2,7 @@
 
 `mx.checkpoint` makes the recomputation wait for the layer's outputs, which exist since the forward pass, so that
 several layers' intermediates can be in memory at once. Here the recomputation waits for the layer's cotangent, and the
-cotangent that goes on to the layer below waits for this layer's weight gradients (docs/memory.md has figures).
+cotangent that goes on to the layer below waits for this layer's weight gradients (docs/how/memory.md has figures).
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ def linear_cross_entropy(
     Gradients reach `hidden`, `weights` and the head's trainable parameters; frozen parameters cost no gradient work.
     Log-sum-exp and sums are fp32. While every part of the head is in training mode, the forward pass computes the
     gradients as well. When a part is in evaluation mode (`model.eval()`), only a backward pass computes them, so that
-    an evaluation does no gradient work.
+    an evaluation does no gradient work. That backward pass runs the head again; a value and a gradient that are
+    evaluated together then hold one chunk each.
 
     Args:
         head: a module called as `head(hidden) -> logits [..., vocab]`, or a bound method of one, such as

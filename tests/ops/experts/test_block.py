@@ -266,7 +266,7 @@ def test_refuses_a_second_derivative():
         mx.eval(mx.grad(lambda x: mx.grad(total)(x).sum())(case.arrays["x"]))
 
 
-def peak(case: Case) -> int:
+def peak(case: Case, peak_bytes) -> int:
     """The bytes in use at the peak of a gradient, without inputs and results."""
     trains = ("lora_a", "lora_b")
     names = ["x", "scores", *(f"{n}.{leaf}" for n in NAMES for leaf in trains)]
@@ -276,28 +276,26 @@ def peak(case: Case) -> int:
 
     given = {name: case.arrays[name] for name in names}
     mx.eval(mx.grad(loss)(given))
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    gradients = mx.grad(loss)(given)
-    mx.eval(gradients)
-    return mx.get_peak_memory() - before - sum(gradient.nbytes for gradient in gradients.values())
+    gradients = sum(array.nbytes for array in given.values())
+    return peak_bytes(lambda: mx.grad(loss)(given)) - gradients
 
 
+@pytest.mark.any_blas
 @pytest.mark.skipif(backend.device() != "cpu", reason="a GPU's chunk is as large as the whole case")
-def test_memory_grows_with_adapters_and_tokens_only():
+def test_memory_grows_with_adapters_and_tokens_only(peak_bytes):
     """Memory holds a chunk and arrays of the size of the adapters and of x, but none of tokens x k rows.
 
-    The slack is for the operations that MLX starts early, as many as the machine has time for.
+    The slack is for what one operation has not freed yet when the next begins.
     """
     slack = 5 * 2**20
     sizes = {"tokens": 512, "outer": 256, "inner": 96, "k": 8, "rank": 4, "experts": 16}
-    base = peak(Case(**sizes))
+    base = peak(Case(**sizes), peak_bytes)
     for change in ({"rank": 64}, {"experts": 256}):
         case, small = Case(**sizes | change), Case(**sizes)
         grown = sum(case.arrays[n].nbytes - small.arrays[n].nbytes for n in case.arrays if "lora" in n)
-        assert peak(case) < base + 2 * grown + slack, change
+        assert peak(case, peak_bytes) < base + 2 * grown + slack, change
     rows = (4096 - 512) * 256 * 4
-    assert peak(Case(**sizes | {"tokens": 4096})) < base + 4 * rows + slack < base + 8 * rows
+    assert peak(Case(**sizes | {"tokens": 4096}), peak_bytes) < base + 4 * rows + slack < base + 8 * rows
 
 
 def test_the_router_gets_gradients_through_the_scores_only():
