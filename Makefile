@@ -1,4 +1,4 @@
-.PHONY: help env demo test lint tree oracle compat clean
+.PHONY: help env demo test coverage lint tree docs oracle compat clean
 PYTHON := .venv/bin/python
 
 help:
@@ -7,6 +7,8 @@ help:
 	@echo "make env     only the virtual environment, in .venv"
 	@echo "make lint    ruff and mypy"
 	@echo "make tree    print which group of files imports which"
+	@echo "make docs    build the documentation as a site, in site/ (installs MkDocs)"
+	@echo "make coverage  run the tests and print which lines and branches they reach"
 	@echo "make oracle  compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat  try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
 
@@ -24,12 +26,20 @@ test: env
 	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --durations 15
 
 lint: env
-	$(PYTHON) -m ruff check src tests benchmarks scripts
-	$(PYTHON) -m ruff format --check src tests benchmarks scripts
+	$(PYTHON) -m ruff check src tests benchmarks scripts examples
+	$(PYTHON) -m ruff format --check src tests benchmarks scripts examples
 	$(PYTHON) -m mypy
 
 tree: env
 	$(PYTHON) scripts/tree.py
+
+# Tracing makes the tests half as long again, so this is not part of `make test`.
+coverage: env
+	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --cov --cov-report=term
+
+docs: env
+	scripts/make_env docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
 
 oracle: env
 	scripts/make_env oracle
@@ -39,4 +49,4 @@ compat: env
 	$(PYTHON) scripts/compat
 
 clean:
-	rm -rf .venv .compat build dist src/*.egg-info
+	rm -rf .venv .compat build dist site src/*.egg-info

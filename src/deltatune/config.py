@@ -1,6 +1,6 @@
 """Every option of a training run: one dataclass a concern, one default an option, and the YAML that fills them.
 
-Names and defaults are those of `mlx_lm.lora` wherever it has the option; docs/options.md lists the differences.
+Names and defaults are those of `mlx_lm.lora` wherever it has the option; docs/guides/from-mlx-lm.md lists what differs.
 """
 
 from __future__ import annotations

@@ -443,7 +443,7 @@ for wrap in (checkpointed, upstream):
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU queues")
 @pytest.mark.parametrize("width", [1, 20, 1000])
 def test_peak_memory_does_not_grow_with_depth(width):
-    """In units of one intermediate, of which a layer has 13; docs/memory.md has the figures for real layers."""
+    """In units of one intermediate, of which a layer has 13; docs/figures.md has the figures for real layers."""
     done = subprocess.run(
         [sys.executable, "-c", DEPTH_PROBE],
         env=os.environ | {"MLX_BFS_MAX_WIDTH": str(width)},

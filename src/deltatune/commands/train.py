@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         help="fine-tune a model: LoRA by default",
         usage="deltatune train --model MODEL --data DATA [-c FILE] [options]",
         description="Fine-tune a model. Options are those of mlx_lm.lora wherever it has one; a YAML file (-c) has "
-        "lora_parameters, lr_schedule, optimizer_config and hf_dataset besides (docs/options.md).",
+        "lora_parameters, lr_schedule, optimizer_config and hf_dataset besides (docs/reference/options.md).",
     )
     parser.add_argument(
         "--show-batch", action="store_true", help="print the first batch, what counts in the loss marked, and stop"

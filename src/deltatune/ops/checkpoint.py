@@ -2,7 +2,7 @@
 
 `mx.checkpoint` makes the recomputation wait for the layer's outputs, which have long been there, so several layers'
 intermediates can live at once. Here it waits for the cotangent, and the cotangent handed on waits for the layer's
-weight gradients, so that one layer is finished before the next begins (docs/memory.md).
+weight gradients, so that one layer is finished before the next begins (docs/how/memory.md).
 """
 
 from __future__ import annotations

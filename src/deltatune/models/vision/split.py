@@ -45,7 +45,7 @@ def vision_spec(model: Any) -> VisionSpec:
         raise UserError(
             f"{type(model).__module__}: this layer cannot be trained: the vision tower is of another kind than that of "
             f"Qwen3-VL and Qwen3.5, the only one that deltatune trains on images with ({what}). Leave images and "
-            "videos out: text trains where mlx-lm knows the model (docs/vision.md)."
+            "videos out: text trains where mlx-lm knows the model (docs/guides/vision.md)."
         )
     about = config.vision_config
     return VisionSpec(
@@ -126,7 +126,7 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
         raise UserError(
             f"{type(model).__module__}: on a small image its logits differ by {difference:.1e} of their size from "
             f"those of deltatune's order of the same operations (at most {limit:.0e} is rounding), so it cannot be "
-            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/vision.md)?"
+            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/guides/vision.md)?"
         )
     if miscounts:
         warnings.warn(
