@@ -17,8 +17,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +167,15 @@ def main() -> None:
             row = f"{size / 1e9:.2f} | {planned / 1e9:.2f} | {planned / size - 1:+.1%}"
             print(f"| {name} | {found['tokens']} | {row} |", flush=True)
         return
+    print_table({name: partial(measure, table[name]) for name in names})
+
+
+def print_table(measured: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    """What each configuration was planned to need, beside what was counted."""
     print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
     print("|---" * 10 + "|")
-    for name in names:
-        found = measure(table[name])
+    for name, measure in measured.items():
+        found = measure()
         buffers, size = found["counted"], found["counted_bytes"]
         off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
         print(

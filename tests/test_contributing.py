@@ -4,9 +4,10 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tree
+
+ROOT = Path(__file__).parents[1]
 
 LINE = re.compile(r"(  )?(\S+?)(/|\.py)\s+(\S.*)")
 

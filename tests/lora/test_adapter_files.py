@@ -28,19 +28,9 @@ from deltatune.lora.adapter_files import adapter_state
 from deltatune.lora.convert import install_adapters, make_adapters
 from deltatune.machine import backend
 from deltatune.models.load import load_model
+from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8]])
-FAMILIES = [
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "bailing",
-    "kimi_k3",
-    "qwen3",
-    "gemma3_text",
-]
 
 
 def moved(model: nn.Module, seed: int = 3) -> nn.Module:

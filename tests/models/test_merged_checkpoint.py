@@ -19,19 +19,9 @@ from deltatune.lora.tensor_files import read_header
 from deltatune.models import merged_checkpoint as merge_module
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
-FAMILIES = [
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "bailing",
-    "kimi_k3",
-    "qwen3",
-    "gemma3_text",
-]
 
 
 def adapt(path: Path, adapter: Path, kind: str = "lora", **options) -> mx.array:

@@ -5,7 +5,6 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune import cli
 from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
@@ -32,18 +31,6 @@ def options(tmp_path, checkpoint):
     line = json.dumps({"prompt": "the quick brown fox", "completion": "jumps over"})
     (data / "train.jsonl").write_text((line + "\n") * 4)
     return ["--model", checkpoint, "--data", data, "--batch-size", 4, "--max-seq-length", 64]
-
-
-@pytest.fixture
-def run(capsys):
-    """run(*arguments) -> (exit code, standard output, standard error)."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
     said = capsys.readouterr().out
 
     # The same prompt, through the training forward, token by token.
-    loaded = setup.load_with_adapter(path, str(tmp_path / "a"), False, "a test")
+    loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
     row = {"messages": [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "x"}]}
     row |= {"video": frames, "fps": 1}
     target = tmp_path / "data"

@@ -1,4 +1,7 @@
-"""Whether an implementation computes on this machine what `chunk` computes: measured once, and kept."""
+"""Checks once per machine whether an implementation computes what `chunk` computes, and stores the verdict.
+
+choice.py asks `of` before it uses a fast implementation for a class of shapes for the first time.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,13 @@ from .tolerances import EASY, ROUNDING, fused_bound
 logger = logging.getLogger(__name__)
 
 NAMES = ("y", "state", "dq", "dk", "dv", "dlog_g", "dbeta", "dinitial_state")
-# Two batches, and more than two chunks of any implementation, the last one ragged.
+# The check runs two batch rows over more than two chunks of any implementation, the last of which lacks tokens.
 BATCH, LENGTH = 2, 150
-# Key heads that the reference computes. The implementation gets as many as the class has, each a copy of one of them:
-# which, is drawn, so a head that reads or writes another's place shows.
-_DRAWN = 2
-# Whose heads an array has, and where: (key heads, axis 2), (value heads, axis 2), or a state's value heads, axis 1.
+# The reference computes two key heads. The implementation gets as many as the class has, each a copy of one of the two,
+# chosen at random, so that a head which reads or writes the place of another gives a wrong result.
+_REFERENCE_HEADS = 2
+# The heads of each argument and cotangent: k for key heads on axis 2, v for value heads on axis 2, s for value heads on
+# axis 1 (a state's).
 _PRIMALS, _COTANGENTS = "kkvvvs", "vs"
 _PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 Implementation = Callable[..., tuple[mx.array, mx.array]]
@@ -40,9 +44,9 @@ Implementation = Callable[..., tuple[mx.array, mx.array]]
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """What decides which kernel a call runs, and nothing that does not: neither its batch nor its length.
+    """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
 
-    `cut`: how the implementation divides the work, in words of its own.
+    `tiling` says how the implementation divides the work, where it has a choice.
     """
 
     key_heads: int
@@ -53,7 +57,7 @@ class ShapeClass:
     masked: bool = False
     segmented: bool = False
     per_channel: bool = False
-    cut: str = ""
+    tiling: str = ""
 
     def __str__(self) -> str:
         heads = f"{self.key_heads}/{self.value_heads} heads of {self.key_size} x {self.value_size}"
@@ -63,7 +67,16 @@ class ShapeClass:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors are the largest over the largest element of `reference`'s; `problem` is what stopped the check."""
+    """The outcome of a check.
+
+    Attributes:
+        implementation: The name of the implementation.
+        shape: The class of shapes, as text.
+        bound: The largest error that is allowed.
+        errors: By name of an output or gradient, its largest error relative to the reference's largest element.
+        problem: The message of the error that stopped the check, if one did.
+        reference: The name of the implementation that it was compared with.
+    """
 
     implementation: str
     shape: str
@@ -89,9 +102,14 @@ _known: dict[tuple[str, ShapeClass], Verdict] = {}
 
 
 def of(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
-    """The verdict on `function` for calls of this class: as found before on this machine, else measured now.
+    """Return the verdict on an implementation for a class of calls: the stored one, or else that of a check now.
 
-    Measured with arrays of its own, evaluated at once: safe while something else is being traced.
+    The check has arrays of its own and evaluates them at once, so it may run while something else is being traced.
+
+    Args:
+        name: The name of the implementation.
+        function: Called as `gated_delta` is, on the check's small arrays.
+        shape: The class of calls.
     """
     key = (name, shape)
     if key not in _known:
@@ -100,42 +118,51 @@ def of(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
 
 
 def again(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
-    """The same, measured now whatever was found before."""
-    found = _known[(name, shape)] = measure(name, function, shape)
-    # What stopped a check may be gone the next time.
-    if found.problem is None:
-        _write(_path(name, shape), found)
-    return found
+    """Check now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
+    verdict = _known[(name, shape)] = measure(name, function, shape)
+    # A check that was stopped is not stored: the cause may be gone the next time.
+    if verdict.problem is None:
+        _write(_path(name, shape), verdict)
+    return verdict
 
 
 def forget() -> None:
-    """Forget the verdicts of this process; those in the cache folder stay."""
+    """Forget the verdicts of this process. Those in the cache folder remain."""
     _known.clear()
 
 
 def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurrence: bool = False) -> Verdict:
-    """Compare `function` with chunk (or naive), in fp32 on the CPU: forward and backward, gates of 0 among them."""
+    """Compare an implementation with the reference in fp32 on the CPU, forward and backward, with some gates of 0.
+
+    Args:
+        name, function, shape: As in `of`.
+        by_recurrence: Whether the reference is naive, and not chunk.
+    """
     started = time.perf_counter()
     case = _case(shape)
     reference = gated_delta_naive if by_recurrence else gated_delta_chunk
     bound = EASY + ROUNDING[shape.dtype] if by_recurrence else fused_bound(EASY, shape.dtype)
     blank = Verdict(name, str(shape), bound, reference="naive" if by_recurrence else "chunk")
-    # The CPU's products are fp32; a GPU's may be TF32.
+    # On the CPU, because a GPU may multiply fp32 matrices in TF32.
     with mx.stream(mx.cpu):
-        few = _differentiate(reference, case.few_primals, case.constants, case.few_cotangents)
-    expected = _spread(few, _COTANGENTS + _PRIMALS, case)
-    of_reference = time.perf_counter() - started
+        reference_results = _differentiate(reference, case.reference_primals, case.constants, case.reference_cotangents)
+    expected = _copy_heads(reference_results, _COTANGENTS + _PRIMALS, case)
+    reference_seconds = time.perf_counter() - started
     try:
         results = _differentiate(function, case.primals, case.constants, case.cotangents)
     except (RuntimeError, ValueError) as error:
         return replace(blank, problem=f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - started
-    logger.info("gated_delta: %s checked in %.1f s, %.1f of them the reference's", name, seconds, of_reference)
+    logger.info(
+        "gated_delta: %s was checked in %.1f s, of which the reference took %.1f", name, seconds, reference_seconds
+    )
     pairs = zip(NAMES, results, expected, strict=True)
     return replace(blank, errors={name: relative_error(result, exact) for name, result, exact in pairs})
 
 
 def _differentiate(function: Implementation, primals: list, constants: dict, cotangents: list) -> list[np.ndarray]:
+    """Return y, the final state and the gradients of the six float arguments, in fp32."""
+
     def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
         return function(*arrays[:-1], initial_state=arrays[-1], **constants)
 
@@ -146,23 +173,27 @@ def _differentiate(function: Implementation, primals: list, constants: dict, cot
 
 
 class _Case(NamedTuple):
-    """What the implementation is given, in its dtype; the few heads it was made of, in fp32; and where each went."""
+    """The arguments of a check.
+
+    The implementation gets `primals` and `cotangents` in its dtype; the reference gets a few heads of them in fp32.
+    `key_heads` and `value_heads` say which of the reference's heads each of the implementation's copies.
+    """
 
     primals: list[mx.array]
     cotangents: list[mx.array]
-    few_primals: list[mx.array]
-    few_cotangents: list[mx.array]
+    reference_primals: list[mx.array]
+    reference_cotangents: list[mx.array]
     constants: dict[str, mx.array | None]
     key_heads: np.ndarray
     value_heads: np.ndarray
 
 
 def _case(shape: ShapeClass) -> _Case:
-    """Drawn by NumPy: MLX's random state belongs to the training."""
+    """Draw the arguments with NumPy, because MLX's random state belongs to the training."""
     draw = np.random.default_rng(0)
-    drawn, repeats = min(_DRAWN, shape.key_heads), shape.value_heads // shape.key_heads
-    which = np.concatenate([np.arange(drawn), draw.integers(drawn, size=shape.key_heads - drawn)])
-    floats = _floats(draw, replace(shape, key_heads=drawn, value_heads=drawn * repeats))
+    heads, repeats = min(_REFERENCE_HEADS, shape.key_heads), shape.value_heads // shape.key_heads
+    key_heads = np.concatenate([np.arange(heads), draw.integers(heads, size=shape.key_heads - heads)])
+    floats = _floats(draw, replace(shape, key_heads=heads, value_heads=heads * repeats))
     dtype = getattr(mx, shape.dtype)
     few = [mx.array(x.astype(np.float32)) for x in floats]
     for index in (0, 1, 2, 6):
@@ -174,16 +205,16 @@ def _case(shape: ShapeClass) -> _Case:
         "mask": mx.array(mask) if shape.masked else None,
         "segments": mx.array(segments) if shape.segmented else None,
     }
-    value_heads = (which[:, None] * repeats + np.arange(repeats)).reshape(-1)
+    value_heads = (key_heads[:, None] * repeats + np.arange(repeats)).reshape(-1)
     wide = [x.astype(mx.float32) for x in few]
-    case = _Case([], [], wide[:6], wide[6:], constants, which, value_heads)
-    whole = _spread([np.array(x) for x in wide], _PRIMALS + _COTANGENTS, case)
-    arrays = [mx.array(x).astype(small.dtype) for x, small in zip(whole, few, strict=True)]
+    case = _Case([], [], wide[:6], wide[6:], constants, key_heads, value_heads)
+    copies = _copy_heads([np.array(x) for x in wide], _PRIMALS + _COTANGENTS, case)
+    arrays = [mx.array(x).astype(small.dtype) for x, small in zip(copies, few, strict=True)]
     return case._replace(primals=arrays[:6], cotangents=arrays[6:])
 
 
 def _floats(draw: np.random.Generator, shape: ShapeClass) -> list[np.ndarray]:
-    """q, k, v, log_g, beta, the initial state; then the gradients of y and of the final state."""
+    """Return q, k, v, log_g, beta and the initial state, then the gradients of y and of the final state."""
     keys, values = (
         (BATCH, LENGTH, shape.key_heads, shape.key_size),
         (BATCH, LENGTH, shape.value_heads, shape.value_size),
@@ -200,35 +231,35 @@ def _floats(draw: np.random.Generator, shape: ShapeClass) -> list[np.ndarray]:
     return [*floats, draw.normal(size=values), draw.normal(size=state)]
 
 
-def _spread(arrays: Sequence[np.ndarray], kinds: str, case: _Case) -> list[np.ndarray]:
-    """The few heads' arrays with the heads of the class. A gradient of a copy is a copy of the gradient."""
+def _copy_heads(arrays: Sequence[np.ndarray], kinds: str, case: _Case) -> list[np.ndarray]:
+    """Return arrays of the reference's heads with all heads of the class. The gradient of a copy is a copy, too."""
     heads = {"k": (case.key_heads, 2), "v": (case.value_heads, 2), "s": (case.value_heads, 1)}
     return [np.take(x, *heads[kind]) for x, kind in zip(arrays, kinds, strict=True)]
 
 
 @cache
 def machine() -> dict[str, str]:
-    """What a verdict depends on: versions, the text of the kernels, the device and its driver."""
-    found = {}
+    """Return what a verdict depends on: versions, the text of the kernels, the device and its driver."""
+    parts = {}
     for name in (*_PACKAGES, "deltatune"):
         try:
-            found[name] = importlib.metadata.version(name)
+            parts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["mlx"] = mx.__version__  # type: ignore[attr-defined]
+    parts["mlx"] = mx.__version__  # type: ignore[attr-defined]
     text = hashlib.sha256()
     for folder in (files(__package__), files(__package__.rpartition(".")[0]) / "kernels"):
         for file in sorted(folder.iterdir(), key=lambda file: file.name):
             if file.name.endswith((".py", ".h")):
                 text.update(file.name.encode() + file.read_bytes())
     about = mx.device_info()
-    found |= {"text": text.hexdigest()[:16], "device": str(about.get("device_name", about))}
-    found |= {"system": platform.platform(), "driver": _driver()}
-    return found
+    parts |= {"text": text.hexdigest()[:16], "device": str(about.get("device_name", about))}
+    parts |= {"system": platform.platform(), "driver": _driver()}
+    return parts
 
 
 def _driver() -> str:
-    """NVIDIA's kernel module; Apple's driver comes with the system."""
+    """Return the version of NVIDIA's driver. Apple's is part of the system's version."""
     path = Path("/proc/driver/nvidia/version")
     return path.read_text().partition("\n")[0] if path.is_file() else ""
 
@@ -251,9 +282,9 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _write(path: Path, verdict: Verdict) -> None:
-    """For the processes to come; where the folder cannot be written, each of them measures again."""
+    """Store a verdict for later processes. Where the folder cannot be written, each of them checks again."""
     text = json.dumps({"verdict": asdict(verdict), "machine": machine()}, indent=1)
     try:
         atomic_files.write(path, text.encode())
     except OSError as error:
-        logger.warning("gated_delta: a verdict cannot be kept (%s): it is measured again in every process", error)
+        logger.warning("gated_delta: a verdict cannot be stored (%s): every process checks again", error)
