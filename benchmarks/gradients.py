@@ -50,12 +50,12 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
     import mlx.core as mx
 
     from deltatune.config import LoraConfig
+    from deltatune.layers import describe
     from deltatune.lora import convert_to_lora
     from deltatune.machine.compiling import without_kernels
-    from deltatune.models.describe import describe
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.patches import patched
-    from deltatune.train.announce import choose_loss
+    from deltatune.train.setup import choose_loss
     from deltatune.train.step import arrays, mean_loss_and_gradients
 
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Record the reference trajectories of docs/parity.md with transformers + PEFT, and print its table.
+"""Record the reference trajectories of docs/how/parity.md with transformers + PEFT, and print its table.
 
 usage: scripts/record_oracle.py [--record] [CASE ...]      needs the `oracle` extra (scripts/make_env oracle)
 

@@ -29,18 +29,6 @@ def data(tmp_path):
     return folder
 
 
-@pytest.fixture
-def run(capsys):
-    """run(*arguments) -> (exit code, standard output, standard error)."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
 def config(*arguments):
     return flags.config_from(cli.parser().parse_args(["train", *map(str, arguments)]))
 

@@ -16,7 +16,7 @@ import pytest
 from deltatune.commands import run as run_module
 from deltatune.commands.run import run_program
 from deltatune.errors import UserError
-from deltatune.patches import Report
+from deltatune.patches import PatchReport
 
 START = "import deltatune, sys; from deltatune.commands.run import run_program; sys.exit(run_program(sys.argv[1:]))"
 
@@ -134,7 +134,7 @@ def test_on_cuda_alone_programs_compile_without_kernels(program, monkeypatch, de
 
     monkeypatch.setattr(run_module, "without_kernels", without_kernels)
     monkeypatch.setattr(run_module.backend, "device", lambda: device)
-    monkeypatch.setattr(run_module, "patched", lambda announce: nullcontext(Report()))
+    monkeypatch.setattr(run_module, "patched", lambda announce: nullcontext(PatchReport()))
     monkeypatch.syspath_prepend(program.parent)
     assert run_program(["--", "python", str(program), "3"]) == 3
     assert noted == mode

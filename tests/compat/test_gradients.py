@@ -52,7 +52,7 @@ def test_images(tiny_vision_model, record_property, request, monkeypatch, family
         loss, actual = gradients(model, rows, **more)
     request.getfixturevalue("loop")
     if family == "qwen3_vl_moe":
-        # Its tower's GELUs are exchanged for good reason (docs/vision.md): the same tower on both sides.
+        # Its tower's GELUs are exchanged for good reason (docs/guides/vision.md): the same tower on both sides.
         monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
         with patched():
             expected_loss, expected = gradients(model, rows, **more)

@@ -78,7 +78,7 @@ def test_inference_is_upstreams_bit_for_bit(tiny_vision_model, monkeypatch, fami
     model = tiny_vision_model(family)
     model.eval()
     rows, more = images(model)
-    # The tower of qwen3_vl_moe is another one on purpose: the same on both sides (docs/vision.md).
+    # The tower of qwen3_vl_moe is another one on purpose: the same on both sides (docs/guides/vision.md).
     everything = patches.PATCHES
     monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
     with patched():

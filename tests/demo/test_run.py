@@ -13,6 +13,7 @@ from deltatune import cli
 from deltatune.demo import task, text_demo
 from deltatune.demo.screen import DemoScreen
 from deltatune.errors import UserError
+from deltatune.models.load import load
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_mlx_lm_alone_gives_the_same_answers(short):
 def test_what_mlx_lm_answers_comes_from_the_adapter(short):
     _, output, _, _ = short
     items = task.draw(0, 4, task.known_name, held=False)
-    assert text_demo.ask_mlx_lm(output, items) != text_demo.ask(text_demo.load(text_demo.MODEL), items).answers
+    assert text_demo.ask_mlx_lm(output, items) != text_demo.ask(load(text_demo.MODEL), items).answers
 
 
 def test_the_report_holds_figures_curves_and_every_message(short):

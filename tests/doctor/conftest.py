@@ -9,9 +9,9 @@ import pytest
 
 from deltatune.doctor import implementations
 from deltatune.machine import backend
-from deltatune.ops.gated_delta import choice, gated_delta_chunk, verdict
+from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
 from deltatune.ops.gated_delta.choice import Candidate
-from deltatune.ops.gated_delta.verdict import ShapeClass
+from deltatune.ops.gated_delta.machine_trial import ShapeClass
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,9 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(implementations, "_CHUNK", (ShapeClass(1, 2, 8, 8, "float32"),))
     monkeypatch.setattr(implementations, "_MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
-    verdict.forget()
+    machine_trial.forget()
     yield
-    verdict.forget()
+    machine_trial.forget()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 import other_towers
 from deltatune.doctor import custom_kernels_trace
-from deltatune.doctor.custom_kernels import Kernel, sweep, without_gradient
+from deltatune.doctor.custom_kernels import ReachedKernel, sweep, without_gradient
 from deltatune.errors import UserError
 
 recent = pytest.mark.skipif(
@@ -63,14 +63,14 @@ def test_a_kernel_that_nothing_trains_through_needs_none(found):
 
 
 def test_the_sentence_names_layer_and_kernel():
-    kernels = [Kernel("sparse", "m.attention", 2, False), Kernel("fine", "m.rope", 2, True)]
+    kernels = [ReachedKernel("sparse", "m.attention", 2, False), ReachedKernel("fine", "m.rope", 2, True)]
     assert without_gradient(kernels) == [
         "this layer cannot be trained: m.attention runs the kernel sparse, which has no gradient"
     ]
     assert "NO gradient" in str(kernels[0])
 
 
-def test_a_model_with_eyes_is_traced_as_on_an_apple_gpu(tiny_vision_model):
+def test_a_model_with_a_vision_tower_is_traced_as_on_an_apple_gpu(tiny_vision_model):
     kernels = sweep(tiny_vision_model("qwen3_vl_moe"))
     assert [kernel.name.startswith("mrope_apply") for kernel in kernels] == [True]
     assert all(kernel.differentiable for kernel in kernels)

@@ -12,7 +12,7 @@ import pytest
 
 from deltatune.doctor import implementations
 from deltatune.machine import backend
-from deltatune.ops.gated_delta import choice, gated_delta_chunk, verdict
+from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_chunk_is_right_here():
     (finding,) = implementations.findings()
     assert (finding.implementation, finding.status, finding.wrong) == ("chunk", "right", False)
     assert finding.shape == "float32, 1/2 heads of 8 x 8"
-    assert set(finding.errors) == set(verdict.NAMES)
+    assert set(finding.errors) == set(machine_trial.NAMES)
     assert 0 < max(finding.errors.values()) <= finding.bound == 2e-6
 
 

@@ -19,19 +19,9 @@ from deltatune.lora.tensor_files import read_header
 from deltatune.models import merged_checkpoint as merge_module
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
-FAMILIES = [
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "bailing",
-    "kimi_k3",
-    "qwen3",
-    "gemma3_text",
-]
 
 
 def adapt(path: Path, adapter: Path, kind: str = "lora", **options) -> mx.array:
@@ -193,12 +183,12 @@ def test_experts_stored_one_by_one(tiny_checkpoint, tmp_path):
 
 def test_eight_bit_floats_are_carried_bit_for_bit(tiny_checkpoint, tmp_path):
     base = Path(shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "base"))
-    from deltatune.lora.tensor_files import Stored, write_tensors
+    from deltatune.lora.tensor_files import StoredTensor, write_tensors
 
     raw = tmp_path / "raw"
     raw.write_bytes(bytes(range(64)))
     header = read_header(base / "model.safetensors")
-    extra = {"model.visual.scale": Stored("F8_E4M3", (8, 8), 0, 64, raw)}
+    extra = {"model.visual.scale": StoredTensor("F8_E4M3", (8, 8), 0, 64, raw)}
     write_tensors(tmp_path / "new", {**header.tensors, **extra}, {"format": "mlx"})
     (tmp_path / "new").replace(base / "model.safetensors")
     adapt(base, tmp_path / "adapter")

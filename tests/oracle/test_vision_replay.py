@@ -55,7 +55,7 @@ def no_gradient_through_the_tower(monkeypatch):
 
 def rows_and_columns_swapped(monkeypatch):
     angles = vision_tower._angles
-    monkeypatch.setattr(vision_tower, "_angles", lambda tower, places: angles(tower, places[..., ::-1]))
+    monkeypatch.setattr(vision_tower, "_angles", lambda tower, cells: angles(tower, cells[..., ::-1]))
 
 
 def positions_of_text(monkeypatch):
@@ -86,6 +86,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.any_blas
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault, monkeypatch):
     plant, name = FAULTS[fault]

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import mlx.core as mx
 
 from counted_allocator import Counter
-from deltatune.plan.array_layout import Layout
+from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import all_nodes, evaluation_order, read
 from deltatune.plan.simulate import PACES, Simulation
 
@@ -69,7 +69,7 @@ GRAPHS = {
 
 
 def main():
-    counter, layout = Counter(), Layout.measured()
+    counter, layout = Counter(), ArrayLayout.measured()
     slow = mx.random.normal((1400, 1400))
     mx.eval(slow)
     found = {}

@@ -2,13 +2,13 @@ import mlx.core as mx
 import pytest
 
 from deltatune.plan import array_layout, graph, process_memory
-from deltatune.plan.array_layout import Layout
+from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.process_memory import LayoutError
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return Layout.measured()
+    return ArrayLayout.measured()
 
 
 def test_an_address_that_is_not_mapped_is_an_error_and_no_crash():
@@ -24,7 +24,7 @@ def test_what_lay_in_memory_before_misleads_nobody(measured):
     for size in range(1, 300):
         kept.append(mx.zeros(size) + mx.ones(size))
         kept = kept[-20:] if size % 7 else kept[::2]
-        assert vars(Layout.measured()).keys() == vars(measured).keys()
+        assert vars(ArrayLayout.measured()).keys() == vars(measured).keys()
 
 
 @pytest.mark.parametrize("shift", [8, 24])
@@ -35,7 +35,7 @@ def test_another_layout_is_noticed(monkeypatch, shift):
         array_layout, "reader", lambda: lambda address, size: real(address + shift * (size > 100), size)
     )
     with pytest.raises(LayoutError):
-        Layout.measured()
+        ArrayLayout.measured()
 
 
 def test_a_graph_is_read_as_it_was_made(measured):

@@ -5,16 +5,17 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune import cli
 from deltatune.config import TrainConfig
+from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.ops.random_state import get_key
 from deltatune.plan import fit
-from deltatune.plan.array_layout import Layout
-from deltatune.plan.device_limits import Limits, device_limits
-from deltatune.plan.forecast import plan_step
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.device_limits import DeviceLimits, device_limits
+from deltatune.plan.forecast import forecast_step
 from deltatune.plan.process_memory import LayoutError
+from deltatune.plan.traced_step import build
 from deltatune.train.setup import prepare
-from deltatune.train.tree import random_key
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +34,10 @@ def options(tmp_path, checkpoint):
 
 
 @pytest.fixture
-def run(capsys):
-    """run(*arguments) -> (exit code, standard output, standard error)."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
 def limited(monkeypatch):
     """limited(bytes, buffers): the device has that much."""
     return lambda size, buffers=None: monkeypatch.setattr(
-        fit, "device_limits", lambda: Limits(buffers, size, "a test", "a test")
+        fit, "device_limits", lambda: DeviceLimits(buffers, size, "a test", "a test")
     )
 
 
@@ -72,35 +61,49 @@ def test_plan_says_how_much_where_and_what_fits(run, options, limited):
         assert re.search(pattern, out), (pattern, out)
 
 
-def test_a_plan_leaves_model_and_random_state_alone(tiny_model):
-    model, config = tiny_model("qwen3_5_moe"), TrainConfig(num_layers=-1, grad_checkpoint=True)
+@pytest.mark.parametrize("expert_updates", ["dense", "active"])
+def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
+    model = tiny_model("qwen3_5_moe")
+    config = TrainConfig(num_layers=-1, grad_checkpoint=True, expert_updates=expert_updates)
     prepare(model, config)
     mx.eval(model.parameters())
-    before, key = dict(tree_flatten(model.parameters())), random_key().tolist()
+    before, key = dict(tree_flatten(model.parameters())), get_key().tolist()
     next(reversed(model.modules())).eval()  # one module in another mode than the model
     kinds = [(type(module), module.training) for module in model.modules()]
     active = mx.get_active_memory()
-    first, again = (plan_step(model, config, 2, 64, Layout.measured()) for _ in range(2))
+    first, again = (forecast_step(model, config, 2, 64, ArrayLayout.measured()) for _ in range(2))
     assert first == again
     after = dict(tree_flatten(model.parameters()))
     assert before.keys() == after.keys()
     assert all(mx.array_equal(before[name], after[name]) for name in before)
-    assert random_key().tolist() == key
+    assert get_key().tolist() == key
     assert [(type(module), module.training) for module in model.modules()] == kinds
     assert mx.get_active_memory() - active < 1 << 16
 
 
-@pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/plan.md)")
+@pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
 def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
-    layout = Layout.measured()
+    layout = ArrayLayout.measured()
     model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(num_layers=-1)
     prepare(model, config)
-    plain, longer, wider = (plan_step(model, config, *shape, layout) for shape in ((1, 64), (1, 256), (4, 64)))
+    plain, longer, wider = (forecast_step(model, config, *shape, layout) for shape in ((1, 64), (1, 256), (4, 64)))
     assert plain.bytes.amount < min(longer.bytes.amount, wider.bytes.amount)
     config.grad_checkpoint = True
-    checkpointed = plan_step(model, config, 4, 64, layout)
+    checkpointed = forecast_step(model, config, 4, 64, layout)
     assert checkpointed.bytes.amount < 0.8 * wider.bytes.amount
     assert checkpointed.beyond < wider.beyond
+
+
+def test_a_plan_is_of_the_update_that_the_run_makes(tiny_model):
+    """Experts that are updated by themselves are planned so: with the refusals of that update, and its evaluation."""
+    config = TrainConfig(num_layers=-1, expert_updates="active")
+    model = tiny_model("qwen3_5_moe")
+    prepare(model, config)
+    built = build(model, config, 1, 32, ArrayLayout.measured())
+    assert [phase.name for phase in built.phases] == ["forward and backward", "update", "update of experts"]
+    config.optimizer = "adafactor"
+    with pytest.raises(UserError, match="adafactor does not"):
+        forecast_step(model, config, 1, 32, ArrayLayout.measured())
 
 
 def test_train_refuses_what_cannot_fit_and_says_what_would(run, options, limited, tmp_path):
@@ -139,7 +142,7 @@ def test_an_mlx_that_cannot_be_looked_into_still_trains(run, options, monkeypatc
     def unknown():
         raise LayoutError("the inputs of an array were not found")
 
-    monkeypatch.setattr(fit.Layout, "measured", unknown)
+    monkeypatch.setattr(fit.ArrayLayout, "measured", unknown)
     code, out, err = run("train", *options, "--adapter-path", tmp_path / "adapters", "--iters", 1)
     assert code == 0, err
     assert "Plan: none" in out

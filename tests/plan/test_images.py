@@ -23,23 +23,22 @@ from deltatune.data.vision.media import largest_batch
 from deltatune.machine.compiling import without_kernels
 from deltatune.models.load import load
 from deltatune.models.vision.frozen_tower import FrozenTower
-from deltatune.models.vision.inputs import Looked, blank_vision_batch
+from deltatune.models.vision.inputs import ImageShapes, blank_vision_batch
 from deltatune.models.vision.split import vision_spec
 from deltatune.patches import patched
 from deltatune.plan import fit
-from deltatune.plan.array_layout import Layout
-from deltatune.plan.device_limits import Limits
-from deltatune.plan.forecast import plan_step
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.device_limits import DeviceLimits
+from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import blank_batch
-from deltatune.train.announce import choose_loss
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
-from deltatune.train.setup import eyes, prepare
+from deltatune.train.setup import choose_loss, prepare, vision_processors
 from deltatune.train.step import Step
 
 pytest.importorskip("mlx_vlm")
 
-IMAGES = Looked(3, 640)
+IMAGES = ImageShapes(3, 640)
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +78,11 @@ def test_a_plan_is_what_a_step_takes(tiny_vision_model, parts):
     model, config = tiny_vision_model("qwen3_5"), TrainConfig(num_layers=-1, parts=parts)
     prepare(model, config)
     mx.eval(model.parameters())
-    plan = plan_step(model, config, 2, 128, Layout.measured(), IMAGES)
+    plan = forecast_step(model, config, 2, 128, ArrayLayout.measured(), IMAGES)
     peak = measured_peak(model, config, 2, 128) - before
     assert plan.bytes.amount == pytest.approx(peak, rel=0.1)
     if parts != "language":
-        fewer = plan_step(model, config, 2, 128, Layout.measured(), Looked(1, 640))
+        fewer = forecast_step(model, config, 2, 128, ArrayLayout.measured(), ImageShapes(1, 640))
         assert fewer.bytes.amount < 0.6 * plan.bytes.amount
 
 
@@ -93,7 +92,7 @@ def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
     model, config = tiny_vision_model("qwen3_vl"), TrainConfig(num_layers=-1)
     prepare(model, config)
     mx.eval(model.parameters())
-    plan = plan_step(model, config, 1, 64, Layout.measured(), Looked(1, 2048))
+    plan = forecast_step(model, config, 1, 64, ArrayLayout.measured(), ImageShapes(1, 2048))
     assert plan.bytes.where == "the vision tower, before the step"
     with patched(model):
         tower = FrozenTower(model)
@@ -110,7 +109,7 @@ def test_a_plan_reads_no_weights(images, tiny_vision_checkpoint, tiny_checkpoint
     config = TrainConfig(num_layers=-1)
     prepare(model, config)
     before = mx.get_active_memory()
-    plan_step(model, config, 2, 64, Layout.measured(), images)
+    forecast_step(model, config, 2, 64, ArrayLayout.measured(), images)
     weights = sum(value.nbytes for name, value in tree_flatten(model.parameters()) if "lora" not in name)
     assert mx.get_active_memory() - before < weights / 4
 
@@ -118,7 +117,7 @@ def test_a_plan_reads_no_weights(images, tiny_vision_checkpoint, tiny_checkpoint
 def test_the_largest_batch_has_the_rows_with_most_and_the_largest_image(tiny_vision_checkpoint, folder):
     loaded = load(tiny_vision_checkpoint("qwen3_vl"), image="x:1")
     config = TrainConfig(data=str(folder), min_pixels=256)
-    examples = load_datasets(config, loaded.tokenizer, eyes(loaded)).train
+    examples = load_datasets(config, loaded.tokenizer, vision_processors(loaded)).train
     assert [largest_batch(examples, rows)[:2] for rows in (1, 2, 3, 6)] == [(2, 64), (3, 64), (4, 64), (6, 64)]
     assert largest_batch([examples[0]], 4)[:2] == (0, 0)
     assert largest_batch([], 4) is None
@@ -132,7 +131,7 @@ def options(tiny_vision_checkpoint, folder, tmp_path):
 
 
 def test_plan_and_train_say_what_images_need(options, monkeypatch, capsys):
-    monkeypatch.setattr(fit, "device_limits", lambda: Limits(None, 12_000_000, "a test", "a test"))
+    monkeypatch.setattr(fit, "device_limits", lambda: DeviceLimits(None, 12_000_000, "a test", "a test"))
     assert cli.main(["plan", *options]) == 0
     text = capsys.readouterr().out
     assert re.search(r"Step: 2 x 64 = 128 tokens", text), text
@@ -142,6 +141,6 @@ def test_plan_and_train_say_what_images_need(options, monkeypatch, capsys):
 
 
 def test_a_run_with_images_that_does_not_fit_is_refused(options, monkeypatch, capsys):
-    monkeypatch.setattr(fit, "device_limits", lambda: Limits(None, 100_000, "a test", "a test"))
+    monkeypatch.setattr(fit, "device_limits", lambda: DeviceLimits(None, 100_000, "a test", "a test"))
     assert cli.main(["train", *options]) == 2
     assert "does not fit" in capsys.readouterr().err

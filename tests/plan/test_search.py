@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deltatune.plan.device_limits import Limits
+from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.search import largest
 
 PEAKS = {
@@ -30,7 +30,7 @@ def planned(peak, buffers=lambda v: 10):
 def test_finds_the_largest_that_fits_within_a_fiftieth(name, limit, step):
     peak, most = PEAKS[name], 4096
     attempt, tried = planned(peak)
-    found = largest(attempt, Limits(None, limit, "", ""), {}, step=step, most=most)
+    found = largest(attempt, DeviceLimits(None, limit, "", ""), {}, step=step, most=most)
     best = max((v for v in range(step, most + 1, step) if peak(v) <= limit), default=0)
     assert found.value <= best
     assert best - found.value <= max(step, best / 49), (found, best, tried)
@@ -41,12 +41,12 @@ def test_finds_the_largest_that_fits_within_a_fiftieth(name, limit, step):
 
 def test_both_limits_count():
     attempt, _ = planned(lambda v: v, buffers=lambda v: 3 * v)
-    assert largest(attempt, Limits(300, 1_000, "", ""), {}, step=1, most=5_000).value == 100
+    assert largest(attempt, DeviceLimits(300, 1_000, "", ""), {}, step=1, most=5_000).value == 100
 
 
 def test_what_is_known_is_not_planned_again():
     attempt, tried = planned(PEAKS["linear"])
     known = {8: attempt(8)}
     tried.clear()
-    largest(attempt, Limits(None, 10_000, "", ""), known, step=1, most=4096)
+    largest(attempt, DeviceLimits(None, 10_000, "", ""), known, step=1, most=4096)
     assert 8 not in tried

@@ -21,15 +21,14 @@ import mlx.core as mx
 from conftest import FAMILIES, build_model, family_config
 from counted_allocator import Counter
 from deltatune.config import LoraConfig, TrainConfig
+from deltatune.layers import describe
 from deltatune.machine.compiling import without_kernels
-from deltatune.models.describe import describe
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.patches import patched
 from deltatune.plan.traced_step import blank_batch
-from deltatune.train.announce import choose_loss
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
-from deltatune.train.setup import prepare
+from deltatune.train.setup import choose_loss, prepare
 from deltatune.train.step import Step
 from deltatune.train.tree import leaves
 

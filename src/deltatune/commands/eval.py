@@ -34,19 +34,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     """Print and return the loss per token on the test set, of the model with the adapter or without one."""
-    from ..data.datasets import first_image, load_datasets
-    from ..models.load import locate
-    from ..train.distributed import World
     from ..train.evaluate import say_loss
     from ..train.log import Screen
-    from ..train.setup import eyes, load_with_adapter
+    from ..train.setup import ready
 
-    world = World()
-    screen = Screen(shown=world.main)
-    config = dataclasses.replace(config, train=False, test=True)
-    path = locate(config.model)
-    loaded = load_with_adapter(path, adapter_path, config.trust_remote_code, first_image(config))
-    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
-    for line in [splits.rule, *splits.notes]:
+    config = dataclasses.replace(config, train=False, test=True, from_scratch=False)
+    run = ready(config, adapter_path=adapter_path)
+    screen = Screen(shown=run.world.main)
+    for line in [run.splits.rule, *run.splits.notes]:
         screen.say(line)
-    return say_loss("Test", loaded.model, config, splits.test, config.test_batches, world, screen)
+    return say_loss("Test", run, run.splits.test, screen)

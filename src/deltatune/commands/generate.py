@@ -98,7 +98,8 @@ def generate(options: GenerateOptions) -> str:
         mx.random.seed(options.seed)
     template_options = _template_options(options.chat_template_config)
     shown = _shown(options)
-    loaded = load_with_adapter(options.model, options.adapter_path, options.trust_remote_code, shown)
+    trusted = options.trust_remote_code
+    loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=shown)
     for token in options.extra_eos_token:
         loaded.tokenizer.add_eos_token(token)
     clips = _clips(options, loaded) if options.video else []

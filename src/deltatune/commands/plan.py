@@ -14,8 +14,8 @@ def add(commands: Any) -> None:
         "plan",
         help="peak memory and live buffers of a training step, and the largest that fits, before anything runs",
         usage="deltatune plan --model MODEL --data DATA [-c FILE] [train's options]",
-        description="Plan a run without running a step: options are those of `deltatune train` (docs/plan.md). Exit "
-        "code 1 where it does not fit.",
+        description="Plan a run without running a step: options are those of `deltatune train` (docs/how/memory.md). "
+        "Exit code 1 where it does not fit.",
     )
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
@@ -30,4 +30,4 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = examine(config)
     print(screen.text(found))
-    return 0 if fits(found.plan, found.limits) else 1
+    return 0 if fits(found.forecast, found.limits) else 1

@@ -19,7 +19,7 @@ from ..errors import UserError
 from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..patches import patched, recurrence
-from ..patches.patch import Report
+from ..patches.patch import PatchReport
 
 USAGE = "Give a console script, a module, or a Python file: deltatune run -- mlx_lm.lora --model ..."
 
@@ -154,7 +154,7 @@ def _code(exit_: SystemExit) -> int:
     return 1
 
 
-def _say(report: Report) -> None:
+def _say(report: PatchReport) -> None:
     if any(each.patch.name == "gated_delta_update" for each in report.applied):
         print(f"deltatune: patched {report}", file=sys.stderr)
 

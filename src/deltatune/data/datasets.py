@@ -9,8 +9,8 @@ from ..config import TrainConfig, nearest
 from ..errors import UserError
 from .example import Example, Splits
 from .packing import pack
-from .reader import Eyes, Reader
-from .sources import Table, hugging_face, jsonl, saved
+from .reader import Reader, VisionProcessors
+from .sources import DataTable, hugging_face, jsonl, saved
 from .text import CHAT, COMPLETION, TEXT, Features
 from .vision.messages import VIDEO, seen_in
 
@@ -34,30 +34,30 @@ def first_image(config: TrainConfig) -> str | None:
     return None
 
 
-def load_datasets(config: TrainConfig, tokenizer: Any, eyes: Eyes | None = None) -> Splits:
+def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None) -> Splits:
     """The tokenised examples of the splits that the run needs: train and valid to train, test to test.
 
     Reads `hf_dataset` where given (mlx_lm.lora's keys), else `data`: a folder with train.jsonl, valid.jsonl and
     test.jsonl, a folder of a Hugging Face data set, or a name on the hub. tokenizer: mlx-lm's TokenizerWrapper.
-    eyes: of a model that looks at images. Everything is tokenised here, and every image looked at, so that lengths are
-    known and a bad line is named before the first step. UserError for anything in the data or the options that the
-    user can mend.
+    processors: of a model that looks at images. Everything is tokenised here, and every image looked at, so that
+    lengths are known and a bad line is named before the first step. UserError for anything in the data or the options
+    that the user can mend.
     """
     if config.overlong not in OVERLONG:
         raise UserError(f"overlong: expected one of {', '.join(OVERLONG)}, got {config.overlong!r}.")
     if config.max_seq_length < 2:
         raise UserError(f"max_seq_length: expected 2 or more, got {config.max_seq_length}.")
     wanted = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
-    if eyes is not None and config.pack:
+    if processors is not None and config.pack:
         raise UserError("pack: rows with images are not packed; train this model without --pack.")
     found = _tables(config, wanted)
-    reader = Reader(config, tokenizer, eyes)
+    reader = Reader(config, tokenizer, processors)
     splits = {name: [example for part in found[name] for example in reader.read(*part)] for name in wanted}
     _check(config, splits, found, reader.notes)
     return Splits(**splits, rule=_rule(reader.kinds, config.mask_prompt), notes=reader.notes)
 
 
-Part = tuple[Table, Features]
+Part = tuple[DataTable, Features]
 
 
 def _tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]]:

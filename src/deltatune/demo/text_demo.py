@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..layers import describe
 from ..models.answer import answer_all
-from ..models.describe import describe
 from ..models.generate import prompt_tokens
-from ..models.load import Loaded, load
+from ..models.load import Loaded
 from ..train.announce import layer_summary
 from . import flow, task
 from .assets import MODEL
@@ -23,7 +23,7 @@ RELOAD = Path(__file__).with_name("reload.py")
 EXAMPLE = "6 mochas for Zelda, please."
 
 
-def ask(loaded: Loaded, items: Sequence[task.Item]) -> Score:
+def ask(loaded: Loaded, items: Sequence[task.CafeMessage]) -> Score:
     """Let the model answer every item, likeliest token by likeliest token."""
     started = time.perf_counter()
     prompts = [prompt_tokens(loaded.tokenizer, item.message) for item in items]
@@ -31,7 +31,7 @@ def ask(loaded: Loaded, items: Sequence[task.Item]) -> Score:
     return Score(items, answers, time.perf_counter() - started)
 
 
-def ask_mlx_lm(adapter: Path, items: Sequence[task.Item]) -> list[str]:
+def ask_mlx_lm(adapter: Path, items: Sequence[task.CafeMessage]) -> list[str]:
     """The answers of a new process that has mlx-lm, the base model and the adapter, and no deltatune."""
     return flow.ask_elsewhere(RELOAD, MODEL, adapter, [item.message for item in items], LONGEST)
 
@@ -57,14 +57,13 @@ def run_demo(
         note="Names and combinations that training never shows.",
         upstream="mlx-lm",
         loader="mlx_lm.load",
-        load=lambda: load(MODEL),
         describe=_describe,
         ask=ask,
         ask_upstream=ask_mlx_lm,
         on_screen=lambda item, screen: item.message,
         in_report=lambda item: item.message,
     )
-    items = flow.written(lambda: task.write(output / "data", test=questions)["test"], output)
+    items = flow.or_refuse(lambda: task.write(output / "data", test=questions)["test"], output)
     again = f'--prompt "{EXAMPLE}"'
     config = flow.options(MODEL, output, iterations, (5e-3, 2e-4))
     return flow.run(demo, items, output, config, screen or DemoScreen(), again)

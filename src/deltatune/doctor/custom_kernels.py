@@ -28,7 +28,7 @@ _LIMIT = 300
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ReachedKernel:
     """One custom kernel: its name, the module and function that call it, how often.
 
     differentiable: False where backward arrives at the kernel itself, so that training fails there on the machine that
@@ -45,8 +45,8 @@ class Kernel:
         return f"{self.name} ({self.caller}, {self.calls} times): {how}"
 
 
-def sweep(model: nn.Module, *, patches: bool = True) -> list[Kernel]:
-    """The custom kernels in a training forward of a model of mlx-lm or mlx-vlm, an image included for eyes it knows.
+def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
+    """The custom kernels in a training forward of a model of mlx-lm or mlx-vlm, an image included where it reads one.
 
     patches: with deltatune's patches in force, as in training; False shows upstream alone. Of the weights only their
     type counts, since kernels are chosen by it, and nothing is computed. UserError where the forward cannot be built
@@ -73,7 +73,7 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[Kernel]:
         raise UserError(
             f"sweep: {module}: this layer cannot be trained: its training forward cannot be traced: {''.join(last)}"
         )
-    return [Kernel(**each) for each in json.loads(done.stdout.splitlines()[-1])]
+    return [ReachedKernel(**each) for each in json.loads(done.stdout.splitlines()[-1])]
 
 
 def _dtype(model: nn.Module) -> str:
@@ -86,7 +86,7 @@ def _dtype(model: nn.Module) -> str:
     return sizes.most_common(1)[0][0] if sizes else "float32"
 
 
-def without_gradient(kernels: Sequence[Kernel]) -> list[str]:
+def without_gradient(kernels: Sequence[ReachedKernel]) -> list[str]:
     """For each kernel that stops training, a sentence that names it."""
     return [
         f"this layer cannot be trained: {kernel.caller} runs the kernel {kernel.name}, which has no gradient"

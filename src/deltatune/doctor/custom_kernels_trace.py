@@ -110,7 +110,7 @@ def _trace(model: Any, config: Any) -> None:
 def _patches(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
     """An image in flat patches of several frames: Qwen3-VL, Qwen3.5, GLM-5-Next."""
     frames, height, width = _GRID
-    places = frames * height * width // vision.spatial_merge_size**2
+    image_tokens = frames * height * width // vision.spatial_merge_size**2
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     # Models that find places by the token before them name it in one of two ways.
     start, end = (
@@ -118,7 +118,7 @@ def _patches(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
         for which in ("start", "end")
     )
     pixels = mx.zeros((frames * height * width, patch))
-    tokens = [1, start, *([config.image_token_id] * places), end, 1]
+    tokens = [1, start, *([config.image_token_id] * image_tokens), end, 1]
     return tokens, {"pixel_values": pixels, "image_grid_thw": mx.array([_GRID])}
 
 
@@ -126,9 +126,9 @@ def _moonvit(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
     """An image in square patches: the Kimi family."""
     _, height, width = _GRID
     down, across = vision.merge_kernel_size
-    places = height * width // (down * across)
+    image_tokens = height * width // (down * across)
     pixels = mx.zeros((height * width, 3, vision.patch_size, vision.patch_size))
-    tokens = [1, *([config.media_placeholder_token_id] * places), 1]
+    tokens = [1, *([config.media_placeholder_token_id] * image_tokens), 1]
     return tokens, {"pixel_values": pixels, "image_grid_hws": mx.array([[height, width]])}
 
 

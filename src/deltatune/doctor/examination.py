@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from ..errors import UserError
+from ..layers import LayerInfo, describe
 from ..machine import backend
-from ..models.describe import LayerInfo, describe
 from ..models.load import locate, to_train_on
 from ..patches import PATCHES, patched, reached
 from . import implementations, inventory, probes
-from .custom_kernels import Kernel, sweep, without_gradient
+from .custom_kernels import ReachedKernel, sweep, without_gradient
 from .implementations import Finding
 from .probes import Fault
 
@@ -50,7 +50,7 @@ class Forward:
     package: str
     delta: int
     unreached: list[str]
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[ReachedKernel] = field(default_factory=list)
     untrainable: list[str] = field(default_factory=list)
     untraced: str | None = None
 

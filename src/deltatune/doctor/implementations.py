@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ..machine import backend
-from ..ops.gated_delta import choice, gated_delta_chunk, verdict
+from ..ops.gated_delta import choice, gated_delta_chunk, machine_trial
 from ..ops.gated_delta.choice import Call, Candidate
+from ..ops.gated_delta.machine_trial import ShapeClass, Verdict
 from ..ops.gated_delta.tolerances import TF32
-from ..ops.gated_delta.verdict import ShapeClass, Verdict
 
 # chunk against the recurrence, small; the others against chunk, in shapes that models have.
 _CHUNK = (
@@ -54,7 +54,7 @@ def findings() -> list[Finding]:
 
 
 def _chunk(shape: ShapeClass) -> Finding:
-    found = verdict.measure("chunk", gated_delta_chunk, shape, by_recurrence=True)
+    found = machine_trial.measure("chunk", gated_delta_chunk, shape, by_recurrence=True)
     finding = _finding(found, "right" if found.passed else "wrong")
     if not found.passed and backend.device() == "cuda" and max(found.errors.values(), default=math.inf) <= TF32:
         finding.status = "TF32"
@@ -73,7 +73,7 @@ def _checked(name: str, candidate: Candidate, forced: bool) -> Finding:
     """One that fails is not used, unless it is forced: then training does not start."""
     if candidate.shape is None or candidate.checked is None:
         raise AssertionError(f"{name} has a check")
-    found = verdict.again(name, candidate.checked, candidate.shape)
+    found = machine_trial.again(name, candidate.checked, candidate.shape)
     return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
 
 

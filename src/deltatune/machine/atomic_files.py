@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -14,7 +16,35 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         write(temporary)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        # Where the folder itself cannot be entered, the error on its way out says so.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def replace_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace `path` by what `write` puts into a file, so that it survives a power cut; folders to it are made.
+
+    Raises OSError where the disk refuses.
+    """
+
+    def written_out(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, written_out)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename in `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write(path: Path, data: bytes) -> None:

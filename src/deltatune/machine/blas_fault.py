@@ -48,7 +48,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProbeResult:
     """What the probe found: names of the cases that came out wrong; `library` is None where no sgemm is to be found."""
 
     library: str | None
@@ -73,16 +73,16 @@ class Verdict:
 
 
 @cache
-def probe() -> Verdict:
+def probe() -> ProbeResult:
     """The verdict on the sgemm that MLX calls in this process. Some milliseconds, once."""
     found = _symbol()
-    return Verdict(None) if found is None else examine(*found)
+    return ProbeResult(None) if found is None else examine(*found)
 
 
-def examine(multiply: Multiply, library: str) -> Verdict:
+def examine(multiply: Multiply, library: str) -> ProbeResult:
     """The verdict on `multiply`, a cblas_sgemm of `library`."""
     wrong = [case.name for case in CASES if not (_right(multiply, case, False) and _right(multiply, case, True))]
-    return Verdict(library, tuple(wrong))
+    return ProbeResult(library, tuple(wrong))
 
 
 def _right(multiply: Multiply, case: Case, transposed: bool) -> bool:
@@ -128,8 +128,8 @@ def _loaded() -> Any | None:
     """As the linker resolves it for libmlx: what is loaded for everybody first, then the libraries that it names."""
     import mlx.core as mx
 
-    places = [None, *Path(str(mx.__file__)).parent.glob("lib/libmlx.so")]
-    for place in places:
+    paths = [None, *Path(str(mx.__file__)).parent.glob("lib/libmlx.so")]
+    for place in paths:
         function = getattr(ctypes.CDLL(None if place is None else str(place)), "cblas_sgemm", None)
         if function is not None:
             return function

@@ -6,8 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
+from ..layers import describe
 from ..ops.segments import segments
-from .describe import describe
 
 # Mean difference over mean size of the logits. A leak gives tenths; 16-bit rounding can send a token to other experts.
 TOLERANCE = {mx.float32: 1e-3}

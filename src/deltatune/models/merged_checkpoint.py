@@ -27,7 +27,7 @@ from ..lora.parts import part_of
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
 from .checkpoint_files import INDEX, WEIGHTS, read_json, weight_headers
-from .load import load_eyes, load_model, locate
+from .load import load_model, load_vision_tower, locate
 from .stored_names import StoredNames
 from .vision.load import sanitizer
 
@@ -81,7 +81,7 @@ def merge_checkpoint(
 def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.array | None]:
     """{name in the base's files: new value, or None where it goes}. Values are lazy: nothing is in memory yet."""
     if _adapts_vision(adapter_path):
-        model = load_eyes(path)
+        model = load_vision_tower(path)
         names = StoredNames(model, path, sanitizer(model))
     else:
         model, _ = load_model(path, lazy=True)
@@ -130,14 +130,14 @@ def _write_weights(
         touched = [name for name in header.tensors if name in changes]
         if touched:
             tensors = {**header.tensors, **{name: changes.pop(name) for name in touched}}
-            kept = {name: value for name, value in tensors.items() if value is not None}
-            total += sum(value.nbytes if isinstance(value, mx.array) else value.size for value in kept.values())
-            write_tensors(target / file, kept, header.metadata)
+            tensors_left = {name: value for name, value in tensors.items() if value is not None}
+            total += sum(value.nbytes if isinstance(value, mx.array) else value.size for value in tensors_left.values())
+            write_tensors(target / file, tensors_left, header.metadata)
         else:
-            kept = dict(header.tensors)
-            total += sum(stored.size for stored in kept.values())
+            tensors_left = dict(header.tensors)
+            total += sum(stored.size for stored in tensors_left.values())
             shutil.copyfile(source / file, target / file)
-        weight_map.update(dict.fromkeys(kept, file))
+        weight_map.update(dict.fromkeys(tensors_left, file))
     if (source / INDEX).is_file():
         index = read_json(source / INDEX)
         index["weight_map"] = {name: weight_map[name] for name in index["weight_map"] if name in weight_map}
@@ -148,9 +148,9 @@ def _write_weights(
 
 def _write_rest(source: Path, target: Path, dequantize: bool) -> None:
     """Tokenizer, templates, config, licence: files of the folder itself. Formats that can carry code stay behind."""
-    written = {file.name for file in source.glob(WEIGHTS)} | {INDEX}
+    replaced = {file.name for file in source.glob(WEIGHTS)} | {INDEX}
     for file in sorted(source.iterdir()):
-        left = file.name in written or file.name.startswith(".") or file.suffix in _NOT_COPIED
+        left = file.name in replaced or file.name.startswith(".") or file.suffix in _NOT_COPIED
         if file.is_file() and not left:
             shutil.copyfile(file, target / file.name)
     templates = source / "additional_chat_templates"

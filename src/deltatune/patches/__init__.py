@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ..layers import gated_delta_layers, is_gated_delta
 from ..machine import backend
 from . import patch
-from .patch import Patch, PatchWarning, Report
+from .patch import Patch, PatchReport, PatchWarning
 from .recurrence import served
 from .tables import experts, loading, mlx_lm, mlx_vlm, one_row_products, pointwise, quantized_product, sorted_rows
 from .verify import explain, reached
@@ -19,8 +19,8 @@ from .verify import explain, reached
 __all__ = [
     "PATCHES",
     "Patch",
+    "PatchReport",
     "PatchWarning",
-    "Report",
     "apply",
     "gated_delta_layers",
     "is_gated_delta",
@@ -45,7 +45,7 @@ def _of_device() -> tuple[Patch, ...]:
     return {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
 
 
-def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Report:
+def apply(model: nn.Module | None = None, announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
     """Put every patch in force; harmless when they are. With `model`, trace it to see that each layer is reached.
 
     `announce` gets a report for each target whose module is imported only later. Warns (PatchWarning) about whatever
@@ -68,7 +68,9 @@ def revert() -> None:
 
 
 @contextmanager
-def patched(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Iterator[Report]:
+def patched(
+    model: nn.Module | None = None, announce: Callable[[PatchReport], None] | None = None
+) -> Iterator[PatchReport]:
     """Within it, gated-delta layers of any imported or later imported model train with deltatune's gradients.
 
     With `model`, each of its gated-delta layers is traced and reported if it is not reached; `announce` as in apply().

@@ -1,1 +1,1 @@
-"""`deltatune plan`: what a training step will hold, before it runs. docs/plan.md says how, and how well it does."""
+"""`deltatune plan`: what a training step will hold, before it runs. docs/how/memory.md says how."""

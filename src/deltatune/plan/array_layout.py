@@ -37,8 +37,8 @@ class Description:
     position: int
 
 
-class Layout:
-    """Reads descriptions of lazy arrays. Make one with `Layout.measured()`."""
+class ArrayLayout:
+    """Reads descriptions of lazy arrays. Make one with `ArrayLayout.measured()`."""
 
     def __init__(self, read: Read, primitive: int, inputs: int, siblings: int):
         self.read = read
@@ -47,7 +47,7 @@ class Layout:
         self._kinds: dict[int, str] = {}
 
     @classmethod
-    def measured(cls) -> Layout:
+    def measured(cls) -> ArrayLayout:
         """The layout of the MLX that is loaded. LayoutError, saying what did not fit, where it is another."""
         read = reader()
         layout = cls(read, *_measure(read))
@@ -190,7 +190,7 @@ def _vectors(read: Read, at: int, expected: tuple[int, ...]) -> set[int]:
     return found
 
 
-def _verify(layout: Layout) -> None:
+def _verify(layout: ArrayLayout) -> None:
     """Everything that will be read, on arrays where it is known."""
     base = mx.arange(24, dtype=mx.int16).reshape(2, 3, 4)
     mx.eval(base)

@@ -16,7 +16,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 @dataclass(frozen=True)
-class Limits:
+class DeviceLimits:
     """buffers: None where the device has no such limit. bytes: None where it is not known. Why, in words."""
 
     buffers: int | None
@@ -25,20 +25,20 @@ class Limits:
     why_bytes: str
 
 
-def device_limits() -> Limits:
+def device_limits() -> DeviceLimits:
     """Of MLX's default device: Metal states both, CUDA its memory; for a CPU, the memory of machine or container."""
     device = backend.device()
     if device == "cpu":
         size, why = _main_memory()
-        return Limits(None, size, f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
+        return DeviceLimits(None, size, f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
     info = mx.device_info()
     if device == "metal":
         buffers = int(info.get("resource_limit", METAL_BUFFERS))
         wired = int(info["max_recommended_working_set_size"])
-        return Limits(buffers, wired, "the GPU's resource limit", "the GPU's recommended working set")
+        return DeviceLimits(buffers, wired, "the GPU's resource limit", "the GPU's recommended working set")
     total = info.get("total_memory")
     why = f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}"
-    return Limits(None, int(total) if total else None, why, "the GPU's memory")
+    return DeviceLimits(None, int(total) if total else None, why, "the GPU's memory")
 
 
 def _main_memory() -> tuple[int | None, str]:

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from ..config import TrainConfig
-from ..models.vision.inputs import Looked
-from .array_layout import Layout
+from ..models.vision.inputs import ImageShapes
+from .array_layout import ArrayLayout
 from .graph import Node
 from .simulate import Peak, Simulation
-from .traced_step import Built, build, simulated, tower_simulated
+from .traced_step import TracedStep, build, simulated, tower_simulated
 
 _SHOWN = 5
-_NEAR = 400
+_SEARCHED = 400
 
 
 @dataclass(frozen=True)
-class Kept:
+class AliveKind:
     """Buffers alive at a peak that one kind of primitive made."""
 
     kind: str
@@ -34,11 +34,11 @@ class Moment:
 
     amount: int
     where: str
-    kept: list[Kept]
+    alive: list[AliveKind]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Forecast:
     """One step of `rows` rows of `length` tokens. Counts and bytes of parameters, gradients, moments: within the peaks.
 
     beyond: live buffers at the peak that are none of those three.
@@ -64,21 +64,26 @@ class Plan:
         return self.buffers.amount - sum(self.counts.values())
 
 
-def plan_step(
-    model: nn.Module, config: TrainConfig, rows: int, length: int, layout: Layout, looked: Looked | None = None
-) -> Plan:
-    """Plan a step of the converted `model`; nothing is evaluated and the model comes out as it went in.
+def forecast_step(
+    model: nn.Module,
+    config: TrainConfig,
+    rows: int,
+    length: int,
+    layout: ArrayLayout,
+    images: ImageShapes | None = None,
+) -> Forecast:
+    """Forecast a step of the converted `model`; nothing is evaluated and the model comes out as it went in.
 
-    looked: the shapes of a batch's images, of a model that looks at some.
+    images: the shapes of a batch's images, of a model that looks at some.
     """
     try:
-        return _planned(build(model, config, rows, length, layout, looked), config, layout)
+        return _planned(build(model, config, rows, length, layout, images), config, layout)
     finally:
         # A graph is full of cycles, and its constants are buffers.
         gc.collect()
 
 
-def _planned(built: Built, config: TrainConfig, layout: Layout) -> Plan:
+def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> Forecast:
     machine, tower = simulated(built, layout), tower_simulated(built, layout)
     most = _moment(machine, built, machine.bytes, by_bytes=True)
     if tower is not None and tower.bytes.amount > most.amount:
@@ -87,7 +92,7 @@ def _planned(built: Built, config: TrainConfig, layout: Layout) -> Plan:
     sizes = {
         "parameters": built.parameter_bytes, "gradients": built.gradient_bytes, "moments": built.moment_bytes,
     }  # fmt: skip
-    return Plan(
+    return Forecast(
         built.rows,
         built.length,
         config.lora_parameters.rank,
@@ -99,17 +104,17 @@ def _planned(built: Built, config: TrainConfig, layout: Layout) -> Plan:
     )
 
 
-def _moment(machine: Simulation, built: Built, peak: Peak, *, by_bytes: bool, where: str = "") -> Moment:
+def _moment(machine: Simulation, built: TracedStep, peak: Peak, *, by_bytes: bool, where: str = "") -> Moment:
     alive = machine.alive(peak.at)
     buffers, sizes = Counter(b.kind for b in alive), Counter[str]()
     for buffer in alive:
         sizes[buffer.kind] += buffer.size
-    found = [Kept(kind, buffers[kind], sizes[kind]) for kind in buffers if kind != "given"]
-    found.sort(key=lambda kept: kept.bytes if by_bytes else kept.buffers, reverse=True)
+    found = [AliveKind(kind, buffers[kind], sizes[kind]) for kind in buffers if kind != "given"]
+    found.sort(key=lambda each: each.bytes if by_bytes else each.buffers, reverse=True)
     return Moment(peak.amount, where or _place(machine.evaluated, built, peak.at), found[:_SHOWN])
 
 
-def _place(evaluated: list[Node], built: Built, at: int) -> str:
+def _place(evaluated: list[Node], built: TracedStep, at: int) -> str:
     """`backward pass, model.layers.3.mlp`: the phase, and the module whose parameter is read nearest to it."""
     if at >= len(built.phases[0].order):
         return "the update"
@@ -117,7 +122,7 @@ def _place(evaluated: list[Node], built: Built, at: int) -> str:
     here = evaluated[min(at, len(evaluated) - 1)]
     phase = "the forward pass" if here in behind else "the backward pass"
     last = len(built.phases[0].order)
-    for distance in range(_NEAR):
+    for distance in range(_SEARCHED):
         for index in (at - distance, at + distance):
             if 0 <= index < last:
                 for given in evaluated[index].inputs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from .array_layout import Layout
+from .array_layout import ArrayLayout
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Node:
         return sorted([self, *self.siblings], key=lambda node: node.position)
 
 
-def read(layout: Layout, outputs: Sequence[mx.array], leaves: Collection[int]) -> list[Node]:
+def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[int]) -> list[Node]:
     """The nodes of `outputs`, linked to all that they are computed from; `leaves`: addresses that count as values."""
     found: dict[int, Node] = {}
     starts = [layout.address(array) for array in outputs]

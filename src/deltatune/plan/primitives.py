@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from .array_layout import Layout
+from .array_layout import ArrayLayout
 from .graph import Node
-from .storage import Buffer, Stored, dense, product
+from .storage import Buffer, StoredArray, dense, product
 from .views import VIEWS
 
 _SPARE = 16384
@@ -20,7 +20,7 @@ _SPARE = 16384
 class Machine(Protocol):
     """What a rule may ask of the simulation while one primitive runs."""
 
-    layout: Layout
+    layout: ArrayLayout
 
     def allocate(self, size: int, kind: str) -> Buffer:
         """A new buffer of `size` bytes."""
@@ -35,10 +35,10 @@ class Machine(Protocol):
         """Hold a temporary buffer until what was queued has run."""
 
 
-Rule = Callable[[Machine, Node, Sequence[Stored]], "list[Stored]"]
+Rule = Callable[[Machine, Node, Sequence[StoredArray]], "list[StoredArray]"]
 
 
-def run(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def run(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     """The outputs of node's primitive, in order."""
     view = VIEWS.get(node.kind)
     if view is not None:
@@ -49,44 +49,44 @@ def run(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
     return RULES.get(node.kind, _plain)(machine, node, given)
 
 
-def fresh(machine: Machine, node: Node) -> Stored:
+def fresh(machine: Machine, node: Node) -> StoredArray:
     """A dense buffer for `node`."""
     return dense(machine.allocate(node.size * node.item_size, node.kind), node.shape, node.item_size)
 
 
-def _alike(machine: Machine, node: Node, given: Stored) -> Stored:
+def _alike(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
     """A new buffer laid out as `given`, gaps in broadcast axes included."""
     buffer = machine.allocate(given.data_size * node.item_size, node.kind)
     return _as(buffer, node, given)
 
 
-def _as(buffer: Buffer, node: Node, given: Stored) -> Stored:
+def _as(buffer: Buffer, node: Node, given: StoredArray) -> StoredArray:
     flags = (given.contiguous, given.row, given.column)
-    return Stored(buffer, node.shape, given.strides, node.item_size, given.data_size, *flags)
+    return StoredArray(buffer, node.shape, given.strides, node.item_size, given.data_size, *flags)
 
 
-def _takes(machine: Machine, node: Node, index: int, given: Stored) -> bool:
+def _takes(machine: Machine, node: Node, index: int, given: StoredArray) -> bool:
     """Whether the output may overwrite this input (is_donatable)."""
     fits = given.item_size == node.item_size and given.buffer.size <= node.size * node.item_size + _SPARE
     return fits and machine.sole(node.inputs[index])
 
 
-def _copied(machine: Machine, node: Node, given: Stored) -> Stored:
+def _copied(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
     machine.queue()
     return fresh(machine, node)
 
 
-def _plain(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _plain(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     return [fresh(machine, output) for output in node.outputs()]
 
 
-def _unary(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _unary(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     return [_elementwise(machine, node, given[0])]
 
 
-def _elementwise(machine: Machine, node: Node, given: Stored) -> Stored:
+def _elementwise(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
     if not given.contiguous:
         return fresh(machine, node)
     if _takes(machine, node, 0, given):
@@ -94,14 +94,14 @@ def _elementwise(machine: Machine, node: Node, given: Stored) -> Stored:
     return _alike(machine, node, given)
 
 
-def _binary(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _binary(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     return [_pairwise(machine, output, given[0], given[1]) for output in node.outputs()]
 
 
-def _pairwise(machine: Machine, node: Node, a: Stored, b: Stored) -> Stored:
+def _pairwise(machine: Machine, node: Node, a: StoredArray, b: StoredArray) -> StoredArray:
     if a.data_size == 1 and b.data_size == 1:
-        return Stored(
+        return StoredArray(
             machine.allocate(node.item_size, node.kind),
             node.shape, a.strides, node.item_size, 1, a.contiguous, a.row, a.column,
         )  # fmt: skip
@@ -116,13 +116,13 @@ def _pairwise(machine: Machine, node: Node, a: Stored, b: Stored) -> Stored:
     return _alike(machine, node, a) if together else fresh(machine, node)
 
 
-def _select(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _select(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     if all(each.data_size == 1 for each in given):
         second = given[1]
         flags = (second.contiguous, second.row, second.column)
         buffer = machine.allocate(node.item_size, node.kind)
-        return [Stored(buffer, node.shape, second.strides, node.item_size, 1, *flags)]
+        return [StoredArray(buffer, node.shape, second.strides, node.item_size, 1, *flags)]
     together = all(each.row for each in given) or all(each.column for each in given)
     for index, each in enumerate(given):
         if (together or each.row) and _takes(machine, node, index, each):
@@ -130,7 +130,7 @@ def _select(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Store
     return [_alike(machine, node, given[1]) if together else fresh(machine, node)]
 
 
-def _copy(machine: Machine, node: Node, given: Stored, vector: bool, same_kind: bool = True) -> Stored:
+def _copy(machine: Machine, node: Node, given: StoredArray, vector: bool, same_kind: bool = True) -> StoredArray:
     """copy_cpu: `vector` copies keep the layout, and need nothing where the input can be taken over."""
     if vector:
         if _takes(machine, node, 0, given):
@@ -142,15 +142,15 @@ def _copy(machine: Machine, node: Node, given: Stored, vector: bool, same_kind: 
     return _copied(machine, node, given)
 
 
-def _cast(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _cast(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     return [_copy(machine, node, given[0], given[0].contiguous, same_kind=False)]
 
 
-def _full(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _full(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     return [_copy(machine, node, given[0], given[0].data_size != 1 and given[0].contiguous)]
 
 
-def _contiguous(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _contiguous(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     one = given[0]
     fits = one.buffer.size <= node.size * node.item_size + _SPARE
     if fits and (one.row or (one.column and machine.layout.flag(node.primitive))):
@@ -158,14 +158,14 @@ def _contiguous(machine: Machine, node: Node, given: Sequence[Stored]) -> list[S
     return [_copied(machine, node, one)]
 
 
-def _update(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _update(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     """Scatter and the like: a copy of the first input, or the input itself, written to."""
     found = _copy(machine, node, given[0], given[0].row)
     machine.queue()
     return [found]
 
 
-def _slice_update(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _slice_update(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     one = given[0]
     vector = one.data_size != 1 and one.contiguous and one.size == one.data_size
     found = _copy(machine, node, one, vector)
@@ -173,40 +173,40 @@ def _slice_update(machine: Machine, node: Node, given: Sequence[Stored]) -> list
     return [found]
 
 
-def _sort(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _sort(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     found = _copy(machine, node, given[0], given[0].contiguous)
     machine.queue()
     return [found]
 
 
-def _pad(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _pad(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue(2)
     return [fresh(machine, node)]
 
 
-def _concatenate(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _concatenate(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue(len(given))
     return [fresh(machine, node)]
 
 
-def _unqueued(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _unqueued(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     return [fresh(machine, node)]
 
 
-def _temporary(machine: Machine, given: Stored) -> Buffer:
+def _temporary(machine: Machine, given: StoredArray) -> Buffer:
     machine.queue()
     buffer = machine.allocate(given.size * given.item_size, "temporary")
     machine.keep(buffer)
     return buffer
 
 
-def _is_matrix(given: Stored) -> bool:
+def _is_matrix(given: StoredArray) -> bool:
     """Whether BLAS takes the last two axes as they are, or transposed."""
     rows, columns = given.strides[-2:]
     return (rows == given.shape[-1] and columns == 1) or (rows == 1 and columns == given.shape[-2])
 
 
-def _matmul(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _matmul(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     found = fresh(machine, node)
     for each in given[:2]:
         if not _is_matrix(each):
@@ -215,7 +215,7 @@ def _matmul(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Store
     return [found]
 
 
-def _add_matmul(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _add_matmul(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     third = given[2]
     if third.data_size != 1 and third.row and _takes(machine, node, 2, third):
         found = _as(third.buffer, node, third)
@@ -231,7 +231,7 @@ def _add_matmul(machine: Machine, node: Node, given: Sequence[Stored]) -> list[S
     return [found]
 
 
-def _quantized_matmul(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _quantized_matmul(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     for each in given[: 3 if node.kind == "GatherQMM" else len(given)]:
         if not (_is_matrix(each) if node.kind == "GatherQMM" else each.row):
             _temporary(machine, each)
@@ -239,7 +239,7 @@ def _quantized_matmul(machine: Machine, node: Node, given: Sequence[Stored]) -> 
     return [fresh(machine, node)]
 
 
-def _softmax(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _softmax(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     one = given[0]
     machine.queue()
     if not (one.contiguous and one.strides[-1] == 1):
@@ -248,21 +248,21 @@ def _softmax(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stor
     return [_as(one.buffer, node, one) if taken else _alike(machine, node, one)]
 
 
-def _log_sum_exp(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _log_sum_exp(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     if not (given[0].contiguous and given[0].strides[-1] == 1):
         _temporary(machine, given[0])
     machine.queue()
     return [fresh(machine, node)]
 
 
-def _scan(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _scan(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     if not given[0].row:
         _temporary(machine, given[0])
     machine.queue()
     return [fresh(machine, node)]
 
 
-def _convolution(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _convolution(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     """The output, the padded input, its windows, the turned weights and the product: sizes from above."""
     found = fresh(machine, node)
     data, weights = given[0], given[1]
@@ -274,7 +274,7 @@ def _convolution(machine: Machine, node: Node, given: Sequence[Stored]) -> list[
     return [found]
 
 
-def _fused(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _fused(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     """A kernel that mx.compile made of elementwise operations: outputs take over inputs, in order, where they can."""
     machine.queue()
     free = list(enumerate(given))
@@ -290,7 +290,7 @@ def _fused(machine: Machine, node: Node, given: Sequence[Stored]) -> list[Stored
     return found
 
 
-def _takes_for(machine: Machine, node: Node, output: Node, index: int, given: Stored) -> bool:
+def _takes_for(machine: Machine, node: Node, output: Node, index: int, given: StoredArray) -> bool:
     fits = given.item_size == output.item_size and given.buffer.size <= output.size * output.item_size + _SPARE
     return fits and machine.sole(node.inputs[index])
 

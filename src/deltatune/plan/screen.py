@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .device_limits import Limits
-from .forecast import Moment, Plan
-from .search import Largest, fits
-
-if TYPE_CHECKING:
-    from .fit import Found
+from .device_limits import DeviceLimits
+from .forecast import Forecast, Moment
+from .search import Largest, RunForecast, fits
 
 
 def size(count: int) -> str:
@@ -17,7 +12,7 @@ def size(count: int) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
-def line(plan: Plan, limits: Limits) -> str:
+def line(plan: Forecast, limits: DeviceLimits) -> str:
     """One sentence: the peaks, beside the limits."""
     most = f" of {size(limits.bytes)} ({limits.why_bytes})" if limits.bytes is not None else ""
     buffers = f" of {limits.buffers:,}" if limits.buffers is not None else ""
@@ -28,19 +23,19 @@ def line(plan: Plan, limits: Limits) -> str:
     )
 
 
-def text(found: Found) -> str:
+def text(found: RunForecast) -> str:
     """All of it."""
-    plan, limits = found.plan, found.limits
+    plan, limits = found.forecast, found.limits
     lines = [f"Step: {plan.rows} x {plan.length:,} = {plan.tokens:,} tokens, {plan.primitives:,} primitives."]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
     lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in {plan.bytes.where}.")
     rest = plan.bytes.amount - sum(plan.sizes.values())
     parts = [f"{name} {size(count)}" for name, count in plan.sizes.items()]
-    lines.append(f"  {', '.join(parts)}, all else {size(max(rest, 0))}; {_kept(plan.bytes)}")
+    lines.append(f"  {', '.join(parts)}, all else {size(max(rest, 0))}; {_alive(plan.bytes)}")
     limit = f"limit {limits.buffers:,}: {limits.why_buffers}" if limits.buffers is not None else limits.why_buffers
     lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in {plan.buffers.where}.")
     parts = [f"{name} {count:,}" for name, count in plan.counts.items()]
-    lines.append(f"  {', '.join(parts)}, all else {plan.beyond:,}; {_kept(plan.buffers)}")
+    lines.append(f"  {', '.join(parts)}, all else {plan.beyond:,}; {_alive(plan.buffers)}")
     largest = [
         f"{name} {_value(each)}"
         for name, each in (("batch", found.batch), ("length", found.length), ("rank", found.rank))
@@ -51,8 +46,8 @@ def text(found: Found) -> str:
     return "\n".join(lines)
 
 
-def _kept(moment: Moment) -> str:
-    shown = ", ".join(f"{kept.kind} {size(kept.bytes)} in {kept.buffers:,}" for kept in moment.kept)
+def _alive(moment: Moment) -> str:
+    shown = ", ".join(f"{each.kind} {size(each.bytes)} in {each.buffers:,}" for each in moment.alive)
     return f"most of it from {shown}." if shown else "nothing else is alive."
 
 

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .device_limits import Limits
-from .forecast import Plan
+from .device_limits import DeviceLimits
+from .forecast import Forecast
 
 _PLANS = 10
 _SECONDS = 15.0
-Try = Callable[[int], Plan]
+Try = Callable[[int], Forecast]
 
 
-def fits(plan: Plan, limits: Limits) -> bool:
+def fits(plan: Forecast, limits: DeviceLimits) -> bool:
     """Whether the step stays within both limits, where there are any."""
     return (limits.bytes is None or plan.bytes.amount <= limits.bytes) and (
         limits.buffers is None or plan.buffers.amount <= limits.buffers
@@ -29,7 +29,21 @@ class Largest:
     more: bool
 
 
-def largest(attempt: Try, limits: Limits, known: dict[int, Plan], *, step: int, most: int, leap: int = 4) -> Largest:
+@dataclass(frozen=True)
+class RunForecast:
+    """The forecast of a run as asked for, the device's limits, and the largest batch, length and rank that fit (None:
+    not sought)."""
+
+    forecast: Forecast
+    limits: DeviceLimits
+    batch: Largest | None = None
+    length: Largest | None = None
+    rank: Largest | None = None
+
+
+def largest(
+    attempt: Try, limits: DeviceLimits, known: dict[int, Forecast], *, step: int, most: int, leap: int = 4
+) -> Largest:
     """The largest multiple of `step` up to `most` whose plan fits, or one within a fiftieth of what does not.
 
     attempt: plans for a value. known: plans that there are, by value. leap: how far beyond what fits it looks at once.
@@ -56,7 +70,7 @@ def largest(attempt: Try, limits: Limits, known: dict[int, Plan], *, step: int, 
     return Largest(good, more=all(fits(plan, limits) for plan in plans.values()))
 
 
-def _guess(plans: dict[int, Plan], limits: Limits, low: int, high: int) -> int:
+def _guess(plans: dict[int, Forecast], limits: DeviceLimits, low: int, high: int) -> int:
     """Where the tighter of the two limits is met, by the curve through the plans; within [low, high]."""
     guesses = [high]
     for limit, amount in ((limits.bytes, "bytes"), (limits.buffers, "buffers")):
@@ -71,13 +85,13 @@ def _meets(points: list[tuple[int, int]], limit: int, low: int, high: int) -> in
     if len(points) < 2:
         return high
     # The three nearest to the limit say most about where it is met.
-    near = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
+    nearest = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
     first, last = low, high
-    if _curve(near, high) <= limit:
+    if _curve(nearest, high) <= limit:
         return high
     while first < last:
         middle = (first + last + 1) // 2
-        if _curve(near, middle) <= limit:
+        if _curve(nearest, middle) <= limit:
             first = middle
         else:
             last = middle - 1

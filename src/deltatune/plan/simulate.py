@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..machine import environment
-from .array_layout import Layout
+from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
 from .primitives import run
-from .storage import Buffer, Stored, dense, strided
+from .storage import Buffer, StoredArray, dense, strided
 from .views import VIEWS
 
 # mlx/transforms.cpp: tasks that are queued before MLX waits for one.
@@ -71,9 +71,9 @@ class Simulation:
     operations take longer than queueing them, as real ones do. pace: how the device makes tasks of operations.
     """
 
-    def __init__(self, layout: Layout, pace: Pace):
+    def __init__(self, layout: ArrayLayout, pace: Pace):
         self.layout, self._pace = layout, pace
-        self.stored: dict[int, Stored] = {}
+        self.stored: dict[int, StoredArray] = {}
         self.live = self.live_bytes = 0
         self.buffers, self.bytes = Peak(), Peak()
         self.evaluated: list[Node] = []

@@ -17,7 +17,7 @@ class Buffer:
 
 
 @dataclass(slots=True, eq=False)
-class Stored:
+class StoredArray:
     """An evaluated array: its buffer, strides in elements, elements of the buffer it spans, and MLX's three flags."""
 
     buffer: Buffer
@@ -51,18 +51,18 @@ def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def dense(buffer: Buffer, shape: tuple[int, ...], item_size: int) -> Stored:
+def dense(buffer: Buffer, shape: tuple[int, ...], item_size: int) -> StoredArray:
     """A row-contiguous array that fills the buffer."""
     size = product(shape)
     vector = size <= 1 or size == max(shape)
-    return Stored(buffer, shape, row_strides(shape), item_size, size, True, True, vector)
+    return StoredArray(buffer, shape, row_strides(shape), item_size, size, True, True, vector)
 
 
-def strided(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> Stored:
+def strided(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> StoredArray:
     """An array that exists with these strides."""
     spanned, row, column = contiguity(shape, strides)
     high = 1 + sum(step * (length - 1) for step, length in zip(strides, shape, strict=True) if step > 0)
-    return Stored(buffer, shape, strides, item_size, high, spanned == high, row, column)
+    return StoredArray(buffer, shape, strides, item_size, high, spanned == high, row, column)
 
 
 def contiguity(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool, bool]:
@@ -96,7 +96,7 @@ def collapsed(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], 
     return (lengths, steps) if lengths else ([1], [1])
 
 
-def reshaped(given: Stored, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def reshaped(given: StoredArray, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Strides of a reshape that needs no copy, or None (prepare_reshape in mlx/backend/common/common.cpp)."""
     if given.size == 0 or given.row:
         return row_strides(shape)

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .array_layout import STATE, Layout
+from .array_layout import STATE, ArrayLayout
 from .graph import Node
-from .storage import Stored, contiguity, reshaped
+from .storage import StoredArray, contiguity, reshaped
 
-View = Callable[[Layout, Node, Sequence[Stored]], "list[Stored] | None"]
-
-
-def _of(given: Stored, node: Node, strides: tuple[int, ...], data_size: int, flags: tuple[bool, bool, bool]) -> Stored:
-    return Stored(given.buffer, node.shape, strides, node.item_size, data_size, *flags)
+View = Callable[[ArrayLayout, Node, Sequence[StoredArray]], "list[StoredArray] | None"]
 
 
-def _flags(given: Stored) -> tuple[bool, bool, bool]:
+def _of(
+    given: StoredArray, node: Node, strides: tuple[int, ...], data_size: int, flags: tuple[bool, bool, bool]
+) -> StoredArray:
+    return StoredArray(given.buffer, node.shape, strides, node.item_size, data_size, *flags)
+
+
+def _flags(given: StoredArray) -> tuple[bool, bool, bool]:
     return given.contiguous, given.row, given.column
 
 
-def _first(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _first(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     """Copy, StopGradient and Depends: outputs are the first inputs."""
     outputs = node.outputs()
     return [
@@ -31,7 +33,7 @@ def _first(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     ]
 
 
-def _last(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _last(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     """CustomTransforms: outputs are the last inputs."""
     outputs = node.outputs()
     return [
@@ -40,29 +42,29 @@ def _last(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     ]
 
 
-def _broadcast(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _broadcast(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     one = given[0]
     missing = len(node.shape) - len(one.shape)
-    kept = tuple(0 if length == 1 else step for length, step in zip(one.shape, one.strides, strict=True))
+    strides = tuple(0 if length == 1 else step for length, step in zip(one.shape, one.strides, strict=True))
     grows = node.size > one.size
     flags = (one.contiguous, one.row and not grows, one.column and not grows)
-    return [_of(one, node, (0,) * missing + kept, one.data_size, flags)]
+    return [_of(one, node, (0,) * missing + strides, one.data_size, flags)]
 
 
-def _expand(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _expand(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     strides = list(given[0].strides)
     for axis in layout.vector(node.primitive):
         strides.insert(axis, 1)
     return [_of(given[0], node, tuple(strides), given[0].data_size, _flags(given[0]))]
 
 
-def _squeeze(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _squeeze(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     axes = set(layout.vector(node.primitive))
     strides = tuple(step for axis, step in enumerate(given[0].strides) if axis not in axes)
     return [_of(given[0], node, strides, given[0].data_size, _flags(given[0]))]
 
 
-def _transpose(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _transpose(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     one = given[0]
     strides = tuple(one.strides[axis] for axis in layout.vector(node.primitive))
     flags = _flags(one)
@@ -72,7 +74,7 @@ def _transpose(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stor
     return [_of(one, node, strides, one.data_size, flags)]
 
 
-def _slice(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
+def _slice(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = given[0]
     if not node.size:
         return None
@@ -84,7 +86,7 @@ def _slice(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] 
     return [_of(one, node, strides, data_size, (spanned == data_size, row, column))]
 
 
-def _split(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _split(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     one = given[0]
     found = []
     for output in node.outputs():
@@ -98,7 +100,7 @@ def _split(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
     return found
 
 
-def _reshape(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
+def _reshape(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = given[0]
     strides = reshaped(one, node.shape)
     if strides is None:
@@ -109,7 +111,7 @@ def _reshape(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored
     return [_of(one, node, strides, one.data_size, flags)]
 
 
-def _view(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] | None:
+def _view(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = given[0]
     before, after = one.item_size, node.item_size
     if not (before == after or (after < before and one.strides[-1] == 1) or one.row):
@@ -118,7 +120,7 @@ def _view(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored] |
     return [_of(one, node, strides, one.data_size * before // after, _flags(one))]
 
 
-def _as_strided(layout: Layout, node: Node, given: Sequence[Stored]) -> list[Stored]:
+def _as_strided(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     strides = layout.small_vector(node.primitive, STATE + 72, "q")
     data_size = 1 + sum(abs(step) * (length - 1) for step, length in zip(strides, node.shape, strict=True))
     spanned, row, column = contiguity(node.shape, strides)

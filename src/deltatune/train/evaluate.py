@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config import TrainConfig
 from ..data import BatchOrder
-from ..machine.compiling import without_kernels
-from ..models.document_isolation import check_packing
-from ..patches import gated_delta_layers, patched
-from .announce import choose_loss
+from ..data.example import Example
+from ..layers import gated_delta_layers
 from .distributed import World
 from .log import Screen
+from .setup import Run, training
 from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number
 
@@ -76,28 +74,12 @@ class Evaluation:
         return loss_of(self._loss, batch)
 
 
-def say_loss(
-    name: str,
-    model: nn.Module,
-    config: TrainConfig,
-    examples: Any,
-    batches: int,
-    world: World,
-    screen: Screen,
-) -> float:
-    """Evaluate over a whole split, tell the screen, and return the loss."""
-    order = BatchOrder(
-        examples,
-        config.batch_size,
-        config.max_seq_length,
-        packed=config.pack,
-        rank=world.rank,
-        world=world.size,
-    )
-    with without_kernels(), patched(model):
-        if config.pack:
-            check_packing(model)
-        loss = Evaluation(model, choose_loss(model)[0], world)(order, batches)
+def say_loss(name: str, run: Run, examples: Sequence[Example], screen: Screen) -> float:
+    """Evaluate the model of `run` over `examples`, tell the screen, and return the loss per token."""
+    # Nothing is differentiated, so nothing needs to be recomputed.
+    config = dataclasses.replace(run.config, grad_checkpoint=False)
+    with training(run.model, config) as trained:
+        loss = Evaluation(run.model, trained.loss, run.world)(run.order(examples), config.test_batches)
     assert loss is not None
     perplexity = math.exp(loss) if loss < 700 else math.inf
     screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity:.4g}.")

@@ -135,12 +135,18 @@ class Metrics:
         self._file.close()
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich's own ends the process."""
+        raise BrokenPipeError
+
+
 class Screen:
     """Lines for a person; with a terminal also a bar. Silent where `shown` is False (ranks other than 0)."""
 
     def __init__(self, shown: bool = True, console: Console | None = None):
         self._shown = shown
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or _Console(highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task = TaskID(0)
 

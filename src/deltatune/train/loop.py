@@ -13,14 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import TrainConfig
-from ..data import Batch, BatchOrder, Splits
+from ..data import Batch, Splits
 from ..errors import UserError
-from ..machine import backend
-from ..machine.compiling import without_kernels
-from ..models.describe import describe
-from ..models.document_isolation import check_packing
-from ..ops.checkpoint import checkpointed
-from ..patches import patched
+from ..machine import backend, blas
+from ..ops.random_state import get_key
 from . import announce, content, log, nonfinite, state
 from .check import check
 from .distributed import World
@@ -31,8 +27,9 @@ from .outputs import Outputs
 from .report import write_report
 from .result import Result
 from .saving import Saving
-from .step import LossFunction, Step, Sums
-from .tree import number, random_key, seed_iteration
+from .setup import Run, batch_order, build_step, training
+from .step import LossFunction, Sums
+from .tree import number, seed_iteration
 
 
 class Advance(NamedTuple):
@@ -72,30 +69,35 @@ class Trainer:
         self.outputs = Outputs(model, tokenizer, config, model_config)
         check(model, config, splits)
         self._optimizer = build_optimizer(config)
-        self._train_order = self._order(splits.train)
+        self._train_order = batch_order(splits.train, config, self.world)
         identity = state.fingerprint(config, **content.facts(model, config))
         self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
-        self._valid_order = self._order(splits.valid) if splits.valid else None
+        self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
+
+    @classmethod
+    def of(cls, run: Run, screen: log.Screen | None = None) -> Trainer:
+        """The trainer of a run that is ready (setup.ready, then Run.prepare)."""
+        loaded = run.loaded
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            run.config,
+            run.splits,
+            model_config=loaded.config,
+            world=run.world,
+            screen=screen,
+        )
 
     def run(self) -> Result:
         """Train to `config.iters`, or until validation stops improving; returns the final figures."""
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
-            how_compiled = stack.enter_context(without_kernels())
-            report = stack.enter_context(patched(self.model))
-            layers = describe(self.model)
-            if config.pack:
-                check_packing(self.model)
-            if config.grad_checkpoint:
-                stack.enter_context(checkpointed([layer.module for layer in layers]))
-            loss, how = announce.choose_loss(self.model)
-            for line in announce.lines(
-                self.model, config, self.splits, layers, report, how, how_compiled, self._train_order, world
-            ):
+            trained = stack.enter_context(training(self.model, config))
+            for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
                 self.screen.say(line)
-            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in layers]
-            self._prepare(loss)
+            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
+            self._prepare(trained.loss)
             stack.callback(self._close)
             stack.enter_context(self._ending)
             self._open()
@@ -113,35 +115,15 @@ class Trainer:
         """Where the run stands."""
         return self._saving.progress
 
-    def _order(self, examples: Any) -> BatchOrder:
-        config, world = self.config, self.world
-        return BatchOrder(
-            examples,
-            config.batch_size,
-            config.max_seq_length,
-            seed=config.seed,
-            packed=config.pack,
-            rank=world.rank,
-            world=world.size,
-        )
-
     def _prepare(self, loss: LossFunction) -> None:
         config, world = self.config, self.world
         self.model.train()
         if mx.metal.is_available():
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         threshold = config.clear_cache_threshold
-        self._cache_kept = backend.cache_to_keep() if threshold is None else threshold
+        self._cache_limit = backend.cache_to_keep() if threshold is None else threshold
         self._loss = loss
-        self._step = Step(
-            self.model,
-            self._optimizer,
-            loss,
-            world,
-            accumulate=config.grad_accumulation_steps,
-            clip=config.grad_clip,
-            expert_updates=config.expert_updates,
-        )
+        self._step = build_step(self.model, self._optimizer, loss, config, world)
         self._evaluation = Evaluation(self.model, loss, world)
         self._saving.begin(self._step)
         self._batches: list[Batch] = []
@@ -158,7 +140,8 @@ class Trainer:
         if world.main:
             self.outputs.prepare()
         if config.resume and found:
-            self._saving.restore()
+            if self._saving.restore():
+                self.screen.say(f"BLAS: {blas.status().threads}.")
             self.screen.say(f"Resuming after iteration {self.progress.iteration} of {config.iters}.")
             ranks = self.progress.ranks
             if ranks not in (None, world.size):
@@ -270,7 +253,7 @@ class Trainer:
         progress.window_loss += loss_sum
         progress.window_weight += weight_sum
         progress.trained_tokens += all_tokens
-        if mx.get_cache_memory() > self._cache_kept:
+        if mx.get_cache_memory() > self._cache_limit:
             mx.clear_cache()
         seconds = time.perf_counter() - started
         progress.seconds += seconds
@@ -301,7 +284,7 @@ class Trainer:
         asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
         # One message with the update, instead of a round trip of its own for each number.
         numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked]))
-        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, random_key(), numbers)
+        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, get_key(), numbers)
         values: Any = numbers.tolist()
         return Advance(tuple(values), None if norm is None else number(norm))
 

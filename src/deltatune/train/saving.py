@@ -11,6 +11,7 @@ import mlx.optimizers
 
 from ..data import BatchOrder
 from ..errors import UserError
+from ..machine import blas
 from . import state
 from .distributed import World
 from .log import Metrics
@@ -107,10 +108,15 @@ class Saving:
             self.progress.order = self._order.state()
         self._write(self._start.arrays if self._start is not None else {})
 
-    def restore(self) -> None:
-        """Continue where the state file says. UserError where it is of another run, or damaged."""
+    def restore(self) -> bool:
+        """Continue where the state file says; returns whether the number of BLAS threads had to change for that.
+
+        UserError where the file is of another run, or damaged.
+        """
         path = self._outputs.state
         arrays, progress = state.load(path, self._identity)
+        threads = progress.blas_threads
+        changed = bool(threads) and blas.use_threads(threads, "as in the run that goes on here")
         self._model.update(state.unpack("trainable", self._model.trainable_parameters(), arrays, path))
         bundles, moments = self._step.bundles, self._optimizer.state
         parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)
@@ -125,6 +131,7 @@ class Saving:
             kept = window if self._world.main else {}
             self._start = _Start(dataclasses.replace(progress), kept)
         mx.eval(self._model.parameters(), self._optimizer.state, self.sums)
+        return changed
 
     def _share(self, sums: mx.array) -> mx.array:
         """This rank's part of the sums of all ranks that saved. Other ranks than those leave all to rank 0."""
@@ -133,6 +140,8 @@ class Saving:
         return sums.sum(axis=0) if self._world.main else mx.zeros_like(sums[0])
 
     def _write(self, sums: dict[str, mx.array]) -> None:
+        threads = blas.status().threads
+        self.progress.blas_threads = threads.number if threads else 0
         self.progress.ranks = self._world.size
         if self._world.main:
             arrays = state.pack("trainable", self._model.trainable_parameters())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from mlx.utils import tree_map_with_path
 
 from ..config import TrainConfig
 from ..errors import UserError
+from ..machine.atomic_files import replace_durably
 from .tree import leaves
 
 FORMAT = 2
@@ -68,6 +67,8 @@ class Progress:
     metrics_bytes: int = 0
     ranks: int | None = None
     finished: bool = False
+    # Of the BLAS: the last bits of its products depend on it. 0: no BLAS of ours.
+    blas_threads: int = 0
     order: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,28 +79,10 @@ def state_path(directory: str | Path) -> Path:
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace `path` by what `write` puts into a file: wholly, or not at all. UserError where the disk refuses."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
+        replace_durably(path, write)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise UserError(refusal(path, error)) from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Make a rename in `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def refusal(path: Path, error: OSError) -> str:

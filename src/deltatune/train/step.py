@@ -22,7 +22,7 @@ from ..ops.segments import segments
 from . import optimizer as updates
 from .bundles import TOGETHER, Bundles
 from .distributed import World
-from .expert_updates import ActiveExperts
+from .expert_updates import ActiveExperts, ExpertGradients
 from .tree import leaves, number
 
 # Numbers of positions that a step on images is compiled for, at most.
@@ -98,16 +98,16 @@ def mean_loss_and_gradients(
     loss: LossFunction,
     batch: Arrays,
     parameters: Any = None,
-    lend: Callable[[Any], Any] = lambda parameters: parameters,
+    used: Callable[[Any], Any] = lambda parameters: parameters,
 ) -> tuple[mx.array, mx.array, Any]:
     """The sum of losses, the sum of weights, and the gradients of their quotient (of 0 where no target counts).
 
-    They are gradients of `parameters`, of which `lend` makes the model's; of the model's own trainable ones if None.
+    They are gradients of `parameters`, of which `used` makes the model's; of the model's own trainable ones if None.
     """
     packed = batch[3]
 
     def mean(parameters: Any) -> tuple[mx.array, mx.array, mx.array]:
-        model.update(lend(parameters))
+        model.update(used(parameters))
         total, weight = loss_of(loss, batch)
         return total / mx.where(weight > 0, weight, 1.0), total, weight
 
@@ -155,8 +155,8 @@ class Step:
         self._accumulates = accumulate > 1
         self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
         parameters = model.trainable_parameters()
-        apart = self._active.paths if self._active else ()
-        self.bundles = Bundles(parameters, optimizer, apart, factor_dtypes(model))
+        separate = self._active.paths if self._active else ()
+        self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model))
         # The bundles as they are now, and the parameters that are parts of them.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self._parameters())
@@ -204,19 +204,30 @@ class Step:
         All three are sums over the accumulated micro-batches and over the ranks (sum_over_ranks). A loss or norm that
         is not finite on any rank leaves model and optimizer as they are, on all of them.
         """
+        norm, experts = self.begin_update(gradients, loss, weight)
+        del gradients
+        if experts is not None:
+            mx.eval(self._model.trainable_parameters(), self._optimizer.state, norm, experts)
+            if number(experts.healthy):
+                self.finish_update(experts)
+        return norm
+
+    def begin_update(self, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[mx.array, ExpertGradients | None]:
+        """The update of all that is updated whatever the batch routed; the norm, and what experts still wait for."""
         parameters = self._parameters()
         if self._active is None:
             parameters, parts, norm = self._update(parameters, gradients, loss, weight)
             self._replace(parameters, parts)
-            return norm
+            return norm, None
         rest, _ = self._active.split(parameters)
-        rest, parts, norm, healthy, factor, touched, experts = self._update(rest, gradients, loss, weight)
+        rest, parts, norm, experts = self._update(rest, gradients, loss, weight)
         self._replace(rest, parts)
-        del parameters, rest, parts, gradients
-        mx.eval(self._model.trainable_parameters(), self._optimizer.state, norm, healthy, factor, touched)
-        if number(healthy):
-            self._active.update(experts, touched, factor)
-        return norm
+        return norm, ExpertGradients(*experts)
+
+    def finish_update(self, experts: ExpertGradients) -> None:
+        """The update of the experts that had tokens."""
+        assert self._active is not None
+        self._active.update(experts)
 
     def _replace(self, parameters: Any, parts: Any) -> None:
         """Give the model its new parameters, and remember the bundles that they are parts of."""
@@ -225,8 +236,8 @@ class Step:
         self._joined = parameters.get(TOGETHER, []), now
 
     def _trace_micro_batch(self, batch: Arrays, accumulated: Any, parameters: Any) -> tuple[mx.array, mx.array, Any]:
-        lend = partial(self.bundles.part, lend=True)
-        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch, parameters, lend)
+        used = partial(self.bundles.part, used=True)
+        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch, parameters, used)
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
@@ -255,4 +266,4 @@ class Step:
         parameters, _ = updates.apply(self._optimizer, parameters, gradients, healthy, self._clip, norm)
         factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
         touched = self._active.touched(experts)
-        return parameters, self.bundles.part(parameters), norm, healthy, factor, touched, experts
+        return parameters, self.bundles.part(parameters), norm, (experts, touched, factor, healthy)

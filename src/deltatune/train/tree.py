@@ -1,4 +1,4 @@
-"""MLX's trees and random state, with types."""
+"""MLX's trees, with types."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ from mlx.utils import tree_flatten
 def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     """(dotted path, array) of every leaf, in order."""
     return tree_flatten(tree)  # type: ignore[return-value]
-
-
-def random_key() -> mx.array:
-    """The key in MLX's random state."""
-    state: Any = mx.random.state
-    return state[0]
-
-
-def set_random_key(key: mx.array) -> None:
-    """Continue MLX's random stream from `key`."""
-    high, low = key.tolist()  # type: ignore[misc]
-    # A key is its seed's two halves (mlx/random.cpp, key); the state itself cannot be assigned.
-    mx.random.seed(int(high) << 32 | int(low))  # type: ignore[arg-type]
 
 
 def seed_iteration(seed: int, iteration: int, rank: int) -> None:

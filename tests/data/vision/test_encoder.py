@@ -15,7 +15,7 @@ from PIL import Image
 from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import first_image, load_datasets
-from deltatune.data.reader import Eyes
+from deltatune.data.reader import VisionProcessors
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.models.vision.inputs import padded_frames, padded_patches
@@ -32,8 +32,8 @@ def loaded(tiny_vision_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def eyes(loaded):
-    return Eyes(loaded.processor.image_processor, vision_spec(loaded.model))
+def processors(loaded):
+    return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def write(folder, *rows):
     (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
 
-def read(folder, loaded, eyes, **options):
+def read(folder, loaded, processors, **options):
     config = TrainConfig(data=str(folder), batch_size=1, **options)
-    return load_datasets(config, loaded.tokenizer, eyes)
+    return load_datasets(config, loaded.tokenizer, processors)
 
 
 def parts(*kinds):
@@ -77,9 +77,9 @@ def parts(*kinds):
         (chat(), []),
     ],
 )
-def test_tokens_and_patches_are_the_processors_own(folder, loaded, eyes, row, images):
+def test_tokens_and_patches_are_the_processors_own(folder, loaded, processors, row, images):
     write(folder, row)
-    (example,) = read(folder, loaded, eyes).train
+    (example,) = read(folder, loaded, processors).train
     marked = example.tokens.copy()
     # The processor expands the template's single image tokens itself.
     single = loaded.tokenizer.decode([t for i, t in enumerate(marked) if t != IMAGE or marked[i - 1] != IMAGE])
@@ -97,17 +97,17 @@ def test_tokens_and_patches_are_the_processors_own(folder, loaded, eyes, row, im
         assert batch.images.patches.shape[0] == 0
 
 
-def test_every_token_but_the_images_counts_without_mask_prompt(folder, loaded, eyes):
+def test_every_token_but_the_images_counts_without_mask_prompt(folder, loaded, processors):
     write(folder, chat("0.png"))
-    (example,) = read(folder, loaded, eyes, mask_prompt=False).train
+    (example,) = read(folder, loaded, processors, mask_prompt=False).train
     assert (example.targets[1:] == (example.tokens[1:] != IMAGE)).all()
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
-def test_images_of_a_data_set_are_read_as_they_come(folder, loaded, eyes, as_bytes):
+def test_images_of_a_data_set_are_read_as_they_come(folder, loaded, processors, as_bytes):
     from deltatune.data.vision.images import ImageReader
 
-    reader = ImageReader(eyes.processor, folder, {})
+    reader = ImageReader(processors.processor, folder, {})
     image = Image.open(folder / "0.png")
     content = io.BytesIO()
     image.save(content, "PNG")
@@ -118,11 +118,11 @@ def test_images_of_a_data_set_are_read_as_they_come(folder, loaded, eyes, as_byt
     assert len(reader.digest(value, "row 0")) == 16
 
 
-def test_sizes_are_limited(folder, loaded, eyes):
+def test_sizes_are_limited(folder, loaded, processors):
     write(folder, chat("0.png"))
-    (free,) = read(folder, loaded, eyes).train
-    (small,) = read(folder, loaded, eyes, max_pixels=512).train
-    (large,) = read(folder, loaded, eyes, min_pixels=6000, max_pixels=9000).train
+    (free,) = read(folder, loaded, processors).train
+    (small,) = read(folder, loaded, processors, max_pixels=512).train
+    (large,) = read(folder, loaded, processors, min_pixels=6000, max_pixels=9000).train
     areas = [rows * columns for example in (small, free, large) for _, rows, columns in example.pictures.grids]
     assert areas == sorted(areas)
     assert areas[0] < areas[1] < areas[2]
@@ -173,38 +173,38 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_row_is_one_message_with_file_and_line(folder, loaded, eyes, case):
+def test_a_bad_row_is_one_message_with_file_and_line(folder, loaded, processors, case):
     row, message = BAD[case]
     write(folder, chat(), row(folder) if callable(row) else row)
     with pytest.raises(UserError) as caught:
-        read(folder, loaded, eyes)
+        read(folder, loaded, processors)
     assert str(caught.value).startswith(f"{folder / 'train.jsonl'}:2: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_no_image_is_cut_in_half(folder, loaded, eyes):
+def test_no_image_is_cut_in_half(folder, loaded, processors):
     write(
         folder,
         chat("0.png", user="<image>" + "long " * 8),
         chat("0.png", "1.png", user="x <image> y <image> z"),
         chat(),
     )
-    whole = read(folder, loaded, eyes).train
+    whole = read(folder, loaded, processors).train
     first, second = (len(example.tokens) for example in whole[:2])
     assert first != second
     halved = 0
     for limit in range(4, max(first, second)):
-        splits = read(folder, loaded, eyes, max_seq_length=limit, mask_prompt=False)
-        halved += check_whole(splits, eyes)
+        splits = read(folder, loaded, processors, max_seq_length=limit, mask_prompt=False)
+        halved += check_whole(splits, processors)
     assert halved > 10
 
 
-def check_whole(splits, eyes):
+def check_whole(splits, processors):
     """Every image that is left has all of its tokens, and those that were left out are counted."""
     for example in splits.train:
         marks = int((example.tokens == IMAGE).sum())
-        assert marks == sum(eyes.spec.tokens(grid) for grid in example.pictures.grids)
+        assert marks == sum(processors.spec.tokens(grid) for grid in example.pictures.grids)
         next(BatchOrder([example], 1, 2048))
     said = [note for note in splits.notes if "cut an image in half" in note]
     assert len(said) == (len(splits.train) < 3)
@@ -218,24 +218,24 @@ def test_the_first_image_is_found(folder):
     assert first_image(TrainConfig(data=str(folder))) is None
 
 
-def test_another_image_of_the_same_size_is_other_data(folder, loaded, eyes):
+def test_another_image_of_the_same_size_is_other_data(folder, loaded, processors):
     write(folder, chat("0.png"))
-    order = BatchOrder(read(folder, loaded, eyes).train, 1, 2048)
+    order = BatchOrder(read(folder, loaded, processors).train, 1, 2048)
     state = order.state()
     Image.new("RGB", (32, 48)).save(folder / "0.png")
     with pytest.raises(UserError, match="training data was"):
-        BatchOrder(read(folder, loaded, eyes).train, 1, 2048).restore(state)
+        BatchOrder(read(folder, loaded, processors).train, 1, 2048).restore(state)
 
 
-def test_packing_is_refused(folder, loaded, eyes):
+def test_packing_is_refused(folder, loaded, processors):
     write(folder, chat("0.png"))
     with pytest.raises(UserError, match="rows with images are not packed"):
-        read(folder, loaded, eyes, pack=True)
+        read(folder, loaded, processors, pack=True)
 
 
-def test_shapes_come_again(eyes):
+def test_shapes_come_again(processors):
     assert [padded_frames(count) for count in (0, 1, 3, 4, 5, 9, 17, 100)] == [0, 1, 3, 4, 6, 12, 24, 128]
-    sizes = {padded_patches(count, eyes.spec) for count in range(1, 16384)}
+    sizes = {padded_patches(count, processors.spec) for count in range(1, 16384)}
     assert len(sizes) < 60
-    assert all(padded_patches(count, eyes.spec) >= count for count in range(1, 16384))
-    assert all(padded_patches(count, eyes.spec) <= 1.26 * count for count in range(512, 16384))
+    assert all(padded_patches(count, processors.spec) >= count for count in range(1, 16384))
+    assert all(padded_patches(count, processors.spec) <= 1.26 * count for count in range(512, 16384))

@@ -19,7 +19,7 @@ from deltatune.data.datasets import first_image, load_datasets
 from deltatune.data.vision.videos import Video, VideoReader, sampled
 from deltatune.errors import UserError
 from deltatune.models.load import load
-from deltatune.train.setup import eyes as eyes_of
+from deltatune.train.setup import vision_processors
 
 pytest.importorskip("mlx_vlm", minversion="0.7")
 cv2 = pytest.importorskip("cv2")
@@ -34,8 +34,8 @@ def loaded(tiny_vision_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def eyes(loaded):
-    return eyes_of(loaded)
+def processors(loaded):
+    return vision_processors(loaded)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,9 @@ def write(folder, *rows):
     (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
 
-def read(folder, loaded, eyes, **options):
+def read(folder, loaded, processors, **options):
     config = TrainConfig(data=str(folder), batch_size=1, **options)
-    return load_datasets(config, loaded.tokenizer, eyes)
+    return load_datasets(config, loaded.tokenizer, processors)
 
 
 def part(kind, value=None, **more):
@@ -100,9 +100,9 @@ ROWS = [
 ]
 
 
-def test_every_token_but_the_videos_counts_without_mask_prompt(folder, loaded, eyes):
+def test_every_token_but_the_videos_counts_without_mask_prompt(folder, loaded, processors):
     write(folder, chat(video="a.avi"))
-    (example,) = read(folder, loaded, eyes, mask_prompt=False).train
+    (example,) = read(folder, loaded, processors, mask_prompt=False).train
     assert (example.targets[1:] == (example.tokens[1:] != VIDEO)).all()
 
 
@@ -124,10 +124,10 @@ def upstream(loaded, folder, text, videos, images):
 
 
 @pytest.mark.parametrize("case", range(len(ROWS)))
-def test_tokens_and_patches_are_those_of_mlx_vlm(folder, loaded, eyes, case):
+def test_tokens_and_patches_are_those_of_mlx_vlm(folder, loaded, processors, case):
     row, videos, images = ROWS[case]
     write(folder, row)
-    (example,) = read(folder, loaded, eyes).train
+    (example,) = read(folder, loaded, processors).train
     # The processor writes times and tokens for the template's one token a video.
     single = row.get("messages") or [{"role": "user", "content": row["prompt"]}, chat(answer="yes")["messages"][1]]
     text = loaded.tokenizer.apply_chat_template(spelled(single, row), tokenize=False)
@@ -187,38 +187,38 @@ def test_frames_are_taken_as_mlx_vlm_takes_them(total, fps, least, most, monkeyp
 
 
 @pytest.mark.parametrize(("count", "fps"), [(2, 2.0), (5, 0.5), (12, 24.0)])
-def test_times_are_those_of_transformers(made, eyes, count, fps):
+def test_times_are_those_of_transformers(made, processors, count, fps):
     processing = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl")
     frames = (FRAMES * 3)[:count]
-    clip = VideoReader(eyes.videos, made, {}, fps=fps).clip(Video(frames), "x")
+    clip = VideoReader(processors.videos, made, {}, fps=fps).clip(Video(frames), "x")
     expected = processing.Qwen3VLProcessor._calculate_timestamps(None, list(range(count)), fps, 2)
     assert clip.seconds == pytest.approx(expected)
     numbers = [round(second) for second in np.linspace(0, 23, 6)]
-    clip = VideoReader(eyes.videos, made, {}).clip(Video("a.avi"), "x")
+    clip = VideoReader(processors.videos, made, {}).clip(Video("a.avi"), "x")
     assert clip.seconds == pytest.approx(processing.Qwen3VLProcessor._calculate_timestamps(None, numbers, 8.0, 2))
 
 
-def test_options_choose_frames_and_sizes(folder, loaded, eyes):
+def test_options_choose_frames_and_sizes(folder, loaded, processors):
     write(folder, chat(video="a.avi"))
-    (free,) = read(folder, loaded, eyes).train
-    (dense,) = read(folder, loaded, eyes, fps=4.0).train
-    (few,) = read(folder, loaded, eyes, fps=4.0, video_max_frames=4).train
+    (free,) = read(folder, loaded, processors).train
+    (dense,) = read(folder, loaded, processors, fps=4.0).train
+    (few,) = read(folder, loaded, processors, fps=4.0, video_max_frames=4).train
     assert [e.pictures.grids[0][0] for e in (free, dense, few)] == [3, 6, 2]
     write(folder, chat(video=FRAMES[:2]))
     limits = {}, {"max_pixels": 300}, {"min_pixels": 2000}
-    sized = [read(folder, loaded, eyes, **each).train[0] for each in limits]
+    sized = [read(folder, loaded, processors, **each).train[0] for each in limits]
     assert [e.pictures.grids[0][1:] for e in sized] == [(4, 4), (2, 2), (6, 6)]
     write(folder, chat(video=FRAMES))
-    (few,) = read(folder, loaded, eyes, video_max_frames=2).train
+    (few,) = read(folder, loaded, processors, video_max_frames=2).train
     assert "<1.0 seconds>" in loaded.tokenizer.decode(few.tokens.tolist())
     with pytest.raises(UserError, match="fps: expected a number above 0, got -1"):
-        read(folder, loaded, eyes, fps=-1.0)
+        read(folder, loaded, processors, fps=-1.0)
     with pytest.raises(UserError, match="video_max_frames: expected 2 or more, got 1"):
-        read(folder, loaded, eyes, video_max_frames=1)
+        read(folder, loaded, processors, video_max_frames=1)
 
 
-def test_frames_of_a_data_set_are_read_as_they_come(folder, eyes):
-    reader = VideoReader(eyes.videos, folder, {})
+def test_frames_of_a_data_set_are_read_as_they_come(folder, processors):
+    reader = VideoReader(processors.videos, folder, {})
     named = reader.clip(Video(FRAMES), "row 0")
     opened = Video([Image.open(folder / name) for name in FRAMES])
     stored = Video([{"bytes": (folder / name).read_bytes(), "path": None} for name in FRAMES])
@@ -227,8 +227,8 @@ def test_frames_of_a_data_set_are_read_as_they_come(folder, eyes):
         assert len(reader.digest(video, "row 0")) == 16
 
 
-def test_a_count_that_is_a_little_too_high_is_forgiven(made, eyes, monkeypatch):
-    reader = VideoReader(eyes.videos, made, {})
+def test_a_count_that_is_a_little_too_high_is_forgiven(made, processors, monkeypatch):
+    reader = VideoReader(processors.videos, made, {})
     whole = reader.clip(Video("a.avi"), "x")
     capture = cv2.VideoCapture
 
@@ -273,11 +273,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_row_is_one_message_with_file_and_line(folder, loaded, eyes, case):
+def test_a_bad_row_is_one_message_with_file_and_line(folder, loaded, processors, case):
     row, message = BAD[case]
     write(folder, chat(), row)
     with pytest.raises(UserError) as caught:
-        read(folder, loaded, eyes)
+        read(folder, loaded, processors)
     assert str(caught.value).startswith(f"{folder / 'train.jsonl'}:2: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -300,27 +300,27 @@ for name in ("text.mp4", "cut.avi"):
     assert done.stderr == ""
 
 
-def test_without_a_decoder_files_are_refused_and_frames_are_not(folder, loaded, eyes, monkeypatch):
+def test_without_a_decoder_files_are_refused_and_frames_are_not(folder, loaded, processors, monkeypatch):
     monkeypatch.setitem(sys.modules, "cv2", None)
     write(folder, chat(video=FRAMES))
-    assert len(read(folder, loaded, eyes).train) == 1
+    assert len(read(folder, loaded, processors).train) == 1
     write(folder, chat(video="a.avi"))
     with pytest.raises(UserError, match=r"train.jsonl:1: video a.avi: .*pip install opencv-python; or give a list"):
-        read(folder, loaded, eyes)
+        read(folder, loaded, processors)
 
 
-def test_no_video_is_cut_in_half(folder, loaded, eyes):
+def test_no_video_is_cut_in_half(folder, loaded, processors):
     write(folder, chat("<video>" + "long " * 8, video=FRAMES), chat("x <image> y", image="image.png"), chat())
-    whole = read(folder, loaded, eyes).train
+    whole = read(folder, loaded, processors).train
     marks = np.flatnonzero(whole[0].tokens == VIDEO)
     inside = range(int(marks[0]) + 1, int(marks[-1]) + 2)
     for limit in range(4, len(whole[0].tokens)):
-        splits = read(folder, loaded, eyes, max_seq_length=limit, mask_prompt=False)
+        splits = read(folder, loaded, processors, max_seq_length=limit, mask_prompt=False)
         kept = [e for e in splits.train if e.source == whole[0].source]
         assert bool(kept) == (limit not in inside)
         for example in splits.train:
             count = int(np.isin(example.tokens, (IMAGE, VIDEO)).sum())
-            assert count == sum(eyes.spec.tokens(grid) for grid in example.pictures.grids)
+            assert count == sum(processors.spec.tokens(grid) for grid in example.pictures.grids)
             next(BatchOrder([example], 1, 2048))
         notes = [note for note in splits.notes if "a video in half" in note]
         assert len(notes) == (limit in inside)
@@ -335,9 +335,9 @@ def test_the_first_video_is_found(folder):
 
 
 @pytest.mark.parametrize("name", ["a.avi", "f3.png"])
-def test_another_video_of_the_same_size_is_other_data(folder, loaded, eyes, name):
+def test_another_video_of_the_same_size_is_other_data(folder, loaded, processors, name):
     write(folder, chat(video=FRAMES if name in FRAMES else name))
-    order = BatchOrder(read(folder, loaded, eyes).train, 1, 2048)
+    order = BatchOrder(read(folder, loaded, processors).train, 1, 2048)
     state = order.state()
     content = bytearray((folder / name).read_bytes())
     (folder / name).unlink()
@@ -346,4 +346,4 @@ def test_another_video_of_the_same_size_is_other_data(folder, loaded, eyes, name
     else:
         (folder / name).write_bytes(content + b" ")
     with pytest.raises(UserError, match="training data was"):
-        BatchOrder(read(folder, loaded, eyes).train, 1, 2048).restore(state)
+        BatchOrder(read(folder, loaded, processors).train, 1, 2048).restore(state)

@@ -15,7 +15,7 @@ from deltatune import cli
 from deltatune.demo.screen import DemoScreen
 from deltatune.demo.vision import task, vision_demo
 from deltatune.demo.vision.assets import MODEL
-from deltatune.models.describe import describe
+from deltatune.layers import describe
 from deltatune.models.load import load
 from deltatune.models.vision import load as vision_load
 

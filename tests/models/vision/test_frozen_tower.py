@@ -16,8 +16,7 @@ from deltatune.models.vision import frozen_tower as frozen
 from deltatune.models.vision.inputs import Picture, token_positions, vision_batch
 from deltatune.models.vision.split import vision_spec
 from deltatune.patches import patched
-from deltatune.train.announce import choose_loss
-from deltatune.train.setup import prepare
+from deltatune.train.setup import choose_loss, prepare
 from deltatune.train.step import arrays, counted_positions, mean_loss_and_gradients
 
 pytest.importorskip("mlx_vlm")
@@ -57,10 +56,10 @@ def test_losses_and_gradients_are_those_of_the_tower_in_the_step(tiny_vision_mod
         loss, _ = choose_loss(model)
         model.train()
         tower = frozen.frozen_tower(model)
-        apart = arrays(given, tower)
-        assert "features" in apart[4]
-        assert "tower" not in apart[4]
-        expected, actual = (mean_loss_and_gradients(model, loss, each) for each in (plain, apart))
+        separate = arrays(given, tower)
+        assert "features" in separate[4]
+        assert "tower" not in separate[4]
+        expected, actual = (mean_loss_and_gradients(model, loss, each) for each in (plain, separate))
         mx.eval(expected, actual)
     assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
     assert actual[1].item() == expected[1].item()
@@ -70,7 +69,7 @@ def test_losses_and_gradients_are_those_of_the_tower_in_the_step(tiny_vision_mod
 
 
 @pytest.fixture
-def eyes(tiny_vision_model):
+def tower_and_spec(tiny_vision_model):
     """A tower, and its images of any rows."""
     model = tiny_vision_model("qwen3_vl")
     prepare(model, TrainConfig(num_layers=-1))
@@ -82,28 +81,28 @@ def one(found, row=0):
     return [np.array(each)[row : row + 6] for each in (found["features"], *found["deep"])]
 
 
-def test_bits_do_not_depend_on_the_batch_and_are_kept(eyes, monkeypatch):
-    tower, spec = eyes
+def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatch):
+    tower, spec = tower_and_spec
     first = one(tower(batch(spec, [[(1, 4, 6)]]).images))
-    kept = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
-    tower._kept.clear()
+    again = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
+    tower._cache.clear()
     anew = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
     assert len(first) == 3
-    assert all((a == b).all() and (a == c).all() for a, b, c in zip(first, kept, anew, strict=True))
+    assert all((a == b).all() and (a == c).all() for a, b, c in zip(first, again, anew, strict=True))
     monkeypatch.setattr(tower, "look", lambda *_: pytest.fail("looked twice"))
     assert (one(tower(batch(spec, [[(1, 4, 6)]]).images))[0] == first[0]).all()
 
 
-def test_what_does_not_fit_is_looked_at_anew(eyes, monkeypatch):
-    tower, spec = eyes
-    monkeypatch.setattr(frozen, "KEPT_BYTES", 10_000)
+def test_what_does_not_fit_is_looked_at_anew(tower_and_spec, monkeypatch):
+    tower, spec = tower_and_spec
+    monkeypatch.setattr(frozen, "CACHE_BYTES", 10_000)
     found = [one(tower(batch(spec).images))[0] for _ in range(2)]
     assert (found[0] == found[1]).all()
-    assert 0 < sum(each.nbytes for each in tower._kept.values()) <= 10_000
+    assert 0 < sum(each.nbytes for each in tower._cache.values()) <= 10_000
 
 
-def test_a_batch_without_images_needs_no_tower(eyes):
-    tower, spec = eyes
+def test_a_batch_without_images_needs_no_tower(tower_and_spec):
+    tower, spec = tower_and_spec
     assert tower(batch(spec, [[], []]).images) == {}
 
 

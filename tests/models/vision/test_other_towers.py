@@ -24,7 +24,7 @@ from deltatune.lora import convert_to_lora
 from deltatune.models.load import load
 from deltatune.models.vision.split import vision_spec
 from deltatune.patches import patched
-from deltatune.train import announce
+from deltatune.train.setup import choose_loss
 
 pytest.importorskip("mlx_vlm", minversion="0.7")
 pytestmark = pytest.mark.skipif(
@@ -57,7 +57,7 @@ def test_its_text_trains_through_mlx_lm(family):
     model.train()
     tokens = mx.random.randint(7, 300, (2, 9))
     with patched(model):
-        loss, _ = announce.choose_loss(model)
+        loss, _ = choose_loss(model)
 
         def each(_):
             total, weight = loss(tokens[:, :-1], tokens[:, 1:], mx.ones((2, 8)))

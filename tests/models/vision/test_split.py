@@ -221,7 +221,7 @@ def test_loading_and_loading_from_scratch(tiny_vision_checkpoint, family):
     assert names == {name: value.shape for name, value in tree_flatten(scratch.model.parameters())}
 
 
-def test_a_model_without_eyes_is_named(tiny_checkpoint):
+def test_a_model_without_a_vision_tower_is_named(tiny_checkpoint):
     with pytest.raises(UserError, match=r"train.jsonl:1: has an image, and model .* has no vision tower"):
         load(tiny_checkpoint("qwen3"), image="train.jsonl:1")
 

@@ -1,4 +1,4 @@
-"""Decayed products by halving against their definition, token pair by token pair, in float64."""
+"""The decayed products that are computed by halving, against their definition pair by pair in float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta.channel_gram import gram, gram_backward, levels
+from deltatune.ops.gated_delta.channel_gram import decay_levels, gram, gram_backward
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def arrays():
 
 
 def direct(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """(gram, dq, dk, dlog_g), each pair's decay a product over its own span."""
+    """Return gram, dq, dk and dlog_g by definition: the decay of each pair of tokens is a product over its own span."""
     qk, log_g, dgram = (arrays[name].astype(np.float64) for name in ("qk", "log_g", "dgram"))
     gate = np.exp(log_g)
     products, dqk, dlog = np.zeros(dgram.shape), np.zeros((2, 3, 2, 16, 5)), np.zeros(log_g.shape)
@@ -43,9 +43,9 @@ def direct(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
 
 def test_decayed_products_and_their_gradients(arrays):
     qk, dgram = mx.array(arrays["qk"]), mx.array(arrays["dgram"])
-    tower, from_start, to_end = levels(mx.exp(mx.array(arrays["log_g"])))
-    found = (gram(qk, tower), *gram_backward(qk, tower, dgram))
-    for name, result, expected in zip(("gram", "dq", "dk", "dlog_g"), found, direct(arrays), strict=True):
+    levels, from_start, to_end = decay_levels(mx.exp(mx.array(arrays["log_g"])))
+    results = (gram(qk, levels), *gram_backward(qk, levels, dgram))
+    for name, result, expected in zip(("gram", "dq", "dk", "dlog_g"), results, direct(arrays), strict=True):
         assert np.abs(np.array(result) - expected).max() <= 2e-6 * np.abs(expected).max(), name
     gate = np.exp(arrays["log_g"].astype(np.float64))
     assert np.allclose(np.array(from_start), gate.cumprod(axis=2), rtol=1e-5, atol=1e-30)

@@ -1,7 +1,8 @@
-// The third machine: Metal's language on a CPU, for tests. Lanes are fibers that meet at barriers and group operations.
-// One runs at a time, in an order drawn from a seed: now a group far ahead of the others, now lanes in turns, so that
-// a missing barrier reads what is not there yet. Address spaces are clang's, checked as types. Buffers and threadgroup
-// memory lie between pages that nobody may touch. C++14, as Metal is.
+// Metal's language and library on a CPU, for tests: clang compiles it with the Metal text of the kernels.
+// Each lane is a fiber. Lanes wait for one another at barriers and group operations. One lane runs at a time, in an
+// order drawn from a seed: sometimes a group far ahead of the others, sometimes lanes in turn, so that a kernel with a
+// missing barrier reads what is not written yet. Address spaces are those of clang, which checks them as types. Buffers
+// and threadgroup memory lie between pages that may not be touched. The language is C++14, as in Metal.
 
 #include <math.h>
 #include <signal.h>
@@ -25,7 +26,7 @@ struct uint3 {
   uint x, y, z;
 };
 
-// A test of a plan for a machine with more memory asks for more.
+// Tests of tilings for a machine with more memory define a larger limit.
 #ifndef DELTATUNE_THREADGROUP_BYTES
 #define DELTATUNE_THREADGROUP_BYTES 32768
 #endif
@@ -36,16 +37,18 @@ enum : int { most_lanes = 1024, most_buffers = 31, threadgroup_limit = DELTATUNE
 enum : size_t { stack_bytes = 256 * 1024, fence = 1 << 20 };
 enum Wait { running, at_barrier, in_group, done };
 
+// A lane: its fiber, what it waits for and since which line, and how often it met others and passed barriers.
 struct Lane {
   void* stack_pointer;
   Wait wait;
   int site, meetings[4], ordered;
 };
+// What the lanes of a group exchange in products and shuffles, twice, so that two operations may follow each other.
 struct Group {
   float a[2][64], b[2][64], x[2][32];
   int parity[32];
 };
-// `bytes` of memory, a fence of pages before and after; against the one or the other, as `at_end` says.
+// `bytes` of memory with a fence of pages before and after it, placed against one of the two.
 struct Region {
   char* mapping;
   char* start;
@@ -87,7 +90,7 @@ static void fail(const char* message, int site) {
   else snprintf(fault, sizeof fault, "%s", message);
 }
 
-// Saves the callee's registers and the stack pointer, and goes on where `load` was saved.
+// Saves the registers that a callee must keep and the stack pointer, and continues where `load` was saved.
 extern "C" void deltatune_switch(void** save, void* load);
 #if defined(__APPLE__)
 #define DELTATUNE_SYMBOL "_deltatune_switch"
@@ -121,7 +124,7 @@ static void pause(Wait wait, int site) {
   leave();
 }
 static void meet_group(int site) { pause(in_group, site); }
-// The barriers alone order accesses to threadgroup memory; a product, a sum or a shuffle does not.
+// Only barriers order accesses to threadgroup memory; products, sums and shuffles do not.
 static void order_group(int site) {
   meet_group(site);
   ++lanes[current].ordered;
@@ -151,7 +154,7 @@ static Region reserve(size_t bytes, bool at_end, const char* name) {
   r.mapping = (char*)mmap(nullptr, r.mapped + 2 * fence, PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0);
   if (r.mapping == MAP_FAILED || mprotect(r.mapping + fence, r.mapped, PROT_READ | PROT_WRITE)) abort();
   memset(r.mapping + fence, 0xff, r.mapped);
-  // Sixteen bytes are the widest load; what is left up to the fence is looked at afterwards.
+  // Start on 16 bytes, the widest load. untouched() checks the bytes between the end and the fence after the run.
   r.start = r.mapping + fence + (at_end ? (r.mapped - bytes) / 16 * 16 : 0);
   return r;
 }
@@ -165,7 +168,7 @@ static bool holds(const Region& r, const char* p) {
   return r.mapping && p >= r.mapping && p < r.mapping + r.mapped + 2 * fence;
 }
 
-// A lane touched a fence: say whose, and leave the lane for good.
+// Handles the signal of a lane that touched a fence: reports whose fence it was, and never resumes the lane.
 static void on_fault(int signal_number, siginfo_t* info, void*) {
   if (!inside) {
     signal(signal_number, SIG_DFL);
@@ -183,8 +186,8 @@ static void on_fault(int signal_number, siginfo_t* info, void*) {
 }
 
 #ifdef DELTATUNE_WATCH
-// Who touched each two bytes of threadgroup memory last, and how many barriers he had passed: `at` those of the block,
-// `ordered` those and his group's. Clang calls watch() at every load and store.
+// The last access to two bytes of threadgroup memory: by which lane, and how many barriers that lane had passed, `at`
+// of the block and `ordered` of the block and its group. Clang calls watch() at every load and store.
 struct Access {
   int lane, group, at, ordered;
 };
@@ -237,7 +240,7 @@ DELTATUNE_WATCHED(16)
 static void forget_accesses() {}
 #endif
 
-// As large as the text asks, refused past what an Apple GPU has, poisoned with NaN.
+// Returns threadgroup memory full of NaN; more than an Apple GPU has is refused.
 static threadgroup char* threadgroup_memory(int bytes, int site) {
   if (bytes > threadgroup_limit) {
     fail("over 32768 bytes of threadgroup memory", site);
@@ -355,9 +358,10 @@ static void run_blocks(uint3 grid, int threads) {
   free(order);
 }
 
-// Runs a grid of blocks over copies of `data`, inputs first; the outputs are copied back. Returns what went wrong.
-static const char* run_kernel(void (*kernel)(), const char* const* names, void** data, const uint64_t* sizes, int inputs,
-                              int count, uint3 grid, int threads, uint64_t seed) {
+// Runs a grid of blocks on copies of the buffers `data`, inputs first, and copies the outputs back. Returns what went
+// wrong, or an empty text.
+static const char* run_kernel(void (*kernel)(), const char* const* names, void** data, const uint64_t* sizes,
+                              int inputs, int count, uint3 grid, int threads, uint64_t seed) {
   static char signal_stack[65536];
   prepare_memory();
   body = kernel;

@@ -45,9 +45,16 @@ def load(case: Case, config: Config, weights: Weights) -> nn.Module:
 
 def adapt(case: Case, model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
     """Convert by deltatune, on exactly these transformers paths, and set the initial values; path -> module."""
-    paths = {path: case.family.mlx_path(path) for path in adapters}
+    return installed(model, adapters, case.family.mlx_path, "dora" if case.dora else "lora")
+
+
+def installed(
+    model: nn.Module, adapters: Adapters, mlx_path: Callable[[str], str], kind: str = "lora"
+) -> dict[str, nn.Module]:
+    """The modules that deltatune adapts for `adapters`, by transformers' paths, with those initial values."""
+    paths = {path: mlx_path(path) for path in adapters}
     lora = LoraConfig(rank=RANK, scale=SCALE, keys=list(paths.values()))
-    report = convert_to_lora(model, lora, fine_tune_type="dora" if case.dora else "lora")
+    report = convert_to_lora(model, lora, fine_tune_type=kind)
     if set(report.converted) != set(paths.values()):
         raise ValueError(f"adapted {report.converted}, skipped {report.skipped}")
     named = dict(model.named_modules())

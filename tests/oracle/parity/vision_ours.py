@@ -13,11 +13,10 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 import mlx.nn as nn
 
-from deltatune.config import LoraConfig, TrainConfig
+from deltatune.config import TrainConfig
 from deltatune.data import Batch
-from deltatune.lora import convert_to_lora
 from deltatune.machine.compiling import without_kernels
-from deltatune.models.load import load_eyes
+from deltatune.models.load import load_vision_tower
 from deltatune.models.vision.inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
 from deltatune.models.vision.split import split_vision, vision_spec
 from deltatune.patches import patched
@@ -25,9 +24,9 @@ from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
 from deltatune.train.step import Step, chunked_loss
 
-from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Run
+from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
 from .families import Config, Weights
-from .ours import _adapters, _inside
+from .ours import _adapters, _inside, installed
 from .vision import VisionCase, VisionRows, batch, mlx_path
 
 
@@ -38,25 +37,14 @@ def load(case: VisionCase, config: Config, weights: Weights) -> nn.Module:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         tensors = {name: mx.array(value) for name, value in weights.items()}
         mx.save_safetensors(str(Path(folder) / "model.safetensors"), tensors, {"format": "pt"})
-        model = load_eyes(Path(folder))
+        model = load_vision_tower(Path(folder))
         mx.eval(model.parameters())
     return model
 
 
 def adapt(model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
     """Convert by deltatune, on exactly these transformers paths, and set the initial values; path -> module."""
-    paths = {path: mlx_path(path) for path in adapters}
-    report = convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE, keys=list(paths.values())))
-    if set(report.converted) != set(paths.values()):
-        raise ValueError(f"adapted {report.converted}, skipped {report.skipped}")
-    named = dict(model.named_modules())
-    modules = {path: named[mlx_path] for path, mlx_path in paths.items()}
-    for path, module in modules.items():
-        for key, value in adapters[path].items():
-            if module[key].shape != value.shape:
-                raise ValueError(f"{path}.{key}: {module[key].shape} here, {value.shape} there")
-            module[key] = mx.array(value)
-    return modules
+    return installed(model, adapters, mlx_path)
 
 
 def as_batch(rows: VisionRows, spec: VisionSpec) -> Batch:

@@ -6,9 +6,12 @@ import importlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import deltatune  # noqa: F401
 
@@ -17,13 +20,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
 from deltatune.patches import PatchWarning, patched, reached, recurrence, revert, served
 from deltatune.patches.patch import Patch, _InForce, _is_settled, _known, _signature
-from deltatune.patches.tables import mlx_lm, mlx_vlm, mlx_vlm_experts
+from deltatune.patches.tables import LOWEST_MLX_VLM, mlx_lm, mlx_vlm, mlx_vlm_experts
 
 pytest.importorskip("mlx_vlm")
 import vision
@@ -217,6 +222,7 @@ def test_every_signature_is_ours_and_calls_upstream_with_it(record):
         seen.append((len(arguments), sorted(options)))
         return arguments[2], arguments[7]
 
+    upstream.__signature__ = inspect.signature(eval(f"lambda {record.signature[1:-1]}: None"))
     ours = record.replacement(upstream)
     assert _signature(ours) == record.signature
     arrays = [mx.ones((1, 1, 1, 4))] * 3 + [mx.ones((1, 1, 1))] * 2 + [mx.ones(1)] * 2
@@ -224,6 +230,18 @@ def test_every_signature_is_ours_and_calls_upstream_with_it(record):
     known = set(record.signature.replace("=", " ").replace(",", " ").strip("()").split())
     assert seen
     assert all(count == 9 and set(options) <= known for count, options in seen)
+
+
+def test_the_lowest_version_is_one_number():
+    """What the extra `vision` installs, what the records serve, and what `make compat` tries first."""
+    root = Path(__file__).parents[3]
+    asked = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vision"]
+    assert f"mlx-vlm>={LOWEST_MLX_VLM}" in asked
+    lowest = Version(LOWEST_MLX_VLM)
+    for record in mlx_vlm.PATCHES:
+        assert not any(SpecifierSet(record.versions).contains(old) for old in ("0.4.4", "0.4.99")), record.target
+    tried = re.findall(r'Versions\("[^"]+", "[^"]+", "([^"]+)"', (root / "scripts/compat/versions.py").read_text())
+    assert min(map(Version, tried)) == lowest
 
 
 class Rotary:

@@ -20,7 +20,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend
-from deltatune.machine.blas_fault import FAULT, TWO_ROWS, Verdict
+from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
 from deltatune.patches import apply, patch, patched, revert
 from deltatune.patches.patch import PatchWarning
 from deltatune.patches.tables import one_row_products
@@ -48,7 +48,7 @@ def held(name):
 @pytest.fixture
 def faulty(monkeypatch):
     """A machine whose BLAS fails the probe (it does not: numbers can be compared)."""
-    monkeypatch.setattr(one_row_products, "probe", lambda: Verdict("planted", (FAULT.name,)))
+    monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name,)))
     monkeypatch.setattr(one_row_products, "_told", set())
     yield
     revert()
@@ -212,7 +212,7 @@ def test_the_user_is_told_once(faulty, recwarn):
 
 @ON_A_CPU
 def test_a_blas_that_is_wrong_altogether_is_refused(monkeypatch):
-    monkeypatch.setattr(one_row_products, "probe", lambda: Verdict("planted", (FAULT.name, TWO_ROWS.name)))
+    monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name, TWO_ROWS.name)))
     with pytest.raises(UserError, match="Nothing trained on it would be right"):
         apply()
 
@@ -230,6 +230,7 @@ def libraries(tmp_path_factory):
     return planted.build(folder), planted.build(folder, healthy=True)
 
 
+@pytest.mark.any_blas
 @linux
 def test_on_a_faulty_blas_upstream_returns_nan_and_ours_never(libraries):
     """benchmarks/one_row.py runs it over a hundred processes."""
@@ -240,11 +241,13 @@ def test_on_a_faulty_blas_upstream_returns_nan_and_ours_never(libraries):
     assert ours == dict.fromkeys([*upstream, control], 0)
 
 
+@pytest.mark.any_blas
 @linux
 def test_without_the_fault_stale_memory_does_no_harm(libraries):
     assert set(planted.products(libraries[1], "upstream").values()) == {0}
 
 
+@pytest.mark.any_blas
 @linux
 def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path):
     for name in ("train", "valid"):
@@ -263,6 +266,7 @@ def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path)
     assert all(math.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.any_blas
 @linux
 def test_doctor_sees_the_planted_fault(libraries):
     code = "import sys; from deltatune.cli import main; sys.exit(main(['doctor', '--json']))"

@@ -12,7 +12,7 @@ from ...errors import UserError
 from ...models.vision.inputs import VisionSpec, single_frames, token_positions
 from ..example import Example
 from ..text import TextEncoder
-from .media import Pictures, Sight, SightReader
+from .media import MediaReader, MediaSize, Pictures
 from .messages import IMAGE, VIDEO, listed, placed
 from .videos import video_text
 
@@ -27,7 +27,7 @@ class VisionEncoder:
     names: how the tokenizer writes what begins the features of a picture, stands for one of a video, and ends them.
     """
 
-    def __init__(self, text: TextEncoder, spec: VisionSpec, reader: SightReader, names: tuple[str, str, str]):
+    def __init__(self, text: TextEncoder, spec: VisionSpec, reader: MediaReader, names: tuple[str, str, str]):
         self._text, self._spec, self._reader, self._names = text, spec, reader, names
 
     @property
@@ -47,13 +47,13 @@ class VisionEncoder:
                 raise UserError(f"{source}: a text line has no place for {what}; use messages or prompt/completion.")
             return self._with_pictures(self._text(row, source), [], [])
         messages, values = placed(chat, columns, source)
-        sights = [self._reader.look(value, source) for value in values]
-        messages = self._told(messages, [sight for sight in sights if sight.seconds])
-        return self._with_pictures(self._text.encode_chat(row, messages, source), values, sights)
+        sizes = [self._reader.look(value, source) for value in values]
+        messages = self._told(messages, [size for size in sizes if size.seconds])
+        return self._with_pictures(self._text.encode_chat(row, messages, source), values, sizes)
 
-    def _told(self, messages: list[dict[str, Any]], videos: list[Sight]) -> list[dict[str, Any]]:
+    def _told(self, messages: list[dict[str, Any]], videos: list[MediaSize]) -> list[dict[str, Any]]:
         """The messages with every video written out as its times and one token for each of its pairs of frames."""
-        texts = iter([video_text(sight.seconds, self._names) for sight in videos])
+        texts = iter([video_text(size.seconds, self._names) for size in videos])
         found = []
         for message in messages:
             content = message["content"]
@@ -62,10 +62,10 @@ class VisionEncoder:
             found.append({**message, "content": content})
         return found
 
-    def _with_pictures(self, example: Example, values: list[Any], sights: Sequence[Sight]) -> Example:
+    def _with_pictures(self, example: Example, values: list[Any], sizes: Sequence[MediaSize]) -> Example:
         spec, source = self._spec, example.source
-        marks = self._marks(example, sights)
-        grids = tuple(sight.grid for sight in sights)
+        marks = self._marks(example, sizes)
+        grids = tuple(size.grid for size in sizes)
         repeats = np.ones(len(example.tokens), np.int64)
         repeats[marks] = [spec.tokens(grid) for grid in single_frames(grids)]
         tokens, targets = np.repeat(example.tokens, repeats), np.repeat(example.targets, repeats)
@@ -79,10 +79,10 @@ class VisionEncoder:
         held = Pictures(tuple(values), grids, digests, positions, spec, self._reader)
         return replace(example, tokens=tokens.astype(np.int32), targets=targets, pictures=held)
 
-    def _marks(self, example: Example, sights: Sequence[Sight]) -> np.ndarray:
-        """Where the template has written a token for an image or a pair of a video's frames, compared with `sights`."""
+    def _marks(self, example: Example, sizes: Sequence[MediaSize]) -> np.ndarray:
+        """Where the template has written a token for an image or a pair of a video's frames, compared with `sizes`."""
         spec = self._spec
-        expected = [spec.video_token if sight.seconds else spec.image_token for sight in sights for _ in sight.blocks]
+        expected = [spec.video_token if size.seconds else spec.image_token for size in sizes for _ in size.blocks]
         marks = np.flatnonzero(np.isin(example.tokens, (spec.image_token, spec.video_token)))
         found = example.tokens[marks].tolist()
         for token, kind, whole in (

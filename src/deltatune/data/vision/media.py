@@ -10,7 +10,7 @@ import numpy as np
 
 from ...models.vision.inputs import (
     Grid,
-    Looked,
+    ImageShapes,
     Picture,
     VisionBatch,
     VisionSpec,
@@ -22,7 +22,7 @@ from .images import ImageReader
 from .videos import Video, VideoReader
 
 
-class Sight(NamedTuple):
+class MediaSize(NamedTuple):
     """What an image or a video takes in a prompt: its grid, and for a video the second of each pair of frames."""
 
     grid: Grid
@@ -35,7 +35,7 @@ class Sight(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SightReader:
+class MediaReader:
     """Reads whatever a row gives to look at: a Video is one, anything else is an image."""
 
     images: ImageReader
@@ -47,12 +47,12 @@ class SightReader:
             self.videos.clip(value, source).picture if isinstance(value, Video) else self.images.picture(value, source)
         )
 
-    def look(self, value: Any, source: str) -> Sight:
+    def look(self, value: Any, source: str) -> MediaSize:
         """What it takes in a prompt."""
         if isinstance(value, Video):
             clip = self.videos.clip(value, source)
-            return Sight(clip.picture.grid, tuple(clip.seconds))
-        return Sight(self.images.picture(value, source).grid)
+            return MediaSize(clip.picture.grid, tuple(clip.seconds))
+        return MediaSize(self.images.picture(value, source).grid)
 
     def digest(self, value: Any, source: str) -> bytes:
         """Tells it from another, to resume on the same data."""
@@ -64,7 +64,7 @@ class Pictures:
     """values: what the row gave for each image and video, in the order of the tokens; grids, and digests to tell them
     apart.
 
-    positions: int32 [3, N], for each of the example's tokens. A row of text for a model with eyes has no values.
+    positions: int32 [3, N], for each of the example's tokens. A row of text has no values.
     """
 
     values: tuple[Any, ...]
@@ -72,9 +72,9 @@ class Pictures:
     digests: tuple[bytes, ...]
     positions: np.ndarray
     spec: VisionSpec
-    reader: SightReader
+    reader: MediaReader
 
-    def halved(self, tokens: np.ndarray, limit: int) -> str | None:
+    def cut_by(self, tokens: np.ndarray, limit: int) -> str | None:
         """Which kind, image or video, a cut of the example's tokens at `limit` goes through or leaves at the end."""
         marks = np.isin(tokens[:limit], (self.spec.image_token, self.spec.video_token))
         before, ends = int(marks.sum()), self._ends()
@@ -85,10 +85,14 @@ class Pictures:
     def cut(self, tokens: np.ndarray) -> Pictures:
         """What is left for the first tokens of the example; the cut goes through no image and no video."""
         marks = int(np.isin(tokens, (self.spec.image_token, self.spec.video_token)).sum())
-        kept = int(np.searchsorted(self._ends(), marks, side="right"))
+        n = int(np.searchsorted(self._ends(), marks, side="right"))
         positions = self.positions[:, : len(tokens)]
         return replace(
-            self, values=self.values[:kept], grids=self.grids[:kept], digests=self.digests[:kept], positions=positions
+            self,
+            values=self.values[:n],
+            grids=self.grids[:n],
+            digests=self.digests[:n],
+            positions=positions,
         )
 
     def _ends(self) -> np.ndarray:
@@ -96,8 +100,8 @@ class Pictures:
         return np.cumsum([self.spec.tokens(grid) for grid in self.grids])
 
 
-def largest_batch(examples: Sequence[Any], rows: int) -> Looked | None:
-    """The most that a batch of `rows` of these examples is padded to, or None without eyes.
+def largest_batch(examples: Sequence[Any], rows: int) -> ImageShapes | None:
+    """The most that a batch of `rows` of these examples is padded to, or None without a vision tower.
 
     Which rows meet in a batch changes from epoch to epoch, so this takes those with most frames, the largest image, and
     the rows of which most counts.
@@ -110,11 +114,11 @@ def largest_batch(examples: Sequence[Any], rows: int) -> Looked | None:
     silent = sorted(example.positions - int(example.targets[1:].sum()) for example in examples)
     quiet = sum(silent[row % len(silent)] for row in range(rows))
     patches = max((grid[1] * grid[2] for each in held for grid in each.grids), default=0)
-    return Looked(padded_frames(count), padded_patches(patches, held[0].spec) if count else 0, quiet)
+    return ImageShapes(padded_frames(count), padded_patches(patches, held[0].spec) if count else 0, quiet)
 
 
 def collate_pictures(rows: Sequence[Any], width: int) -> VisionBatch | None:
-    """The vision inputs of rows of examples (None: blank), or None where they are of a model without eyes."""
+    """The vision inputs of rows of examples (None: blank), or None where they are of a model without a vision tower."""
     first = next((row.pictures for row in rows if row is not None and row.pictures is not None), None)
     if first is None:
         return None

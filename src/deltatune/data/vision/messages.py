@@ -62,16 +62,16 @@ def placed(messages: Messages, columns: dict[str, list[Any]], source: str) -> tu
 
 def _supply(kind: str, inside: list[tuple[str, Any]], column: list[Any], source: str) -> Iterator[Any]:
     """What stands at the places of a kind, in order."""
-    places = [value for each, value in inside if each == kind]
-    own = [value for value in places if value is not None]
-    if (own and len(own) < len(places)) or (own and column):
+    slots = [value for each, value in inside if each == kind]
+    own = [value for value in slots if value is not None]
+    if (own and len(own) < len(slots)) or (own and column):
         raise UserError(f"{source}: {kind}s in the messages and in '{kind}s'; give all of them in one place.")
     if own:
         return iter(own)
-    if len(places) > len(column):
-        raise UserError(f"{source}: {len(places)} {kind} placeholders, and {len(column)} {kind}s; give one for each.")
-    if len(places) < len(column):
-        raise UserError(f"{source}: {len(column)} {kind}s, and {len(places)} placeholders; mark a place for each.")
+    if len(slots) > len(column):
+        raise UserError(f"{source}: {len(slots)} {kind} placeholders, and {len(column)} {kind}s; give one for each.")
+    if len(slots) < len(column):
+        raise UserError(f"{source}: {len(column)} {kind}s, and {len(slots)} placeholders; mark a place for each.")
     return iter(column)
 
 

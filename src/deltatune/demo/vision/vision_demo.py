@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ...models.describe import describe
-from ...models.load import Loaded, load, read_config
+from ...layers import describe
+from ...models.load import Loaded, read_config
 from ...models.vision.generate import answer_pictures
 from ...models.vision.load import check_vision
 from ...train.announce import layer_summary
@@ -28,14 +28,14 @@ RELOAD = Path(__file__).with_name("reload.py")
 _ACROSS = 24
 
 
-def ask(loaded: Loaded, items: Sequence[task.Item]) -> Score:
+def ask(loaded: Loaded, items: Sequence[task.TrayPicture]) -> Score:
     """Let the model answer for every picture, likeliest token by likeliest token."""
     started = time.perf_counter()
     answers = answer_pictures(loaded, task.QUESTION, [str(item.file) for item in items], LONGEST)
     return Score(items, answers, time.perf_counter() - started)
 
 
-def ask_mlx_vlm(adapter: Path, items: Sequence[task.Item]) -> list[str]:
+def ask_mlx_vlm(adapter: Path, items: Sequence[task.TrayPicture]) -> list[str]:
     """The answers of a new process that has mlx-vlm, the base model and the adapter, and no deltatune."""
     return flow.ask_elsewhere(RELOAD, MODEL, adapter, [[str(item.file), task.QUESTION] for item in items], LONGEST)
 
@@ -64,30 +64,30 @@ def run_demo(
         note="Each has a kind of part in a number that training never shows.",
         upstream="mlx-vlm",
         loader="mlx_vlm.load",
-        load=lambda: load(MODEL, image="the vision demo"),
         describe=_describe,
         ask=ask,
         ask_upstream=ask_mlx_vlm,
         on_screen=_blocks,
         in_report=lambda item: Png(item.file.read_bytes(), item.answer),
     )
-    items = flow.written(lambda: task.write(output / "data", train=pictures, test=questions)["test"], output)
+    items = flow.or_refuse(lambda: task.write(output / "data", train=pictures, test=questions)["test"], output)
     again = f'--image {items[0].file} --prompt "{task.QUESTION}"'
     config = flow.options(MODEL, output, iterations, (3e-3, 1e-4), parts="language,vision,projector")
     return flow.run(demo, items, output, config, screen or DemoScreen(), again)
 
 
 def _describe(loaded: Loaded) -> str:
-    eyes = loaded.config["vision_config"]
+    tower = loaded.config["vision_config"]
     return (
         f"{loaded.config['model_type']}, {flow.size(loaded)}, {layer_summary(describe(loaded.model))}; a vision tower "
-        f"of {eyes['depth']} blocks that cuts {trays.SIDE} x {trays.SIDE} pixels into patches of {eyes['patch_size']}."
+        f"of {tower['depth']} blocks that cuts {trays.SIDE} x {trays.SIDE} pixels into patches of "
+        f"{tower['patch_size']}."
     )
 
 
-def _blocks(item: task.Item, screen: DemoScreen) -> str | Text:
+def _blocks(item: task.TrayPicture, screen: DemoScreen) -> str | Text:
     """The picture in half blocks, two pixels a character; its file's name where there is no colour."""
-    name = flow.near(item.file)
+    name = flow.shorter_path(item.file)
     if screen.console.color_system not in ("truecolor", "256"):
         return name
     small = trays.picture(item.tray).resize((_ACROSS, _ACROSS))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 ABSENT, AVOIDED, PRESENT, NOT_RUN = "absent", "avoided", "present", "not run"
 
 # fp32 products against fp32 products of another order, over the largest element; TF32 where the user allows it.
@@ -27,12 +25,3 @@ class Fault:
     @property
     def wrong(self) -> bool:
         return self.status == PRESENT
-
-
-def difference(found: mx.array, expected: mx.array) -> float:
-    """The largest error of `found` over the largest element of `expected`; inf where there is NaN, or another shape."""
-    if found.shape != expected.shape:
-        return float("inf")
-    error = mx.abs(found.astype(mx.float32) - expected.astype(mx.float32)).max() / mx.abs(expected).max()
-    value = float(error)
-    return value if value == value else float("inf")

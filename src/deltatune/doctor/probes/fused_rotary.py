@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ...models.vision.rotary import fused_rotary
-from .fault import ABSENT, AVOIDED, BOUND, NOT_RUN, PRESENT, Fault, difference
+from ...ops.trial import relative_error
+from .fault import ABSENT, AVOIDED, BOUND, NOT_RUN, PRESENT, Fault
 
 NAME = "gradient of mlx-vlm's fused rotary kernel"
 
@@ -25,7 +26,7 @@ def find() -> Fault:
     except (RuntimeError, ValueError) as refusal:
         # It raises, so nothing trains wrong.
         return Fault(NAME, AVOIDED, f"it has none and raises; set fused_apply = False on rotary modules ({refusal})")
-    error = max(difference(f, e) for f, e in zip(found, expected, strict=True))
+    error = max(relative_error(f, e) for f, e in zip(found, expected, strict=True))
     if error <= BOUND:
         return Fault(NAME, ABSENT, "agrees with array operations", error)
     return Fault(NAME, PRESENT, "differs from array operations: set fused_apply = False on rotary modules", error)

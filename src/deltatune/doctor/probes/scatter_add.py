@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from .fault import ABSENT, PRESENT, Fault, difference
+from ...ops.trial import relative_error
+from .fault import ABSENT, PRESENT, Fault
 
 NAME = "scatter-add with a batch stride"
 # x, and where the update goes: a step of a sequence, blocks of a matrix, the last of them not at the start.
@@ -32,4 +33,4 @@ def _error(shape: tuple[int, ...], place: tuple) -> float:
     update = random.integers(-9, 9, x[place].shape).astype(np.float32)
     found = mx.array(x).at[place].add(mx.array(update))
     x[place] += update
-    return difference(found, mx.array(x))
+    return relative_error(found, mx.array(x))

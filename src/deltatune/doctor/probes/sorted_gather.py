@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from ...errors import first_line
 from ...machine import backend, environment
-from .fault import ABSENT, AVOIDED, BOUND, PRESENT, TF32_BOUND, Fault, difference
+from ...ops.trial import relative_error
+from .fault import ABSENT, AVOIDED, BOUND, PRESENT, TF32_BOUND, Fault
 
 FORWARD = "sorted gather from [T, 1, K]"
 GRADIENT = "gradient of a sorted gather from one row"
@@ -26,7 +27,7 @@ def find_forward() -> Fault:
     found = mx.gather_mm(mx.expand_dims(x, -2), weights, rhs_indices=indices, sorted_indices=True)[:, 0]
     expected = (x[:, None, :, None] * weights[indices][:, None]).sum(axis=-2)[:, 0]
     around = "deltatune lays rows out anew, its own and, by a patch, those of mlx-lm's layers"
-    return _judged(FORWARD, difference(found, expected), "mx.gather_mm reads wrong rows", around, ("cuda", "metal"))
+    return _judged(FORWARD, relative_error(found, expected), "mx.gather_mm reads wrong rows", around, ("cuda", "metal"))
 
 
 def find_views() -> Fault:
@@ -42,7 +43,7 @@ def find_views() -> Fault:
     )
     what = "mx.gather_mm multiplies with other experts' matrices"
     around = "deltatune lays them out anew, when it loads and when it trains"
-    return _judged(VIEWS, difference(found, expected), what, around, ("cuda",))
+    return _judged(VIEWS, relative_error(found, expected), what, around, ("cuda",))
 
 
 def _judged(name: str, error: float, what: str, around: str, avoided: tuple[str, ...]) -> Fault:
@@ -74,7 +75,7 @@ def find_gradient() -> Fault:
     nobody = "mlx-lm's layers never call it so, nor do deltatune's"
     try:
         (found, expected) = (mx.vjp(function, [weights], [cotangent]) for function in (broadcast, repeated))
-        error = max(difference(f[0], e[0]) for f, e in zip(found, expected, strict=True))
+        error = max(relative_error(f[0], e[0]) for f, e in zip(found, expected, strict=True))
     except RuntimeError as refusal:
         return Fault(GRADIENT, AVOIDED, f"MLX cannot compute it here ({first_line(refusal)[:200]}); {nobody}")
     if error <= _bound():

@@ -18,11 +18,11 @@ from .split import has_vision, vision_spec
 from .tower import TowerInputs, run_tower
 
 # Of features kept, in main memory; images beyond that are looked at anew each time.
-KEPT_BYTES = 2**30
+CACHE_BYTES = 2**30
 
 
 def frozen_tower(model: Any) -> FrozenTower | None:
-    """Of a model with eyes of which nothing trains, projector included; else None."""
+    """Of a model with a vision tower of which nothing trains, projector included; else None."""
     if not has_vision(model) or tree_flatten(model.vision_tower.trainable_parameters()):
         return None
     return FrozenTower(model)
@@ -36,7 +36,7 @@ class FrozenTower:
 
     def __init__(self, model: Any) -> None:
         self._tower, self._spec = model.vision_tower, vision_spec(model)
-        self._kept: dict[bytes, np.ndarray] = {}
+        self._cache: dict[bytes, np.ndarray] = {}
         self._bytes = 0
 
     def __call__(self, batch: VisionBatch) -> dict[str, Any]:
@@ -57,21 +57,21 @@ class FrozenTower:
     def _features(self, batch: VisionBatch, index: int) -> np.ndarray:
         """[1 + deeper layers, P/merge^2, D] of one frame, its bits as integers."""
         count = int(batch.present[index].sum())
-        key = hashlib.blake2b(batch.patches[index, :count].tobytes() + batch.places[index, :count].tobytes()).digest()
-        if key in self._kept:
-            return self._kept[key]
+        key = hashlib.blake2b(batch.patches[index, :count].tobytes() + batch.cells[index, :count].tobytes()).digest()
+        if key in self._cache:
+            return self._cache[key]
         size = padded_patches(count, self._spec)
         found = mx.stack(self.look(batch, index, size))[:, : count // self._spec.merge**2]
         self._dtype = found.dtype
         bits = np.array(found.view(mx.uint32 if found.dtype.size == 4 else mx.uint16))
-        if self._bytes + bits.nbytes <= KEPT_BYTES:
-            self._kept[key] = bits
+        if self._bytes + bits.nbytes <= CACHE_BYTES:
+            self._cache[key] = bits
             self._bytes += bits.nbytes
         return bits
 
     def look(self, batch: VisionBatch, index: int, size: int) -> list[mx.array]:
         """Features of the frame `index`, of `size` patches with padding, and of deeper layers; lazily."""
-        frame = {"patches": batch.patches, "places": batch.places, "present": batch.present}
+        frame = {"patches": batch.patches, "cells": batch.cells, "present": batch.present}
         inputs = {name: mx.array(array[index : index + 1, :size]) for name, array in frame.items()}
         inputs |= {name: mx.array(getattr(batch, name)[:, index : index + 1, :size]) for name in ("table", "share")}
         features, deep = run_tower(self._tower, TowerInputs(**inputs))

@@ -50,8 +50,8 @@ class Picture:
     grid: Grid
 
 
-class Looked(NamedTuple):
-    """The shapes of a batch of a model with eyes: `frames` frames of `patches` patches each, padding included, and
+class ImageShapes(NamedTuple):
+    """The shapes of a batch's images: `frames` frames of `patches` patches each, padding included, and
     `silent` positions that count nothing in the loss."""
 
     frames: int
@@ -64,7 +64,7 @@ class VisionBatch:
     """B rows of T tokens with I frames of P patches each, padded to shapes that come again.
 
     positions int32 [3,B,T]; feature int32 [B,T], the row of the features that stands at a token, -1 for text.
-    patches float32 [I,P,values]; places int32 [I,P,2], row and column; table int32 [4,I,P] and share float32 [4,I,P],
+    patches float32 [I,P,values]; cells int32 [I,P,2], row and column; table int32 [4,I,P] and share float32 [4,I,P],
     rows of the table of positions and their weights; present bool [I,P] (a blank frame is all present: a softmax
     needs something to look at). A batch without images has I = 0.
     """
@@ -72,7 +72,7 @@ class VisionBatch:
     positions: np.ndarray
     feature: np.ndarray
     patches: np.ndarray
-    places: np.ndarray
+    cells: np.ndarray
     table: np.ndarray
     share: np.ndarray
     present: np.ndarray
@@ -131,15 +131,15 @@ def vision_batch(
     for index, (row, patches, grid) in enumerate(frames):
         count = len(patches)
         batch.patches[index, :count] = patches
-        batch.places[index, :count], batch.table[:, index, :count], batch.share[:, index, :count] = _layout(grid, spec)
+        batch.cells[index, :count], batch.table[:, index, :count], batch.share[:, index, :count] = _layout(grid, spec)
         batch.present[index, count:] = False
         features[row] += range(index * per_frame, index * per_frame + count // spec.merge**2)
     for row, (tokens, positions, _) in enumerate(rows):
         batch.positions[:, row, : len(tokens)] = positions
-        places = np.flatnonzero((tokens == spec.image_token) | (tokens == spec.video_token))
-        if len(places) != len(features[row]):
-            raise ValueError(f"row {row} has {len(places)} image tokens and {len(features[row])} features.")
-        batch.feature[row, places] = features[row]
+        slots = np.flatnonzero((tokens == spec.image_token) | (tokens == spec.video_token))
+        if len(slots) != len(features[row]):
+            raise ValueError(f"row {row} has {len(slots)} image tokens and {len(features[row])} features.")
+        batch.feature[row, slots] = features[row]
     return batch
 
 
@@ -163,7 +163,7 @@ def blank_vision_batch(rows: int, width: int, frames: tuple[int, int], spec: Vis
         positions=np.broadcast_to(np.arange(width, dtype=np.int32), (3, rows, width)).copy(),
         feature=np.full((rows, width), -1, np.int32),
         patches=np.zeros((count, size, spec.values), np.float32),
-        places=np.zeros((count, size, 2), np.int32),
+        cells=np.zeros((count, size, 2), np.int32),
         table=np.zeros((4, count, size), np.int32),
         share=np.zeros((4, count, size), np.float32),
         present=np.ones((count, size), bool),

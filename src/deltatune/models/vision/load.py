@@ -99,9 +99,9 @@ def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]
         shifted = {name for name, tensor in all_of_it(blank).items() if mx.any(tensor != 0).item()}
         copies = {name: mx.array(tensor) for name, tensor in weights.items()}
         origin = {id(copy): weights[name] for name, copy in copies.items()}
-        kept = list(copies.values())
+        alive = list(copies.values())
         found = all_of_it(dict(copies))
-        del kept
+        del alive
         return {name: value if name in shifted else origin.get(id(value), value) for name, value in found.items()}
 
     return sanitize

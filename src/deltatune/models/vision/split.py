@@ -19,7 +19,7 @@ from .tower import TowerInputs, run_tower
 # Relative difference of our order of the tower's operations from upstream's.
 _TOLERANCE = {mx.float32: 1e-4}
 _HALF_TOLERANCE = 5e-2
-# The first that was read to count them right; 0.4.4 and 0.5.0 do not.
+# The first that was read to count them right; 0.5.0 does not.
 _COUNTS_SEVERAL = Version("0.6.2")
 _TRIED = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
 
@@ -45,7 +45,7 @@ def vision_spec(model: Any) -> VisionSpec:
         raise UserError(
             f"{type(model).__module__}: this layer cannot be trained: the vision tower is of another kind than that of "
             f"Qwen3-VL and Qwen3.5, the only one that deltatune trains on images with ({what}). Leave images and "
-            "videos out: text trains where mlx-lm knows the model (docs/vision.md)."
+            "videos out: text trains where mlx-lm knows the model (docs/guides/vision.md)."
         )
     about = config.vision_config
     return VisionSpec(
@@ -126,7 +126,7 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
         raise UserError(
             f"{type(model).__module__}: on a small image its logits differ by {difference:.1e} of their size from "
             f"those of deltatune's order of the same operations (at most {limit:.0e} is rounding), so it cannot be "
-            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/vision.md)?"
+            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/guides/vision.md)?"
         )
     if miscounts:
         warnings.warn(
@@ -146,7 +146,7 @@ def _difference(
     grids = [picture.grid for picture in pictures]
     batch = vision_batch([(tokens, token_positions(tokens, grids, spec), pictures)], len(tokens), spec)
     language, modes = model.language_model, [(module, module.training) for module in model.modules()]
-    kept = {name: getattr(language, name, None) for name in ("_position_ids", "_rope_deltas")}
+    saved = {name: getattr(language, name, None) for name in ("_position_ids", "_rope_deltas")}
     if not own_positions:
         # Not every version heeds positions that its call is given.
         language.get_rope_index = lambda *_, **__: (mx.array(batch.positions), mx.zeros((1, 1), mx.int32))
@@ -164,7 +164,7 @@ def _difference(
         vars(language).pop("get_rope_index", None)
         for module, training in modes:
             module._set_training_mode(training)
-        for name, value in kept.items():
+        for name, value in saved.items():
             setattr(language, name, value)
     expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
     return float(mx.abs(actual - expected).max() / mx.abs(expected).max())

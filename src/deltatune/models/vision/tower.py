@@ -16,7 +16,7 @@ class TowerInputs(NamedTuple):
     """vision_inputs.VisionBatch's arrays for the tower, as MLX arrays."""
 
     patches: mx.array
-    places: mx.array
+    cells: mx.array
     table: mx.array
     share: mx.array
     present: mx.array
@@ -29,7 +29,7 @@ def run_tower(tower: Any, inputs: TowerInputs) -> tuple[mx.array, list[mx.array]
     x = tower.patch_embed(inputs.patches.reshape(frames * count, -1).astype(dtype)).reshape(frames, count, -1)
     known = tower.pos_embed(inputs.table)
     x = x + (known * inputs.share[..., None].astype(known.dtype)).sum(axis=0)
-    turn = _angles(tower, inputs.places)
+    turn = _angles(tower, inputs.cells)
     mask = inputs.present[:, None, None, :]
     deep = []
     for index, block in enumerate(tower.blocks):
@@ -41,11 +41,11 @@ def run_tower(tower: Any, inputs: TowerInputs) -> tuple[mx.array, list[mx.array]
     return tower.merger(x.reshape(frames * count, -1)), deep
 
 
-def _angles(tower: Any, places: mx.array) -> tuple[mx.array, mx.array]:
+def _angles(tower: Any, cells: mx.array) -> tuple[mx.array, mx.array]:
     """cos and sin [I,P,1,head]: half of the frequencies turn with the row, half with the column."""
     rotary = tower.rotary_pos_emb
     frequencies = 1.0 / (rotary.theta ** (mx.arange(0, rotary.dim, 2, dtype=mx.float32) / rotary.dim))
-    angles = (places[..., None].astype(mx.float32) * frequencies).flatten(-2)
+    angles = (cells[..., None].astype(mx.float32) * frequencies).flatten(-2)
     angles = mx.concatenate([angles, angles], axis=-1)[:, :, None]
     return mx.cos(angles), mx.sin(angles)
 

@@ -13,6 +13,7 @@ from .. import recurrence
 from ..patch import Function, Patch
 from . import pointwise
 
+UPDATE_PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
 UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
 
 LOOP = (
@@ -20,48 +21,6 @@ LOOP = (
     "and packed documents cannot be kept apart in them."
 )
 _PACKING = "Packed documents cannot be kept apart then; training on unpacked rows is not touched."
-
-
-def update_plain(upstream: Function) -> Function:
-    """The update without options of its own: mlx-lm 0.31, and mlx-vlm's first."""
-
-    def gated_delta_update(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        a: mx.array,
-        b: mx.array,
-        A_log: mx.array,
-        dt_bias: mx.array,
-        state: mx.array | None = None,
-        mask: mx.array | None = None,
-        use_kernel: bool = True,
-    ) -> tuple[mx.array, mx.array]:
-        return recurrence.route(upstream, (q, k, v, a, b, A_log, dt_bias), state, mask, use_kernel, {})
-
-    return gated_delta_update
-
-
-def _update_0_32(upstream: Function) -> Function:
-    def gated_delta_update(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        a: mx.array,
-        b: mx.array,
-        A_log: mx.array,
-        dt_bias: mx.array,
-        state: mx.array | None = None,
-        mask: mx.array | None = None,
-        *,
-        use_kernel: bool = True,
-        lower_bound: float | None = None,
-        allow_neg_eigval: bool = False,
-    ) -> tuple[mx.array, mx.array]:
-        options = {"lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
-        return recurrence.route(upstream, (q, k, v, a, b, A_log, dt_bias), state, mask, use_kernel, options)
-
-    return gated_delta_update
 
 
 def same_update(options: list[dict[str, Any]]) -> Any:
@@ -172,23 +131,22 @@ PATCHES = (
     Patch(
         **_UPDATE_RECORD,
         versions="==0.31.3",
-        signature="(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True)",
+        signature=f"({UPDATE_PLAIN})",
         holders=tuple(f"mlx_lm.models.{name}" for name in ("qwen3_5", "qwen3_next", "kimi_linear")),
         reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
-        replacement=update_plain,
+        replacement=recurrence.update,
         check=same_update([{}]),
     ),
     Patch(
         **_UPDATE_RECORD,
         versions=">=0.32.0,<=0.32.2",
-        signature="(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, *, use_kernel=True, lower_bound=None, "
-        "allow_neg_eigval=False)",
+        signature=f"({UPDATE_PLAIN.replace('use', '*, use')}, lower_bound=None, allow_neg_eigval=False)",
         holders=tuple(
             f"mlx_lm.models.{name}"
             for name in ("qwen3_5", "qwen3_next", "kimi_linear", "kimi_k3", "bailing_moe_v3", "olmo_hybrid")
         ),
         reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
-        replacement=_update_0_32,
+        replacement=recurrence.update,
         check=same_update([{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}]),
     ),
     Patch(

@@ -1,12 +1,11 @@
-"""The patches for mlx-vlm, as a table. Versions read: 0.4.4, 0.5.0, 0.6.2 to 0.6.4, 0.6.8, 0.6.12, 0.6.17, 0.7.0, 0.7.3
+"""The patches for mlx-vlm, as a table. Versions read: 0.5.0, 0.6.2 to 0.6.4, 0.6.8, 0.6.12, 0.6.17, 0.7.0, 0.7.3
 to 0.7.6, 0.7.8 to 0.7.10.
 
-0.4.4 and 0.5.0 hold mlx-lm's own gated_delta_update, which mlx-lm's record reaches; later versions have two of theirs.
+0.5.0 holds mlx-lm's own gated_delta_update, which mlx-lm's record reaches; later versions have two of their own.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
@@ -14,102 +13,10 @@ import mlx.core as mx
 from .. import recurrence
 from ..patch import Function, Patch
 from . import mlx_vlm_experts, mlx_vlm_vision
-from .mlx_lm import LOOP, same_update, update_plain
+from .mlx_lm import LOOP, UPDATE_PLAIN, same_update
 
 QWEN3_5 = "mlx_vlm.models.qwen3_5.gated_delta"
 SHARED = "mlx_vlm.models.gated_delta"
-
-# Upstream's function calls itself, by the name that ours has taken, when it is given a cache.
-_upstreams: ContextVar[bool] = ContextVar("inside a call that stays upstream's", default=False)
-
-
-def _untouched(upstream: Function, *arguments: Any, **options: Any) -> Any:
-    token = _upstreams.set(True)
-    try:
-        return recurrence.count(recurrence.UPSTREAM, upstream(*arguments, **options))
-    finally:
-        _upstreams.reset(token)
-
-
-def _cached(
-    upstream: Function,
-    arrays: tuple[mx.array, ...],
-    state: mx.array | None,
-    mask: mx.array | None,
-    use_kernel: bool,
-    options: dict[str, Any],
-    decoding: dict[str, Any],
-) -> Any:
-    """Upstream's own, untouched, for a call that decodes or verifies; else ours."""
-    if decoding["cache"] is not None or decoding["state_steps"] is not None or _upstreams.get():
-        return _untouched(upstream, *arrays, state, mask, use_kernel, **options, **decoding)
-    return recurrence.route(upstream, arrays, state, mask, use_kernel, options)
-
-
-def _update_bounded(upstream: Function) -> Function:
-    def gated_delta_update(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        a: mx.array,
-        b: mx.array,
-        A_log: mx.array,
-        dt_bias: mx.array,
-        state: mx.array | None = None,
-        mask: mx.array | None = None,
-        use_kernel: bool = True,
-        lower_bound: float | None = None,
-    ) -> tuple[mx.array, mx.array]:
-        options = {"lower_bound": lower_bound}
-        return recurrence.route(upstream, (q, k, v, a, b, A_log, dt_bias), state, mask, use_kernel, options)
-
-    return gated_delta_update
-
-
-def _update_cached(upstream: Function) -> Function:
-    def gated_delta_update(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        a: mx.array,
-        b: mx.array,
-        A_log: mx.array,
-        dt_bias: mx.array,
-        state: mx.array | None = None,
-        mask: mx.array | None = None,
-        use_kernel: bool = True,
-        state_steps: int | None = None,
-        cache: Any = None,
-        cache_index: int = 1,
-    ) -> tuple[mx.array, ...]:
-        decoding = {"state_steps": state_steps, "cache": cache, "cache_index": cache_index}
-        return _cached(upstream, (q, k, v, a, b, A_log, dt_bias), state, mask, use_kernel, {}, decoding)
-
-    return gated_delta_update
-
-
-def _update_cached_bounded(upstream: Function) -> Function:
-    def gated_delta_update(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        a: mx.array,
-        b: mx.array,
-        A_log: mx.array,
-        dt_bias: mx.array,
-        state: mx.array | None = None,
-        mask: mx.array | None = None,
-        use_kernel: bool = True,
-        lower_bound: float | None = None,
-        state_steps: int | None = None,
-        cache: Any = None,
-        cache_index: int = 1,
-    ) -> tuple[mx.array, ...]:
-        options = {"lower_bound": lower_bound}
-        decoding = {"state_steps": state_steps, "cache": cache, "cache_index": cache_index}
-        return _cached(upstream, (q, k, v, a, b, A_log, dt_bias), state, mask, use_kernel, options, decoding)
-
-    return gated_delta_update
 
 
 def _rotary(upstream: Function) -> Function:
@@ -147,24 +54,23 @@ def _rotary(upstream: Function) -> Function:
     return apply_rotary
 
 
-_PLAIN = "(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
 _REASON = (
     "a training forward runs a loop over tokens or autodiff through a scan, an eval forward a kernel without gradient"
 )
 
 
-def _update(module: str, versions: str, more: str, replacement: Any, holders: tuple[str, ...]) -> Patch:
+def _update(module: str, versions: str, more: str, holders: tuple[str, ...]) -> Patch:
     bounded = [{}, {"lower_bound": -5.0}] if "lower_bound" in more else [{}]
     return Patch(
         package="mlx_vlm",
         versions=versions,
         module=module,
         name="gated_delta_update",
-        signature=_PLAIN + more + ")",
+        signature=f"({UPDATE_PLAIN}{more})",
         holders=tuple(f"mlx_vlm.models.{name}" for name in holders),
         reason=_REASON,
         without=LOOP,
-        replacement=replacement,
+        replacement=recurrence.update,
         check=same_update(bounded),
     )
 
@@ -173,17 +79,14 @@ _SHARED_HOLDERS = tuple(f"{name}.language" for name in ("glm5_next", "kimi_k3", 
 _QWEN3_5_HOLDERS = ("qwen3_5.language", "qwen3_5.speculative_verifier")
 
 PATCHES = (
-    _update(QWEN3_5, ">=0.6.2,<=0.7.10", "", update_plain, _QWEN3_5_HOLDERS),
-    _update(
-        QWEN3_5, ">=0.7.1,<=0.7.10", ", state_steps=None, cache=None, cache_index=1", _update_cached, _QWEN3_5_HOLDERS
-    ),
-    _update(SHARED, ">=0.6.3,<=0.7.10", ", lower_bound=None", _update_bounded, _SHARED_HOLDERS),
-    _update(SHARED, ">=0.6.3,<=0.7.10", "", update_plain, _SHARED_HOLDERS),
+    _update(QWEN3_5, ">=0.6.2,<=0.7.10", "", _QWEN3_5_HOLDERS),
+    _update(QWEN3_5, ">=0.7.1,<=0.7.10", ", state_steps=None, cache=None, cache_index=1", _QWEN3_5_HOLDERS),
+    _update(SHARED, ">=0.6.3,<=0.7.10", ", lower_bound=None", _SHARED_HOLDERS),
+    _update(SHARED, ">=0.6.3,<=0.7.10", "", _SHARED_HOLDERS),
     _update(
         SHARED,
         ">=0.7.1,<=0.7.10",
         ", lower_bound=None, state_steps=None, cache=None, cache_index=1",
-        _update_cached_bounded,
         _SHARED_HOLDERS,
     ),
     Patch(

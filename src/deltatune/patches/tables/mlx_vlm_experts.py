@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..patch import Function, Patch
+from . import LOWEST_MLX_VLM
 from .experts import weighted_block
 
 
@@ -76,9 +77,9 @@ def _record(versions: str, module: str, name: str, signature: str, replacement: 
 _PLAIN, _QWEN3_5 = "(self, x)", ("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock")
 
 PATCHES = (
-    _record(">=0.4.4,<0.7.1", *_QWEN3_5, _PLAIN, _with_shared_expert(_gate, True)),
+    _record(f">={LOWEST_MLX_VLM},<0.7.1", *_QWEN3_5, _PLAIN, _with_shared_expert(_gate, True)),
     _record(">=0.6.2,<0.6.17", *_QWEN3_5, "(self, x, target_verify=False)", _with_shared_expert(_gate, True)),
     _record(">=0.7.1,<0.7.5", *_QWEN3_5, _PLAIN, _with_shared_expert(_scale, True)),
-    _record(">=0.4.4,<0.7.5", "qwen3_vl_moe", "Qwen3VLMoESparseMoeBlock", _PLAIN, _experts_alone),
+    _record(f">={LOWEST_MLX_VLM},<0.7.5", "qwen3_vl_moe", "Qwen3VLMoESparseMoeBlock", _PLAIN, _experts_alone),
     _record(">=0.6.8,<0.7.5", "qwen3_next", "Qwen3NextSparseMoeBlock", _PLAIN, _with_shared_expert(_gate, False)),
 )

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..patch import Function, Patch
+from . import LOWEST_MLX_VLM
 
 
 def _merger(upstream: Function) -> Function:
@@ -46,7 +47,7 @@ def _deepstack(upstream: Function) -> Function:
 
 _DEEPSTACK: dict[str, Any] = {
     "package": "mlx_vlm",
-    "versions": ">=0.4.4,<=0.7.10",
+    "versions": f">={LOWEST_MLX_VLM},<=0.7.10",
     "signature": "(self, hidden_states, visual_pos_masks, visual_embeds)",
     "holders": (),
     "reason": "upstream looks for the image tokens on the host, which no compiled step can",
@@ -55,7 +56,7 @@ _DEEPSTACK: dict[str, Any] = {
 }
 _RECORD: dict[str, Any] = {
     "package": "mlx_vlm",
-    "versions": ">=0.4.4,<=0.7.10",
+    "versions": f">={LOWEST_MLX_VLM},<=0.7.10",
     "module": "mlx_vlm.models.qwen3_vl_moe.vision",
     "signature": "(self, x)",
     "holders": (),

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...errors import UserError
 from ...machine import backend
-from ...machine.blas_fault import Verdict, probe
+from ...machine.blas_fault import ProbeResult, probe
 from .. import patch
 from ..patch import Function, Patch, PatchWarning
 
@@ -52,7 +52,7 @@ def in_force() -> bool:
     return all(patch.in_force(record.target) is not None for record in PATCHES)
 
 
-def _tell(found: Verdict) -> None:
+def _tell(found: ProbeResult) -> None:
     if str(found) in _told:
         return
     _told.add(str(found))
