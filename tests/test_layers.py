@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "deltatune"
 ORDER = ["environment", "errors", "blas", "one_row", "subnormals", "backend", "compiling", "config", "ops", "lora"]
-ORDER += ["patches", "models", "data", "train", "diagnose", "demo", "cli", "__main__"]
+ORDER += ["patches", "models", "data", "train", "diagnose", "demo", "selftest", "commands", "cli", "__main__"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 

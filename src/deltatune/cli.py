@@ -1,4 +1,4 @@
-"""The command line: `deltatune train | plan | eval | generate | merge | run | doctor | demo`."""
+"""The command line: `deltatune train | plan | eval | generate | merge | run | doctor | selftest | demo`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import Any, NoReturn
 
+from .commands import selftest
 from .config import TrainConfig, build, nearest, read_yaml
 from .errors import UserError
 
@@ -189,6 +190,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--model", metavar="TEXT", help="a model to look at too: its layers, and what they train with")
     doctor.add_argument("--json", action="store_true", help="print all of it, with every error measured, as JSON")
     doctor.set_defaults(call=_doctor, parser=doctor)
+    selftest.add(commands)
     demo = commands.add_parser("demo", help="train on the bundled model and data; shows accuracy before and after")
     demo.add_argument(
         "kind", nargs="?", choices=("text", "vision"), default="text", help="messages (default), or pictures"

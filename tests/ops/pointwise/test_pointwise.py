@@ -18,17 +18,10 @@ from deltatune.ops.pointwise import passes as passes_module
 from deltatune.ops.pointwise.launch import Pass
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
+from deltatune.selftest.pointwise import inverse, wide_conv, wide_gates
 
 # Of the largest element: fp32 sums of up to 256, an exponential; and each dtype's rounding.
 BOUND = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-
-
-def inverse(x, eps):
-    return mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
-
-
-def wide_gates(a, b, A_log, dt_bias, most=1.0):
-    return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.zeros((), mx.float64)), most * mx.sigmoid(b)
 
 
 def documents(length):
@@ -36,26 +29,14 @@ def documents(length):
     return mx.array(np.searchsorted([1, 4, 9, 20], np.arange(length), side="right"))[None].astype(mx.int32)
 
 
-def wide_conv(x, weight, length, segmented):
-    """As sums over taps, one after another."""
-    K, owner = weight.shape[1], np.array(documents(length))[0]
-    outputs = []
-    for t in range(length):
-        total = mx.zeros((x.shape[0], x.shape[2]), mx.float64)
-        for j in range(K):
-            if not segmented or owner[max(0, t - (K - 1 - j))] == owner[t]:
-                total = total + x[:, t + j] * weight[:, j]
-        outputs.append(total * mx.sigmoid(total))
-    return mx.stack(outputs, axis=1)
-
-
 def conv_case(batch, length, channels, taps, segmented):
     def ours(x, weight, execute):
         segments = mx.broadcast_to(documents(length), (batch, length)) if segmented else None
         return conv_silu(x, weight, segments, execute=execute)
 
+    owner = np.array(documents(length))[0] if segmented else None
     shapes = [(batch, taps - 1 + length, channels), (channels, taps)]
-    return ours, lambda x, weight: wide_conv(x, weight, length, segmented), shapes
+    return ours, lambda x, weight: wide_conv(x, weight, length, owner), shapes
 
 
 def draw(*shapes, dtype=mx.float32, spread=1.0, seed=3):

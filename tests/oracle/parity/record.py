@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from . import ours, quantised, recording, theirs
-from .cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, Adapters, Case, Run, initial_adapters
-from .families import Config, Weights
-from .recording import Difference
+from deltatune.selftest.parity import ours, recording
+from deltatune.selftest.parity.cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, Adapters, ParityCase, Run, initial_adapters
+from deltatune.selftest.parity.families import Config, Weights
+from deltatune.selftest.parity.recording import Difference
+
+from . import quantised, theirs
 
 PACKAGES = ("transformers", "torch", "peft", "numpy", "mlx", "mlx-lm")
 
@@ -46,7 +48,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def reference(case: Case, nudge: int = 0) -> Reference:
+def reference(case: ParityCase, nudge: int = 0) -> Reference:
     """Run transformers and PEFT. nudge: a seed that moves every weight by about 1e-7 of itself."""
     config, shapes = theirs.layout(case)
     weights = case.family.weights(shapes)
@@ -82,7 +84,7 @@ def difference(reference: Reference, run: Run) -> Difference:
     )
 
 
-def compare(case: Case, reference: Reference) -> Difference:
+def compare(case: ParityCase, reference: Reference) -> Difference:
     """Run deltatune from the same start and say how far it is from transformers."""
     adapters = initial_adapters(reference.targets)
     return difference(reference, ours.run(case, reference.config, reference.weights, adapters))
@@ -99,13 +101,13 @@ def _worst(found: Adapters, expected: Adapters, start: Adapters | None) -> tuple
     return errors[name], name
 
 
-def nudged(case: Case, base: Reference) -> Difference:
+def nudged(case: ParityCase, base: Reference) -> Difference:
     """How far transformers drifts from itself when its weights move by 1e-7 of themselves: the largest of 3 draws."""
     drifts = [difference(base, reference(case, draw).run) for draw in (1, 2, 3)]
     return max(drifts, key=lambda drift: drift.adapter)
 
 
-def record(name: str, case: Case) -> tuple[Reference, Difference]:
+def record(name: str, case: ParityCase) -> tuple[Reference, Difference]:
     """Write the recording of a case. ValueError where its trajectory could not tell a fault from rounding."""
     base = reference(case)
     drift = nudged(case, base)

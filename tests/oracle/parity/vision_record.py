@@ -7,11 +7,13 @@ import importlib.metadata
 
 import numpy as np
 
-from . import recording, theirs, vision, vision_ours, vision_theirs
-from .cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, initial_adapters
+from deltatune.selftest.parity import recording, vision, vision_ours
+from deltatune.selftest.parity.cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, initial_adapters
+from deltatune.selftest.parity.recording import Difference
+from deltatune.selftest.parity.vision import VisionCase
+
+from . import theirs, vision_theirs
 from .record import PACKAGES, Reference, _one_thread, difference
-from .recording import Difference
-from .vision import VisionCase
 
 
 def reference(case: VisionCase, nudge: int = 0) -> Reference:

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 import transformers
 
+from deltatune.selftest.parity.cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
+from deltatune.selftest.parity.families import Config, Weights
+from deltatune.selftest.parity.vision import IMAGE, VIDEO, VisionCase, VisionRows, batch
+
 from . import theirs
-from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
-from .families import Config, Weights
-from .vision import IMAGE, VIDEO, VisionCase, VisionRows, batch
 
 _KIND = transformers.AutoModelForImageTextToText
 

@@ -7,24 +7,21 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 
-from deltatune.compiling import without_kernels
-from deltatune.config import LoraConfig, TrainConfig
-from deltatune.data import Batch
-from deltatune.lora import convert_to_lora
-from deltatune.models.load import load_eyes
-from deltatune.models.vision import split_vision, vision_spec
-from deltatune.models.vision_inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
-from deltatune.patches import patched
-from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
-from deltatune.train.step import Step, chunked_loss
-
+from ...compiling import without_kernels
+from ...config import LoraConfig, TrainConfig
+from ...data import Batch
+from ...lora import convert_to_lora
+from ...models.load import load_eyes
+from ...models.vision import split_vision, vision_spec
+from ...models.vision_inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
+from ...patches import patched
+from ...train.distributed import World
+from ...train.optimizer import build_optimizer
+from ...train.step import Step, chunked_loss
+from ...train.tree import number
 from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Run
 from .families import Config, Weights
 from .ours import _adapters, _inside
@@ -95,7 +92,7 @@ def run(
             total, weight, gradients = step.micro_batch(as_batch(batch(index, case.videos), spec), None)
             norm = step.update(gradients, total, weight)
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
-            losses.append(total.item() / weight.item())
+            losses.append(number(total) / number(weight))
             if index == 0:
                 apart = step.bundles.part(gradients)
                 first = _adapters({path: _inside(apart, mlx_path(path)) for path in modules})
