@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ops" / "kernels"))
 from host_machine import HostMachine
 
 from deltatune import cli
+from deltatune.diagnose.plan.limits import Limits
 from deltatune.diagnose.probes import Fault
 from deltatune.ops.gated_delta import gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
@@ -193,7 +194,11 @@ def test_what_is_wrong_gets_no_time(monkeypatch):
 def test_a_call_that_would_take_too_long_or_too_much_is_left_out(monkeypatch):
     size = gated_delta.Workload("long", 2**20, 16, 32)
     assert times._too_much(times.OURS, size, 1e-9) is None
-    assert "would need about" in times._too_much(times.LOOP, size, 0.0)
+    for name in (times.LOOP, times.NATIVE):
+        assert "would need about" in times._too_much(name, size, 0.0)
+    monkeypatch.setattr(times.backend, "device", lambda: "metal")
+    monkeypatch.setattr(times, "device_limits", lambda: Limits(None, 2**30, "", ""))
+    assert times._too_much(times.NATIVE, size, 0.0) is None
     assert "would take about 105 s" in times._too_much(times.OURS, size, 1e-4)
 
 

@@ -51,7 +51,8 @@ class SelftestScreen:
         """The table of times and memory."""
         table = Table(box=None, padding=(0, 3, 0, 0))
         for column in ("size", "implementation", "ms a call", "peak MB"):
-            table.add_column(column, justify="right" if column in ("ms a call", "peak MB") else "left", style="none")
+            right = column in ("ms a call", "peak MB")
+            table.add_column(column, justify="right" if right else "left", no_wrap=column == "size")
         for size, group in groupby(sorted(timings, key=lambda each: each.tokens), key=lambda each: each.size):
             for each in group:
                 figures: tuple[str | Text, str] = (Text(each.skipped or "", style="dim"), "")

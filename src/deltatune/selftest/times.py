@@ -83,7 +83,9 @@ def _too_much(name: str, workload: Workload, a_token: float) -> str | None:
         return f"would take about {seconds:.0f} s a call"
     limit = device_limits().bytes
     needed = workload.length * workload.value_heads * workload.head_size**2 * 4 * _KEPT_STATES
-    if name == LOOP and limit is not None and needed > limit // 2:
+    # Off Metal, MLX's own operator is such a loop as well.
+    loops = name == LOOP or (name == NATIVE and backend.device() != "metal")
+    if loops and limit is not None and needed > limit // 2:
         return f"would need about {needed / 2**30:.0f} GiB"
     return None
 
