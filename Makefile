@@ -57,7 +57,7 @@ negative-controls: env
 wheel: env
 	scripts/make_env release
 	rm -rf build dist
-	$(PYTHON) -m build --outdir dist
+	$(PYTHON) -m build --quiet --outdir dist
 
 check-wheel: wheel
 	$(PYTHON) -m twine check --strict dist/*

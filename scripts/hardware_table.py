@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def _failures(name: str, record: dict[str, Any]) -> str:
     lines = [f"- {check['name']}: {check['detail']}" for check in record["checks"] if check["status"] == "failed"]
     if record.get("note"):
         lines.insert(0, f"- {record['note']}")
-    return f"## {name}\n" + "\n".join(lines) + "\n" if lines else ""
+    wrapped = [textwrap.fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
+    return f"## {name}\n" + "\n".join(wrapped) + "\n" if lines else ""
 
 
 def records() -> dict[str, dict[str, Any]]:
