@@ -19,7 +19,7 @@ from host_machine import HostMachine
 from deltatune import cli
 from deltatune.diagnose.plan.limits import Limits
 from deltatune.diagnose.probes import Fault
-from deltatune.ops.gated_delta import gated_delta_chunk
+from deltatune.ops.gated_delta import choice, gated_delta_chunk, verdict
 from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise.launch import BODIES
@@ -208,3 +208,36 @@ def test_the_quick_selftest_passes_here(monkeypatch, tmp_path, capsys):
     assert cli.main(["selftest", "--quick"]) == 0
     shown = capsys.readouterr().out
     assert "Training is right here" in shown
+
+
+@pytest.fixture
+def candidate(monkeypatch, tmp_path):
+    """candidate(name, function): on a Mac whose implementation `name` is `function`, or a reason why it is not."""
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(gated_delta.backend, "device", lambda: "metal")
+
+    def given(name, function):
+        verdict.forget()
+        found = function if isinstance(function, str) else None
+        made = {name: lambda call: found or choice.Candidate(function, call.shape_class(), function)}
+        monkeypatch.setattr(choice, "CANDIDATES", choice.CANDIDATES | made)
+
+    yield given
+    verdict.forget()
+
+
+def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
+    def wrong(*arrays, **options):
+        y, state = gated_delta_chunk(*arrays, **options)
+        return 1.1 * y, state
+
+    candidate("fused", gated_delta_chunk)
+    assert gated_delta._check("fused", SMALL[0], []).status == PASSED
+    candidate("fused", wrong)
+    outcome = gated_delta._check("fused", SMALL[0], [])
+    assert (outcome.status, "differs from chunk" in outcome.detail) == (FAILED, True)
+    # One of MLX's own that fails its trial is not used, so nothing trains wrong.
+    candidate("native", wrong)
+    assert gated_delta._check("native", SMALL[0], []).status == NOT_RUN
+    candidate("native", "heads too odd")
+    assert gated_delta._check("native", SMALL[0], []).detail == "it does not cover this: heads too odd"
