@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# One number for the tests and the programs that they start: bits are compared between them.
+os.environ.setdefault("DELTATUNE_THREADS", "1")
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
@@ -22,6 +26,8 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from packaging.version import Version
+
+from deltatune.machine import blas
 
 sys.path.insert(0, str(Path(__file__).parent))
 import vision
@@ -40,6 +46,21 @@ CORPUS = [
     "user and assistant take turns: a question, an answer, then another question",
     "system prompts say how the assistant should answer the user",
 ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernels", metavar="NAME", help="stop unless OpenBLAS runs these kernels (scripts/test_cpus.py)")
+
+
+def pytest_report_header() -> str:
+    return f"BLAS: {blas.status().detail}, kernels: {blas.status().kernels}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What is said to be tested is tested: OPENBLAS_CORETYPE alone would be overlooked where OpenBLAS cannot follow."""
+    wanted, found = session.config.getoption("kernels"), blas.status().kernels
+    if wanted is not None and found != wanted:
+        raise pytest.UsageError(f"--kernels {wanted}: OpenBLAS runs the kernels of {found}.")
 
 
 def family_config(family: str, **overrides: Any) -> dict[str, Any]:
@@ -164,6 +185,27 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return factory
+
+
+@pytest.fixture(scope="session")
+def peak_bytes() -> Callable[[Callable[[], object]], int]:
+    """peak_bytes(make) -> bytes beyond those held before, at the peak of evaluating the arrays that `make` returns.
+
+    MLX waits for each operation before it makes room for the next: without a limit a CPU's queue runs up to a hundred
+    operations ahead, as far as the machine has time for. What it gives back late is one operation's at most.
+    """
+
+    def measure(make: Callable[[], object]) -> int:
+        before, limit = mx.get_active_memory(), mx.set_memory_limit(1)
+        mx.reset_peak_memory()
+        try:
+            made = make()
+            mx.eval(made)
+            return mx.get_peak_memory() - before
+        finally:
+            mx.set_memory_limit(limit)
+
+    return measure
 
 
 @pytest.fixture(scope="session")

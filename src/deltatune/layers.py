@@ -1,4 +1,4 @@
-"""What a layer is: gated delta, attention, experts. Found by structure, never by model_type."""
+"""Recognises kinds of layers by their parameters and the code that computes them, never by the model's name."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ import mlx.nn as nn
 
 from .errors import UserError
 
+# The function of mlx-lm and mlx-vlm that computes the gated delta rule.
 ENTRY_POINT = "gated_delta_update"
 
 
 def holds_entry_point(cls: type) -> bool:
-    """Whether the module of `cls`, or of a base of it, has a global named gated_delta_update."""
+    """Whether the Python module of a class, or of one of its bases, has a global named gated_delta_update."""
     return any(ENTRY_POINT in vars(module) for base in cls.__mro__ if (module := sys.modules.get(base.__module__)))
 
 
 def is_gated_delta(module: nn.Module) -> bool:
-    """A_log and dt_bias on a class whose module holds gated_delta_update: Mamba mixers have the first two only."""
+    """Whether a module is a gated-delta mixer.
+
+    It holds the parameters A_log and dt_bias, as Mamba's mixers do too, and calls gated_delta_update, as those do not.
+    """
     return "A_log" in module and "dt_bias" in module and holds_entry_point(type(module))
 
 
 def gated_delta_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Path -> gated-delta mixer, for every one in `model`."""
+    """Return every gated-delta mixer in `model`, by its path."""
     return {path: module for path, module in model.named_modules() if is_gated_delta(module)}
 
 
 def layer_kind(layer: nn.Module) -> str:
-    """delta, mamba, attention or other, from what the layer holds, never from its model's name.
+    """Return "delta", "mamba", "attention" or "other", for a decoder layer.
 
-    Gated-delta mixers hold A_log and dt_bias in a class whose module (or a base's) knows `gated_delta_update`; Mamba
-    mixers hold A_log, later ones both. Attention: what asks for keys or values of its own, or carries their projection.
+    A recurrent mixer holds the parameter A_log, and is Mamba's unless it is gated delta. An attention layer holds a
+    projection to keys.
     """
     modules = layer.modules()
     for module in modules:
@@ -46,7 +50,11 @@ def _is_key_projection(name: str) -> bool:
 
 
 def layer_paths(model: nn.Module) -> list[str]:
-    """The path of every layer of `model.layers`, in their order."""
+    """Return the path of every layer in `model.layers`, in order.
+
+    Raises:
+        UserError: the model has no `layers`.
+    """
     layers = getattr(model, "layers", None)
     if not layers:
         raise UserError(f"{type(model).__name__} has no `layers`: not a model whose layers can be chosen for training.")
@@ -56,33 +64,38 @@ def layer_paths(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """Decoder layer `index` at `path` (`module`). kind: delta, attention, mamba or other (no mixing of tokens).
+    """What is known of a decoder layer."""
 
-    `delta` is the path of its gated-delta mixer, if it has one; `experts` says whether it routes tokens to experts.
-    """
-
+    # The position in `model.layers`.
     index: int
     path: str
+    # "delta", "attention", "mamba" or "other", as from layer_kind.
     kind: str
     module: nn.Module
+    # Whether the layer routes tokens to experts.
     experts: bool
+    # The path of its gated-delta mixer, if it has one.
     delta: str | None = None
 
 
 def describe(model: nn.Module) -> list[LayerInfo]:
-    """Every decoder layer of `model.layers`, in order. Raises UserError for a model without `layers`."""
+    """Describe every decoder layer of `model.layers`, in order.
+
+    Raises:
+        UserError: the model has no `layers`.
+    """
     modules = dict(model.named_modules())
     mixers = list(gated_delta_layers(model))
-    found = []
+    layers = []
     for index, path in enumerate(layer_paths(model)):
         layer = modules[path]
         delta = next((mixer for mixer in mixers if mixer.startswith(f"{path}.")), None)
-        found.append(LayerInfo(index, path, layer_kind(layer), layer, has_experts(layer), delta))
-    return found
+        layers.append(LayerInfo(index, path, layer_kind(layer), layer, has_experts(layer), delta))
+    return layers
 
 
 def has_experts(layer: nn.Module) -> bool:
-    """Whether `layer` holds stacked expert weights: [experts, out, in] on a class that says how many experts."""
+    """Whether a layer holds experts: a weight [experts, out, in] in a class that has the attribute num_experts."""
     return any(
         "weight" in module and module.weight.ndim == 3 and hasattr(type(module), "num_experts")
         for module in layer.modules()

@@ -14,7 +14,7 @@ from deltatune.machine import blas
 pytestmark = pytest.mark.skipif(platform.system() != "Linux" or not blas._mlx_has_cpu_wheel(), reason="CPU wheel only")
 
 PROBE = """
-import json, time, warnings
+import json, warnings
 {before}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -22,10 +22,10 @@ with warnings.catch_warnings(record=True) as caught:
     from deltatune.machine import blas
     blas.load()
 import mlx.core as mx
-a = mx.random.normal((768, 768)); mx.eval(a @ a)
-start = time.perf_counter(); mx.eval(a @ a); seconds = time.perf_counter() - start
-print(json.dumps(dict(name=blas.status().name, threads=blas.status().threads, path=str(blas.status().path),
-                      seconds=seconds, warnings=[str(w.message) for w in caught])))
+a = mx.random.normal((64, 64)); mx.eval(a @ a)
+status = blas.status()
+print(json.dumps(dict(name=status.name, threads=status.threads and status.threads.number, path=str(status.path),
+                      kernels=status.kernels, warnings=[str(w.message) for w in caught])))
 """
 
 
@@ -42,12 +42,31 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def test_mlx_binds_to_openblas_and_is_faster(cache):
+def bound(folder: Path, cache: Path, **environment: str) -> set[str]:
+    """The libraries whose cblas_sgemm libmlx calls, as the dynamic linker reports it."""
+    probe(cache, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(folder / "linker"), **environment)
+    lines = [line for file in folder.glob("linker.*") for line in file.read_text(errors="replace").splitlines()]
+    calls = [line for line in lines if "libmlx" in line.partition(" to ")[0] and line.endswith("`cblas_sgemm'")]
+    return {line.partition(" to ")[2].split()[0] for line in calls}
+
+
+def test_mlx_calls_openblas(cache, tmp_path):
     ours = probe(cache, DELTATUNE_THREADS="1")
-    theirs = probe(cache, DELTATUNE_BLAS="system")
     assert (ours["name"], ours["threads"], ours["warnings"]) == ("openblas", 1, [])
-    assert (theirs["name"], theirs["warnings"]) == ("system", [])
-    assert ours["seconds"] * 3 < theirs["seconds"]
+    assert bound(tmp_path, cache) == {ours["path"]}
+
+
+def test_mlx_keeps_its_own_blas_where_the_user_says_so(cache, tmp_path):
+    theirs = probe(cache, DELTATUNE_BLAS="system")
+    assert (theirs["name"], theirs["threads"], theirs["warnings"]) == ("system", None, [])
+    (library,) = bound(tmp_path, cache, DELTATUNE_BLAS="system")
+    assert not library.startswith(str(cache))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's kernels")
+def test_the_kernels_named_are_those_that_run(cache):
+    """Every x86-64 CPU since 2008 has what Nehalem's need."""
+    assert probe(cache, OPENBLAS_CORETYPE="Nehalem")["kernels"] == "Nehalem"
 
 
 def test_products_are_right_after_the_renaming(cache):

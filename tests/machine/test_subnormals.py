@@ -8,26 +8,18 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64", reason="only x86-64 Linux pays for them"
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="only x86-64 Linux flushes them"
 )
 
 PROBE = """
-import json, time
+import json
 {imports}
 import mlx.core as mx
-x = mx.full((1 << 20,), 1e-30, stream=mx.cpu)
-small = mx.full((1 << 20,), 1e-9, stream=mx.cpu)
-mx.eval(x, small)
-def seconds(a, b):
-    best = 1e9
-    for _ in range(5):
-        start = time.perf_counter()
-        mx.eval(mx.multiply(a, b, stream=mx.cpu))
-        best = min(best, time.perf_counter() - start)
-    return best
+x = mx.full((1 << 10,), 1e-30, stream=mx.cpu)
+small = mx.full((1 << 10,), 1e-9, stream=mx.cpu)
 product = mx.multiply(x, small, stream=mx.cpu)
-print(json.dumps(dict(value=product[0].item(), ratio=seconds(x, small) / seconds(small, small),
-                      python=1e-300 * 1e-10 > 0)))
+normal = mx.multiply(small, small, stream=mx.cpu)
+print(json.dumps(dict(product=product.tolist(), normal=normal[0].item(), python=1e-300 * 1e-10)))
 """
 
 
@@ -39,12 +31,11 @@ def probe(imports: str) -> dict:
 
 def test_mlx_flushes_them_and_python_does_not():
     result = probe("import deltatune")
-    assert result["value"] == 0.0
-    assert result["python"]
+    assert result["product"] == [0.0] * 1024
+    assert result["normal"] == pytest.approx(1e-18)
+    assert result["python"] > 0
 
 
-def test_mlx_alone_keeps_them_and_pays():
-    """The reason for this module: where it ends to hold, the module can go."""
-    alone, ours = probe(""), probe("import deltatune")
-    assert alone["value"] > 0
-    assert ours["ratio"] < alone["ratio"]
+def test_mlx_alone_keeps_them():
+    """The reason for this module: where it ends to hold, the module can go. What they cost depends on the CPU."""
+    assert probe("")["product"][0] == pytest.approx(1e-39, rel=1e-5)

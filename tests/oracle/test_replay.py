@@ -41,6 +41,7 @@ def test_every_loss_and_the_final_adapters_are_those_of_transformers(name):
     assert found.small, found
 
 
+@pytest.mark.any_blas
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_a_planted_fault_shows(fault, monkeypatch):
     plant, name = faults.FAULTS[fault]

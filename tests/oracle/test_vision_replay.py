@@ -86,6 +86,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.any_blas
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault, monkeypatch):
     plant, name = FAULTS[fault]

@@ -19,6 +19,8 @@ from deltatune.machine import backend, compiling
 from deltatune.patches import patch
 from deltatune.patches.patch import Patch, PatchWarning
 
+pytestmark = pytest.mark.any_blas
+
 FILES = {
     "acme/__init__.py": "__version__ = '1.2.3'",
     "acme/ops.py": """

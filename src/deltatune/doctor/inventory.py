@@ -31,15 +31,13 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """Name -> fact, in the order in which a person asks."""
-    status, about = blas.status(), machine_trial.machine()
+    about = machine_trial.machine()
     cores = environment.cores()
     found = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
     found["system"] = f"{_system()}, Python {platform.python_version()}"
     here = backend.device()
     found["device"] = here if here == "cpu" else f"{here}: {about['device']} {about['driver']}".rstrip()
-    found["BLAS"] = status.detail + (
-        f", {status.threads} thread{'s' * (status.threads != 1)}" if status.threads else ""
-    )
+    found["BLAS"] = str(blas.status())
     found["BLAS file"] = blas_fault.probe().library or "not found"
     found["BLAS speed"] = f"{speed():,.1f} GFLOP/s on fp32 matrices of {_SIDE} x {_SIDE}"
     found["fp32"] = _fp32(here)

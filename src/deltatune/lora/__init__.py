@@ -1,4 +1,4 @@
-"""Adapters: LoRA and DoRA modules, where they go, and how they are saved, loaded and fused."""
+"""Adapters: the LoRA and DoRA modules, the choice of where they go, and how they are saved, loaded and merged."""
 
 from ..layers import layer_kind
 from .adapter import Adapter

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import environment
+from .threads import Threads, choose, product, share
 
 PREFIX = "scipy_"
 
@@ -33,14 +34,20 @@ class BlasWarning(UserWarning):
 class Status:
     """What MLX's matrix products run on: `name` is openblas, accelerate or system; `detail` says why.
 
-    `expected` is True where nothing better was to be had, or the user asked for it: no warning then.
+    `kernels` names the family of CPUs whose kernels OpenBLAS chose (OPENBLAS_CORETYPE forces one). `expected` is True
+    where nothing better was to be had, or the user asked for it: no warning then.
     """
 
     name: str
     detail: str
-    threads: int | None = None
+    threads: Threads | None = None
     path: Path | None = None
     expected: bool = False
+    kernels: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.detail, self.kernels and f"kernels for {self.kernels}", self.threads and str(self.threads)]
+        return ", ".join(part for part in parts if part)
 
 
 _status: Status | None = None
@@ -59,6 +66,22 @@ def load() -> Status:
         if _status.name == "system" and not _status.expected:
             warnings.warn(_status.detail, BlasWarning, stacklevel=2)
     return _status
+
+
+def use_threads(number: int, why: str) -> bool:
+    """Give the BLAS so many threads from here on; False, and nothing changed, where it cannot be or need not be.
+
+    DELTATUNE_THREADS keeps what it forces, and no process gets more threads than its share of the cores.
+    """
+    global _status
+    now = status()
+    if now.threads is None or now.path is None or number == now.threads.number:
+        return False
+    if environment.threads() is not None or number > share().number:
+        return False
+    ctypes.CDLL(str(now.path)).openblas_set_num_threads(number)
+    _status = replace(now, threads=Threads(number, why))
+    return True
 
 
 def _load() -> Status:
@@ -91,9 +114,11 @@ def _bind(source: Path) -> Status:
         library = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
     except (OSError, subprocess.CalledProcessError) as error:
         return Status("system", f"OpenBLAS could not be prepared ({error}); MLX keeps its own slow BLAS.")
-    threads = environment.threads()
-    library.openblas_set_num_threads(threads)
-    return Status("openblas", f"OpenBLAS {_wheel_version()}", threads, path)
+    chosen = choose(product(library, environment.cores()))
+    library.openblas_set_num_threads(chosen.number)
+    library.openblas_get_corename.restype = ctypes.c_char_p
+    kernels = library.openblas_get_corename().decode()
+    return Status("openblas", f"OpenBLAS {_wheel_version()}", chosen, path, kernels=kernels)
 
 
 def _mlx_has_cpu_wheel() -> bool:

@@ -35,14 +35,14 @@ def blas() -> str:
     return _choice(BLAS, BLAS_CHOICES) or "openblas"
 
 
-def threads() -> int:
-    """BLAS threads: DELTATUNE_THREADS, else the cores this process may run on."""
+def threads() -> int | None:
+    """The number of BLAS threads that DELTATUNE_THREADS forces, or None for the choice of threads.py."""
     value = os.environ.get(THREADS)
-    if value:
-        if not value.isdigit() or int(value) < 1:
-            raise ValueError(f"{THREADS}={value!r}: expected a whole number of threads, 1 or more.")
-        return int(value)
-    return cores()
+    if not value:
+        return None
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"{THREADS}={value!r}: expected a whole number of threads, 1 or more.")
+    return int(value)
 
 
 def cores() -> int:

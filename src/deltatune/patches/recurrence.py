@@ -149,7 +149,7 @@ def _ours(
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
     most = 2.0 if allow_neg_eigval else 1.0
-    if backend.device() == "cuda" and lower_bound is None and gating.proven(a, b, A_log, dt_bias, most):
+    if backend.device() == "cuda" and lower_bound is None and gating.serves(a, b, A_log, dt_bias, most):
         log_g, beta = gating.gates(a, b, A_log, dt_bias, most)
     else:
         log_g, beta = gating.log_gate(A_log, a, dt_bias, lower_bound), mx.sigmoid(b)

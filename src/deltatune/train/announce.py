@@ -56,9 +56,7 @@ def lines(
     if any(layer.kind == "delta" for layer in trained.layers):
         name, why = backend.gated_delta_implementation()
         said.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
-    status = blas.status()
-    threads = f", {status.threads} threads" if status.threads else ""
-    said.append(f"Device: {backend.device()}; BLAS: {status.detail}{threads}.")
+    said.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
     said.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""

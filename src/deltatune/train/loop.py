@@ -16,7 +16,7 @@ import mlx.nn as nn
 from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..errors import UserError
-from ..machine import backend
+from ..machine import backend, blas
 from ..ops.random_state import get_key, set_key
 from . import announce, log, nonfinite, state
 from .check import check
@@ -294,6 +294,8 @@ class Trainer:
         progress, world = self.progress, self.world
         progress.finished = finished
         progress.order = self._train_order.state()
+        threads = blas.status().threads
+        progress.blas_threads = threads.number if threads else 0
         arrays = state.pack("trainable", self.model.trainable_parameters())
         bundles = self._step.bundles
         arrays |= state.pack("optimizer", bundles.part_state(self._optimizer.state))
@@ -316,6 +318,8 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         arrays, progress = state.load(path, self._identity)
+        if progress.blas_threads and blas.use_threads(progress.blas_threads, "as in the run that goes on here"):
+            self.screen.say(f"BLAS: {blas.status().threads}.")
         self.model.update(state.unpack("trainable", self.model.trainable_parameters(), arrays, path))
         bundles, moments = self._step.bundles, self._optimizer.state
         parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)

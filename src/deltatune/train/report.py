@@ -71,7 +71,7 @@ def environment() -> dict[str, str]:
     """Where the run happened."""
     found = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     found["device"] = backend.device()
-    found["BLAS"] = blas.status().detail
+    found["BLAS"] = str(blas.status())
     return found
 
 

@@ -57,6 +57,8 @@ class Progress:
     grad_norm: float | None = None
     metrics_bytes: int = 0
     finished: bool = False
+    # Of the BLAS: the last bits of its products depend on it. 0: no BLAS of ours.
+    blas_threads: int = 0
     order: dict[str, Any] = field(default_factory=dict)
 
 

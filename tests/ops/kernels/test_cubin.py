@@ -24,7 +24,7 @@ from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, swiglu
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
-from deltatune.ops.pointwise.rows import combined, taken
+from deltatune.ops.pointwise.rows import sum_rows, take_rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 
@@ -79,10 +79,10 @@ def passes(dtype: mx.Dtype) -> None:
     gradients(lambda *arrays: [conv_silu(*arrays, mx.zeros((2, 17), mx.int32))], x, taps)
     gradients(gates, x, x, weight, weight)
     rows, index = x.reshape(40, 64), mx.arange(40)
-    mx.eval(taken(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
+    mx.eval(take_rows(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
     mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,))] * 4))
     for weights in (None, mx.ones((20, 2))):
-        mx.eval(combined(rows, index.reshape(20, 2), weights, execute=Pass.run))
+        mx.eval(sum_rows(rows, index.reshape(20, 2), weights, execute=Pass.run))
 
 
 def experts(dtype: mx.Dtype) -> None:

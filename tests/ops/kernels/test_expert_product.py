@@ -101,8 +101,8 @@ def test_the_tiles_of_a_gpu(cut, transpose, gpu):
 
 
 def test_which_tile_serves_which_sizes():
-    assert [grouped.product_cut(*sizes) for sizes in ((2048, 512), (8, 512), (2048, 8))] == list(USED.values())
-    assert [grouped.gradient_cut(*sizes) for sizes in ((512, 2048), (8, 512), (2048, 8))] == list(
+    assert [grouped.product_tile(*sizes) for sizes in ((2048, 512), (8, 512), (2048, 8))] == list(USED.values())
+    assert [grouped.gradient_tile(*sizes) for sizes in ((512, 2048), (8, 512), (2048, 8))] == list(
         USED_GRADIENT.values()
     )
 
@@ -203,9 +203,15 @@ def tried(monkeypatch):
         monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
         rows, low = mx.zeros((5, 136), mx.bfloat16), mx.zeros((5, 8), mx.bfloat16)
         a, b = mx.zeros((3, 8, 136), mx.bfloat16), mx.zeros((3, 136, 8), mx.bfloat16)
-        products = [product_trial.on_product(rows, a, True, False), product_trial.on_product(low, a, False, True)]
-        products += [product_trial.on_product(low, b, True, True), product_trial.on_product(rows, b, False, False)]
-        return [*products, product_trial.on_gradient(low, rows), product_trial.on_gradient(rows, low)]
+        products = [
+            product_trial.product_serves(rows, a, True, False),
+            product_trial.product_serves(low, a, False, True),
+        ]
+        products += [
+            product_trial.product_serves(low, b, True, True),
+            product_trial.product_serves(rows, b, False, False),
+        ]
+        return [*products, product_trial.gradient_serves(low, rows), product_trial.gradient_serves(rows, low)]
 
     yield ask
     forget()

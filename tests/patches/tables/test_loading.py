@@ -16,6 +16,8 @@ from deltatune.patches import patched
 from deltatune.patches.tables import loading
 from layouts import has_gaps
 
+pytestmark = pytest.mark.any_blas
+
 
 class Model(nn.Module):
     def __init__(self):

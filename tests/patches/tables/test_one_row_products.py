@@ -230,6 +230,7 @@ def libraries(tmp_path_factory):
     return planted.build(folder), planted.build(folder, healthy=True)
 
 
+@pytest.mark.any_blas
 @linux
 def test_on_a_faulty_blas_upstream_returns_nan_and_ours_never(libraries):
     """benchmarks/one_row.py runs it over a hundred processes."""
@@ -240,11 +241,13 @@ def test_on_a_faulty_blas_upstream_returns_nan_and_ours_never(libraries):
     assert ours == dict.fromkeys([*upstream, control], 0)
 
 
+@pytest.mark.any_blas
 @linux
 def test_without_the_fault_stale_memory_does_no_harm(libraries):
     assert set(planted.products(libraries[1], "upstream").values()) == {0}
 
 
+@pytest.mark.any_blas
 @linux
 def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path):
     for name in ("train", "valid"):
@@ -263,6 +266,7 @@ def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path)
     assert all(math.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.any_blas
 @linux
 def test_doctor_sees_the_planted_fault(libraries):
     code = "import sys; from deltatune.cli import main; sys.exit(main(['doctor', '--json']))"

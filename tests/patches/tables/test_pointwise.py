@@ -25,7 +25,7 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
     if backend.device() == "cuda":
         return
-    for module, name in ((silu, "proven"), (norms, "norm_proven"), (norms, "gated_norm_proven")):
+    for module, name in ((silu, "serves"), (norms, "norm_serves"), (norms, "gated_norm_serves")):
         monkeypatch.setattr(module, name, lambda *_: True)
     served = []
 
@@ -34,7 +34,7 @@ def on_cuda(monkeypatch):
         return value
 
     def plain_norm(x, factor, eps):
-        return factor * x * norms._inverse(x, eps)
+        return factor * x * norms._inverse_rms(x, eps)
 
     monkeypatch.setattr(silu, "swiglu", lambda g, x: note("swiglu", silu._plain(g, x)[0]))
     monkeypatch.setattr(norms, "norm", lambda x, factor, eps: note("norm", plain_norm(x, factor, eps)))
@@ -92,9 +92,9 @@ def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
             return [*found, nn.silu(layer(x))]
 
     with patched():
-        monkeypatch.setattr(conv, "proven", lambda *_: False)
+        monkeypatch.setattr(conv, "serves", lambda *_: False)
         wanted = run()
-        monkeypatch.setattr(conv, "proven", lambda *_: True)
+        monkeypatch.setattr(conv, "serves", lambda *_: True)
         monkeypatch.setattr(conv, "conv_silu", lambda *arrays: conv._plain(*arrays)[0] * 2)
         found = run()
         assert pointwise._last is None
@@ -105,7 +105,7 @@ def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
 
 
 def test_what_is_not_proven_stays_upstream(on_cuda, monkeypatch):
-    for module, name in ((silu, "proven"), (norms, "norm_proven"), (norms, "gated_norm_proven")):
+    for module, name in ((silu, "serves"), (norms, "norm_serves"), (norms, "gated_norm_serves")):
         monkeypatch.setattr(module, name, lambda *_: False)
     wanted = results()
     with patched():

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import gated_delta
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "ops" / "kernels"))
@@ -55,11 +55,43 @@ def as_on_cuda(monkeypatch, machine) -> set[str]:
         return call(self, *arrays, execute=machine.run)
 
     monkeypatch.setattr(Passes, "__call__", noted)
-    monkeypatch.setattr(Passes, "proven", lambda self, *kinds, others=(): True)
+    monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
     for module in (silu, norms, conv, gating):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     return served
+
+
+def parameters_one_unit_off(model, seed: int) -> dict:
+    """The model's parameters, each moved up or down by about one unit in its last place."""
+    keys = iter(mx.random.split(mx.random.key(seed), 1000))
+
+    def moved(array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating):
+            return array
+        up = mx.random.bernoulli(0.5, array.shape, key=next(keys))
+        return array * mx.where(up, 1 + 2.0**-23, 1 - 2.0**-23)
+
+    return tree_map(moved, model.parameters())
+
+
+def conditioned(model, rows, owner, expected: dict[str, mx.array]) -> tuple[float, dict[str, float]]:
+    """How far all gradients together, and each, move when every parameter moves by a unit: the most of four draws."""
+    held, draws = model.parameters(), []
+    for seed in range(4):
+        model.update(parameters_one_unit_off(model, seed))
+        draws.append(distances(gradients(model, rows, owner)[1], expected))
+    model.update(held)
+    each = {name: max(draw[name] for draw in draws) for name in expected}
+    return max(together(draw) for draw in draws), each
+
+
+def distances(found: dict[str, mx.array], expected: dict[str, mx.array]) -> dict[str, float]:
+    return {name: float(mx.linalg.norm(found[name] - expected[name])) for name in expected}
+
+
+def together(norms: dict[str, float]) -> float:
+    return float(np.hypot.reduce(list(norms.values())))
 
 
 def gradients(model, rows, owner):
@@ -88,6 +120,7 @@ def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, fa
     rows = mx.random.randint(0, 320, (2, 22), key=mx.random.key(1))
     owner = mx.array(np.tile(np.repeat([0, 1, 2], 7), (2, 1))) if packed else None
     wanted, expected = gradients(model, rows, owner)
+    condition = conditioned(model, rows, owner, expected)
     served = as_on_cuda(monkeypatch, machine)
     found, actual = gradients(model, rows, owner)
     wanted_passes = SERVED[family] | {"conv and silu of documents" if packed else "conv and silu"}
@@ -95,8 +128,9 @@ def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, fa
     assert served == (wanted_passes if hasattr(gated_delta, "normalize_qk") else wanted_passes - {"norm"})
     assert found == pytest.approx(wanted, rel=1e-6)
     assert expected.keys() == actual.keys()
-    sizes = {name: float(mx.linalg.norm(array)) for name, array in expected.items()}
-    worst = {name: float(mx.linalg.norm(actual[name] - expected[name])) for name in expected}
-    # Embeddings that are 1e-7 off change these gradients by 2e-5, and kimi_linear's by 2e-4.
-    assert np.hypot.reduce(list(worst.values())) < 1e-4 * np.hypot.reduce(list(sizes.values()))
-    assert all(worst[name] < 1e-3 * sizes[name] for name in sizes if sizes[name] > 1e-6), worst
+    # A pass rounds a value in up to four places where upstream does not, each by half a unit: two units in all. What
+    # they do to the gradients depends on the model: in kimi_linear one unit moves them by some 1e-4.
+    off, (all_allowed, allowed) = distances(actual, expected), condition
+    assert together(off) < 2 * all_allowed
+    # One tensor's share varies more between draws than the sum of all.
+    assert all(off[name] <= 8 * allowed[name] for name in off), {name: (off[name], allowed[name]) for name in off}

@@ -1,4 +1,4 @@
-"""Adam and AdamW in one pass over a parameter and its moments, where MLX's operations are fifteen."""
+"""The update of Adam and AdamW, as one kernel over a parameter and its moments in the place of fifteen operations."""
 
 from __future__ import annotations
 
@@ -14,40 +14,47 @@ from .. import trial
 from ..kernels.launch import Arrays, Outputs, numbers
 from .pass_launch import Execute, Pass
 
-# Of the largest element: MLX's operations round each of fifteen results, the pass fewer.
+# The largest allowed difference over the largest element: MLX rounds each of fifteen results, the kernel fewer.
 _BOUND = 1e-6
 
 
 @dataclass(frozen=True)
 class AdamStep:
-    """What all parameters of one step share: `fixed` and `moving` as kernels/pointwise.h has them, fp32."""
+    """The numbers that all parameters of one optimizer step share, as adam_step in kernels/pointwise.h takes them."""
 
+    # [5] fp32, the same in every step: beta1, 1 - beta1, beta2, 1 - beta2, eps.
     fixed: mx.array
+    # [5] fp32: the rate, the factor of sqrt(v), the factor that weight decay leaves, the gradients' factor, `healthy`.
     moving: mx.array
     execute: Execute = Pass.run
 
     @staticmethod
     def of(optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array) -> AdamStep | None:
-        """The step that `optimizer` has begun, its gradients to be multiplied with `scale`; none made if not `healthy`.
+        """Make the numbers for the step that an optimizer has begun.
 
-        None for other optimizers than MLX's Adam and AdamW, and where the pass does not serve.
+        Args:
+            optimizer: its learning rate and step number are those of the step.
+            scale: a factor of the gradients, [] fp32, or None.
+            healthy: [] bool; where it is False, parameters and moments stay as they are.
+
+        Returns:
+            None for other optimizers than MLX's Adam and AdamW, and where the kernel is not to be used.
         """
         kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW)
-        if backend.device() != "cuda" or type(optimizer) not in kinds or not _proven():
+        if backend.device() != "cuda" or type(optimizer) not in kinds or not _passes_trial():
             return None
         return _step(optimizer, scale, healthy, Pass.run)
 
     def __call__(self, parameter: mx.array, gradient: mx.array, m: mx.array, v: mx.array) -> list[mx.array]:
-        """The new parameter, m and v, for arrays of one shape, fp32."""
+        """Return the new parameter, m and v, for fp32 arrays of one shape."""
         shape = parameter.shape
         inputs: Arrays = {"fixed": self.fixed, "moving": self.moving}
         given = {"parameter": parameter, "gradient": gradient, "m": m, "v": v}
         inputs |= {name: array.reshape(-1) for name, array in given.items()}
-        kind = ((parameter.size,), mx.float32)
-        outputs: Outputs = dict.fromkeys(("new_parameter", "new_m", "new_v"), kind)
+        outputs: Outputs = dict.fromkeys(("new_parameter", "new_m", "new_v"), ((parameter.size,), mx.float32))
         arguments = ("(long)parameter_shape[0]", *inputs, *outputs)
-        made = self.execute(Pass("adam_step", inputs, outputs, arguments, parameter.size))
-        return [array.reshape(shape) for array in made]
+        updated = self.execute(Pass("adam_step", inputs, outputs, arguments, parameter.size))
+        return [array.reshape(shape) for array in updated]
 
 
 def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute) -> AdamStep:
@@ -65,7 +72,7 @@ def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Ex
 
 
 @cache
-def _proven(execute: Execute = Pass.run) -> bool:
+def _passes_trial(execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         shape = (3, 131)
         parameter, gradient, m, v = trial.random_arrays([(shape, mx.float32)] * 4)

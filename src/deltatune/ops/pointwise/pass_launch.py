@@ -1,4 +1,4 @@
-"""One launch of a body of kernels/pointwise.h: 128 lanes a block, a lane for each piece of work."""
+"""One launch of a kernel body in kernels/pointwise.h, with a lane for each piece of work and 128 lanes per block."""
 
 from __future__ import annotations
 
@@ -18,10 +18,19 @@ _PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thr
 
 @dataclass(frozen=True)
 class Pass:
-    """A body's name, its inputs and outputs, the text of its arguments, how many lanes it needs, and its constants."""
+    """A launch of one kernel body.
+
+    Args:
+        name: the name of the body in kernels/pointwise.h.
+        inputs: the input arrays by name.
+        outputs: the shapes and dtypes of the output arrays by name.
+        arguments: the body's arguments, as they are written in the kernel's text.
+        lanes: how many lanes the body needs.
+        constants: the body's compile-time constants.
+    """
 
     groups: ClassVar[int] = GROUPS
-    # Of the kernel itself, none: constants stand in its text.
+    # The kernel has no compile-time values of its own, since the constants are in its text.
     values: ClassVar[Values] = {}
 
     name: str
@@ -33,18 +42,20 @@ class Pass:
 
     @property
     def blocks(self) -> tuple[int, int, int]:
+        """The numbers of blocks along the three axes of the grid."""
         return -(-self.lanes // _LANES), 1, 1
 
     @property
     def source(self) -> str:
-        """The text between the braces of the kernel, the same on every machine."""
+        """The text of the kernel's body, which is the same on every machine."""
         constants = f"<{', '.join(map(str, self.constants))}>" if self.constants else ""
         return f"{_PLACE}{self.name}{constants}(at, {', '.join(self.arguments)});\n"
 
     def run(self) -> list[mx.array]:
-        """Launch on the CUDA device."""
+        """Launch the kernel on the CUDA device, and return its outputs."""
         kernel = kernel_of("cuda", self.name, tuple(self.inputs), tuple(self.outputs), self.source, BODIES, 0)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 
+# Runs a launch: Pass.run on a GPU, or the host machine in tests.
 Execute = Callable[[Pass], list[mx.array]]

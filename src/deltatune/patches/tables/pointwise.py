@@ -41,7 +41,7 @@ def _silu(upstream: Function) -> Function:
     def ours(x: mx.array) -> mx.array:
         global _last
         found, _last = _last, None
-        if found is not None and found.y is x and conv.proven(*found[1:]):
+        if found is not None and found.y is x and conv.serves(*found[1:]):
             return conv.conv_silu(*found[1:])
         return upstream(x)
 
@@ -56,7 +56,7 @@ def _is_silu(upstream: Function, _ours: Function) -> str | None:
 
 def _swiglu(upstream: Function) -> Function:
     def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-        return silu.swiglu(gate, x) if silu.proven(gate, x) else upstream(gate, x)
+        return silu.swiglu(gate, x) if silu.serves(gate, x) else upstream(gate, x)
 
     return swiglu
 
@@ -66,7 +66,7 @@ def _normalize_qk(upstream: Function) -> Function:
         # As upstream: mean(x^2) for sum(x^2), so 1 / sqrt(width) and eps are scaled.
         numbers = [(inv_scale**2, eps * inv_scale**2), (inv_scale, eps * inv_scale**2)]
         pairs = list(zip((q, k), numbers, strict=True))
-        if not all(norms.norm_proven(x, *number) for x, number in pairs):
+        if not all(norms.norm_serves(x, *number) for x, number in pairs):
             return upstream(q, k, inv_scale=inv_scale, eps=eps)
         return norms.norm(q, *numbers[0]), norms.norm(k, *numbers[1])
 
@@ -75,7 +75,7 @@ def _normalize_qk(upstream: Function) -> Function:
 
 def _gated_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array, gate: mx.array | None = None) -> mx.array:  # noqa: N807
-        if gate is not None and norms.gated_norm_proven(x, self.weight, gate, self.eps):
+        if gate is not None and norms.gated_norm_serves(x, self.weight, gate, self.eps):
             return norms.gated_norm(x, self.weight, gate, self.eps)
         return upstream(self, x, gate)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...ops.quantized_product import ROWS, Packing, packed_product, serves
+from ...ops.quantized_product import ROWS, Quantization, packed_product, serves
 from ..patch import Function, core_record, differs
 
 
@@ -16,7 +16,7 @@ def _quantized_matmul(upstream: Function) -> Function:
         group_size: Any = None, bits: Any = None, mode: str = "affine", *, stream: Any = None,
     ) -> mx.array:  # fmt: skip
         if stream is None and serves(x, w, scales):
-            return packed_product(x, w, scales, biases, Packing(transpose, group_size, bits, mode))
+            return packed_product(x, w, scales, biases, Quantization(transpose, group_size, bits, mode))
         options = {} if stream is None else {"stream": stream}
         return upstream(x, w, scales, biases, transpose, group_size, bits, mode, **options)
 

@@ -1,4 +1,4 @@
-"""The block as every expert on every token, for float64 and autodiff; and random cases of it."""
+"""Random cases of the expert block, and a reference that runs every expert on every token under autodiff."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALE = 1.5
 
 @dataclass
 class Case:
-    """Sizes, and a seed that draws x, scores, dy and three projections with everything in them."""
+    """The sizes of a block and random x, scores, dy and projections, each with a bias and an adapter."""
 
     tokens: int = 50
     k: int = 2
@@ -50,14 +50,14 @@ class Case:
             return mx.full(shape, self.experts // 2, mx.int32)
         if self.routing == "few":
             return mx.random.randint(0, 2, shape)
-        if self.routing == "tied":  # What argpartition makes of equal logits.
+        if self.routing == "tied":  # argpartition of equal logits.
             return mx.argpartition(mx.zeros((self.tokens, self.experts)), kth=-self.k, axis=-1)[:, -self.k :]
         logits = mx.random.normal((self.tokens, self.experts))
         return mx.argpartition(logits, kth=-self.k, axis=-1)[:, -self.k :]
 
 
 def block(case: Case, arrays: dict[str, mx.array], trains: tuple[str, ...] = LEAVES) -> mx.array:
-    """expert_block on the case, its arrays replaced by `arrays`."""
+    """Run expert_block on the case, with `arrays` in the place of the case's arrays."""
     up, down, gate = (
         Projection(**{leaf: arrays[f"{name}.{leaf}"] for leaf in LEAVES}, scale=SCALE, trains=trains) for name in NAMES
     )
@@ -65,7 +65,7 @@ def block(case: Case, arrays: dict[str, mx.array], trains: tuple[str, ...] = LEA
 
 
 def dense(case: Case, arrays: dict[str, mx.array]) -> mx.array:
-    """The same in the arrays' own dtype, every expert on every token."""
+    """Compute the same in the arrays' own dtype, by running every expert on every token."""
 
     def linear(name: str, rows: mx.array) -> mx.array:
         weight, bias, a, b = (arrays[f"{name}.{leaf}"] for leaf in LEAVES)
@@ -81,7 +81,7 @@ def dense(case: Case, arrays: dict[str, mx.array]) -> mx.array:
 
 
 def value_and_gradients(function, case: Case, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """{"y": output, name: gradient, ...} for the case's dy."""
+    """Return the output, as "y", and the gradient of each array by its name, for the case's dy."""
 
     def loss(arrays: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
         y = function(case, arrays)
@@ -92,25 +92,25 @@ def value_and_gradients(function, case: Case, arrays: dict[str, mx.array]) -> di
 
 
 def expected(case: Case) -> dict[str, np.ndarray]:
-    """Values and gradients in float64."""
+    """The output and the gradients of the reference in float64."""
     with mx.stream(mx.cpu):
         wide = {name: array.astype(mx.float64) for name, array in case.arrays.items()}
         return {name: np.array(array) for name, array in value_and_gradients(dense, case, wide).items()}
 
 
-def errors(found: dict[str, mx.array], wanted: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """Of each array: norm of the error over its norm, and largest error over its largest element."""
-    wide = {name: np.array(found[name].astype(mx.float32), np.float64) for name in wanted}
+def errors(found: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """For each array, the error's norm over the norm, and the largest error over the largest element."""
+    wide = {name: np.array(found[name].astype(mx.float32), np.float64) for name in expected}
     return {
         name: (
-            float(np.linalg.norm(wide[name] - want) / np.linalg.norm(want)),
-            float(np.abs(wide[name] - want).max() / np.abs(want).max()),
+            float(np.linalg.norm(wide[name] - value) / np.linalg.norm(value)),
+            float(np.abs(wide[name] - value).max() / np.abs(value).max()),
         )
-        for name, want in wanted.items()
+        for name, value in expected.items()
     }
 
 
-def worst(found: dict[str, mx.array], wanted: dict[str, np.ndarray]) -> tuple[float, float]:
-    """The largest of either, over all arrays; NaN counts as largest."""
-    each = np.array(list(errors(found, wanted).values()))
-    return tuple(float(value) for value in each.max(axis=0))  # type: ignore[return-value]
+def largest_errors(found: dict[str, mx.array], expected: dict[str, np.ndarray]) -> tuple[float, float]:
+    """The largest of both errors over all arrays; NaN counts as the largest."""
+    norm, element = np.array(list(errors(found, expected).values())).max(axis=0)
+    return float(norm), float(element)
