@@ -87,6 +87,8 @@ def test_every_public_name_is_on_the_python_page():
     page = (DOCS / "reference/python.md").read_text(encoding="utf-8")
     shown = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
     assert {f"deltatune.{name}" for name in deltatune.__all__} <= set(shown)
+    # What mkdocstrings is told of a name is indented below it; otherwise it would be a sentence of the page.
+    assert not re.search(r"^options:", page, re.MULTILINE)
 
 
 def test_every_command_is_on_the_commands_page():

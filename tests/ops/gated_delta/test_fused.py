@@ -32,7 +32,7 @@ CASES = {
     "beta 2": MODEL | {"gates": "open", "beta": 2.0, "bound": OVERSHOOTING},
     "odd": ODD,
 }
-# Bounds of their own for what exceeds the usual bound, 2 x 1.7e-3, on an H200.
+# What exceeds the usual bound, 2 x 1.7e-3, on an H200 has a bound of its own (docs/figures.md).
 MISSED = {("beta 2", "log_g"): 3.5e-3}
 
 
