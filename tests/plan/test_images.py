@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def waiting_queue(monkeypatch):
-    """MLX and the plan wait for each operation before the next: how far MLX runs ahead is a matter of time otherwise."""
+    """MLX and the plan wait for each operation before the next: else time decides how far MLX runs ahead."""
     # With no task ever full and none allowed ahead, the simulated queue is emptied after every primitive.
     monkeypatch.setattr(simulate, "TASKS_AHEAD", -1)
     monkeypatch.setitem(simulate.PACES, "cpu", simulate.Pace(10**9, releases=True))
