@@ -11,8 +11,8 @@ import mlx.nn as nn
 from ..layers import gated_delta_layers, is_gated_delta
 from ..machine import backend
 from . import patch
-from .recurrence import served
 from .patch import Patch, PatchReport, PatchWarning
+from .recurrence import served
 from .tables import experts, loading, mlx_lm, mlx_vlm, one_row_products, pointwise, quantized_product, sorted_rows
 from .verify import explain, reached
 

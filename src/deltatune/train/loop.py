@@ -19,11 +19,11 @@ from ..errors import UserError
 from ..machine import backend, blas
 from ..ops.random_state import get_key, set_key
 from . import announce, log, nonfinite, state
+from .check import check
 from .distributed import World
 from .evaluate import Evaluation
 from .interrupt import StoppedError, StopRequest
 from .optimizer import build_optimizer, restore
-from .check import check
 from .outputs import Outputs
 from .report import write_report
 from .result import Result
