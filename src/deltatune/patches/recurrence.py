@@ -23,7 +23,7 @@ OURS = "deltatune"
 BACKWARD = "upstream forward, deltatune backward"
 UPSTREAM = "upstream"
 
-# Tokens from which on a call on a CPU is a prompt or a batch to evaluate; a speculative decoder checks fewer at once.
+# A call off Metal with at least so many tokens is a prompt or a batch to evaluate; a speculative decoder checks fewer.
 PROMPT = 16
 
 Update = Callable[..., tuple[mx.array, mx.array]]
@@ -99,10 +99,10 @@ def route(
     """One call of gated_delta_update with arrays (q, k, v, a, b, A_log, dt_bias), served by ours or by upstream.
 
     Training (`use_kernel` False) is ours. Otherwise the forward pass is upstream's, with our backward behind it.
-    A call that carries a state goes to upstream untouched when it decodes: one token, or `use_kernel`. On a CPU, where
+    A call that carries a state goes to upstream untouched when it decodes: one token, or `use_kernel`. Off Metal, where
     upstream has no kernel but a loop over tokens, a prompt is ours as well.
     """
-    use_kernel = use_kernel and not (backend.device() == "cpu" and arrays[0].shape[1] >= PROMPT)
+    use_kernel = use_kernel and (backend.device() == "metal" or arrays[0].shape[1] < PROMPT)
     documents = segments.current()
     if documents is not None:
         if state is not None:

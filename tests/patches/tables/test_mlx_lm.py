@@ -159,12 +159,15 @@ def test_decoding_is_upstreams_bit_for_bit(tiny_model, family):
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_on_a_cpu_is_ours(tiny_model, monkeypatch, family):
-    """In pieces, as mlx-lm reads a long one, and then decoding from the state that is left."""
+def test_a_prompt_off_metal_is_ours(tiny_model, monkeypatch, family, device):
+    """A prompt is read in pieces, as mlx-lm reads a long one; the model then decodes from the state that is left."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    # The choice is made for the device of that name; a CPU then runs what it can.
+    monkeypatch.setattr(recurrence.backend, "device", lambda: device)
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "chunk")
     model = tiny_model(family)
     model.eval()
     prompt = tokens(2, 21 + recurrence.PROMPT + 2)
