@@ -140,7 +140,7 @@ def planted(monkeypatch, swept, tiny_model):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     module = importlib.import_module("planted_kernel")
     model = module.Model(tiny_model("qwen3", num_hidden_layers=1).args)
-    monkeypatch.setattr(examination, "to_train_on", lambda path: ({"text": model}, []))
+    monkeypatch.setattr(examination, "load_for_data", lambda path: ({"text": model}, []))
 
 
 def test_a_kernel_without_a_gradient_stops_training(planted, monkeypatch, tmp_path, capsys):

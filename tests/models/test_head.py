@@ -86,4 +86,4 @@ def test_what_cannot_be_split_says_why(tiny_model):
     split = split_head(Wrapped())
     assert split.backbone is None
     assert split.head is None
-    assert "`scale` stands beside the layers" in split.reason
+    assert "`scale` is not a module" in split.reason

@@ -115,7 +115,8 @@ def test_hub_name_that_cannot_be_had(monkeypatch):
         raise OSError(f"{name} is not a valid model identifier\nmore text")
 
     monkeypatch.setattr(mlx_lm.utils, "_download", offline)
-    refused("owner/model: no such directory, and not to be had from the hub: owner/model is not", locate, "owner/model")
+    message = "owner/model: no such directory, and it cannot be downloaded from the hub: owner/model is not"
+    refused(message, locate, "owner/model")
 
 
 def test_hub_name_is_downloaded_by_mlx_lm(monkeypatch, tiny_checkpoint):
@@ -229,13 +230,13 @@ def test_index(damaged):
     path = damaged()
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../etc/model.safetensors"}}))
-    refused("no plain file name", load, path)
+    refused("is not a plain file name", load, path)
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
     refused("1 weight files of the index are missing, such as model-00002-of-00002", load, path)
     index.write_text(json.dumps({"weight_map": {"model.absent.weight": "model.safetensors"}}))
     refused("missing, such as model.absent.weight", load, path)
     index.write_text("{}")
-    refused("no weight_map", load, path)
+    refused("has no weight_map", load, path)
 
 
 def test_quantisation_that_config_does_not_know(damaged):
@@ -280,9 +281,9 @@ def test_code_in_a_checkpoint_is_not_run(damaged):
     path = damaged()
     (path / "code.py").write_text(CODE)
     rewrite(path / "config.json", model_file="code.py")
-    refused("nothing in a checkpoint is run unless you pass --trust-remote-code", load, path)
+    refused("runs no code from a checkpoint unless you pass --trust-remote-code", load, path)
     rewrite(path / "config.json", model_file="../code.py")
-    refused("no plain file name", load, path, trust_remote_code=True)
+    refused("is not a plain file name", load, path, trust_remote_code=True)
     rewrite(path / "config.json", model_file=None)
     rewrite(path / "tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Tokenizer", None]}, tokenizer_class="Own")
     assert load(path).tokenizer.encode("the dog")

@@ -167,11 +167,11 @@ def test_a_prompt_on_a_cpu_is_ours(tiny_model, monkeypatch, family):
     monkeypatch.setattr(backend, "device", lambda: "cpu")
     model = tiny_model(family)
     model.eval()
-    prompt = tokens(2, 21 + recurrence.PROMPT + 2)
+    prompt = tokens(2, 21 + recurrence.PROMPT_TOKENS + 2)
 
     def read() -> mx.array:
         cache = make_prompt_cache(model)
-        pieces = mx.split(prompt, [21, 21 + recurrence.PROMPT, 22 + recurrence.PROMPT], axis=1)
+        pieces = mx.split(prompt, [21, 21 + recurrence.PROMPT_TOKENS, 22 + recurrence.PROMPT_TOKENS], axis=1)
         return mx.concatenate([model(piece, cache=cache) for piece in pieces], axis=1)
 
     expected = read()

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.quantized_product import ROWS, Quantization, packed_product, serves
-from ..patch import Function, core_record, differs
+from ..patch import Function, core_record, describe_difference
 
 
 def _quantized_matmul(upstream: Function) -> Function:
@@ -30,7 +30,9 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
     packed = mx.quantize(matrix, 32, 4)
     both = [{"transpose": transpose, "group_size": 32, "bits": 4} for transpose in (True, False)]
     expected = [upstream(x[:4], *packed, **options, stream=mx.cpu) for options in both]
-    return differs([ours(x, *packed, **options)[:4] for options in both], expected, 1e-4, "the unpacked product")
+    return describe_difference(
+        [ours(x, *packed, **options)[:4] for options in both], expected, 1e-4, "the unpacked product"
+    )
 
 
 PATCHES = (

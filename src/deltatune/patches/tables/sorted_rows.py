@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.experts.single_rows import single_rows
-from ..patch import Function, core_record, differs
+from ..patch import Function, core_record, describe_difference
 
 # TF32's mantissa has 10 bits; a wrong row is off by more than itself.
 _BOUND = 1e-2
@@ -47,7 +47,7 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
         return (x[..., None] * matrices[experts]).sum(axis=-2)
 
     found, expected = (mx.vjp(each, [rows], [cotangent]) for each in (product, elementwise))
-    return differs([*chain(*found)], [*chain(*expected)], _BOUND, "the elementwise product")
+    return describe_difference([*chain(*found)], [*chain(*expected)], _BOUND, "the elementwise product")
 
 
 PATCHES = (
