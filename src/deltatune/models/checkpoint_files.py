@@ -119,7 +119,7 @@ def _check_code(config: dict[str, Any], where: str) -> None:
         for reference in value if isinstance(value, list) else [value]:
             if reference is not None and not (isinstance(reference, str) and _CLASS_PATH.fullmatch(reference)):
                 raise UserError(
-                    f"{where}: auto_map names {reference!r}; deltatune never uses code from outside the checkpoint folder."
+                    f"{where}: auto_map names {reference!r}; deltatune never uses code from outside the folder."
                 )
 
 

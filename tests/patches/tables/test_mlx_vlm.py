@@ -27,7 +27,7 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
 from deltatune.patches import PatchWarning, patched, reached, recurrence, revert, served
-from deltatune.patches.patch import Patch, _InForce, _is_settled, _known, _signature
+from deltatune.patches.patch import Patch, _fitting, _InForce, _is_settled, _signature
 from deltatune.patches.tables import LOWEST_MLX_VLM, mlx_lm, mlx_vlm, mlx_vlm_experts
 
 pytest.importorskip("mlx_vlm")
@@ -74,7 +74,7 @@ def cut_off(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
 def installed(records: tuple[Patch, ...], name: str, family: str = "") -> Patch | None:
     """The record that the installed mlx-vlm gets for this target, as apply() chooses it."""
     found = [r for r in records if r.name.startswith(name) and family in r.module]
-    known = _known(found) if found and importlib.util.find_spec(found[0].module) and load(found[0].module) else None
+    known = _fitting(found) if found and importlib.util.find_spec(found[0].module) and load(found[0].module) else None
     return known.patch if isinstance(known, _InForce) else None
 
 

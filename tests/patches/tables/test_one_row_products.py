@@ -49,7 +49,7 @@ def held(name):
 def faulty(monkeypatch):
     """A machine whose BLAS fails the probe (it does not: numbers can be compared)."""
     monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name,)))
-    monkeypatch.setattr(one_row_products, "_told", set())
+    monkeypatch.setattr(one_row_products, "_warned", set())
     yield
     revert()
 
@@ -192,7 +192,7 @@ def test_nothing_is_touched_where_the_blas_is_right():
 @ON_A_CPU
 def test_everything_is_replaced_where_it_is_not_and_given_back(faulty):
     before = [held(name) for name in NAMES]
-    with pytest.warns(PatchWarning, match="Products of one row come out wrong here: planted computes these wrong"):
+    with pytest.warns(PatchWarning, match="computes products of one row wrong: planted computes these wrong"):
         report = apply()
     assert set(NAMES) <= {each.patch.name for each in report.applied}
     assert report.left_alone == []
@@ -207,7 +207,7 @@ def test_the_user_is_told_once(faulty, recwarn):
         pass
     with patched():
         pass
-    assert [str(w.message).startswith("Products of one row") for w in recwarn].count(True) == 1
+    assert [str(w.message).startswith("The BLAS of this machine") for w in recwarn].count(True) == 1
 
 
 @ON_A_CPU
@@ -259,7 +259,7 @@ def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path)
     env = planted.environment(libraries[0])
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("Products of one row come out wrong here") == 1
+    assert result.stderr.count("computes products of one row wrong") == 1
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [record[name] for record in records for name in ("train_loss", "val_loss") if name in record]
     assert len(losses) >= 3

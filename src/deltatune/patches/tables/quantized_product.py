@@ -1,4 +1,7 @@
-"""Products with packed matrices that unpack them first, wherever a model or a trainer calls mx.quantized_matmul."""
+"""Replaces mx.quantized_matmul with a product that unpacks the quantised matrix first if there are many rows.
+
+MLX's product is made for the one or two rows of decoding. The patch is applied on CPUs and NVIDIA GPUs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _quantized_matmul(upstream: Function) -> Function:
 
 
 def _agrees(upstream: Function, ours: Function) -> str | None:
-    """As upstream computes it on a CPU, where no kernel has to be built, the first few rows."""
+    """Compare a few rows with upstream's product on a CPU, for which no kernel has to be built."""
     keys = mx.random.split(mx.random.key(0))
     x, matrix = mx.random.normal((max(ROWS.values()), 128), key=keys[0]), mx.random.normal((128, 128), key=keys[1])
     packed = mx.quantize(matrix, 32, 4)
@@ -40,7 +43,7 @@ PATCHES = (
         "quantized_matmul",
         _quantized_matmul,
         _agrees,
-        reason="made for a row or two: with a training step's rows many times as slow as unpacking first",
-        without="Training on packed (quantised) weights is many times slower then on this machine.",
+        reason="it is made for one or two rows; with the rows of a training step, unpacking first is many times faster",
+        without="Training on quantised weights is then many times slower on this machine.",
     ),
 )
