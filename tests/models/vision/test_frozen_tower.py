@@ -89,7 +89,7 @@ def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatc
     anew = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
     assert len(first) == 3
     assert all((a == b).all() and (a == c).all() for a, b, c in zip(first, again, anew, strict=True))
-    monkeypatch.setattr(tower, "look", lambda *_: pytest.fail("looked twice"))
+    monkeypatch.setattr(tower, "frame_features", lambda *_: pytest.fail("the tower ran twice"))
     assert (one(tower(batch(spec, [[(1, 4, 6)]]).images))[0] == first[0]).all()
 
 
