@@ -54,8 +54,8 @@ def vision_spec(model: Any) -> VisionSpec:
         what = "it has no vision_tower" if tower is None else f"{type(tower).__module__} has no {', '.join(missing)}"
         raise UserError(
             f"{type(model).__module__}: this layer cannot be trained: the vision tower is not of the kind of Qwen3-VL "
-            f"and Qwen3.5, the only one that deltatune trains on images ({what}). Leave images and videos out: if mlx-lm "
-            "knows the model, it can be trained on text (docs/guides/vision.md)."
+            f"and Qwen3.5, the only one that deltatune trains on images ({what}). Leave images and videos out: if "
+            "mlx-lm knows the model, it can be trained on text (docs/guides/vision.md)."
         )
     about = config.vision_config
     return VisionSpec(
