@@ -1,4 +1,4 @@
-"""Loading: what is right loads as mlx-lm loads it; what is wrong gets one message that says what and where."""
+"""A right checkpoint loads as mlx-lm loads it; a wrong one gets one message that says what is wrong and where."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = mx.array([[5, 6, 7, 8, 9]])
 
 @pytest.fixture
 def damaged(tiny_checkpoint, tmp_path):
-    """A copy of a tiny qwen3 checkpoint, to be damaged."""
+    """A function that copies a tiny checkpoint, so that a test can damage it."""
 
     def copy(family: str = "qwen3", **options) -> Path:
         return Path(shutil.copytree(tiny_checkpoint(family, **options), tmp_path / "model"))
@@ -58,7 +58,7 @@ def test_loads_what_mlx_lm_loads(tiny_checkpoint, family, quantize):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_halves_of_gate_and_up_are_laid_out_anew_on_cuda(damaged, device, monkeypatch):
+def test_slices_of_gate_and_up_are_copied_on_cuda(damaged, device, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
     path = damaged("qwen3_5_moe")
 
@@ -110,7 +110,7 @@ def test_no_such_model(tmp_path):
     refused("a file; expected the folder", load, file)
 
 
-def test_hub_name_that_cannot_be_had(monkeypatch):
+def test_hub_name_that_cannot_be_downloaded(monkeypatch):
     def offline(name):
         raise OSError(f"{name} is not a valid model identifier\nmore text")
 
