@@ -15,15 +15,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "oracle"))
 
-from parity import record, vision, vision_record
-from parity.cases import CASES
+from parity import record, vision_record
+
+from deltatune.selftest.parity import vision
+from deltatune.selftest.parity.cases import CASES
 
 ALL = CASES | {f"vision/{name}": case for name, case in vision.CASES.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", action="store_true", help="write tests/oracle/recorded/CASE.json")
+    parser.add_argument("--record", action="store_true", help="write selftest/parity/recorded/CASE.json")
     parser.add_argument("cases", nargs="*", help="default: all")
     arguments = parser.parse_args()
     unknown = set(arguments.cases) - set(ALL)

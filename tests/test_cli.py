@@ -232,13 +232,3 @@ def test_the_console_script_and_the_module_are_the_same(tmp_path):
         done = subprocess.run([*command, "train", "-c", "/none"], capture_output=True, text=True, env=environment)
         assert done.returncode == 2
         assert done.stderr.startswith("deltatune: config /none: cannot be read")
-
-
-def test_every_option_is_documented():
-    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")
-    for field in dataclasses.fields(TrainConfig):
-        assert f"`{field.name}`" in page, field.name
-        default = field.default
-        if field.metadata["flag"] and default not in (None, True, False):
-            row = next(line for line in page.splitlines() if line.startswith(f"| `{field.name}`"))
-            assert f"| {default} |" in row, row

@@ -18,6 +18,7 @@ SHARED_NAMES = {
     "generate": "text from a model, through mlx-lm or mlx-vlm",
     "load": "a model from its checkpoint, through mlx-lm or mlx-vlm",
     "merge": "an adapter folded into weights",
+    "pointwise": "the passes around the recurrence: the patches that put them in place, and their checks",
     "quantized_product": "the product with a packed matrix, and the patch that puts it in place",
     "reload": "the demo's last part: the adapter loaded by upstream alone",
     "screen": "what a command prints for a person",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _environment.keep_full_fp32()
 _environment.queue_little()
+_environment.see_own_gpu()
 with _subnormals.flushed():
     _blas.load()
     _subnormals.start_mlx()

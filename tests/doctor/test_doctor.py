@@ -73,7 +73,8 @@ def test_json_has_everything(capsys):
     assert found["wrong"] is False
     assert found["model"] is None
     assert {"chip", "memory", "system", "device", "BLAS", "BLAS file", "BLAS speed", "fp32"} == set(found["machine"])
-    assert found["faults"][0]["status"] == "absent"
+    # Accelerate on some Macs has the first of them.
+    assert found["faults"][0]["status"] in ("absent", "avoided")
     holders = next(each for each in found["patches"]["applied"] if each["name"] == "gated_delta_update")["holders"]
     assert "mlx_lm.models.qwen3_5" in holders
 

@@ -48,3 +48,26 @@ def test_tf32_is_read_as_mlx_reads_it(value, on, monkeypatch):
 def test_unset_is_mlxs_default(monkeypatch):
     monkeypatch.delenv(environment.TF32)
     assert environment.tf32()
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "seen"),
+    [
+        ({"MLX_RANK": "1"}, 2, "1"),
+        ({"MLX_RANK": "5"}, 4, "1"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3"}, 4, "3"),
+        ({"MLX_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}, 8, "6"),
+        ({"MLX_RANK": "1", "CUDA_VISIBLE_DEVICES": "0"}, 8, "0"),
+        ({"MLX_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}, 8, ""),
+        ({"MLX_RANK": "0"}, 1, None),
+        ({}, 2, None),
+    ],
+)
+def test_each_rank_sees_a_gpu_of_its_own(monkeypatch, given, gpus, seen):
+    for name in (*environment.RANKS, environment.GPUS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "_nvidia_gpus", lambda: gpus)
+    environment.see_own_gpu()
+    assert os.environ.get(environment.GPUS) == seen

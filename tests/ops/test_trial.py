@@ -1,4 +1,4 @@
-"""The one measure of error, and the trial before a kernel's first use."""
+"""The measure of error, and the trial of a kernel before its first use."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ INFINITE = float("inf")
         (mx.zeros((0, 3)), mx.zeros((0, 3)), 0.0),
     ],
 )
-def test_the_error_is_of_the_largest_element(found, expected, error):
+def test_the_error_is_relative_to_the_largest_element(found, expected, error):
     assert trial.relative_error(found, expected) == error
 
 
-def test_float64_is_compared_as_it_is():
+def test_float64_is_not_rounded():
     assert trial.relative_error(np.array([1.0 + 1e-12]), np.array([1.0])) == pytest.approx(1e-12, rel=1e-3)
 
 
-def test_the_largest_of_several_counts():
+def test_the_largest_error_of_several_arrays_counts():
     assert trial.largest_error([mx.ones(2), mx.array([3.0])], [mx.ones(2), mx.array([2.0])]) == 0.5
     with pytest.raises(ValueError, match="zip"):
         trial.largest_error([mx.ones(2)], [])
@@ -48,13 +48,13 @@ def test_a_kernel_passes_within_its_bound(caplog):
 
 
 @pytest.mark.parametrize("error", [2e-3, INFINITE, float("nan")])
-def test_a_kernel_that_is_off_is_told_with_what_serves_instead(error, caplog):
+def test_a_kernel_with_too_large_an_error_is_reported(error, caplog):
     assert not trial.passes("a kernel", lambda: error, 1e-3, "plain products")
     assert "a kernel is off by" in caplog.text
     assert "so plain products serve instead" in caplog.text
 
 
-def test_a_kernel_that_does_not_run_is_told_in_one_line(caplog):
+def test_a_kernel_that_does_not_run_is_reported_in_one_line(caplog):
     def error() -> float:
         raise RuntimeError("first line\nsecond line")
 
@@ -63,7 +63,7 @@ def test_a_kernel_that_does_not_run_is_told_in_one_line(caplog):
     assert "second line" not in caplog.text
 
 
-def test_what_is_drawn_leaves_mlxs_random_state_alone():
+def test_random_arrays_do_not_use_mlxs_random_state():
     before = mx.random.state[0].tolist()
     one, other = trial.random_arrays([((3, 2), mx.float32), ((4,), mx.bfloat16)])
     assert (one.shape, one.dtype, other.shape, other.dtype) == ((3, 2), mx.float32, (4,), mx.bfloat16)

@@ -7,8 +7,10 @@ import json
 
 import numpy as np
 import pytest
-from parity import faults, ours, recording
-from parity.cases import CASES, FALL, STEPS, initial_adapters
+from parity import faults
+
+from deltatune.selftest.parity import ours, recording
+from deltatune.selftest.parity.cases import CASES, FALL, STEPS, initial_adapters
 
 
 @functools.cache

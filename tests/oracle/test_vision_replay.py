@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("mlx_vlm")
-from parity import recording, vision_ours
-from parity.cases import FALL, STEPS, initial_adapters
-from parity.vision import CASES
-
 from deltatune.models.vision import split as taken_apart
 from deltatune.models.vision import tower as vision_tower
+from deltatune.selftest.parity import recording, vision_ours
+from deltatune.selftest.parity.cases import FALL, STEPS, initial_adapters
+from deltatune.selftest.parity.vision import CASES
 
 
 @functools.cache

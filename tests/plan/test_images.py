@@ -20,13 +20,14 @@ from deltatune import cli
 from deltatune.config import TrainConfig
 from deltatune.data.datasets import load_datasets
 from deltatune.data.vision.media import largest_batch
+from deltatune.machine import backend
 from deltatune.machine.compiling import without_kernels
 from deltatune.models.load import load
 from deltatune.models.vision.frozen_tower import FrozenTower
 from deltatune.models.vision.inputs import ImageShapes, blank_vision_batch
 from deltatune.models.vision.split import vision_spec
 from deltatune.patches import patched
-from deltatune.plan import fit
+from deltatune.plan import fit, simulate
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.forecast import forecast_step
@@ -56,6 +57,20 @@ def folder(tmp_path_factory):
     return path
 
 
+ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
+
+
+@pytest.fixture
+def waiting_queue(monkeypatch):
+    """MLX and the plan wait for each operation before the next: else time decides how far MLX runs ahead."""
+    # With no task ever full and none allowed ahead, the simulated queue is emptied after every primitive.
+    monkeypatch.setattr(simulate, "TASKS_AHEAD", -1)
+    monkeypatch.setitem(simulate.PACES, "cpu", simulate.Pace(10**9, releases=True))
+    limit = mx.set_memory_limit(1)
+    yield
+    mx.set_memory_limit(limit)
+
+
 def measured_peak(model, config, rows, length):
     """MLX's own peak of the second step."""
     images = blank_vision_batch(rows, length, IMAGES[:2], vision_spec(model))
@@ -71,6 +86,8 @@ def measured_peak(model, config, rows, length):
     return mx.get_peak_memory()
 
 
+@ON_A_CPU
+@pytest.mark.usefixtures("waiting_queue")
 @pytest.mark.parametrize("parts", ["language", "language,vision,projector"])
 def test_a_plan_is_what_a_step_takes(tiny_vision_model, parts):
     gc.collect()
@@ -80,12 +97,14 @@ def test_a_plan_is_what_a_step_takes(tiny_vision_model, parts):
     mx.eval(model.parameters())
     plan = forecast_step(model, config, 2, 128, ArrayLayout.measured(), IMAGES)
     peak = measured_peak(model, config, 2, 128) - before
-    assert plan.bytes.amount == pytest.approx(peak, rel=0.1)
+    assert plan.bytes.amount == pytest.approx(peak, rel=0.05)
     if parts != "language":
         fewer = forecast_step(model, config, 2, 128, ArrayLayout.measured(), ImageShapes(1, 640))
         assert fewer.bytes.amount < 0.6 * plan.bytes.amount
 
 
+@ON_A_CPU
+@pytest.mark.usefixtures("waiting_queue")
 def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
     gc.collect()
     before = mx.get_active_memory()
@@ -99,7 +118,7 @@ def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
         mx.reset_peak_memory()
         mx.eval(tower.frame_features(blank_vision_batch(1, 64, (1, 2048), vision_spec(model)), 0, 2048))
     moments = 2 * plan.sizes["gradients"]
-    assert plan.bytes.amount == pytest.approx(mx.get_peak_memory() - before + moments, rel=0.1)
+    assert plan.bytes.amount == pytest.approx(mx.get_peak_memory() - before + moments, rel=0.05)
 
 
 @pytest.mark.parametrize("images", [IMAGES, None])

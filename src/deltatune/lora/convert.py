@@ -98,25 +98,25 @@ def make_adapters(
         UserError: a module has no kind of adapter.
     """
     modules = dict(model.named_modules())
-    made: dict[str, nn.Module] = {}
+    new_adapters: dict[str, nn.Module] = {}
     for path, rank in ranks.items():
         module = modules[path]
         if not dora and hasattr(module, "to_lora"):
-            made[path] = module.to_lora(r=rank, scale=scale, dropout=dropout)
+            new_adapters[path] = module.to_lora(r=rank, scale=scale, dropout=dropout)
             continue
         kind = adapter_class(module, dora)
         if isinstance(kind, str):
             raise UserError(f"{path}: {kind}.")
-        made[path] = kind.from_base(module, rank, scale, dropout)
-    return made
+        new_adapters[path] = kind.from_base(module, rank, scale, dropout)
+    return new_adapters
 
 
-def install_adapters(model: nn.Module, made: dict[str, nn.Module]) -> None:
+def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> None:
     """Replace modules of `model` by the adapters made for them, given by path, and leave only adapters trainable."""
     for path, module in model.named_modules():
-        if path in made:
-            made[path].train(module.training)
-    model.update_modules(tree_unflatten(list(made.items())))
+        if path in new_adapters:
+            new_adapters[path].train(module.training)
+    model.update_modules(tree_unflatten(list(new_adapters.items())))
     model.freeze()
     for adapter in adapters(model).values():
         _unfreeze_adapter(adapter)

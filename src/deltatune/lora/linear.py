@@ -89,14 +89,14 @@ def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:
 
     Only LoRALinear casts its factors, and only on a GPU.
     """
-    found: dict[str, mx.Dtype] = {}
+    dtypes: dict[str, mx.Dtype] = {}
     for path, module in model.named_modules() if backend.device() != "cpu" else []:
         if type(module) is not LoRALinear:
             continue
         dtype = (module.linear["scales"] if is_quantized(module.linear) else module.linear["weight"]).dtype
         if dtype in (mx.bfloat16, mx.float16):
-            found |= {f"{path}.{name}": dtype for name in ("lora_a", "lora_b")}
-    return found
+            dtypes |= {f"{path}.{name}": dtype for name in ("lora_a", "lora_b")}
+    return dtypes
 
 
 class LoRALinear(Adapter):

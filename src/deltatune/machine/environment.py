@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -16,6 +17,10 @@ TF32 = "MLX_ENABLE_TF32"
 # MLX's own: how much is queued for a GPU as one piece of work, in millions of elements read, whatever its name says.
 # Ten pieces may wait, and hold what they use.
 QUEUE, QUEUED = "MLX_MAX_MB_PER_BUFFER", 200
+# CUDA's own: the GPUs that a process may see.
+GPUS = "CUDA_VISIBLE_DEVICES"
+# The number of a process: mlx.launch's, over all machines, and Open MPI's, on its own machine.
+RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 BLAS_CHOICES = ("openblas", "system")
 GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
@@ -77,6 +82,36 @@ def queue_little() -> None:
     """
     if sys.platform == "linux":
         os.environ.setdefault(QUEUE, str(QUEUED))
+
+
+def see_own_gpu() -> None:
+    """Have each process of a launched run see one NVIDIA GPU alone, in turn. CUDA reads it when MLX is first used.
+
+    mlx.launch does so itself for NCCL. Over the ring and MPI all processes would compute on the first GPU, so that two
+    H200s train no faster than one (docs/log.md).
+    """
+    rank = next((value for name in RANKS if (value := os.environ.get(name, "")).isdigit()), None)
+    visible = os.environ.get(GPUS)
+    found = visible.split(",") if visible is not None else [str(number) for number in range(_nvidia_gpus())]
+    if rank is not None and len(found) > 1:
+        os.environ[GPUS] = found[int(rank) % len(found)]
+
+
+def _nvidia_gpus() -> int:
+    """How many NVIDIA GPUs this Linux machine or container has, without starting CUDA, which would fix its choice."""
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
+
+
+def launched_addresses() -> list[str]:
+    """The addresses at which mlx.launch's ring says that other machines reach this process."""
+    hosts, rank = os.environ.get("MLX_HOSTFILE"), os.environ.get(RANKS[0])
+    text = Path(hosts).read_text(encoding="utf-8").strip() if hosts and rank else ""
+    return [place.rsplit(":", 1)[0] for place in json.loads(text)[int(rank)]] if text and rank else []
+
+
+def launched_host() -> str | None:
+    """The address of rank 0 under mlx.launch's NCCL, which every machine of the run can reach."""
+    return os.environ.get("NCCL_HOST_IP")
 
 
 def tf32() -> bool:

@@ -146,15 +146,15 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
 
 def _chunk_forward(logits, targets, weights):
     """Return the weighted sum of the losses (weights None: their sum), the losses [n] and the probabilities [n, V]."""
-    wide = logits.astype(mx.float32)
-    chosen = mx.take_along_axis(wide, targets[:, None], axis=-1).squeeze(-1)
-    probabilities = mx.softmax(wide, axis=-1)
+    logits = logits.astype(mx.float32)
+    target_logits = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
+    probabilities = mx.softmax(logits, axis=-1)
     if backend.device() == "cpu":
         # Taking the normaliser from the softmax saves the second exponential per logit that logsumexp would compute.
-        normalizer = wide.max(axis=-1) - mx.log(probabilities.max(axis=-1))
+        normalizer = logits.max(axis=-1) - mx.log(probabilities.max(axis=-1))
     else:
-        normalizer = mx.logsumexp(wide, axis=-1)
-    losses = normalizer - chosen
+        normalizer = mx.logsumexp(logits, axis=-1)
+    losses = normalizer - target_logits
     return (losses if weights is None else losses * weights).sum(), losses, probabilities
 
 

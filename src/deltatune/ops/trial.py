@@ -1,4 +1,4 @@
-"""The trial of a kernel before its first use on a machine, and the one measure of by how much results are off."""
+"""The trial of a kernel before its first use on a machine, and the measure of error that all trials share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ Kind = tuple[tuple[int, ...], mx.Dtype]
 
 
 def relative_error(found: mx.array | np.ndarray, expected: mx.array | np.ndarray) -> float:
-    """The largest difference over the largest element of `expected`; infinite for another shape or what is no number.
+    """Return the largest difference over the largest element of `expected`.
+
+    It is infinite for arrays of different shapes, and for results with NaN or infinity in them.
 
     Example:
         >>> relative_error(mx.array([1.0, 2.5]), mx.array([1.0, 2.0]))
         0.25
     """
-    one, other = _wide(found), _wide(expected)
+    one, other = _float64(found), _float64(expected)
     if one.shape != other.shape or not np.isfinite(one).all():
         return float("inf")
     if not one.size:
@@ -32,40 +34,40 @@ def relative_error(found: mx.array | np.ndarray, expected: mx.array | np.ndarray
 
 
 def largest_error(found: Sequence[mx.array | np.ndarray], expected: Sequence[mx.array | np.ndarray]) -> float:
-    """The largest relative_error of arrays and what each should be."""
+    """Return the largest relative_error of several arrays, each compared with its expected value."""
     return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def _wide(array: mx.array | np.ndarray) -> np.ndarray:
+def _float64(array: mx.array | np.ndarray) -> np.ndarray:
     if isinstance(array, mx.array):
         array = np.array(array.astype(mx.float32))
     return array.astype(np.float64)
 
 
 def random_arrays(kinds: Sequence[Kind]) -> list[mx.array]:
-    """Normal numbers of these shapes and dtypes, drawn by NumPy: MLX's random state belongs to the training."""
+    """Draw normal numbers of these shapes and dtypes, with NumPy, since MLX's random state belongs to the training."""
     draw = np.random.default_rng(7)
     return [mx.array(draw.normal(size=shape).astype(np.float32)).astype(dtype) for shape, dtype in kinds]
 
 
 def passes(name: str, error: Callable[[], float], bound: float, instead: str = "MLX's operations") -> bool:
-    """Whether what `error` tries runs here and is within `bound`; a warning says why where it does not pass.
+    """Whether a kernel runs on this machine with an error of at most `bound`; if not, a warning says why.
 
     Args:
-        name: what is tried.
-        error: tries it, and gives its largest relative error.
-        bound: the largest that is allowed.
-        instead: what serves where the trial fails.
+        name: the kernel's name for the warning.
+        error: runs the kernel, and returns its largest relative error.
+        bound: the largest error that is allowed.
+        instead: what is used in place of a kernel that fails, for the warning.
     """
     try:
-        worst = error()
+        largest = error()
     except (RuntimeError, ValueError) as problem:
-        said = first_line(problem)[:300]
-        logger.warning("%s does not run on this machine, so %s serve instead: %s", name, instead, said)
+        reason = first_line(problem)[:300]
+        logger.warning("%s does not run on this machine, so %s serve instead: %s", name, instead, reason)
         return False
-    # Written so that what is no number fails.
-    if worst <= bound:
+    # The comparison is this way round so that NaN fails.
+    if largest <= bound:
         return True
-    off = "%s is off by %.1e of the largest element on this machine (%.1e allowed), so %s serve instead."
-    logger.warning(off, name, worst, bound, instead)
+    message = "%s is off by %.1e of the largest element on this machine (%.1e allowed), so %s serve instead."
+    logger.warning(message, name, largest, bound, instead)
     return False

@@ -104,7 +104,7 @@ def build(
 
         batch, features = _batch(model, step, blank_batch(rows, length, config.pack), shapes)
         loss, weight, gradients = step.on_arrays(batch, sums.gradients)
-        new = Sums(gradients, sums.loss + loss, sums.weight + weight)
+        new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
         first = [loss, weight, *_leaves(new)]
         norm, experts = step.begin_update(*new)
         second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm, get_key()]

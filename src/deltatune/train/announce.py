@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import TrainConfig
@@ -57,6 +58,11 @@ def lines(
         name, why = backend.gated_delta_implementation()
         said.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
     said.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
+    if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
+        said.append(
+            f"Note: every rank sees {gpus} GPUs and computes on the first. Set CUDA_VISIBLE_DEVICES to one GPU for "
+            "each rank, or import deltatune before anything uses mlx."
+        )
     said.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""

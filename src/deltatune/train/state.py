@@ -18,9 +18,15 @@ from ..errors import UserError
 from ..machine.atomic_files import replace_durably
 from .tree import leaves
 
-FORMAT = 1
-# What may differ between a run and its continuation: how long, how often, how it is reported, and memory.
+FORMAT = 2
+# What may differ between a run and its continuation: how long, how often, how it is reported, and memory. Of model and
+# data the content decides (content.py, BatchOrder), not the path.
 FREE_OPTIONS = {
+    "model",
+    "data",
+    "hf_dataset",
+    "resume_adapter_file",
+    "grad_checkpoint",
     "train",
     "test",
     "iters",
@@ -41,7 +47,10 @@ FREE_OPTIONS = {
 
 @dataclass
 class Progress:
-    """Where a run stands. Counts in iterations, optimizer steps and loss tokens; `window_*` since the last report."""
+    """Where a run stands. Counts in iterations, optimizer steps and loss tokens; `window_*` since the last report.
+
+    ranks: how many ranks trained when this was saved.
+    """
 
     iteration: int = 0
     micro_batches: int = 0
@@ -56,6 +65,7 @@ class Progress:
     window_weight: float = 0.0
     grad_norm: float | None = None
     metrics_bytes: int = 0
+    ranks: int | None = None
     finished: bool = False
     # Of the BLAS: the last bits of its products depend on it. 0: no BLAS of ours.
     blas_threads: int = 0
@@ -108,9 +118,16 @@ def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Pro
         arrays, content = _read(path)
     except (RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a state of deltatune ({error}); remove it to start anew.") from error
-    if content["format"] != FORMAT:
-        raise UserError(f"{path} has state format {content['format']}; this deltatune reads {FORMAT}: start anew.")
-    compare(path, content["identity"], identity)
+    if content["format"] not in (1, FORMAT):
+        raise UserError(
+            f"{path} has state format {content['format']}; this deltatune reads 1 and {FORMAT}: start anew."
+        )
+    saved = content["identity"]
+    if content["format"] == 1:
+        # It held paths instead of content, and options that are free now.
+        shared = saved.keys() & identity.keys()
+        saved, identity = ({key: value for key, value in one.items() if key in shared} for one in (saved, identity))
+    compare(path, saved, identity)
     mx.eval(arrays)
     return arrays, Progress(**content["progress"])
 

@@ -132,9 +132,10 @@ class Sums(NamedTuple):
 class Step:
     """One training step of `model`, compiled once a batch shape, and its update, compiled once.
 
-    micro_batch: adds a batch's gradients to those accumulated. update: divides by the weights, over all ranks, and
-    lets the optimizer act. Both are lazy: evaluate what they return together with the model and optimizer. With
-    `expert_updates` active, update evaluates all but the experts' rows, which it then chooses (expert_updates.py).
+    micro_batch: adds a batch's gradients to those accumulated. sum_over_ranks: adds up what the ranks have. update:
+    divides by the weights and lets the optimizer act. All are lazy: evaluate what they return together with the model
+    and optimizer. With `expert_updates` active, update evaluates all but the experts' rows, which it then chooses
+    (expert_updates.py).
     """
 
     def __init__(
@@ -192,11 +193,16 @@ class Step:
         """micro_batch, of a batch that is on the device."""
         return self._micro_batch(batch, accumulated, self._parameters())
 
-    def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
-        """Step the optimizer with gradients / weight, summed over ranks; the norm before clipping (or not finite).
+    def sum_over_ranks(self, sums: Sums) -> Sums:
+        """What update() takes, of this rank's sums. It is lazy: evaluated together with the backward pass that the
+        sums come from, the first gradients travel while that pass goes on."""
+        return Sums(*self._world.sum_tree(tuple(sums)))
 
-        `loss` and `weight` are sums over the accumulated micro-batches. A loss or norm that is not finite on any rank
-        leaves model and optimizer as they are, on all of them.
+    def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
+        """Step the optimizer with gradients / weight; returns the norm before clipping (or one that is not finite).
+
+        All three are sums over the accumulated micro-batches and over the ranks (sum_over_ranks). A loss or norm that
+        is not finite on any rank leaves model and optimizer as they are, on all of them.
         """
         norm, experts = self.begin_update(gradients, loss, weight)
         del gradients
@@ -243,7 +249,6 @@ class Step:
         ActiveExperts.update needs."""
         divisor = mx.array(1.0)
         if self._weighted:
-            gradients, loss, weight = self._world.sum_tree((gradients, loss, weight))
             divisor = mx.where(weight > 0, weight, 1.0)
         experts: dict[str, mx.array] = {}
         if self._active is not None:

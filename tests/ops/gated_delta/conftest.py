@@ -15,6 +15,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from deltatune.selftest import float64_recurrence as oracle
+from deltatune.selftest.measure import relative_norm
+
 
 def _beside(name: str) -> ModuleType:
     qualified = f"gated_delta_{name}"
@@ -25,7 +28,7 @@ def _beside(name: str) -> ModuleType:
     return sys.modules[qualified]
 
 
-oracle, cases = _beside("oracle"), _beside("cases")
+cases = _beside("cases")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -94,19 +97,13 @@ def errors() -> Callable[[dict, dict], dict[str, float]]:
     return relative
 
 
-def _norm(error: np.ndarray, exact: np.ndarray) -> float:
-    """Where the truth is zero throughout, only zero is right."""
-    size, largest = np.linalg.norm(error), np.linalg.norm(exact)
-    return float(size / largest) if largest > 0 else (np.inf if size > 0 else 0.0)
-
-
 @pytest.fixture
 def norms() -> Callable[[dict, dict], dict[str, float]]:
     """Return norms(results, expected) -> by name, the norm of the error relative to that of the expected array."""
 
     def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
         wide = {name: np.array(results[name].astype(mx.float32), dtype=np.float64) for name in expected}
-        return {name: _norm(wide[name] - exact, exact) for name, exact in expected.items()}
+        return {name: relative_norm(wide[name], exact) for name, exact in expected.items()}
 
     return relative
 

@@ -54,8 +54,9 @@ class HostError(AssertionError):
 
 
 def compiler() -> list[str]:
-    """Return the command of clang: the machine's, or that of the ziglang package."""
-    clang = shutil.which("clang++")
+    """Return the command of clang: the machine's on Linux, else that of the ziglang package."""
+    # Apple's clang has computed in bf16 only since late versions; zig's is the same everywhere.
+    clang = shutil.which("clang++") if sys.platform == "linux" else None
     return [clang] if clang else [sys.executable, "-m", "ziglang", "c++"]
 
 

@@ -18,17 +18,10 @@ from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, 
 from deltatune.ops.pointwise import passes as passes_module
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
+from deltatune.selftest.pointwise import inverse_rms, reference_conv, reference_gates
 
 # The largest error over the largest element: that of fp32 sums of 256 terms and an exponential, or of rounding.
 BOUND = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-
-
-def inverse_rms(x, eps):
-    return mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
-
-
-def reference_gates(a, b, A_log, dt_bias, largest_beta=1.0):
-    return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.zeros((), mx.float64)), largest_beta * mx.sigmoid(b)
 
 
 def documents(length):
@@ -36,26 +29,14 @@ def documents(length):
     return mx.array(np.searchsorted([1, 4, 9, 20], np.arange(length), side="right"))[None].astype(mx.int32)
 
 
-def reference_conv(x, weight, length, segmented):
-    """The convolution and its silu, summed over the columns of the weight one after another."""
-    K, segment = weight.shape[1], np.array(documents(length))[0]
-    outputs = []
-    for t in range(length):
-        total = mx.zeros((x.shape[0], x.shape[2]), mx.float64)
-        for j in range(K):
-            if not segmented or segment[max(0, t - (K - 1 - j))] == segment[t]:
-                total = total + x[:, t + j] * weight[:, j]
-        outputs.append(total * mx.sigmoid(total))
-    return mx.stack(outputs, axis=1)
-
-
 def conv_case(batch, length, channels, taps, segmented):
     def ours(x, weight, execute):
         segments = mx.broadcast_to(documents(length), (batch, length)) if segmented else None
         return conv_silu(x, weight, segments, execute=execute)
 
+    owner = np.array(documents(length))[0] if segmented else None
     shapes = [(batch, taps - 1 + length, channels), (channels, taps)]
-    return ours, lambda x, weight: reference_conv(x, weight, length, segmented), shapes
+    return ours, lambda x, weight: reference_conv(x, weight, length, owner), shapes
 
 
 def draw(*shapes, dtype=mx.float32, spread=1.0, seed=3):

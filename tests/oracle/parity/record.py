@@ -12,10 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import ours, quantised, recording, theirs
-from .cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, Adapters, Case, Run, initial_adapters
-from .families import Config, Weights
-from .recording import Difference
+from deltatune.selftest.parity import ours, recording
+from deltatune.selftest.parity.cases import (
+    FALL,
+    NUDGED_LIMIT,
+    ROUTE_LIMIT,
+    Adapters,
+    ParityCase,
+    ParityRun,
+    initial_adapters,
+)
+from deltatune.selftest.parity.families import Config, Weights
+from deltatune.selftest.parity.recording import Difference
+
+from . import quantised, theirs
 
 PACKAGES = ("transformers", "torch", "peft", "numpy", "mlx", "mlx-lm")
 
@@ -28,7 +38,7 @@ class Reference:
     weights: Weights
     targets: dict[str, tuple[int, int]]
     initial: Adapters
-    run: Run
+    run: ParityRun
     nearest_route: float
 
     @property
@@ -56,7 +66,7 @@ def moved(weights: Weights, seed: int) -> Weights:
     }
 
 
-def reference(case: Case, nudge: int = 0) -> Reference:
+def reference(case: ParityCase, nudge: int = 0) -> Reference:
     """Run transformers and PEFT. nudge: a seed that moves every weight by about 1e-7 of itself."""
     config, shapes = theirs.layout(case)
     weights = case.family.weights(shapes)
@@ -76,7 +86,7 @@ def reference(case: Case, nudge: int = 0) -> Reference:
     return Reference(config, weights, targets, initial, run, routes.nearest)
 
 
-def difference(reference: Reference, run: Run) -> Difference:
+def difference(reference: Reference, run: ParityRun) -> Difference:
     """How far a run is from the reference, whole tensors compared."""
     gaps = np.abs(np.subtract(run.losses, reference.run.losses))
     step = int(np.argmax(gaps))
@@ -88,7 +98,7 @@ def difference(reference: Reference, run: Run) -> Difference:
     )
 
 
-def compare(case: Case, reference: Reference) -> Difference:
+def compare(case: ParityCase, reference: Reference) -> Difference:
     """Run deltatune from the same start and say how far it is from transformers."""
     adapters = initial_adapters(reference.targets)
     return difference(reference, ours.run(case, reference.config, reference.weights, adapters))
@@ -111,7 +121,7 @@ def nudged(case: Any, base: Reference, run: Callable[[Any, int], Reference] = re
     return max(drifts, key=lambda drift: drift.adapter)
 
 
-def record(name: str, case: Case) -> tuple[Reference, Difference]:
+def record(name: str, case: ParityCase) -> tuple[Reference, Difference]:
     """Write the recording of a case. ValueError where its trajectory could not tell a fault from rounding."""
     base = reference(case)
     drift = nudged(case, base)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from deltatune.selftest.parity import vision, vision_ours
+from deltatune.selftest.parity.cases import initial_adapters
+from deltatune.selftest.parity.recording import Difference
+from deltatune.selftest.parity.vision import VisionCase
+
 from . import record as text_record
-from . import theirs, vision, vision_ours, vision_theirs
-from .cases import initial_adapters
+from . import theirs, vision_theirs
 from .record import Reference, _one_thread, difference, moved
-from .recording import Difference
-from .vision import VisionCase
 
 
 def reference(case: VisionCase, nudge: int = 0) -> Reference:

@@ -92,7 +92,7 @@ def product_launch(
     tile: TileShape,
 ) -> Launch:
     """Describe the launch of `product` with a given tile."""
-    tall, wide, deep, _ = tile
+    tile_rows, tile_columns, depth, _ = tile
     outputs = weight.shape[1 if transpose else 2]
     inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": _numbers(scale)}
     if onto is not None:
@@ -106,8 +106,8 @@ def product_launch(
         order=(*_ORDER, "TRANSPOSED", "ADDED"),
         memory_order=("In", "ROWS", "COLUMNS", "DEPTH", "TRANSPOSED"),
         # kernels/expert_product.h numbers the tiles of rows so that there may be this many.
-        blocks=(-(-outputs // wide), rows.shape[0] // tall + ends.size, 1),
-        bytes=product_bytes(rows.dtype.size, tall, wide, deep, transpose),
+        blocks=(-(-outputs // tile_columns), rows.shape[0] // tile_rows + ends.size, 1),
+        bytes=product_bytes(rows.dtype.size, tile_rows, tile_columns, depth, transpose),
         groups=_GROUPS,
         arguments=("rows", "weight", "ends", "scale", "rows" if onto is None else "onto", "out"),
         sizes=("rows_shape[1]", f"weight_shape[{1 if transpose else 2}]", "ends_shape[0]"),
@@ -118,7 +118,7 @@ def gradient_launch(
     total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, tile: TileShape
 ) -> Launch:
     """Describe the launch of `gradient` with a given tile."""
-    tall, wide, deep, _ = tile
+    tile_rows, tile_columns, depth, _ = tile
     experts, height, width = ends.size, left.shape[1], right.shape[1]
     inputs = {"left_rows": left, "right_rows": right, "ends": ends, "scale": _numbers(scale)}
     if total is not None:
@@ -131,8 +131,8 @@ def gradient_launch(
         values=_values(left.dtype, tile) | {"ADDED": total is not None},
         order=(*_ORDER, "ADDED"),
         memory_order=("In", "ROWS", "COLUMNS", "DEPTH"),
-        blocks=(-(-width // wide), -(-height // tall), experts),
-        bytes=2 * deep * (_stride(tall) + _stride(wide)) * left.dtype.size + _BARRIER_BYTES,
+        blocks=(-(-width // tile_columns), -(-height // tile_rows), experts),
+        bytes=2 * depth * (_stride(tile_rows) + _stride(tile_columns)) * left.dtype.size + _BARRIER_BYTES,
         groups=_GROUPS,
         arguments=("left_rows", "right_rows", "ends", "scale", "scale" if total is None else "total", "out"),
         sizes=("left_rows_shape[1]", "right_rows_shape[1]"),
@@ -147,10 +147,11 @@ def _values(dtype: mx.Dtype, tile: TileShape) -> dict[str, int | bool | mx.Dtype
 
 
 @lru_cache
-def product_bytes(size: int, tall: int, wide: int, deep: int, transpose: bool) -> int:
+def product_bytes(element_bytes: int, tile_rows: int, tile_columns: int, depth: int, transpose: bool) -> int:
     """The bytes of a block's shared memory: two stages of both operands, whose place the results take at the end."""
-    weight = wide * _stride(deep) if transpose else deep * _stride(wide)
-    return max(2 * (tall * _stride(deep) + weight), tall * _stride(wide)) * size + _BARRIER_BYTES
+    weight = tile_columns * _stride(depth) if transpose else depth * _stride(tile_columns)
+    stages, results = 2 * (tile_rows * _stride(depth) + weight), tile_rows * _stride(tile_columns)
+    return max(stages, results) * element_bytes + _BARRIER_BYTES
 
 
 def _stride(columns: int) -> int:

@@ -66,9 +66,8 @@ def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Ex
     if optimizer.bias_correction:
         rate, bias = rate / (1 - b1**optimizer.step), mx.rsqrt(1 - b2**optimizer.step)
     moving = [rate, bias, decayed, one if scale is None else scale, healthy]
-    return AdamStep(
-        numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps), mx.stack([each.astype(mx.float32) for each in moving]), execute
-    )
+    fixed = numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps)
+    return AdamStep(fixed, mx.stack([number.astype(mx.float32) for number in moving]), execute)
 
 
 @cache

@@ -99,7 +99,7 @@ def _passes(heads: int, largest_beta: float) -> Passes:
         return Pass("gates_forward", inputs, outputs, (*numbers, *inputs, *outputs), a.shape[0])
 
     def backward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, *cotangents: mx.array) -> Pass:
-        d = dict(zip(("dlog_g", "dbeta"), (each.astype(mx.float32) for each in cotangents), strict=True))
+        d = dict(zip(("dlog_g", "dbeta"), (d.astype(mx.float32) for d in cotangents), strict=True))
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, **d}
         outputs = dict.fromkeys(("da", "db"), (a.shape, a.dtype))
         return Pass("gates_backward", inputs, outputs, (*numbers, *inputs, *outputs), a.shape[0])

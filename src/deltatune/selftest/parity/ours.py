@@ -8,31 +8,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.utils import load_model
 
-from deltatune.config import LoraConfig, TrainConfig
-from deltatune.data import Batch
-from deltatune.lora import convert_to_lora
-from deltatune.machine.compiling import without_kernels
-from deltatune.models.head import split_head
-from deltatune.patches import patched
-from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
-from deltatune.train.step import Step, chunked_loss
-
+from ...config import LoraConfig, TrainConfig
+from ...data import Batch
+from ...lora import convert_to_lora
+from ...machine.compiling import without_kernels
+from ...models.head import split_head
+from ...models.load import load_model
+from ...patches import patched
+from ...train.distributed import World
+from ...train.optimizer import build_optimizer
+from ...train.step import Step, chunked_loss
+from ...train.tree import number
 from . import seeded
-from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Case, Run
+from .cases import BETAS, EPS, GROUP_SIZE, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, ParityCase, ParityRun
 from .families import Config, Weights
-from .quantised import quantise
 
 
-def load(case: Case, config: Config, weights: Weights) -> nn.Module:
+def quantise(model: nn.Module, bits: int) -> nn.Module:
+    """The model as `mlx_lm.convert -q` makes it: every matrix, by the family's own rules for the router."""
+
+    def chosen(path: str, module: nn.Module) -> bool | dict:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % GROUP_SIZE:
+            return False
+        return model.quant_predicate(path, module)
+
+    nn.quantize(model, GROUP_SIZE, bits, class_predicate=chosen)
+    return model
+
+
+def load(case: ParityCase, config: Config, weights: Weights) -> nn.Module:
     """mlx-lm's model of a Hugging Face save, made readable; strict: no tensor missing or left over."""
     config, weights = case.family.readable(config, weights)
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +51,7 @@ def load(case: Case, config: Config, weights: Weights) -> nn.Module:
     return model if case.bits is None else quantise(model, case.bits)
 
 
-def adapt(case: Case, model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
+def adapt(case: ParityCase, model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
     """Convert by deltatune, on exactly these transformers paths, and set the initial values; path -> module."""
     return installed(model, adapters, case.family.mlx_path, "dora" if case.dora else "lora")
 
@@ -83,7 +91,7 @@ def _inside(tree: Any, path: str) -> Any:
     return tree
 
 
-def train(case: Case, model: nn.Module, modules: dict[str, nn.Module], plant: Callable[[], None]) -> Run:
+def train(case: ParityCase, model: nn.Module, modules: dict[str, nn.Module], plant: Callable[[], None]) -> ParityRun:
     """The recipe, through deltatune's patches, step and loss. `plant` runs once the patches are in force."""
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
     config = TrainConfig(
@@ -105,16 +113,16 @@ def train(case: Case, model: nn.Module, modules: dict[str, nn.Module], plant: Ca
             total, weight, gradients = step.micro_batch(_batch(seeded.batch(index)), None)
             norm = step.update(gradients, total, weight)
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
-            losses.append(total.item() / weight.item())
+            losses.append(number(total) / number(weight))
             if index == 0:
                 apart = step.bundles.part(gradients)
                 first = _adapters({path: _inside(apart, case.family.mlx_path(path)) for path in modules})
-    return Run(losses, first, _adapters(modules))
+    return ParityRun(losses, first, _adapters(modules))
 
 
 def run(
-    case: Case, config: Config, weights: Weights, adapters: Adapters, plant: Callable[[], None] = lambda: None
-) -> Run:
+    case: ParityCase, config: Config, weights: Weights, adapters: Adapters, plant: Callable[[], None] = lambda: None
+) -> ParityRun:
     """The whole recipe, from a Hugging Face save."""
     model = load(case, config, weights)
     return train(case, model, adapt(case, model, adapters), plant)

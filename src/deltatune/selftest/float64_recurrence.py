@@ -1,6 +1,7 @@
-"""The recurrence and its reverse pass in float64 NumPy, written apart from deltatune: what the tests measure against.
+"""The gated delta recurrence and its reverse pass in float64 NumPy: what the tests and the self-test measure against.
 
-All arguments are NumPy arrays in the shapes of `gated_delta`; nothing is imported from the package.
+It is written apart from the operator and imports nothing of it. All arguments are NumPy arrays in the shapes of
+`gated_delta`.
 """
 
 from __future__ import annotations

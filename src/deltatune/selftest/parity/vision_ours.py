@@ -7,24 +7,21 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 
-from deltatune.config import TrainConfig
-from deltatune.data import Batch
-from deltatune.machine.compiling import without_kernels
-from deltatune.models.load import load_vision_tower
-from deltatune.models.vision.inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
-from deltatune.models.vision.split import split_vision, vision_spec
-from deltatune.patches import patched
-from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
-from deltatune.train.step import Step, chunked_loss
-
-from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
+from ...config import TrainConfig
+from ...data import Batch
+from ...machine.compiling import without_kernels
+from ...models.load import load_vision_tower
+from ...models.vision.inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
+from ...models.vision.split import split_vision, vision_spec
+from ...patches import patched
+from ...train.distributed import World
+from ...train.optimizer import build_optimizer
+from ...train.step import Step, chunked_loss
+from ...train.tree import number
+from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, ParityRun
 from .families import Config, Weights
 from .ours import _adapters, _inside, installed
 from .vision import VisionCase, VisionRows, batch, mlx_path
@@ -63,7 +60,7 @@ def as_batch(rows: VisionRows, spec: VisionSpec) -> Batch:
 
 def run(
     case: VisionCase, config: Config, weights: Weights, adapters: Adapters, plant: Callable[[], None] = lambda: None
-) -> Run:
+) -> ParityRun:
     """The whole recipe, from a Hugging Face save. `plant` runs once the patches are in force."""
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
     options = TrainConfig(optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=case.learning_rate)
@@ -83,8 +80,8 @@ def run(
             total, weight, gradients = step.micro_batch(as_batch(batch(index, case.videos), spec), None)
             norm = step.update(gradients, total, weight)
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
-            losses.append(total.item() / weight.item())
+            losses.append(number(total) / number(weight))
             if index == 0:
                 apart = step.bundles.part(gradients)
                 first = _adapters({path: _inside(apart, mlx_path(path)) for path in modules})
-    return Run(losses, first, _adapters(modules))
+    return ParityRun(losses, first, _adapters(modules))

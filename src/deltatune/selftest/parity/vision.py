@@ -55,7 +55,7 @@ class VisionCase:
 
     @property
     def options(self) -> Config:
-        vision = _TOWER | {"out_hidden_size": self.text["hidden_size"]}
+        vision: Config = _TOWER | {"out_hidden_size": self.text["hidden_size"]}
         if self.deep:
             vision["deepstack_visual_indexes"] = list(self.deep)
         return {
@@ -186,6 +186,8 @@ def batch(step: int, videos: bool = False) -> VisionRows:
     draw = seeded.generator(f"videos {step}" if videos else f"images {step}")
     tokens, counts, lengths, patches = [], [], [], []
     for row, size in enumerate(rows.lengths):
+        words: list[int]
+        counted: list[float]
         words, counted = rows.tokens[row, :size].tolist(), [0.0, *rows.counts[row, : size - 1].tolist()]
         pictures, at = [], 1
         for index, grid in enumerate(grids[row]):

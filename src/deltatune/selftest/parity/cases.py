@@ -32,7 +32,7 @@ Adapters = dict[str, dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Run:
+class ParityRun:
     """A training run: the loss of every step, the gradients of the first, the adapters after the last."""
 
     losses: list[float]
@@ -41,7 +41,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """dora: DoRA adapters instead of LoRA. bits: the base quantised, against the same base dequantised."""
 
     family: Family
@@ -68,10 +68,10 @@ _WIDE_KIMI = {
 }
 GROUP_SIZE = 32
 
-CASES: dict[str, Case] = {
-    **{name: Case(family) for name, family in FAMILIES.items()},
-    "olmo_hybrid-dora": Case(replace(FAMILIES["olmo_hybrid"], draw=7), dora=True),
-    "kimi_linear-4bit": Case(replace(FAMILIES["kimi_linear"], options=_WIDE_KIMI, draw=0), bits=4),
+CASES: dict[str, ParityCase] = {
+    **{name: ParityCase(family) for name, family in FAMILIES.items()},
+    "olmo_hybrid-dora": ParityCase(replace(FAMILIES["olmo_hybrid"], draw=7), dora=True),
+    "kimi_linear-4bit": ParityCase(replace(FAMILIES["kimi_linear"], options=_WIDE_KIMI, draw=0), bits=4),
 }
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import seeded, vision
-from .cases import ADAPTER_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, Adapters, Case, Run
+from .cases import ADAPTER_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, Adapters, ParityCase, ParityRun
 from .families import Weights
 from .vision import VisionCase
 
-FOLDER = Path(__file__).parent.parent / "recorded"
+FOLDER = Path(__file__).parent / "recorded"
 PROJECTIONS = 6
 
 
@@ -108,15 +108,19 @@ class Recording:
     gradients: dict[str, Tensor]
     adapters: dict[str, Tensor]
 
-    def weights(self, case: Case | VisionCase) -> Weights:
+    def weights(self, case: ParityCase | VisionCase) -> Weights:
         """The checkpoint drawn again; ValueError where it or the batches are not those of the recording."""
-        text = isinstance(case, Case)
-        weights = case.family.weights(self.shapes) if text else case.weights(self.shapes)
-        if (checksums(weights) if text else vision.checksums(weights, case.videos)) != self.checksums:
+        if isinstance(case, ParityCase):
+            weights = case.family.weights(self.shapes)
+            found = checksums(weights)
+        else:
+            weights = case.weights(self.shapes)
+            found = vision.checksums(weights, case.videos)
+        if found != self.checksums:
             raise ValueError("this machine draws another checkpoint or other batches than the recording had")
         return weights
 
-    def compare(self, run: Run) -> Difference:
+    def compare(self, run: ParityRun) -> Difference:
         """How far a run is from the recorded one; ValueError where it trained other adapters."""
         gaps = np.abs(np.subtract(run.losses, self.losses))
         step = int(np.argmax(gaps))
