@@ -1,7 +1,7 @@
 """Brings deltatune's gradients into the models of other packages by replacing functions of those packages.
 
-Patches are applied only when somebody asks for it (`apply` or `patched`), and `revert` restores every original. What is
-replaced stands in the tables of the folder tables/; how it is replaced stands in patch.py.
+Patches are applied only when somebody asks for it (`apply` or `patched`), and `revert` restores every original. The
+modules of tables/ list what is replaced; patch.py replaces it.
 """
 
 from __future__ import annotations

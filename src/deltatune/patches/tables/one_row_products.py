@@ -39,15 +39,15 @@ def records() -> tuple[Patch, ...]:
     """
     if backend.device() != "cpu":
         return ()
-    found = probe()
-    if not found.wrong:
+    result = probe()
+    if not result.wrong:
         return ()
-    if not found.mendable:
+    if not result.mendable:
         raise UserError(
-            f"The BLAS that MLX uses computes wrong products: {found}. Nothing trained on it would be right: update "
+            f"The BLAS that MLX uses computes wrong products: {result}. Nothing trained on it would be right: update "
             "it (on macOS, the system), unset DELTATUNE_BLAS, or train on a GPU."
         )
-    _warn(found)
+    _warn(result)
     return PATCHES
 
 
@@ -56,13 +56,13 @@ def in_force() -> bool:
     return all(patch.in_force(record.target) is not None for record in PATCHES)
 
 
-def _warn(found: ProbeResult) -> None:
+def _warn(result: ProbeResult) -> None:
     """Warn of the fault, once a process."""
-    if str(found) in _warned:
+    if str(result) in _warned:
         return
-    _warned.add(str(found))
+    _warned.add(str(result))
     warnings.warn(
-        f"The BLAS of this machine computes products of one row wrong: {found}. deltatune computes them with two rows "
+        f"The BLAS of this machine computes products of one row wrong: {result}. deltatune computes them with two rows "
         "instead; other programs may get NaN. Update the BLAS (on macOS, the system) to correct it.",
         PatchWarning,
         stacklevel=5,
