@@ -32,7 +32,7 @@ def relative_errors(expected: dict[str, mx.array], actual: dict[str, mx.array]) 
     assert expected.keys() == actual.keys()
     pairs = [(_norm(expected[name] - actual[name]), _norm(expected[name])) for name in expected]
     total = math.hypot(*(d for d, _ in pairs)) / math.hypot(*(g for _, g in pairs))
-    return total, max((d / g for d, g in pairs if g > 1e-9), default=0.0)
+    return total, max(d / g for d, g in pairs if g > 1e-9)
 
 
 def _norm(array: mx.array) -> float:

@@ -79,7 +79,7 @@ def load(
         UserError: The checkpoint is missing, damaged, of an unknown kind, or would run code.
 
     Example:
-        >>> loaded = load("mlx-community/Qwen3.5-0.8B-4bit")
+        >>> loaded = load("path/to/model")
         >>> loaded.model(mx.array([loaded.tokenizer.encode("Hello")])).shape
     """
     path = locate(path_or_name)

@@ -73,7 +73,7 @@ def merge_checkpoint(
             or it cannot be written.
 
     Example:
-        >>> merge_checkpoint("Qwen3.5-0.8B", "adapters", "merged").changed
+        >>> merge_checkpoint("path/to/model", "adapters", "merged").changed
     """
     path, save_path = locate(model_path), Path(save_path)
     if save_path.exists() and (not save_path.is_dir() or any(save_path.iterdir())):
