@@ -14,6 +14,7 @@ from . import cubin
 
 FOLDER = files(__package__)
 GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
+ATTENTION = ("attention.h",)
 PLACE = (
     "const Place at{(int)threadgroup_position_in_grid.x, (int)threadgroup_position_in_grid.y, "
     "(int)threadgroup_position_in_grid.z, (int)thread_index_in_threadgroup, (int)simdgroup_index_in_threadgroup, "
@@ -114,6 +115,8 @@ def _bodies(name: str) -> tuple[str, ...]:
     """The files that the body `name` needs: those for gates a channel only where asked."""
     if name.startswith("expert"):
         return ("expert_product.h",)
+    if name.startswith("attention"):
+        return ATTENTION
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
 
 

@@ -1,0 +1,1 @@
+"""Softmax attention that trains in linear memory, with gradients for every input. See README.md here."""
