@@ -13,6 +13,7 @@ from ..kernels.launch import Arrays, Launch, Outputs, Values, numbers
 TILE, GROUPS, PIECE = 32, 4, 64
 # A head's sizes end where a block's registers do.
 WIDEST = 256
+LOG2E = log2(e)
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Kind:
     window: int | None
     segmented: bool
     sunk: bool
+
+    def window_of(self, keys: int) -> int:
+        """The window, or 0 where all of so many keys stand in it."""
+        return self.window if self.window is not None and self.window < keys else 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def forward(kind: Kind, x: Operands, machine: str) -> Launch:
     batch, heads, queries, _ = x.q.shape
     outputs: Outputs = {"y": ((batch, heads, queries, x.sizes[1]), x.q.dtype), "sums": (x.q.shape[:3], mx.float32)}
     inputs = {"q": x.q, "k": x.k, "v": x.v, "numbers": _numbers(kind, x)} | x.named()
-    arguments = ("q", "k", "v", "numbers", _or(x.sinks, "sinks"), *_spans(x), *outputs)
+    arguments = ("q", "k", "v", "numbers", _or(x.sinks, "sinks"), *span_arguments(x), *outputs)
     more: Values = {"SUNK": kind.sunk}
     return _launch("attention_forward", kind, x, machine, inputs, outputs, arguments, _tiles(queries), more)
 
@@ -98,7 +103,7 @@ def _gradients(
     read = dict(zip(("dy", "sums", "delta"), given, strict=True))
     spans = {name: value for name, value in x.named().items() if name != "sinks"}
     inputs = spans | read | {"numbers": _numbers(kind, x)}
-    arguments = ("q", "k", "v", *read, "numbers", *_spans(x), *outputs)
+    arguments = ("q", "k", "v", *read, "numbers", *span_arguments(x), *outputs)
     return _launch(name, kind, x, machine, inputs, outputs, arguments, tiles, {})
 
 
@@ -114,9 +119,8 @@ def _launch(
     more: Values,
 ) -> Launch:
     size, value_size = x.sizes
-    window = kind.window if kind.window is not None and kind.window < x.k.shape[2] else 0
     values: Values = {"In": x.q.dtype, "D": size, "DV": value_size, "PIECE": PIECE, "CAUSAL": kind.causal}
-    values |= {"WINDOW": window, "SEGMENTED": kind.segmented} | more
+    values |= {"WINDOW": kind.window_of(x.k.shape[2]), "SEGMENTED": kind.segmented} | more
     return Launch(
         name=name,
         memory="AttentionMemory",
@@ -145,12 +149,13 @@ def _tiles(length: int) -> int:
 
 def _numbers(kind: Kind, x: Operands) -> mx.array:
     """What scores in powers of two and gradients are multiplied by."""
-    return numbers(kind.scale * log2(e), kind.scale)
+    return numbers(kind.scale * LOG2E, kind.scale)
 
 
 def _or(array: mx.array | None, name: str) -> str:
     return "Nothing{}" if array is None else name
 
 
-def _spans(x: Operands) -> tuple[str, str]:
+def span_arguments(x: Operands) -> tuple[str, str]:
+    """What a kernel takes for the segments' starts and ends."""
     return _or(x.starts, "starts"), _or(x.ends, "ends")

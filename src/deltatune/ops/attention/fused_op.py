@@ -9,12 +9,14 @@ from typing import cast
 
 import mlx.core as mx
 
-from ... import backend
+from ... import backend, nvidia
 from ..kernels.launch import Launch
-from . import fused
+from . import fused, hopper
 from .blocked import refuse_second_derivative, refuse_vmap
 from .fused import Kind, Operands
 
+# Kernels for any GPU of a kind, and Hopper's own.
+MACHINES = ("metal", "cuda", "hopper")
 Execute = Callable[[Launch], list[mx.array]]
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -35,9 +37,9 @@ def attention_fused(
     machine: str | None = None,
     execute: Execute = Launch.run,
 ) -> mx.array:
-    """The fused kernels, one launch forward and three backward; arguments and result as `attention`.
+    """The fused kernels; arguments and result as `attention`.
 
-    machine: which text and plans, metal or cuda; by default MLX's device.
+    machine: whose kernels, of MACHINES; by default those for MLX's device and this call.
     execute: runs a launch; by default on MLX's device.
 
     Raises ValueError for a call that the kernels do not cover (`uncovered` says why), and when mx.vmap maps it;
@@ -49,8 +51,16 @@ def attention_fused(
     kind = Kind(float(scale), causal, window, segments is not None, sinks is not None)
     extra = [] if sinks is None else [sinks.astype(mx.float32)]
     spans = [] if segments is None else list(segment_spans(segments))
-    y, _ = _forward_by(kind, machine or backend.device(), execute)(q, k, v, *extra, *map(mx.stop_gradient, spans))
+    forward = _forward_by(kind, machine or machine_for(kind, q, v), execute)
+    y, _ = forward(q, k, v, *extra, *map(mx.stop_gradient, spans))
     return y
+
+
+def machine_for(kind: Kind, q: mx.array, v: mx.array) -> str:
+    """Whose kernels serve a call on MLX's default device: Hopper's own where they cover it."""
+    here = backend.device()
+    on_hopper = here == "cuda" and nvidia.generation() == nvidia.HOPPER
+    return "hopper" if on_hopper and hopper.uncovered(kind, q, v) is None else here
 
 
 def uncovered(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None) -> str | None:
@@ -89,6 +99,8 @@ def _forward_by(kind: Kind, machine: str, execute: Execute) -> _Function:
     inputs = 3 + kind.sunk + 2 * kind.segmented
 
     def run_forward(*arrays: mx.array) -> _Arrays:
+        if machine == "hopper":
+            return hopper.forward(kind, operands(arrays), execute)
         y, sums = execute(fused.forward(kind, operands(arrays), machine))
         return y, sums
 
@@ -97,9 +109,12 @@ def _forward_by(kind: Kind, machine: str, execute: Execute) -> _Function:
         x = operands(arrays[:inputs])
         dy, y, sums = arrays[inputs:]
         dy = dy.astype(y.dtype)
-        (delta,) = execute(fused.delta(x, y, dy))
-        (dq,) = execute(fused.queries(kind, x, dy, sums, delta, machine))
-        dk, dv = execute(fused.keys(kind, x, dy, sums, delta, machine))
+        if machine == "hopper":
+            dq, dk, dv, delta = hopper.backward(kind, x, dy, y, sums, execute)
+        else:
+            (delta,) = execute(fused.delta(x, y, dy))
+            (dq,) = execute(fused.queries(kind, x, dy, sums, delta, machine))
+            dk, dv = execute(fused.keys(kind, x, dy, sums, delta, machine))
         return dq, dk, dv, *([sink_gradient(x.sinks, sums, delta)] if x.sinks is not None else [])
 
     forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
@@ -118,5 +133,6 @@ def _forward_by(kind: Kind, machine: str, execute: Execute) -> _Function:
 
 def sink_gradient(sinks: mx.array, sums: mx.array, delta: mx.array) -> mx.array:
     """A sink takes exp(sink) / sum of each row's weight, and gives nothing to y: its score's gradient, summed."""
+    # A row that sees nothing but the sink has weights of none, and one with no query a sum of infinity: both give 0.
     share = mx.exp(sinks[:, None] - sums * _LN2)
     return -(share * delta).sum(axis=(0, 2))

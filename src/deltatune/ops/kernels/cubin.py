@@ -34,7 +34,8 @@ Constants = Sequence[tuple[str, int | bool | mx.Dtype]]
 class Kernel:
     """The text between the braces of a kernel, which may read an input's shape as NAME_shape, and what goes before it.
 
-    Called as mx.fast.cuda_kernel's kernels are.
+    Called as mx.fast.cuda_kernel's kernels are. `threads`: how many a block has, where its registers are to be shared
+    out among them; 0 leaves the compiler what a thread may have at most.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Kernel:
     source: str
     header: str
     shared_memory: int
+    threads: int = 0
 
     def __call__(
         self,
@@ -81,7 +83,8 @@ class Kernel:
         parameters += [f"const int {size}" for _, each in sizes for size in each]
         lines = [_constant(*constant) for constant in constants]
         lines += [f"const int {name}_shape[] = {{{', '.join(each)}}};\n" for name, each in sizes if each]
-        start = f'extern "C" __global__ void {self.name}({", ".join(parameters)}) {{\n'
+        bounds = f"__launch_bounds__({self.threads}, 1) " if self.threads else ""
+        start = f'extern "C" __global__ void {bounds}{self.name}({", ".join(parameters)}) {{\n'
         return "".join([_PROLOGUE, self.header, start, *lines, self.source, "}\n"])
 
 

@@ -15,6 +15,8 @@ from . import cubin
 FOLDER = files(__package__)
 GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
 ATTENTION = ("attention.h",)
+# Kernels whose groups of warps share out a multiprocessor's registers among them.
+HOPPER = "attention_hopper"
 PLACE = (
     "const Place at{(int)threadgroup_position_in_grid.x, (int)threadgroup_position_in_grid.y, "
     "(int)threadgroup_position_in_grid.z, (int)thread_index_in_threadgroup, (int)simdgroup_index_in_threadgroup, "
@@ -59,7 +61,8 @@ class Launch:
     def run(self) -> list[mx.array]:
         """Launch on the default device: Metal or CUDA."""
         names = tuple(self.inputs), tuple(self.outputs)
-        kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes)
+        threads = self.groups * 32 if self.name.startswith(HOPPER) else 0
+        kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 
@@ -116,7 +119,7 @@ def _bodies(name: str) -> tuple[str, ...]:
     if name.startswith("expert"):
         return ("expert_product.h",)
     if name.startswith("attention"):
-        return ATTENTION
+        return ("hopper.h", *ATTENTION, "attention_hopper.h") if name.startswith(HOPPER) else ATTENTION
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
 
 
@@ -135,11 +138,15 @@ def kernel_of(
     source: str,
     bodies: tuple[str, ...],
     size: int,
+    threads: int = 0,
 ) -> Any:
-    """The kernel of `source`, which calls a body of the files `bodies` and has `size` bytes of shared memory."""
+    """The kernel of `source`, which calls a body of the files `bodies` and has `size` bytes of shared memory.
+
+    `threads`: as cubin.Kernel has it.
+    """
     text = header(machine, bodies)
     if machine == "cuda":
-        return cubin.Kernel(name, inputs, outputs, source, text, size)
+        return cubin.Kernel(name, inputs, outputs, source, text, size, threads)
     # MLX knows within a process what it built by this name.
     name = f"{name}_{crc32((text + source).encode()):08x}"
     return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)
