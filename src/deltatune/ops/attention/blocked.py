@@ -271,9 +271,9 @@ def _parts(
         def of(x: mx.array) -> mx.array:
             return x[b if x.shape[0] > 1 else slice(1), h if x.shape[1] > 1 else slice(1)]
 
-        wide = (of(x).astype(mx.float32)[:, :, None] for x in (k, v))
-        some = [None if x is None else of(x) for x in (segments, mask)]
-        return _Part(kind, [of(x) for x in rows], *wide, sinks[h], *some)
+        keys, values = (of(x).astype(mx.float32)[:, :, None] for x in (k, v))
+        own_segments, own_mask = (None if x is None else of(x) for x in (segments, mask))
+        return _Part(kind, [of(x) for x in rows], keys, values, sinks[h], own_segments, own_mask)
 
     if backend.device() != "cpu":
         yield part(slice(None), slice(None))

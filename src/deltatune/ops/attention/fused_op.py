@@ -94,7 +94,7 @@ def _forward_by(kind: Kind, machine: str, execute: Execute) -> _Function:
         rest = list(arrays[3:])
         sinks = rest.pop(0) if kind.sunk else None
         starts, ends = rest if kind.segmented else (None, None)
-        return Operands(*arrays[:3], sinks, starts, ends)
+        return Operands(arrays[0], arrays[1], arrays[2], sinks, starts, ends)
 
     inputs = 3 + kind.sunk + 2 * kind.segmented
 
