@@ -12,7 +12,7 @@ struct Copy {
   const char* from;
 };
 struct Product {
-  int columns, group, onto, in_registers;
+  int columns, group, onto, held, adds_rows;
   float* d;
   const unsigned* a;
   unsigned long long left, right;
@@ -21,7 +21,7 @@ struct Product {
 enum : int { most_copies = 256, most_products = 256 };
 static Gate gates[host::threadgroup_limit / 8];
 static Copy copies[most_copies];
-static int copy_count, met[16], rounds[16];
+static int copy_count;
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
 static unsigned published[host::most_lanes][4];
@@ -75,7 +75,7 @@ static unsigned short along_columns(unsigned long long operand, int k, int colum
 static void multiply(const Product& p) {
   const int lane = host::lane_id(), warp = host::current / 32 % 4, base = host::current - lane % 4;
   float a[2][16];
-  if (p.in_registers) {
+  if (p.held) {
     for (int i = 0; i < 4; ++i) published[host::current][i] = p.a[i];
     host::meet_group(1);
     for (int side = 0; side < 2; ++side)
@@ -92,7 +92,7 @@ static void multiply(const Product& p) {
     float sums[2];
     for (int side = 0; side < 2; ++side) sums[side] = p.onto ? p.d[pair / 2 * 4 + side * 2 + (pair & 1)] : 0.0f;
     for (int k = 0; k < 16; ++k) {
-      const float b = p.value(p.in_registers ? along_columns(p.right, k, column) : along_rows(p.right, column, k));
+      const float b = p.value(p.adds_rows ? along_columns(p.right, k, column) : along_rows(p.right, column, k));
       for (int side = 0; side < 2; ++side) sums[side] += a[side][k] * b;
     }
     for (int side = 0; side < 2; ++side) p.d[pair / 2 * 4 + side * 2 + (pair & 1)] = sums[side];
@@ -106,7 +106,6 @@ inline unsigned shared_place(threadgroup const void* p) { return (unsigned)((con
 inline void gate_start(unsigned gate, int count) {
   hopper::gate_at(gate) = hopper::Gate{count, count, 0, 0};
   hopper::copy_count = 0;
-  memset(hopper::met, 0, sizeof hopper::met);
   memset(hopper::queued, 0, sizeof hopper::queued);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }
@@ -129,19 +128,6 @@ inline void copy_tile(unsigned to, P from, unsigned bytes, unsigned gate) {
   if (hopper::copy_count == hopper::most_copies) hopper::fail("too many copies");
   memset(hopper::memory_at(to), 0xff, bytes);
   hopper::copies[hopper::copy_count++] = hopper::Copy{to, bytes, gate, (const char*)from};
-}
-template <int ID, int THREADS>
-inline void report() {
-  if (++hopper::met[ID] == THREADS) {
-    hopper::met[ID] = 0;
-    ++hopper::rounds[ID];
-  }
-}
-template <int ID, int THREADS>
-inline void meet() {
-  const int round = hopper::rounds[ID];
-  report<ID, THREADS>();
-  while (hopper::rounds[ID] == round) hopper::go_on();
 }
 template <int COUNT>
 inline void more_registers() {}
@@ -172,7 +158,14 @@ inline void put_four(threadgroup float* to, const float* from) {
 inline void get_four(float* to, threadgroup const float* from) {
   for (int i = 0; i < 4; ++i) to[i] = from[i];
 }
-inline void get_two(float* to, threadgroup const float* from) {
+template <typename P>
+inline unsigned get_pair(P from) {
+  unsigned r;
+  memcpy(&r, (const void*)from, 4);
+  return r;
+}
+template <typename P>
+inline void get_two(float* to, P from) {
   for (int i = 0; i < 2; ++i) to[i] = from[i];
 }
 template <typename To, typename From>
@@ -213,9 +206,12 @@ struct Products {
     hopper::queues[me][hopper::queued[me]++] = product;
   }
   static void rows(float* d, unsigned long long a, unsigned long long b, int onto) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, d, nullptr, a, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, d, nullptr, a, b, value});
+  }
+  static void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) {
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 0, d, a, 0, b, value});
   }
   static void columns(float* d, const unsigned* a, unsigned long long b) {
-    queue(hopper::Product{N, hopper::sent[host::current], 1, 1, d, a, 0, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], 1, 1, 1, d, a, 0, b, value});
   }
 };

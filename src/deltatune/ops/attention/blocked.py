@@ -23,9 +23,9 @@ _Function = Callable[..., _Arrays]
 # Stands for minus infinity among scores: a row of nothing else has a softmax, and no NaN.
 _LEAST = -1e30
 # Scores of a block. On a CPU they stay in its caches; a GPU wants enough rows to be busy.
-_SCORES = {"cpu": 1 << 18, "cuda": 1 << 24, "metal": 1 << 23}
+_SCORES = {"cpu": 1 << 19, "cuda": 1 << 24, "metal": 1 << 23}
 # Fewer rows than this make poor products, more than this compute too much that causality hides.
-_FEWEST, _MOST = 32, 256
+_FEWEST, _MOST = 32, 128
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,18 @@ def _forward(
     ys, shares = [], []
     for part in _parts(kind, [q], k, v, sinks, extra):
         y = mx.zeros((*part.queries[0].shape[:4], v.shape[3]), q.dtype)
-        share = mx.zeros(y.shape[:4], mx.float32)
+        share = mx.zeros(y.shape[:4] if part.shared else (0,), mx.float32)
         for block in part.blocks():
             rows = part.rows(0, block, after=y)
-            weights, shared = part.weights(rows, block)
+            weights, own = part.weights(rows, block)
             result = part.unfolded(part.folded(weights) @ part.v[..., block.low : block.high, :], block)
-            share[..., block.first : block.last] = shared
-            y[..., block.first : block.last, :] = (result * shared[..., None]).astype(q.dtype)
+            if own is not None:
+                share[..., block.first : block.last] = own
+                result = result * own[..., None]
+            y[..., block.first : block.last, :] = result.astype(q.dtype)
         ys.append(y)
         shares.append(share)
-    return _joined(ys, (*q.shape[:3], v.shape[3])), _joined(shares, q.shape[:3])
+    return _joined(ys, (*q.shape[:3], v.shape[3])), _joined(shares, q.shape[:3]) if part.shared else shares[0]
 
 
 def _backward(
@@ -136,23 +138,27 @@ def _backward(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Gradients of q, k, v and the sinks. With weights w = share * softmax, dscore = w (dy . v - dy . y)."""
     *extra, dy, y, share = more
+    along = [q, dy, y] + ([share[..., None]] if share.size else [])
     results: tuple[list[mx.array], ...] = ([], [], [], [])
-    for part in _parts(kind, [q, dy, y, share[..., None]], k, v, sinks, extra):
+    for part in _parts(kind, along, k, v, sinks, extra):
         dq, dk, dv = mx.zeros(part.queries[0].shape, q.dtype), mx.zeros_like(part.k), mx.zeros_like(part.v)
-        lost = mx.zeros(dq.shape[:4], mx.float32)
+        dsinks = mx.zeros(part.sinks.shape)
         for block in part.blocks():
-            rows, dy_rows, y_rows, shared = (part.rows(i, block, after=dq) for i in range(4))
+            keys = slice(block.low, block.high)
+            rows, dy_rows, y_rows = (part.rows(i, block, after=dq) for i in range(3))
             weights, _ = part.weights(rows, block)
             delta = (dy_rows * y_rows).sum(axis=-1, keepdims=True)
-            lost[..., block.first : block.last] = (delta * (1.0 - shared)).squeeze(-1)
-            dy_rows, folded = part.folded(dy_rows * shared), part.folded(weights)
-            keys = slice(block.low, block.high)
-            dweights = part.unfolded(dy_rows @ part.v[..., keys, :].swapaxes(-1, -2), block)
-            dscores = part.folded(weights * (dweights - delta * shared))
+            if share.size:
+                own = part.rows(3, block, after=dq)
+                dsinks = dsinks - (delta * (1.0 - own)).sum(axis=(0, 3, 4))
+                dy_rows, delta = dy_rows * own, delta * own
+            dy_rows, folded = part.folded(dy_rows), part.folded(weights)
+            dweights = dy_rows @ part.v[..., keys, :].swapaxes(-1, -2)
+            dscores = folded * (dweights - part.folded(delta))
+            rows = part.folded(rows) * kind.scale
             dq[..., block.first : block.last, :] = part.unfolded(dscores @ part.k[..., keys, :], block) * kind.scale
-            dk[..., keys, :] = mx.addmm(dk[..., keys, :], dscores.swapaxes(-1, -2), part.folded(rows * kind.scale))
+            dk[..., keys, :] = mx.addmm(dk[..., keys, :], dscores.swapaxes(-1, -2), rows)
             dv[..., keys, :] = mx.addmm(dv[..., keys, :], folded.swapaxes(-1, -2), dy_rows)
-        dsinks = -lost.sum(axis=(0, 3)) if kind.sunk else mx.zeros(lost.shape[1:3])
         for found, result in zip(results, (dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks), strict=True):
             found.append(result)
     dq, dk, dv = (_joined(found, x.shape) for found, x in zip(results, (q, k, v), strict=False))
@@ -180,6 +186,11 @@ class _Part:
     sinks: mx.array
     segments: mx.array | None
     mask: mx.array | None
+
+    @property
+    def shared(self) -> bool:
+        """Whether a row's weights may sum to less than 1: it has a sink, or may see nothing."""
+        return self.kind.sunk or self.mask is not None or self.k.shape[3] < self.queries[0].shape[3]
 
     def blocks(self) -> Iterator[Block]:
         """The blocks that see a key, first to last."""
@@ -212,9 +223,9 @@ class _Part:
         """What `folded` undoes."""
         return rows.reshape(*rows.shape[:2], -1, block.last - block.first, rows.shape[4])
 
-    def weights(self, rows: mx.array, block: Block) -> tuple[mx.array, mx.array]:
-        """The softmax of the block's scores [b, h, G, R, n]; and what its rows are to be multiplied by [b, h, G, R]:
-        what the sink leaves them, 0 where a row sees nothing."""
+    def weights(self, rows: mx.array, block: Block) -> tuple[mx.array, mx.array | None]:
+        """The softmax of the block's scores [b, h, G, R, n]; and, if `shared`, what its rows are to be multiplied by
+        [b, h, G, R]: what the sink leaves them, 0 where a row sees nothing."""
         folded = self.folded(rows * self.kind.scale)
         scores = self.unfolded(folded @ self.k[..., block.low : block.high, :].swapaxes(-1, -2), block)
         visible = self._visible(block)
@@ -227,11 +238,11 @@ class _Part:
             visible = mask if visible is None else visible & mask
         if visible is not None:
             scores = mx.where(visible, scores, _LEAST)
-        share = mx.ones(scores.shape[:4])
+        share = None
         if self.kind.sunk:
             share = mx.sigmoid(mx.logsumexp(scores, axis=-1) - self.sinks[..., None])
-        if self.mask is not None or self.k.shape[3] < self.queries[0].shape[3]:
-            share = mx.where(scores.max(axis=-1) > _LEAST, share, 0.0)
+        elif self.shared:
+            share = (scores.max(axis=-1) > _LEAST).astype(mx.float32)
         return mx.softmax(scores, axis=-1), share
 
     def _visible(self, block: Block) -> mx.array | None:

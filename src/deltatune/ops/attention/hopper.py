@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import mlx.core as mx
@@ -9,12 +10,13 @@ import mlx.core as mx
 from ..kernels.launch import Arrays, Launch, Outputs, Values, numbers
 from .fused import LOG2E, WIDEST, Kind, Operands, span_arguments
 
+Execute = Callable[[Launch], list[mx.array]]
 # Rows of queries a block takes, and of a packed tile; its groups of 32 threads; those of a kernel that only packs.
 ROWS, TILE, GROUPS, PACK_GROUPS = 128, 64, 12, 8
 # With heads no wider than this a block takes 128 keys at a time.
 _NARROW = 128
 # Bytes that a block may have, and what its gates and the start of its memory take.
-_MOST, _GATES = 227 * 1024, 128 + 1024
+_MOST, _GATES = 227 * 1024, 192 + 1024
 
 
 def uncovered(kind: Kind, q: mx.array, v: mx.array) -> str | None:
@@ -28,74 +30,63 @@ def uncovered(kind: Kind, q: mx.array, v: mx.array) -> str | None:
     return None
 
 
-def forward(kind: Kind, x: Operands, execute) -> tuple[mx.array, mx.array]:
+def forward(kind: Kind, x: Operands, execute: Execute) -> tuple[mx.array, mx.array]:
     """y, and the base-2 logarithm of each row's sum of powers of two [B, HQ, TQ up to a multiple of 128]."""
-    (q, k, v), (batch, heads, queries, _) = _packed(x, key_tile(*x.sizes), execute), x.q.shape
+    batch, heads, queries, _ = x.q.shape
     outputs: Outputs = {
         "y": ((batch, heads, queries, x.sizes[1]), x.q.dtype),
         "sums": ((batch, heads, _padded(queries)), mx.float32),
     }
-    inputs = {"q": q, "k": k, "v": v}
-    inputs |= {} if x.sinks is None else {"sinks": x.sinks}
+    inputs = packed(x, key_tile(*x.sizes), execute) | ({} if x.sinks is None else {"sinks": x.sinks})
     arguments = ("q", "k", "v", "numbers", "Nothing{}" if x.sinks is None else "sinks")
-    more: Values = {"SUNK": kind.sunk}
-    y, sums = execute(_launch("forward", kind, x, inputs, outputs, arguments, more))
+    y, sums = execute(_launch("forward", kind, x, inputs, outputs, arguments, {"SUNK": kind.sunk}))
     return y, sums
 
 
 def backward(
-    kind: Kind, x: Operands, dy: mx.array, y: mx.array, sums: mx.array, execute
+    kind: Kind, x: Operands, dy: mx.array, y: mx.array, sums: mx.array, execute: Execute
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """dq, dk, dv, and the sum of products of y's and dy's elements by row, as long as `sums`."""
-    (delta,) = execute(_delta(y, dy))
-    q, k, v = _packed(x, TILE, execute)
-    inputs = {"q": q, "k": k, "v": v, "dy": pack(dy, TILE, execute), "sums": sums, "delta": delta}
-    arguments = (*inputs, "numbers")
+    inputs = packed(x, TILE, execute, dy, y)
+    inputs["sums"] = sums
+    arguments = ("q", "k", "v", "dy", "sums", "delta", "numbers")
     (dq,) = execute(_launch("queries", kind, x, inputs, {"dq": (x.q.shape, x.q.dtype)}, arguments, {}))
     outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
     dk, dv = execute(_launch("keys", kind, x, inputs, outputs, arguments, {}))
-    return dq, dk, dv, delta
+    return dq, dk, dv, inputs["delta"]
 
 
-def pack(x: mx.array, height: int, execute) -> mx.array:
-    """[B, H, T, D] as tiles of `height` rows, with zeros up to 128 rows and 64 columns: [B, H, elements]."""
-    batch, heads, length, size = x.shape
-    rows, columns = _padded(length), -(-size // 64) * 64
+def packed(x: Operands, height: int, execute: Execute, dy: mx.array | None = None, y: mx.array | None = None) -> Arrays:
+    """q, k and v by name, as tiles: rows up to a multiple of 128, columns of 64, with zeros. k and v have `height` rows
+    a tile. With dy and y also dy, and the deltas [B, HQ, rows]."""
+    (batch, heads, queries, size), (key_heads, keys) = x.q.shape, x.k.shape[1:3]
+    of_queries, of_keys = (batch, heads, _padded(queries)), (batch, key_heads, _padded(keys))
+    columns, value_columns = (-(-n // 64) * 64 for n in x.sizes)
+    shapes = {"q": (*of_queries, columns), "k": (*of_keys, columns), "v": (*of_keys, value_columns)}
+    inputs: Arrays = {"q": x.q, "k": x.k, "v": x.v}
+    outputs: Outputs = {f"packed_{name}": (shape, x.q.dtype) for name, shape in shapes.items()}
+    if dy is not None and y is not None:
+        inputs |= {"dy": dy, "y": y}
+        outputs["packed_dy"] = ((*of_queries, value_columns), dy.dtype)
+        outputs["delta"] = (of_queries, mx.float32)
+    matrices = (batch * heads * of_queries[2] * (1 if dy is None else 2), 2 * batch * key_heads * of_keys[2])
+    values: Values = {"In": x.q.dtype, "D": size, "DV": x.sizes[1], "HEIGHT": height, "GRADIENTS": dy is not None}
     launch = Launch(
         name="attention_hopper_pack",
         memory="HopperPackMemory",
-        inputs={"x": x},
-        outputs={"tiles": ((batch, heads, rows * columns), x.dtype)},
-        values={"In": x.dtype, "D": size, "HEIGHT": height},
-        order=("In", "D", "HEIGHT"),
+        inputs=inputs,
+        outputs=outputs,
+        values=values,
+        order=tuple(values),
         memory_order=("In",),
-        blocks=(rows // height, batch * heads, 1),
+        blocks=(sum(matrices) // TILE, 1, 1),
         bytes=16,
         groups=PACK_GROUPS,
-        sizes=("x_shape[2]",),
+        arguments=("q", "k", "v", *(("Nothing{}",) * 2 if dy is None else ("dy", "y")), *outputs)
+        + (("Nothing{}",) * 2 if dy is None else ()),
+        sizes=("q_shape[0] * q_shape[1]", "k_shape[0] * k_shape[1]", "q_shape[2]", "k_shape[2]"),
     )
-    return execute(launch)[0]
-
-
-def _packed(x: Operands, height: int, execute) -> tuple[mx.array, mx.array, mx.array]:
-    return pack(x.q, TILE, execute), pack(x.k, height, execute), pack(x.v, height, execute)
-
-
-def _delta(y: mx.array, dy: mx.array) -> Launch:
-    rows = _padded(y.shape[2])
-    return Launch(
-        name="attention_hopper_delta",
-        memory="HopperDeltaMemory",
-        inputs={"y": y, "dy": dy},
-        outputs={"delta": ((*y.shape[:2], rows), mx.float32)},
-        values={"In": y.dtype, "DV": y.shape[3]},
-        order=("In", "DV"),
-        memory_order=("In",),
-        blocks=(rows // PACK_GROUPS, y.shape[0] * y.shape[1], 1),
-        bytes=16,
-        groups=PACK_GROUPS,
-        sizes=("y_shape[2]",),
-    )
+    return {name.removeprefix("packed_"): x for name, x in zip(outputs, execute(launch), strict=True)}
 
 
 def _launch(
@@ -142,12 +133,21 @@ def shared_bytes(name: str, size: int, value_size: int) -> int:
     """As the structs of kernels/attention_hopper.h lay it out."""
     height = key_tile(size, value_size)
     key, value = (2 * (-(-n // 64) * 64) for n in (size, value_size))
+    # Rows of a block that stay: narrow ones in registers.
+    own = 0 if name != "keys" and max(key, value) <= 2 * _NARROW else ROWS * key
     if name == "forward":
-        return ROWS * key + 2 * height * (key + value) + _GATES
+        return own + _stages(own, height * (key + value)) * height * (key + value) + _GATES
     if name == "keys":
-        return (height + 2 * TILE) * (key + value) + TILE * TILE * 4 + 1024 + _GATES
-    found = ROWS * (key + value) + 2 * TILE * key + _GATES
-    return found + (2 if found + 2 * TILE * value <= _MOST else 1) * TILE * value
+        own = height * (key + value) + TILE * TILE * 4
+        return own + _stages(own, TILE * (key + value)) * TILE * (key + value) + _GATES
+    own += ROWS * value if own else 0
+    stages = _stages(own, TILE * (key + value))
+    return own + (stages * (key + value) if stages > 1 else 2 * key + value) * TILE + _GATES
+
+
+def _stages(taken: int, stage: int) -> int:
+    """Stages of so many bytes that fit beside `taken`."""
+    return min(4, (_MOST - _GATES - taken) // stage)
 
 
 def _padded(length: int) -> int:

@@ -44,6 +44,16 @@ inline float quad_max(float x) {
   return x > far ? x : far;
 }
 
+// Whether a block's own rows are held in registers: then products read half as much of shared memory, which is what
+// they wait for where rows are short.
+inline constexpr bool held(int size, int value_size) {
+  return panels(size) <= 128 && panels(value_size) <= 128;
+}
+// Stages of so many bytes that fit beside `taken` and what all kernels need.
+inline constexpr int stages_beside(int taken, int stage) {
+  return (232448 - 1216 - taken) / stage < 4 ? (232448 - 1216 - taken) / stage : 4;
+}
+
 template <int COUNT>
 inline void clear_floats(thread float (&x)[COUNT]) {
   DELTATUNE_UNROLL
@@ -58,6 +68,22 @@ inline void multiply_rows(thread float (&d)[N / 2], unsigned a, int a_panel, uns
   for (int k = 0; k < SIZE / 16; ++k)
     Products<In, N>::rows(d, rows_operand(left_place + (k / 4 * a_panel + k % 4 * 32) / 16),
                           rows_operand(right_place + (k / 4 * b_panel + k % 4 * 32) / 16), k > 0);
+}
+template <typename In, int N, int SIZE>
+inline void multiply_held(thread float (&d)[N / 2], const thread unsigned (&a)[SIZE / 4], unsigned b, int b_panel) {
+  const unsigned place = afresh((b & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int k = 0; k < SIZE / 16; ++k)
+    Products<In, N>::held_rows(d, a + 4 * k, rows_operand(place + (k / 4 * b_panel + k % 4 * 32) / 16), k > 0);
+}
+// The group of warps' 64 rows of a packed tile, as multiply_held takes them.
+template <int SIZE, typename P>
+inline void hold_rows(thread unsigned (&to)[SIZE / 4], P tile, Place at) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < SIZE / 4; ++i) {
+    const int row = own_row(at, i & 1), piece = i / 4 * 2 + (i >> 1 & 1);
+    to[i] = get_pair(tile + piece / 8 * 4096 + row * 64 + ((piece ^ row) & 7) * 8 + at.lane % 4 * 2);
+  }
 }
 // d [64, N] += a b over ROWS rows of b, a in registers.
 template <typename In, int N, int ROWS>
@@ -94,65 +120,96 @@ template <typename In>
 struct HopperPackMemory {
   static constexpr constant int bytes = 16;
 };
-// x [N, T, D] into tiles of HEIGHT rows, whole(T, 128) / HEIGHT a matrix. Grid: tiles, matrices.
+// Piece `number` of 64 rows of x [N, length, D], of whole(length, 128) / 64 a matrix, into tiles of HEIGHT rows.
 template <typename In, int D, int HEIGHT, typename P>
-inline void attention_hopper_pack(Place at, threadgroup char* memory, int length, P x, GLOBAL In* tiles) {
+inline void pack_rows_of(int number, int length, P x, GLOBAL In* tiles, Place at) {
   constexpr int pieces = panels(D) / 8;
-  const int count = whole(length, 128) / HEIGHT;
-  const auto from = x + (long)at.y * length * D;
-  const auto to = tiles + ((long)at.y * count + at.x) * HEIGHT * panels(D);
-  for (int i = at.index; i < HEIGHT * pieces; i += 256) {
-    const int r = i / pieces, c = i % pieces, row = at.x * HEIGHT + r;
+  const int each = whole(length, 128) / 64, matrix = number / each, first = number % each * 64;
+  const auto from = x + (long)matrix * length * D;
+  const auto to = tiles + ((long)matrix * whole(length, 128) + first / HEIGHT * HEIGHT) * panels(D);
+  for (int i = at.index; i < 64 * pieces; i += 256) {
+    const int row = first + i / pieces, r = row % HEIGHT, c = i % pieces;
     const bool live = row < length && c * 8 < D;
     put_piece(to + c / 8 * HEIGHT * 64 + r * 64 + ((c ^ r) & 7) * 8, from + (live ? (long)row * D + c * 8 : 0), live);
   }
 }
-
-template <typename In>
-struct HopperDeltaMemory {
-  static constexpr constant int bytes = 16;
+// The sum of products of dy's and y's elements by row of such a piece, 0 past the matrix's end.
+template <int DV, typename PY, typename PD>
+inline void delta_of(int number, int length, PY y, PD dy, GLOBAL float* delta, Place at) {
+  const int each = whole(length, 128) / 64, matrix = number / each, first = number % each * 64;
+  for (int r = at.group; r < 64; r += 8) {
+    const int row = first + r;
+    const long from = ((long)matrix * length + row) * DV;
+    float sum = 0.0f;
+    if (row < length)
+      for (int column = at.lane; column < DV; column += 32)
+        sum += static_cast<float>(y[from + column]) * static_cast<float>(dy[from + column]);
+    sum = lane_sum(sum);
+    if (at.lane == 0) delta[(long)matrix * whole(length, 128) + row] = sum;
+  }
+}
+template <bool GRADIENTS> struct PackGradients {
+  template <typename In, int DV, typename PY, typename PD, typename TD, typename TE>
+  static inline void of(int number, int length, PY y, PD dy, TD packed, TE delta, Place at) {
+    pack_rows_of<In, DV, 64>(number, length, dy, packed, at);
+    delta_of<DV>(number, length, y, dy, delta, at);
+  }
 };
-// The sum of products of dy's and y's elements by row, [N, whole(T, 128)]. Grid: rows in eights, matrices.
-template <typename In, int DV, typename PY, typename PD>
-inline void attention_hopper_delta(Place at, threadgroup char* memory, int length, PY y, PD dy, GLOBAL float* delta) {
-  const int row = at.x * 8 + at.group;
-  const long from = ((long)at.y * length + row) * DV;
-  float sum = 0.0f;
-  if (row < length)
-    for (int column = at.lane; column < DV; column += 32)
-      sum += static_cast<float>(y[from + column]) * static_cast<float>(dy[from + column]);
-  sum = lane_sum(sum);
-  if (at.lane == 0) delta[(long)at.y * whole(length, 128) + row] = sum;
+template <> struct PackGradients<false> {
+  template <typename In, int DV, typename PY, typename PD, typename TD, typename TE>
+  static inline void of(int, int, PY, PD, TD, TE, Place) {}
+};
+// q, k and v, where GRADIENTS are computed dy too, and its deltas. Grid: pieces of 64 rows of all of them.
+template <typename In, int D, int DV, int HEIGHT, bool GRADIENTS, typename PQ, typename PK, typename PV, typename PD,
+          typename PY, typename TD, typename TE>
+inline void attention_hopper_pack(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,
+                                  PQ q, PK k, PV v, PD dy, PY y, GLOBAL In* packed_q, GLOBAL In* packed_k,
+                                  GLOBAL In* packed_v, TD packed_dy, TE delta) {
+  const int of_queries = heads * whole(queries, 128) / 64, of_keys = key_heads * whole(keys, 128) / 64;
+  int number = at.x;
+  if (number < of_queries) return pack_rows_of<In, D, 64>(number, queries, q, packed_q, at);
+  number -= of_queries;
+  if (number < of_keys) return pack_rows_of<In, D, HEIGHT>(number, keys, k, packed_k, at);
+  number -= of_keys;
+  if (number < of_keys) return pack_rows_of<In, DV, HEIGHT>(number, keys, v, packed_v, at);
+  PackGradients<GRADIENTS>::template of<In, DV>(number - of_keys, queries, y, dy, packed_dy, delta, at);
 }
 
 template <typename In, int D, int DV, int HEIGHT>
 struct HopperForwardMemory {
   static constexpr constant int key = HEIGHT * panels(D) * 2, value = HEIGHT * panels(DV) * 2;
-  static constexpr constant int keys = 128 * panels(D) * 2;
-  static constexpr constant int values = keys + 2 * key;
-  static constexpr constant int gates = values + 2 * value;
-  static constexpr constant int bytes = gates + 128 + 1024;
+  static constexpr constant bool in_registers = held(D, DV);
+  static constexpr constant int keys = in_registers ? 0 : 128 * panels(D) * 2;
+  static constexpr constant int stages = stages_beside(keys, key + value);
+  static constexpr constant int values = keys + stages * key;
+  static constexpr constant int gates = values + stages * value;
+  static constexpr constant int bytes = gates + 192 + 1024;
 };
 
-// Gates of a block: one that opens with the operand that stays, then two each that say that keys and values are there,
-// and that they are no longer needed.
+// Gates of a block: one that opens with the operand that stays; for each of up to four stages those that say that keys
+// and values are there, and that they are no longer needed; two for what groups of warps hand each other.
 struct HopperGates {
   unsigned place;
   inline unsigned own() const { return place; }
   inline unsigned keys(int stage) const { return place + 8 + 8 * stage; }
-  inline unsigned values(int stage) const { return place + 24 + 8 * stage; }
-  inline unsigned keys_read(int stage) const { return place + 40 + 8 * stage; }
-  inline unsigned values_read(int stage) const { return place + 56 + 8 * stage; }
-  inline void start(int readers, Place at) const {
+  inline unsigned values(int stage) const { return place + 40 + 8 * stage; }
+  inline unsigned keys_read(int stage) const { return place + 72 + 8 * stage; }
+  inline unsigned values_read(int stage) const { return place + 104 + 8 * stage; }
+  inline unsigned given() const { return place + 136; }
+  inline unsigned taken() const { return place + 144; }
+  inline void start(Place at) const {
     if (at.index == 0) {
-      for (int i = 0; i < 5; ++i) gate_start(place + 8 * i, 1);
-      for (int i = 5; i < 9; ++i) gate_start(place + 8 * i, readers);
+      for (int i = 0; i < 9; ++i) gate_start(place + 8 * i, 1);
+      for (int i = 9; i < 17; ++i) gate_start(place + 8 * i, 8);
+      for (int i = 17; i < 19; ++i) gate_start(place + 8 * i, 4);
       gates_started();
     }
     barrier();
   }
 };
+// A group of lanes passes when all of them are through.
 inline void let_go(unsigned gate, Place at) {
+  group_barrier();
   if (at.lane == 0) gate_pass(gate);
 }
 
@@ -197,10 +254,12 @@ inline void soften(thread float (&scores)[COUNT], thread float* largest, thread 
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PK, typename PV>
 inline void bring_forward(Room room, HopperGates gates, PQ q, PK k, PV v, int first, int last) {
   using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
-  gate_expect(gates.own(), Memory::keys);
-  copy_tile(room.place, q, Memory::keys, gates.own());
+  if (!Memory::in_registers) {
+    gate_expect(gates.own(), Memory::keys);
+    copy_tile(room.place, q, Memory::keys, gates.own());
+  }
   for (int tile = last - 1, step = 0; tile >= first; --tile, ++step) {
-    const int stage = step & 1, round = step >> 1;
+    const int stage = step % Memory::stages, round = step / Memory::stages;
     if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
     gate_expect(gates.keys(stage), Memory::key);
     copy_tile(room.place + Memory::keys + stage * Memory::key, k + (long)tile * HEIGHT * panels(D), Memory::key,
@@ -212,73 +271,105 @@ inline void bring_forward(Room room, HopperGates gates, PQ q, PK k, PV v, int fi
   }
 }
 
+// Products of a block's own rows, from shared memory or from registers, with those of a tile.
+template <bool HELD> struct RowsTimes {
+  template <typename In, int N, int SIZE, int COUNT>
+  static inline void of(thread float (&d)[N / 2], const thread unsigned (&)[COUNT], unsigned own, unsigned b,
+                        int panel) {
+    multiply_rows<In, N, SIZE>(d, own, 8192, b, panel);
+  }
+  template <int SIZE, int COUNT, typename P>
+  static inline void take(thread unsigned (&)[COUNT], P, HopperGates gates, Place) {
+    gate_wait(gates.own(), 0);
+  }
+};
+template <> struct RowsTimes<true> {
+  template <typename In, int N, int SIZE>
+  static inline void of(thread float (&d)[N / 2], const thread unsigned (&own)[SIZE / 4], unsigned, unsigned b,
+                        int panel) {
+    multiply_held<In, N, SIZE>(d, own, b, panel);
+  }
+  template <int SIZE, typename P>
+  static inline void take(thread unsigned (&to)[SIZE / 4], P tile, HopperGates, Place at) {
+    hold_rows<SIZE>(to, tile, at);
+    settle(to);
+  }
+};
+
 // The results of 64 rows from tiles `last - 1` down to `first`, of which the rows see `own_first` to `own_last - 1`.
-template <typename In, int D, int DV, int HEIGHT>
-inline void attend(Room room, HopperGates gates, thread float (&results)[panels(DV) / 2], thread float* largest,
+template <typename In, int D, int DV, int HEIGHT, typename PQ>
+inline void attend(Room room, HopperGates gates, PQ q, thread float (&results)[panels(DV) / 2], thread float* largest,
                    thread float* totals, const thread Rows& rows, float scale, int first, int last, int own_first,
                    int own_last, Place at) {
   using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
-  constexpr int N = HEIGHT, panel = HEIGHT * 128;
+  constexpr int N = HEIGHT, panel = HEIGHT * 128, stages = Memory::stages;
   const unsigned own = room.place + (at.group / 4 - 1) * 64 * panels(D) * 2;
   float scores[N / 2], factors[2];
   unsigned weights[N / 4];
+  unsigned own_rows[Memory::in_registers ? panels(D) / 4 : 4];
   int step = 0, tile = last - 1;
   const auto skip = [&](int to) {
     for (; tile >= to; --tile, ++step) {
-      gate_wait(gates.keys(step & 1), step >> 1);
-      let_go(gates.keys_read(step & 1), at);
-      gate_wait(gates.values(step & 1), step >> 1);
-      let_go(gates.values_read(step & 1), at);
+      gate_wait(gates.keys(step % stages), step / stages);
+      let_go(gates.keys_read(step % stages), at);
+      gate_wait(gates.values(step % stages), step / stages);
+      let_go(gates.values_read(step % stages), at);
     }
   };
-  gate_wait(gates.own(), 0);
+  const auto multiply = [&](int number) {
+    RowsTimes<Memory::in_registers>::template of<In, N, panels(D)>(
+        scores, own_rows, own, room.place + Memory::keys + number % stages * Memory::key, panel);
+    products_sent();
+  };
+  const auto add = [&](int number) {
+    add_columns<In, panels(DV), N>(results, weights, room.place + Memory::values + number % stages * Memory::value,
+                                   panel);
+    products_sent();
+  };
+  RowsTimes<Memory::in_registers>::template take<panels(D)>(own_rows, q, gates, at);
   skip(own_last > first ? own_last : first);
   if (tile >= own_first) {
-    gate_wait(gates.keys(step & 1), step >> 1);
+    gate_wait(gates.keys(step % stages), step / stages);
     settle(scores);
     products_start();
-    multiply_rows<In, N, panels(D)>(scores, own, 8192, room.place + Memory::keys + (step & 1) * Memory::key, panel);
-    products_sent();
+    multiply(step);
     products_wait<0>();
     settle(scores);
-    let_go(gates.keys_read(step & 1), at);
+    let_go(gates.keys_read(step % stages), at);
     hide(scores, tile * HEIGHT, rows, at);
     soften(scores, largest, totals, factors, scale);
     pack_rows<In>(weights, scores);
     for (; tile > own_first; --tile, ++step) {
-      const int next = (step + 1) & 1;
-      gate_wait(gates.keys(next), (step + 1) >> 1);
+      const int next = step + 1;
+      gate_wait(gates.keys(next % stages), next / stages);
       settle(scores);
       settle(results);
       settle(weights);
       products_start();
-      multiply_rows<In, N, panels(D)>(scores, own, 8192, room.place + Memory::keys + next * Memory::key, panel);
-      products_sent();
-      gate_wait(gates.values(step & 1), step >> 1);
+      multiply(next);
+      gate_wait(gates.values(step % stages), step / stages);
       products_start();
-      add_columns<In, panels(DV), N>(results, weights, room.place + Memory::values + (step & 1) * Memory::value, panel);
-      products_sent();
+      add(step);
       products_wait<1>();
       settle(scores);
-      let_go(gates.keys_read(next), at);
+      let_go(gates.keys_read(next % stages), at);
       hide(scores, (tile - 1) * HEIGHT, rows, at);
       soften(scores, largest, totals, factors, scale);
       products_wait<0>();
       settle(results);
-      let_go(gates.values_read(step & 1), at);
+      let_go(gates.values_read(step % stages), at);
       DELTATUNE_UNROLL
       for (int i = 0; i < panels(DV) / 2; ++i) results[i] *= factors[own_side(i)];
       pack_rows<In>(weights, scores);
     }
-    gate_wait(gates.values(step & 1), step >> 1);
+    gate_wait(gates.values(step % stages), step / stages);
     settle(results);
     settle(weights);
     products_start();
-    add_columns<In, panels(DV), N>(results, weights, room.place + Memory::values + (step & 1) * Memory::value, panel);
-    products_sent();
+    add(step);
     products_wait<0>();
     settle(results);
-    let_go(gates.values_read(step & 1), at);
+    let_go(gates.values_read(step % stages), at);
     --tile, ++step;
   }
   skip(first);
@@ -299,7 +390,7 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
   const long head = (long)at.y * heads + at.x, key_head = (long)at.y * key_heads + at.x / (heads / key_heads);
   const int first = alike(seen.low(row) / HEIGHT), end = alike((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
   const int last = end > first ? end : first;
-  gates.start(8, at);
+  gates.start(at);
   at.group = alike(at.group);
   if (at.group < 4) {
     fewer_registers<24>();
@@ -322,7 +413,7 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
   float results[panels(DV) / 2], largest[2] = {-INFINITY, -INFINITY}, totals[2] = {0.0f, 0.0f};
   clear_floats(results);
   const float scale = numbers[0];
-  attend<In, D, DV, HEIGHT>(room, gates, results, largest, totals, rows, scale, first, last, own_first,
+  attend<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + top) * panels(D), results, largest, totals, rows, scale, first, last, own_first,
                             own_end < last ? own_end : last, at);
   float factors[2];
   DELTATUNE_UNROLL
@@ -346,22 +437,27 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
 template <typename In, int D, int DV, int HEIGHT>
 struct HopperQueriesMemory {
   static constexpr constant int key = HEIGHT * panels(D) * 2, value = HEIGHT * panels(DV) * 2;
-  static constexpr constant int own = 128 * panels(D) * 2, gradient = 128 * panels(DV) * 2;
-  static constexpr constant int keys = own + gradient;
-  static constexpr constant int values = keys + 2 * key;
-  static constexpr constant int value_stages = values + 2 * value + 1152 <= 232448 ? 2 : 1;
+  static constexpr constant bool in_registers = held(D, DV);
+  static constexpr constant int own = in_registers ? 0 : 128 * panels(D) * 2;
+  static constexpr constant int keys = in_registers ? 0 : own + 128 * panels(DV) * 2;
+  // Where two stages of both do not fit, values have one.
+  static constexpr constant int both = stages_beside(keys, key + value);
+  static constexpr constant int stages = both > 1 ? both : 2, value_stages = both > 1 ? both : 1;
+  static constexpr constant int values = keys + stages * key;
   static constexpr constant int gates = values + value_stages * value;
-  static constexpr constant int bytes = gates + 128 + 1024;
+  static constexpr constant int bytes = gates + 192 + 1024;
 };
 
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD, typename PK, typename PV>
 inline void bring_keys(Room room, HopperGates gates, PQ q, PD dy, PK k, PV v, int first, int last) {
   using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
-  gate_expect(gates.own(), Memory::keys);
-  copy_tile(room.place, q, Memory::own, gates.own());
-  copy_tile(room.place + Memory::own, dy, Memory::gradient, gates.own());
+  if (!Memory::in_registers) {
+    gate_expect(gates.own(), Memory::keys);
+    copy_tile(room.place, q, Memory::own, gates.own());
+    copy_tile(room.place + Memory::own, dy, Memory::keys - Memory::own, gates.own());
+  }
   for (int tile = last - 1, step = 0; tile >= first; --tile, ++step) {
-    const int stage = step & 1, round = step >> 1;
+    const int stage = step % Memory::stages, round = step / Memory::stages;
     if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
     gate_expect(gates.keys(stage), Memory::key);
     copy_tile(room.place + Memory::keys + stage * Memory::key, k + (long)tile * HEIGHT * panels(D), Memory::key,
@@ -375,24 +471,25 @@ inline void bring_keys(Room room, HopperGates gates, PQ q, PD dy, PK k, PV v, in
 }
 
 // dq of 64 rows, as `attend` goes: the next tile's gradients of scores are computed while this one's run on.
-template <typename In, int D, int DV, int HEIGHT>
-inline void add_gradients(Room room, HopperGates gates, thread float (&results)[panels(D) / 2],
+template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
+inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread float (&results)[panels(D) / 2],
                           const thread Rows& rows, const thread float* sums, const thread float* deltas, float scale,
                           int first, int last, int own_first, int own_last, Place at) {
   using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
-  constexpr int N = HEIGHT, panel = HEIGHT * 128, stages = Memory::value_stages;
+  constexpr int N = HEIGHT, panel = HEIGHT * 128, stages = Memory::stages, value_stages = Memory::value_stages;
   const int which = at.group / 4 - 1;
   const unsigned own = room.place + which * 64 * panels(D) * 2;
   const unsigned gradient = room.place + Memory::own + which * 64 * panels(DV) * 2;
   float scores[N / 2], products[N / 2];
   unsigned gradients[N / 4];
+  unsigned own_rows[Memory::in_registers ? panels(D) / 4 : 4], own_gradients[Memory::in_registers ? panels(DV) / 4 : 4];
   int step = 0, tile = last - 1;
   const auto skip = [&](int to) {
     for (; tile >= to; --tile, ++step) {
-      gate_wait(gates.keys(step & 1), step >> 1);
-      let_go(gates.keys_read(step & 1), at);
-      gate_wait(gates.values(step % stages), step / stages);
-      let_go(gates.values_read(step % stages), at);
+      gate_wait(gates.keys(step % stages), step / stages);
+      let_go(gates.keys_read(step % stages), at);
+      gate_wait(gates.values(step % value_stages), step / value_stages);
+      let_go(gates.values_read(step % value_stages), at);
     }
   };
   // Scores to weights; then to their gradients, when the products of dy with v are there.
@@ -403,21 +500,30 @@ inline void add_gradients(Room room, HopperGates gates, thread float (&results)[
   };
   const auto weigh = [&](int number) {
     settle(products);
-    let_go(gates.values_read(number % stages), at);
+    let_go(gates.values_read(number % value_stages), at);
     DELTATUNE_UNROLL
     for (int i = 0; i < N / 2; ++i) products[i] = scores[i] * (products[i] - deltas[own_side(i)]);
   };
-  gate_wait(gates.own(), 0);
+  using Times = RowsTimes<Memory::in_registers>;
+  const auto multiply = [&](int number) {
+    Times::template of<In, N, panels(D)>(scores, own_rows, own,
+                                         room.place + Memory::keys + number % stages * Memory::key, panel);
+  };
+  const auto multiply_gradients = [&](int number) {
+    Times::template of<In, N, panels(DV)>(products, own_gradients, gradient,
+                                          room.place + Memory::values + number % value_stages * Memory::value, panel);
+  };
+  Times::template take<panels(D)>(own_rows, q, gates, at);
+  Times::template take<panels(DV)>(own_gradients, dy, gates, at);
   skip(own_last > first ? own_last : first);
   if (tile >= own_first) {
-    gate_wait(gates.keys(step & 1), step >> 1);
-    gate_wait(gates.values(step % stages), step / stages);
+    gate_wait(gates.keys(step % stages), step / stages);
+    gate_wait(gates.values(step % value_stages), step / value_stages);
     settle(scores);
     settle(products);
     products_start();
-    multiply_rows<In, N, panels(D)>(scores, own, 8192, room.place + Memory::keys + (step & 1) * Memory::key, panel);
-    multiply_rows<In, N, panels(DV)>(products, gradient, 8192,
-                                     room.place + Memory::values + step % stages * Memory::value, panel);
+    multiply(step);
+    multiply_gradients(step);
     products_sent();
     products_wait<0>();
     settle(scores);
@@ -426,21 +532,20 @@ inline void add_gradients(Room room, HopperGates gates, thread float (&results)[
     pack_rows<In>(gradients, products);
     for (; tile > own_first; --tile, ++step) {
       const int next = step + 1;
-      gate_wait(gates.keys(next & 1), next >> 1);
+      gate_wait(gates.keys(next % stages), next / stages);
       settle(scores);
       settle(products);
       settle(results);
       settle(gradients);
       products_start();
-      multiply_rows<In, N, panels(D)>(scores, own, 8192, room.place + Memory::keys + (next & 1) * Memory::key, panel);
+      multiply(next);
       products_sent();
-      gate_wait(gates.values(next % stages), next / stages);
+      gate_wait(gates.values(next % value_stages), next / value_stages);
       products_start();
-      multiply_rows<In, N, panels(DV)>(products, gradient, 8192,
-                                       room.place + Memory::values + next % stages * Memory::value, panel);
+      multiply_gradients(next);
       products_sent();
       products_start();
-      add_columns<In, panels(D), N>(results, gradients, room.place + Memory::keys + (step & 1) * Memory::key, panel);
+      add_columns<In, panels(D), N>(results, gradients, room.place + Memory::keys + step % stages * Memory::key, panel);
       products_sent();
       products_wait<2>();
       settle(scores);
@@ -449,17 +554,17 @@ inline void add_gradients(Room room, HopperGates gates, thread float (&results)[
       weigh(next);
       products_wait<0>();
       settle(results);
-      let_go(gates.keys_read(step & 1), at);
+      let_go(gates.keys_read(step % stages), at);
       pack_rows<In>(gradients, products);
     }
     settle(results);
     settle(gradients);
     products_start();
-    add_columns<In, panels(D), N>(results, gradients, room.place + Memory::keys + (step & 1) * Memory::key, panel);
+    add_columns<In, panels(D), N>(results, gradients, room.place + Memory::keys + step % stages * Memory::key, panel);
     products_sent();
     products_wait<0>();
     settle(results);
-    let_go(gates.keys_read(step & 1), at);
+    let_go(gates.keys_read(step % stages), at);
     --tile, ++step;
   }
   skip(first);
@@ -479,7 +584,7 @@ inline void attention_hopper_queries(Place at, threadgroup char* memory, int hea
   const long head = (long)at.y * heads + at.x, key_head = (long)at.y * key_heads + at.x / (heads / key_heads);
   const int first = alike(seen.low(row) / HEIGHT), end = alike((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
   const int last = end > first ? end : first;
-  gates.start(8, at);
+  gates.start(at);
   at.group = alike(at.group);
   if (at.group < 4) {
     fewer_registers<24>();
@@ -506,7 +611,8 @@ inline void attention_hopper_queries(Place at, threadgroup char* memory, int hea
   const int own_first = alike(seen.low(top) / HEIGHT), own_end = alike((seen.high(top + 63) + HEIGHT - 1) / HEIGHT);
   float results[panels(D) / 2];
   clear_floats(results);
-  add_gradients<In, D, DV, HEIGHT>(room, gates, results, rows, own_sums, own_deltas, numbers[0], first, last, own_first,
+  const long from = head * tiles * 128 + top;
+  add_gradients<In, D, DV, HEIGHT>(room, gates, q + from * panels(D), dy + from * panels(DV), results, rows, own_sums, own_deltas, numbers[0], first, last, own_first,
                                    own_end < last ? own_end : last, at);
   const float factors[2] = {numbers[1], numbers[1]};
   write_own<In, D>(results, dq + head * queries * D, top, queries, factors, at);
@@ -517,44 +623,46 @@ template <typename In, int D, int DV, int HEIGHT>
 struct HopperKeysMemory {
   static constexpr constant int block = 64 * panels(D) * 2, value_block = 64 * panels(DV) * 2;
   static constexpr constant int own = HEIGHT / 64 * block, own_value = HEIGHT / 64 * value_block;
-  // A stage is a tile of 64 queries with their sums, and one of dy with their deltas.
   static constexpr constant int query = 64 * panels(D) * 2, gradient = 64 * panels(DV) * 2;
-  static constexpr constant int queries = own + own_value;
-  static constexpr constant int gradients = queries + 2 * query;
-  static constexpr constant int exchange = gradients + 2 * gradient;
-  static constexpr constant int sums = exchange + 64 * 64 * 4;
-  static constexpr constant int deltas = sums + 2 * 256;
-  static constexpr constant int gates = deltas + 2 * 256;
-  static constexpr constant int bytes = gates + 128 + 1024;
+  static constexpr constant int exchange = own + own_value;
+  static constexpr constant int queries = exchange + 64 * 64 * 4;
+  static constexpr constant int stages = stages_beside(queries, query + gradient);
+  static constexpr constant int gradients = queries + stages * query;
+  static constexpr constant int gates = gradients + stages * gradient;
+  static constexpr constant int bytes = gates + 192 + 1024;
 };
-enum : int { weights_there = 1, weights_read = 2 };
 
 // The steps of a block: `count` tiles of queries from `first` on, for each of the heads that read these keys.
 struct HopperSteps {
-  int first, count, heads;
+  int first, count, heads, length;
+  long head;
   inline int all() const { return count * heads; }
   inline int tile(int step) const { return first + step % count; }
-  inline int head(int step) const { return step / count; }
+  // The first query of a step, counted through all matrices of `length` rows.
+  inline long row(int step) const { return (head + step / count) * length + (long)tile(step) * 64; }
 };
 
-template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD, typename PL>
-inline void bring_queries(Room room, HopperGates gates, PQ q, PD dy, PL sums, PL delta, long head, int length,
-                          HopperSteps steps) {
+template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
+inline void bring_queries(Room room, HopperGates gates, PQ q, PD dy, HopperSteps steps) {
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
   for (int step = 0; step < steps.all(); ++step) {
-    const int stage = step & 1, round = step >> 1;
-    const long row = (head + steps.head(step)) * length + (long)steps.tile(step) * 64;
+    const int stage = step % Memory::stages, round = step / Memory::stages;
+    const long row = steps.row(step);
     if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
-    gate_expect(gates.keys(stage), Memory::query + 256);
+    gate_expect(gates.keys(stage), Memory::query);
     copy_tile(room.place + Memory::queries + stage * Memory::query, q + row * panels(D), Memory::query,
               gates.keys(stage));
-    copy_tile(room.place + Memory::sums + stage * 256, sums + row, 256, gates.keys(stage));
     if (round > 0) gate_wait(gates.values_read(stage), round - 1);
-    gate_expect(gates.values(stage), Memory::gradient + 256);
+    gate_expect(gates.values(stage), Memory::gradient);
     copy_tile(room.place + Memory::gradients + stage * Memory::gradient, dy + row * panels(DV), Memory::gradient,
               gates.values(stage));
-    copy_tile(room.place + Memory::deltas + stage * 256, delta + row, 256, gates.values(stage));
   }
+}
+// Of each query of a step two numbers of eight, which belong to a lane's columns.
+template <typename P>
+inline void look_up(thread float (&to)[16], P from, Place at) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + at.lane % 4 * 2);
 }
 
 // A lane's weights of one block of 64 keys from one group of warps to the other, where a lane holds the same elements.
@@ -573,54 +681,50 @@ inline void weigh_with(thread float (&x)[32], threadgroup const float* room, Pla
 }
 // dv: weights [keys, queries] from k and q, handed over, then multiplied with dy. A unit of the work is a tile of queries
 // with one of 64 keys: the next one's weights are computed while this one's products run on.
-template <typename In, int D, int DV, int HEIGHT>
+template <typename In, int D, int DV, int HEIGHT, typename PL>
 inline void add_values(Room room, HopperGates gates, thread float (&results)[HEIGHT / 64][panels(DV) / 2],
-                       const thread Rows* rows, float scale, HopperSteps steps, Place at) {
+                       const thread Rows* rows, float scale, PL sums, HopperSteps steps, Place at) {
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
-  constexpr int blocks = HEIGHT / 64;
-  float scores[32];
+  constexpr int blocks = HEIGHT / 64, stages = Memory::stages;
+  float scores[32], looked_up[16];
   unsigned weights[16];
   const auto multiply = [&](int step, int b) {
     multiply_rows<In, 64, panels(D)>(scores, room.place + b * Memory::block, 8192,
-                                     room.place + Memory::queries + (step & 1) * Memory::query, 8192);
+                                     room.place + Memory::queries + step % stages * Memory::query, 8192);
     products_sent();
   };
   const auto add = [&](int step, int b) {
-    add_columns<In, panels(DV), 64>(results[b], weights, room.place + Memory::gradients + (step & 1) * Memory::gradient,
+    add_columns<In, panels(DV), 64>(results[b], weights, room.place + Memory::gradients + step % stages * Memory::gradient,
                                     8192);
     products_sent();
   };
   const auto weigh = [&](int step, int b) {
-    const threadgroup float* sums = room.floats(Memory::sums + (step & 1) * 256) + at.lane % 4 * 2;
     hide(scores, steps.tile(step) * 64, rows[b], at);
     DELTATUNE_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      float sum[2];
-      get_two(sum, sums + j * 8);
-      DELTATUNE_UNROLL
-      for (int i = 0; i < 4; ++i) scores[4 * j + i] = power_of_two(scores[4 * j + i] * scale - sum[i & 1]);
-    }
-    if (b + 1 == blocks) let_go(gates.keys_read(step & 1), at);
-    if (step > 0 || b > 0) meet<weights_read, 256>();
+    for (int i = 0; i < 32; ++i) scores[i] = power_of_two(scores[i] * scale - looked_up[i / 4 * 2 + (i & 1)]);
+    if (b + 1 == blocks) let_go(gates.keys_read(step % stages), at);
+    const int unit = step * blocks + b;
+    if (unit > 0) gate_wait(gates.taken(), unit - 1);
     hand_over(room.floats(Memory::exchange), scores, at);
-    report<weights_there, 256>();
+    let_go(gates.given(), at);
   };
   const auto go_on = [&](int step, int b) {
     const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
-    if (next_block == 0) gate_wait(gates.keys(next & 1), next >> 1);
-    if (b == 0) gate_wait(gates.values(step & 1), step >> 1);
+    if (next_block == 0) gate_wait(gates.keys(next % stages), next / stages);
+    if (b == 0) gate_wait(gates.values(step % stages), step / stages);
     settle(scores);
     settle(results[b]);
     settle(weights);
     products_start();
     multiply(next, next_block);
     add(step, b);
+    if (next_block == 0) look_up(looked_up, sums + steps.row(next), at);
     products_wait<1>();
     settle(scores);
     weigh(next, next_block);
     products_wait<0>();
     settle(results[b]);
-    if (b + 1 == blocks) let_go(gates.values_read(step & 1), at);
+    if (b + 1 == blocks) let_go(gates.values_read(step % stages), at);
     pack_rows<In>(weights, scores);
   };
   if (steps.all() == 0) return;
@@ -628,6 +732,7 @@ inline void add_values(Room room, HopperGates gates, thread float (&results)[HEI
   settle(scores);
   products_start();
   multiply(0, 0);
+  look_up(looked_up, sums + steps.row(0), at);
   products_wait<0>();
   settle(scores);
   weigh(0, 0);
@@ -639,7 +744,7 @@ inline void add_values(Room room, HopperGates gates, thread float (&results)[HEI
   }
   DELTATUNE_UNROLL
   for (int b = 0; b + 1 < blocks; ++b) go_on(end, b);
-  if (blocks == 1) gate_wait(gates.values(end & 1), end >> 1);
+  if (blocks == 1) gate_wait(gates.values(end % stages), end / stages);
   settle(results[blocks - 1]);
   settle(weights);
   products_start();
@@ -649,53 +754,48 @@ inline void add_values(Room room, HopperGates gates, thread float (&results)[HEI
 }
 
 // dk: products [keys, queries] of v and dy, times the weights that come over, then multiplied with q.
-template <typename In, int D, int DV, int HEIGHT>
+template <typename In, int D, int DV, int HEIGHT, typename PL>
 inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGHT / 64][panels(D) / 2],
-                       HopperSteps steps, Place at) {
+                       PL delta, HopperSteps steps, Place at) {
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
-  constexpr int blocks = HEIGHT / 64;
-  float products[32];
+  constexpr int blocks = HEIGHT / 64, stages = Memory::stages;
+  float products[32], looked_up[16];
   unsigned gradients[16];
   const auto multiply = [&](int step, int b) {
     multiply_rows<In, 64, panels(DV)>(products, room.place + Memory::own + b * Memory::value_block, 8192,
-                                      room.place + Memory::gradients + (step & 1) * Memory::gradient, 8192);
+                                      room.place + Memory::gradients + step % stages * Memory::gradient, 8192);
     products_sent();
   };
   const auto add = [&](int step, int b) {
-    add_columns<In, panels(D), 64>(results[b], gradients, room.place + Memory::queries + (step & 1) * Memory::query,
+    add_columns<In, panels(D), 64>(results[b], gradients, room.place + Memory::queries + step % stages * Memory::query,
                                    8192);
     products_sent();
   };
   const auto weigh = [&](int step, int b) {
-    const threadgroup float* deltas = room.floats(Memory::deltas + (step & 1) * 256) + at.lane % 4 * 2;
     DELTATUNE_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      float delta[2];
-      get_two(delta, deltas + j * 8);
-      DELTATUNE_UNROLL
-      for (int i = 0; i < 4; ++i) products[4 * j + i] -= delta[i & 1];
-    }
-    if (b + 1 == blocks) let_go(gates.values_read(step & 1), at);
-    meet<weights_there, 256>();
+    for (int i = 0; i < 32; ++i) products[i] -= looked_up[i / 4 * 2 + (i & 1)];
+    if (b + 1 == blocks) let_go(gates.values_read(step % stages), at);
+    gate_wait(gates.given(), step * blocks + b);
     weigh_with(products, room.floats(Memory::exchange), at);
-    if (step + 1 < steps.all() || b + 1 < blocks) report<weights_read, 256>();
+    let_go(gates.taken(), at);
   };
   const auto go_on = [&](int step, int b) {
     const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
-    if (next_block == 0) gate_wait(gates.values(next & 1), next >> 1);
-    if (b == 0) gate_wait(gates.keys(step & 1), step >> 1);
+    if (next_block == 0) gate_wait(gates.values(next % stages), next / stages);
+    if (b == 0) gate_wait(gates.keys(step % stages), step / stages);
     settle(products);
     settle(results[b]);
     settle(gradients);
     products_start();
     multiply(next, next_block);
     add(step, b);
+    if (next_block == 0) look_up(looked_up, delta + steps.row(next), at);
     products_wait<1>();
     settle(products);
     weigh(next, next_block);
     products_wait<0>();
     settle(results[b]);
-    if (b + 1 == blocks) let_go(gates.keys_read(step & 1), at);
+    if (b + 1 == blocks) let_go(gates.keys_read(step % stages), at);
     pack_rows<In>(gradients, products);
   };
   if (steps.all() == 0) return;
@@ -703,6 +803,7 @@ inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGH
   settle(products);
   products_start();
   multiply(0, 0);
+  look_up(looked_up, delta + steps.row(0), at);
   products_wait<0>();
   settle(products);
   weigh(0, 0);
@@ -714,7 +815,7 @@ inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGH
   }
   DELTATUNE_UNROLL
   for (int b = 0; b + 1 < blocks; ++b) go_on(end, b);
-  if (blocks == 1) gate_wait(gates.keys(end & 1), end >> 1);
+  if (blocks == 1) gate_wait(gates.keys(end % stages), end / stages);
   settle(results[blocks - 1]);
   settle(gradients);
   products_start();
@@ -737,17 +838,17 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
   const int key = at.z * HEIGHT, each = heads / key_heads;
   const long key_head = (long)at.y * key_heads + at.x, head = (long)at.y * heads + (long)at.x * each;
   const int first = alike(seen.first(key) / 64), end = alike((seen.last(key + HEIGHT - 1) + 63) / 64);
-  const HopperSteps steps{first, end > first ? end - first : 0, each};
-  gates.start(8, at);
+  const HopperSteps steps{first, end > first ? end - first : 0, each, whole(queries, 128), head};
+  gates.start(at);
   at.group = alike(at.group);
   if (at.group < 4) {
     fewer_registers<24>();
     if (at.index == 0) {
-      gate_expect(gates.own(), Memory::queries);
+      gate_expect(gates.own(), Memory::exchange);
       const long row = key_head * whole(keys, 128) + key;
       copy_tile(room.place, k + row * panels(D), Memory::own, gates.own());
       copy_tile(room.place + Memory::own, v + row * panels(DV), Memory::own_value, gates.own());
-      bring_queries<In, D, DV, HEIGHT>(room, gates, q, dy, sums, delta, head, whole(queries, 128), steps);
+      bring_queries<In, D, DV, HEIGHT>(room, gates, q, dy, steps);
     }
     return;
   }
@@ -765,7 +866,7 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
     }
     float results[blocks][panels(DV) / 2];
     for (int b = 0; b < blocks; ++b) clear_floats(results[b]);
-    add_values<In, D, DV, HEIGHT>(room, gates, results, rows, numbers[0], steps, at);
+    add_values<In, D, DV, HEIGHT>(room, gates, results, rows, numbers[0], sums, steps, at);
     const float factors[2] = {1.0f, 1.0f};
     DELTATUNE_UNROLL
     for (int b = 0; b < blocks; ++b)
@@ -773,7 +874,7 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
   } else {
     float results[blocks][panels(D) / 2];
     for (int b = 0; b < blocks; ++b) clear_floats(results[b]);
-    add_keys<In, D, DV, HEIGHT>(room, gates, results, steps, at);
+    add_keys<In, D, DV, HEIGHT>(room, gates, results, delta, steps, at);
     const float factors[2] = {numbers[1], numbers[1]};
     DELTATUNE_UNROLL
     for (int b = 0; b < blocks; ++b)

@@ -27,12 +27,6 @@ inline void copy_tile(unsigned to, const T* from, unsigned bytes, unsigned gate)
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "r"(bytes), "r"(gate) : "memory");
 }
-// Some threads of the block meet; others only report that they are there.
-template <int ID, int THREADS>
-inline void meet() { asm volatile("bar.sync %0, %1;" :: "n"(ID), "n"(THREADS) : "memory"); }
-template <int ID, int THREADS>
-inline void report() { asm volatile("bar.arrive %0, %1;" :: "n"(ID), "n"(THREADS) : "memory"); }
-
 template <int COUNT>
 inline void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 template <int COUNT>
@@ -55,6 +49,7 @@ template <> struct PairOf<__half> {
   }
 };
 inline void put_pair(void* to, unsigned pair) { *reinterpret_cast<unsigned*>(to) = pair; }
+inline unsigned get_pair(const void* from) { return *reinterpret_cast<const unsigned*>(from); }
 inline void put_four(float* to, const float* from) {
   *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
 }
@@ -115,7 +110,7 @@ inline unsigned afresh(unsigned x) {
   return x;
 }
 
-// d [64, N] (+)= a b^T, 16 columns deep, both in shared memory; d += a b, 16 rows of b deep, a in registers.
+// d [64, N] (+)= a b^T, 16 columns deep, a in shared memory or held in registers; d += a b, 16 rows of b deep, a held.
 template <typename In, int N> struct Products;
 #define DELTATUNE_FLOATS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
                               "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -138,12 +133,18 @@ template <typename In, int N> struct Products;
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
     "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
     "%126, %127"
-#define DELTATUNE_PRODUCTS(In, TYPE, N, P0, P1, P2, P3, P4) \
+#define DELTATUNE_PRODUCTS(In, TYPE, N, P0, P1, P2, P3, P4, P5) \
   template <> struct Products<In, N> { \
     static inline void rows(float* d, unsigned long long a, unsigned long long b, int onto) { \
       asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P2 ", 0;\n" \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, %" #P0 \
                    ", %" #P1 ", onto, 1, 1, 0, 0;\n}" : DELTATUNE_FLOATS_##N : "l"(a), "l"(b), "r"(onto)); \
+    } \
+    static inline void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) { \
+      asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P5 ", 0;\n" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, {%" #P0 \
+                   ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", onto, 1, 1, 0;\n}" \
+                   : DELTATUNE_FLOATS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(onto)); \
     } \
     static inline void columns(float* d, const unsigned* a, unsigned long long b) { \
       asm volatile("{\n.reg .pred onto;\nsetp.eq.u32 onto, 1, 1;\n" \
@@ -152,11 +153,11 @@ template <typename In, int N> struct Products;
                    : DELTATUNE_FLOATS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
     } \
   };
-DELTATUNE_PRODUCTS(bf16, "bf16", 64, 32, 33, 34, 35, 36)
-DELTATUNE_PRODUCTS(bf16, "bf16", 128, 64, 65, 66, 67, 68)
-DELTATUNE_PRODUCTS(bf16, "bf16", 192, 96, 97, 98, 99, 100)
-DELTATUNE_PRODUCTS(bf16, "bf16", 256, 128, 129, 130, 131, 132)
-DELTATUNE_PRODUCTS(__half, "f16", 64, 32, 33, 34, 35, 36)
-DELTATUNE_PRODUCTS(__half, "f16", 128, 64, 65, 66, 67, 68)
-DELTATUNE_PRODUCTS(__half, "f16", 192, 96, 97, 98, 99, 100)
-DELTATUNE_PRODUCTS(__half, "f16", 256, 128, 129, 130, 131, 132)
+DELTATUNE_PRODUCTS(bf16, "bf16", 64, 32, 33, 34, 35, 36, 37)
+DELTATUNE_PRODUCTS(bf16, "bf16", 128, 64, 65, 66, 67, 68, 69)
+DELTATUNE_PRODUCTS(bf16, "bf16", 192, 96, 97, 98, 99, 100, 101)
+DELTATUNE_PRODUCTS(bf16, "bf16", 256, 128, 129, 130, 131, 132, 133)
+DELTATUNE_PRODUCTS(__half, "f16", 64, 32, 33, 34, 35, 36, 37)
+DELTATUNE_PRODUCTS(__half, "f16", 128, 64, 65, 66, 67, 68, 69)
+DELTATUNE_PRODUCTS(__half, "f16", 192, 96, 97, 98, 99, 100, 101)
+DELTATUNE_PRODUCTS(__half, "f16", 256, 128, 129, 130, 131, 132, 133)
