@@ -20,10 +20,10 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 # isort: split
 import mlx.core as mx
 import numpy as np
-from machine import cpu, versions
 
 from deltatune.ops.attention.blocked import attention_blocked
 from deltatune.ops.attention.native import attention_native
+from machine import cpu, versions
 
 # Query heads, key heads, head size: as the attention of Qwen3.5-0.8B, and one of usual heads.
 SHAPES = ((8, 2, 256), (8, 8, 64))

@@ -22,6 +22,9 @@ enum : int { most_copies = 256, most_products = 256 };
 static Gate gates[host::threadgroup_limit / 8];
 static Copy copies[most_copies];
 static int copy_count;
+// Looks at gates since one of them last moved on: past so many, none will.
+static long looks;
+enum : long { most_looks = 300000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
 static unsigned published[host::most_lanes][4];
@@ -36,7 +39,12 @@ static void look(Gate& gate) {
   if (gate.pending == 0 && gate.bytes == 0) {
     gate.pending = gate.count;
     ++gate.rounds;
+    looks = 0;
   }
+}
+static void fail(const char* message) {
+  host::fail(message, 0);
+  host::leave();
 }
 // One of the copies on their way arrives, now and then.
 static void go_on() {
@@ -48,11 +56,8 @@ static void go_on() {
     gate_at(copy.gate).bytes -= (int)copy.bytes;
     look(gate_at(copy.gate));
   }
+  if (++looks > most_looks) fail("a gate that does not open");
   host::lanes[host::current].wait = host::running;
-  host::leave();
-}
-static void fail(const char* message) {
-  host::fail(message, 0);
   host::leave();
 }
 
@@ -106,6 +111,7 @@ inline unsigned shared_place(threadgroup const void* p) { return (unsigned)((con
 inline void gate_start(unsigned gate, int count) {
   hopper::gate_at(gate) = hopper::Gate{count, count, 0, 0};
   hopper::copy_count = 0;
+  hopper::looks = 0;
   memset(hopper::queued, 0, sizeof hopper::queued);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }

@@ -3,14 +3,14 @@
 A block meets all keys that causality and the window leave it, in one product, and the next block uses its memory
 again: blocks shrink as rows of scores grow, so the memory does not depend on the length. The backward pass computes a
 block's weights anew. MLX's softmax costs half of what its exp does on a CPU, so the weights come from the scores by
-softmax there too, and no log-sum-exp is kept.
+softmax there too, and neither y nor a log-sum-exp is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple, cast
 
 import mlx.core as mx
@@ -75,8 +75,25 @@ def attention_blocked(
     kind = Kind(scale, causal, window, sinks is not None, segments is not None, mask is not None, scores)
     sinks32 = mx.zeros((q.shape[1],)) if sinks is None else sinks.astype(mx.float32)
     extra = [x for x in (segments, mask) if x is not None]
-    y, _ = _forward_by(kind)(q, k, v, sinks32, *map(mx.stop_gradient, extra))
+    arrays = unmapped()(q, k, v, sinks32, *map(mx.stop_gradient, extra))
+    y, _ = _forward_by(kind)(*arrays)
     return y
+
+
+@cache
+def unmapped() -> _Function:
+    """The arrays as they are, and no vmap over them: its rule is asked before MLX comes to what has none behind it."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError(
+            "attention: mx.vmap cannot map this implementation. Expected every array with its batch axis B first; fold "
+            "the mapped axis into B, or set DELTATUNE_ATTENTION=naive, which can be mapped."
+        )
+
+    same = mx.custom_function(lambda *arrays: arrays)
+    same.vjp(lambda primals, cotangents, outputs: cotangents)
+    same.vmap(refuse)
+    return cast(_Function, same)
 
 
 @lru_cache(maxsize=256)
@@ -87,13 +104,11 @@ def _forward_by(kind: Kind) -> _Function:
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
-        gradients = call_backward(*primals, cotangents[0], *outputs)
+        gradients = call_backward(*primals, cotangents[0], outputs[1])
         return *gradients, *map(mx.zeros_like, primals[4:])
 
     forward.vjp(vjp)
     backward.vjp(refuse_second_derivative)
-    forward.vmap(refuse_vmap)
-    backward.vmap(refuse_vmap)
     return call_forward
 
 
@@ -105,14 +120,6 @@ def refuse_second_derivative(*_: object) -> None:
     )
 
 
-def refuse_vmap(*_: object) -> None:
-    """The rule of mx.vmap for every implementation with a backward pass of its own."""
-    raise ValueError(
-        "attention: mx.vmap cannot map this implementation. Expected every array with its batch axis B first; fold the "
-        "mapped axis into B, or set DELTATUNE_ATTENTION=naive, which can be mapped."
-    )
-
-
 def _forward(
     kind: Kind, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array, *extra: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -121,7 +128,7 @@ def _forward(
         y = mx.zeros((*part.queries[0].shape[:4], v.shape[3]), q.dtype)
         share = mx.zeros(y.shape[:4] if part.shared else (0,), mx.float32)
         for block in part.blocks():
-            rows = part.rows(0, block, after=y)
+            rows = part.rows(0, block, (y,))
             weights, own = part.weights(rows, block)
             result = part.unfolded(part.folded(weights) @ part.v[..., block.low : block.high, :], block)
             if own is not None:
@@ -136,29 +143,32 @@ def _forward(
 def _backward(
     kind: Kind, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array, *more: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Gradients of q, k, v and the sinks. With weights w = share * softmax, dscore = w (dy . v - dy . y)."""
-    *extra, dy, y, share = more
-    along = [q, dy, y] + ([share[..., None]] if share.size else [])
+    """Gradients of q, k, v and the sinks. With weights w = share * softmax, dscore = w (dy . v - sum of w dy . v).
+
+    That sum is dy . y, but y is rounded to its dtype: what cancels where one key takes all would not.
+    """
+    *extra, dy, share = more
+    along = [q, dy] + ([share[..., None]] if share.size else [])
     results: tuple[list[mx.array], ...] = ([], [], [], [])
     for part in _parts(kind, along, k, v, sinks, extra):
         dq, dk, dv = mx.zeros(part.queries[0].shape, q.dtype), mx.zeros_like(part.k), mx.zeros_like(part.v)
         dsinks = mx.zeros(part.sinks.shape)
         for block in part.blocks():
-            keys = slice(block.low, block.high)
-            rows, dy_rows, y_rows = (part.rows(i, block, after=dq) for i in range(3))
+            keys, before = slice(block.low, block.high), (dq, dk, dv)
+            rows, dy_rows, *own = (part.rows(i, block, before) for i in range(len(along)))
             weights, _ = part.weights(rows, block)
-            delta = (dy_rows * y_rows).sum(axis=-1, keepdims=True)
-            if share.size:
-                own = part.rows(3, block, after=dq)
-                dsinks = dsinks - (delta * (1.0 - own)).sum(axis=(0, 3, 4))
-                dy_rows, delta = dy_rows * own, delta * own
-            dy_rows, folded = part.folded(dy_rows), part.folded(weights)
-            dweights = dy_rows @ part.v[..., keys, :].swapaxes(-1, -2)
-            dscores = folded * (dweights - part.folded(delta))
-            rows = part.folded(rows) * kind.scale
+            dy_rows = part.folded(dy_rows * own[0] if own else dy_rows)
+            weights, dweights = part.folded(weights), dy_rows @ part.v[..., keys, :].swapaxes(-1, -2)
+            delta = (weights * dweights).sum(axis=-1, keepdims=True)
+            if own:
+                unfolded = part.unfolded(delta, block)
+                dsinks = dsinks - (unfolded * (1.0 - own[0])).sum(axis=(0, 3, 4))
+                delta = part.folded(unfolded * own[0])
+            dscores = weights * (dweights - delta)
             dq[..., block.first : block.last, :] = part.unfolded(dscores @ part.k[..., keys, :], block) * kind.scale
+            rows = part.folded(rows) * kind.scale
             dk[..., keys, :] = mx.addmm(dk[..., keys, :], dscores.swapaxes(-1, -2), rows)
-            dv[..., keys, :] = mx.addmm(dv[..., keys, :], folded.swapaxes(-1, -2), dy_rows)
+            dv[..., keys, :] = mx.addmm(dv[..., keys, :], weights.swapaxes(-1, -2), dy_rows)
         for found, result in zip(results, (dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks), strict=True):
             found.append(result)
     dq, dk, dv = (_joined(found, x.shape) for found, x in zip(results, (q, k, v), strict=False))
@@ -210,10 +220,10 @@ class _Part:
         seen = min(keys, position + _FEWEST) if self.kind.causal else keys
         return max(1, seen if self.kind.window is None else min(seen, self.kind.window + _FEWEST))
 
-    def rows(self, which: int, block: Block, after: mx.array) -> mx.array:
-        """The block's rows of an array along the queries, in fp32, no sooner than `after` is there."""
+    def rows(self, which: int, block: Block, before: Sequence[mx.array]) -> mx.array:
+        """The block's rows of an array along the queries, in fp32, no sooner than `before` is there."""
         rows = self.queries[which][..., block.first : block.last, :]
-        return mx.depends([rows], [after])[0].astype(mx.float32)
+        return mx.depends([rows], list(before))[0].astype(mx.float32)
 
     def folded(self, rows: mx.array) -> mx.array:
         """[b, h, G, R, n] as [b, h, 1, G R, n], so that one product serves the heads that share a key head."""

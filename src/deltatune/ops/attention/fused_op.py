@@ -12,7 +12,7 @@ import mlx.core as mx
 from ... import backend, nvidia
 from ..kernels.launch import Launch
 from . import fused, hopper
-from .blocked import refuse_second_derivative, refuse_vmap
+from .blocked import refuse_second_derivative, unmapped
 from .fused import Kind, Operands
 
 # Kernels for any GPU of a kind, and Hopper's own.
@@ -52,7 +52,7 @@ def attention_fused(
     extra = [] if sinks is None else [sinks.astype(mx.float32)]
     spans = [] if segments is None else list(segment_spans(segments))
     forward = _forward_by(kind, machine or machine_for(kind, q, v), execute)
-    y, _ = forward(q, k, v, *extra, *map(mx.stop_gradient, spans))
+    y, _ = forward(*unmapped()(q, k, v, *extra, *map(mx.stop_gradient, spans)))
     return y
 
 
@@ -126,8 +126,6 @@ def _forward_by(kind: Kind, machine: str, execute: Execute) -> _Function:
 
     forward.vjp(vjp)
     backward.vjp(refuse_second_derivative)
-    forward.vmap(refuse_vmap)
-    backward.vmap(refuse_vmap)
     return call_forward
 
 
