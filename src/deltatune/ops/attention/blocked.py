@@ -172,18 +172,18 @@ def _backward(
         for found, result in zip(results, (dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks), strict=True):
             found.append(result)
     dq, dk, dv = (_joined(found, x.shape) for found, x in zip(results, (q, k, v), strict=False))
-    return dq, dk, dv, mx.concatenate([x.reshape(1, -1) for x in results[3]]).reshape(-1, q.shape[1]).sum(axis=0)
+    return dq, dk, dv, mx.concatenate([x.reshape(-1) for x in results[3]]).reshape(-1, q.shape[1]).sum(axis=0)
 
 
 def _joined(parts: Sequence[mx.array], shape: Sequence[int]) -> mx.array:
     """What the parts found, which are the rows of the whole in their order."""
-    whole = parts[0] if len(parts) == 1 else mx.concatenate([x.reshape(1, *x.shape[2:]) for x in parts])
+    whole = parts[0] if len(parts) == 1 else mx.concatenate([x.reshape(-1, *x.shape[2:]) for x in parts])
     return whole.reshape(shape)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The arrays of one key head of one row of the batch on a CPU, of all of them on a GPU.
+    """The arrays of some key heads of one row of the batch on a CPU, of all of them on a GPU.
 
     `queries`: arrays along the queries, [b, h, G, Tq, any]; k, v [b, h, 1, Tk, any] in fp32, where G query heads read
     one key head; sinks [h, G]; segments [b, 1, 1, T]; mask, of which any axis may be 1, [b, h, G, Tq, Tk].
@@ -238,16 +238,16 @@ class _Part:
         [b, h, G, R]: what the sink leaves them, 0 where a row sees nothing."""
         folded = self.folded(rows * self.kind.scale)
         scores = self.unfolded(folded @ self.k[..., block.low : block.high, :].swapaxes(-1, -2), block)
-        visible = self._visible(block)
+        visible, start = self._visible(block)
         if self.mask is not None:
             mask = self.mask[..., block.low : block.high] if self.mask.shape[4] > 1 else self.mask
             mask = mask[..., block.first : block.last, :] if mask.shape[3] > 1 else mask
             if mask.dtype != mx.bool_:
                 scores = scores + mask.astype(mx.float32)
                 mask = mask > _LEAST
-            visible = mask if visible is None else visible & mask
+            scores = mx.where(mask, scores, _LEAST)
         if visible is not None:
-            scores = mx.where(visible, scores, _LEAST)
+            scores[..., start:] = mx.where(visible, scores[..., start:], _LEAST)
         share = None
         if self.kind.sunk:
             share = mx.sigmoid(mx.logsumexp(scores, axis=-1) - self.sinks[..., None])
@@ -255,24 +255,30 @@ class _Part:
             share = (scores.max(axis=-1) > _LEAST).astype(mx.float32)
         return mx.softmax(scores, axis=-1), share
 
-    def _visible(self, block: Block) -> mx.array | None:
-        """Which keys causality, the window and the segments leave to a block; None where that is all of them."""
-        ahead = self.k.shape[3] - self.queries[0].shape[3]
+    def _visible(self, block: Block) -> tuple[mx.array | None, int]:
+        """Which keys of a block, from number `start` of them on, causality, the window and the segments leave to it.
+
+        Returns None where that is all of them; and `start`, before which all are seen.
+        """
+        ahead, found = self.k.shape[3] - self.queries[0].shape[3], []
+        windowed = self.kind.window is not None and block.low < block.last + ahead - self.kind.window
+        # Under causality alone only the keys that stand beside the block's own queries are in question.
+        start = 0 if windowed or self.segments is not None else max(0, block.first + ahead - block.low)
         position = mx.arange(block.first + ahead, block.last + ahead)[:, None]
-        keys, found = mx.arange(block.low, block.high)[None], []
+        keys = mx.arange(block.low + start, block.high)[None]
         if self.kind.causal and block.high > block.first + ahead + 1:
             found.append(keys <= position)
-        if self.kind.window is not None and block.low < block.last + ahead - self.kind.window:
+        if self.kind.window is not None and windowed:
             found.append(keys > position - self.kind.window)
         if self.segments is not None:
             of_rows, of_keys = (self.segments[..., a:b] for a, b in (block[:2], block[2:]))
             found.append(of_rows[..., :, None] == of_keys[..., None, :])
         if not found:
-            return None
+            return None, start
         visible = found[0]
         for other in found[1:]:
             visible = visible & other
-        return visible
+        return visible, start
 
 
 def _parts(
@@ -299,6 +305,10 @@ def _parts(
     if backend.device() != "cpu":
         yield part(slice(None), slice(None))
         return
+    # As many heads at once as leave a block its rows: each operation costs some microseconds, however small it is.
+    seen = k.shape[2] if kind.window is None else min(k.shape[2], kind.window + _MOST)
+    most = kind.scores // (rows[0].shape[2] * min(_MOST, rows[0].shape[3]) * seen)
+    together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, most))
     for b in range(batch):
-        for h in range(heads):
-            yield part(slice(b, b + 1), slice(h, h + 1))
+        for h in range(0, heads, together):
+            yield part(slice(b, b + 1), slice(h, h + together))
