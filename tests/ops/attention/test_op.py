@@ -142,3 +142,17 @@ def test_a_call_that_kernels_do_not_cover_goes_to_blocked(pretended_gpu):
     assert choice.choose(call(**wide))[0] == "blocked"
     mixed = {"v": mx.zeros(SHAPES["v"], mx.bfloat16)}
     assert choice.choose(call(**mixed))[0] == "blocked"
+
+
+def test_the_trial_runs_while_something_else_is_traced(pretended_gpu):
+    stand = Stand()
+    pretended_gpu(stand)
+    arrays = {name: x for name, x in arguments().items() if name in SHAPES}
+
+    def loss(q: mx.array) -> mx.array:
+        return attention(**(arrays | {"q": q}), scale=0.5).sum()
+
+    expected = mx.grad(lambda q: attention_naive(q, arrays["k"], arrays["v"], scale=0.5).sum())(arrays["q"])
+    for trace in (mx.compile(mx.grad(loss)), mx.grad(mx.checkpoint(loss)), mx.compile(mx.grad(mx.checkpoint(loss)))):
+        kernel_trial.forget()
+        assert mx.allclose(trace(arrays["q"]), expected, atol=1e-5)
