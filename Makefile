@@ -1,13 +1,31 @@
-.PHONY: help env demo test lint oracle compat clean
+.PHONY: help env demo test test-cpus coverage lint tree docs oracle compat clean selftest selftest-metal \
+        require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist check-tag newest branches
 PYTHON := .venv/bin/python
+# Every Metal call and every access of a kernel is checked, and a mistake ends the process.
+METAL_VALIDATION := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0
 
 help:
-	@echo "make demo    fine-tune the bundled model and see what it learnt (two minutes)"
-	@echo "make test    the whole test suite"
-	@echo "make env     only the virtual environment, in .venv"
-	@echo "make lint    ruff and mypy"
-	@echo "make oracle  compare training with transformers + PEFT, live (installs PyTorch)"
-	@echo "make compat  try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
+	@echo "make demo                 fine-tune the bundled model and see what it learnt (two minutes)"
+	@echo "make test                 the whole test suite"
+	@echo "make test-cpus            the numeric tests with the BLAS kernels of other CPUs (x86-64 Linux)"
+	@echo "make coverage             run the tests and print which lines and branches they reach"
+	@echo "make env                  only the virtual environment, in .venv"
+	@echo "make lint                 ruff, mypy, and actionlint for the workflows"
+	@echo "make tree                 print which group of files imports which"
+	@echo "make docs                 build the documentation as a site, in site/ (installs MkDocs)"
+	@echo "make selftest             everything on this machine, into deltatune-selftest.json (minutes)"
+	@echo "make selftest-metal       the same on a Mac, with Metal's validation layers on (slow)"
+	@echo "make require-metal        fail where MLX does not compute on an Apple GPU"
+	@echo "make negative-controls    what upstream alone does wrong is seen, and gone with the patches"
+	@echo "make wheel                build the wheel and the source archive, in dist"
+	@echo "make check-wheel          look at what they hold, and at how PyPI will show them"
+	@echo "make demo-from-wheel      install the wheel in a clean environment; run the demo outside the source tree"
+	@echo "make demo-from-dist       the same with the wheel that is in dist already"
+	@echo "make check-tag TAG=v1.2.3  fail unless the tag is the version in pyproject.toml"
+	@echo "make oracle               compare training with transformers + PEFT, live (installs PyTorch)"
+	@echo "make compat               try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
+	@echo "make newest               the tests and the self-test with the newest mlx, mlx-lm and mlx-vlm"
+	@echo "make branches             the same with their main branches, mlx's compiled here"
 
 env: .venv/.ready
 
@@ -22,10 +40,60 @@ demo: env
 test: env
 	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --durations 15
 
+# After `make test`, which runs this machine's own kernels.
+test-cpus: env
+	$(PYTHON) scripts/test_cpus.py
+
 lint: env
-	$(PYTHON) -m ruff check src tests benchmarks scripts
-	$(PYTHON) -m ruff format --check src tests benchmarks scripts
+	$(PYTHON) -m ruff check src tests benchmarks scripts examples
+	$(PYTHON) -m ruff format --check src tests benchmarks scripts examples
 	$(PYTHON) -m mypy
+	scripts/lint_workflows
+
+selftest: env
+	$(PYTHON) -m deltatune selftest
+
+require-metal: env
+	$(PYTHON) scripts/require_metal.py
+
+selftest-metal: require-metal
+	$(METAL_VALIDATION) $(PYTHON) -m deltatune selftest
+
+negative-controls: env
+	$(PYTHON) -m pytest -m compat tests/compat/test_controls.py
+
+wheel: env
+	scripts/make_env release
+	rm -rf build dist
+	$(PYTHON) -m build --quiet --outdir dist
+
+check-wheel: wheel
+	$(PYTHON) -m twine check --strict dist/*
+	$(PYTHON) scripts/wheel_contents.py dist/*.whl
+
+demo-from-wheel: wheel
+	scripts/from_wheel demo
+
+demo-from-dist: env
+	scripts/from_wheel demo
+
+check-tag: env
+	@version=$$($(PYTHON) -c 'import importlib.metadata as m; print(m.version("deltatune"))'); \
+	if [ "$(TAG)" != "v$$version" ]; then echo "TAG is '$(TAG)': expected v$$version" >&2; exit 1; fi
+
+newest branches: env
+	scripts/with_upstream $@
+
+tree: env
+	$(PYTHON) scripts/tree.py
+
+# Tracing makes the tests half as long again, so this is not part of `make test`.
+coverage: env
+	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --cov --cov-report=term
+
+docs: env
+	scripts/make_env docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
 
 oracle: env
 	scripts/make_env oracle
@@ -35,4 +103,4 @@ compat: env
 	$(PYTHON) scripts/compat
 
 clean:
-	rm -rf .venv .compat build dist src/*.egg-info
+	rm -rf .venv .compat .wheel .upstream build dist site src/*.egg-info

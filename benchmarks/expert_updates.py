@@ -104,7 +104,7 @@ def main() -> None:
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
-    from deltatune.compiling import without_kernels
+    from deltatune.machine.compiling import without_kernels
 
     versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")

@@ -49,13 +49,13 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
     model = trainers.mlx_model(shape)
     import mlx.core as mx
 
-    from deltatune.compiling import without_kernels
     from deltatune.config import LoraConfig
+    from deltatune.layers import describe
     from deltatune.lora import convert_to_lora
-    from deltatune.models.describe import describe
+    from deltatune.machine.compiling import without_kernels
     from deltatune.ops.checkpoint import checkpointed
     from deltatune.patches import patched
-    from deltatune.train.announce import choose_loss
+    from deltatune.train.setup import choose_loss
     from deltatune.train.step import arrays, mean_loss_and_gradients
 
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)

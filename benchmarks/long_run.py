@@ -63,9 +63,9 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.data import Splits
     from deltatune.data.example import Example
     from deltatune.models.load import new_model
-    from deltatune.train.commands import prepare
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from deltatune.train.setup import prepare
 
     counter = Counter()
     described = model_config(options)

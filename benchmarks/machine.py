@@ -18,7 +18,8 @@ def cpu() -> str:
     if cpuinfo.exists():
         lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         name = lines[0].split(":")[1].strip() if lines else name
-    return f"{name}, {os.cpu_count()} cores, {os.environ.get('DELTATUNE_THREADS') or os.cpu_count()} threads"
+    forced = os.environ.get("DELTATUNE_THREADS")
+    return f"{name}, {os.cpu_count()} cores" + (f", {forced} threads" if forced else "")
 
 
 def gpu() -> str | None:

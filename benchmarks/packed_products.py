@@ -19,9 +19,9 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 # isort: split
 import mlx.core as mx
 
-from deltatune.compiling import without_kernels
-from deltatune.ops.packed import Packing, packed_product
-from deltatune.ops.pointwise.passes import apart
+from deltatune.machine.compiling import without_kernels
+from deltatune.ops.quantized_product import Quantization, packed_product
+from deltatune.ops.trial import largest_error
 from machine import cpu, gpu, versions
 
 Product = Callable[..., mx.array]
@@ -29,15 +29,15 @@ Product = Callable[..., mx.array]
 BOUND = {"gpu": 2.0**-5, "cpu": 0.1}
 
 
-def mlx_product(x: mx.array, matrix: list[mx.array], packing: Packing) -> mx.array:
+def mlx_product(x: mx.array, matrix: list[mx.array], packing: Quantization) -> mx.array:
     return mx.quantized_matmul(x, *matrix, *packing)
 
 
-def unpacked_product(x: mx.array, matrix: list[mx.array], packing: Packing) -> mx.array:
+def unpacked_product(x: mx.array, matrix: list[mx.array], packing: Quantization) -> mx.array:
     return packed_product(x, *matrix, packing)
 
 
-def seconds(product: Product, x: mx.array, matrices: list[list[mx.array]], packing: Packing) -> float:
+def seconds(product: Product, x: mx.array, matrices: list[list[mx.array]], packing: Quantization) -> float:
     """One product's share of a graph in which each takes its rows after the one before is there."""
 
     def graph(x: mx.array) -> list[mx.array]:
@@ -85,11 +85,12 @@ def main() -> None:
             for transpose, width in ((True, inputs), (False, outputs)):
                 x, packing = (
                     mx.random.normal((rows, width)).astype(mx.bfloat16),
-                    Packing(transpose, 64, options.bits, "affine"),
+                    Quantization(transpose, 64, options.bits, "affine"),
                 )
                 both = [product(x, matrices[0], packing) for product in (mlx_product, unpacked_product)]
-                if not apart(both[:1], both[1:]) < bound:
-                    raise SystemExit(f"{rows} rows: the two differ by {apart(both[:1], both[1:]):.1e}; no figures.")
+                error = largest_error(both[:1], both[1:])
+                if not error < bound:
+                    raise SystemExit(f"{rows} rows: the two differ by {error:.1e}; no figures.")
                 found += [1e6 * seconds(product, x, matrices, packing) for product in (mlx_product, unpacked_product)]
             ratio = (found[0] + found[2]) / (found[1] + found[3])
             print(f"| {rows} | " + " | ".join(f"{each:,.0f}" for each in found) + f" | {ratio:.1f} |", flush=True)

@@ -17,8 +17,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from machine import cpu, gpu, versions
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
     "tune": "lora", "pack": False, "implementation": "", "optimizer": "adamw", "bits": 0, "iterations": 6, "shape": "",
+    "expert_updates": "dense",
 }  # fmt: skip
 EXPERTS = {"family": "qwen3_5_moe", "depth": 8}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -40,6 +43,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "experts, checkpointed, rank 64": EXPERTS | {"checkpoint": True, "rank": 64},
     "experts, checkpointed, T=2048": EXPERTS | {"checkpoint": True, "tokens": 2048, "iterations": 3},
     "experts, checkpointed, 32 layers": EXPERTS | {"checkpoint": True, "depth": 32, "iterations": 3},
+    "experts, active updates": EXPERTS | {"expert_updates": "active"},
     "2 rows, accumulated": {"rows": 2, "tokens": 512, "accumulate": 2},
     "full fine-tuning": {"depth": 2, "tune": "full"},
     "packed, checkpointed, adafactor": {"pack": True, "checkpoint": True, "optimizer": "adafactor"},
@@ -61,7 +65,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
 
 
 def worker(options: dict[str, Any]) -> dict[str, Any]:
-    """Plan and count one configuration in this process."""
+    """Forecast and count one configuration in this process."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
@@ -73,12 +77,12 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.data import Splits
     from deltatune.data.example import Example
-    from deltatune.diagnose.plan.layout import Layout
-    from deltatune.diagnose.plan.plan import plan_step
     from deltatune.models.load import new_model
-    from deltatune.train.commands import prepare
+    from deltatune.plan.array_layout import ArrayLayout
+    from deltatune.plan.forecast import forecast_step
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from deltatune.train.setup import prepare
     from depth import config as model_config
     from trainers import SHAPES, mlx_model
 
@@ -97,11 +101,12 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
             lora_parameters=LoraConfig(rank=options["rank"]), num_layers=-1, optimizer=options["optimizer"],
             grad_checkpoint=options["checkpoint"], batch_size=options["rows"], iters=iterations, pack=options["pack"],
             grad_accumulation_steps=options["accumulate"], max_seq_length=length, adapter_path=folder, val_batches=0,
-            fine_tune_type=options["tune"], save_every=1000, steps_per_report=1000,
+            fine_tune_type=options["tune"], expert_updates=options["expert_updates"],
+            save_every=1000, steps_per_report=1000,
         )  # fmt: skip
         prepare(model, config)
         mx.eval(model.parameters())
-        plan = plan_step(model, config, options["rows"], length, Layout.measured())
+        plan = forecast_step(model, config, options["rows"], length, ArrayLayout.measured())
         random = np.random.default_rng(0)
         tokens = random.integers(0, 512, (options["rows"] * iterations, length + 1)).astype(np.int32)
         examples = [Example(row, np.ones(length + 1, bool), "random") for row in tokens]
@@ -162,10 +167,15 @@ def main() -> None:
             row = f"{size / 1e9:.2f} | {planned / 1e9:.2f} | {planned / size - 1:+.1%}"
             print(f"| {name} | {found['tokens']} | {row} |", flush=True)
         return
+    print_table({name: partial(measure, table[name]) for name in names})
+
+
+def print_table(measured: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    """What each configuration was planned to need, beside what was counted."""
     print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
     print("|---" * 10 + "|")
-    for name in names:
-        found = measure(table[name])
+    for name, measure in measured.items():
+        found = measure()
         buffers, size = found["counted"], found["counted_bytes"]
         off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
         print(

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 import vision_step
+from plan import print_table
 
 SHAPE = vision_step.Shape(256, 768, 4, (4, 2, 64), (4, 4, 64), 2048, (3, 192, 768, 3))
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -50,18 +52,18 @@ def write_data(folder: Path, side: int) -> None:
 
 
 def worker(options: dict[str, Any]) -> dict[str, Any]:
-    """Plan and count one configuration in this process."""
+    """Forecast and count one configuration in this process."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
     from counted_allocator import Counter
     from deltatune.config import LoraConfig, TrainConfig
-    from deltatune.data.load import load_datasets
-    from deltatune.diagnose.plan import command
+    from deltatune.data.datasets import load_datasets
     from deltatune.models.load import load
-    from deltatune.train.commands import eyes, prepare
+    from deltatune.plan import fit
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from deltatune.train.setup import prepare, vision_processors
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -74,11 +76,11 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
             save_every=1000, steps_per_report=1000, **options,
         )  # fmt: skip
         loaded = load(folder, image="train.jsonl:1")
-        splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
+        splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
         prepare(loaded.model, config)
-        layout = command.Layout.measured()
-        rows, length = command.shape(config, splits)
-        plan = command._step(loaded.model, config, splits, layout, rows, length)
+        layout = fit.ArrayLayout.measured()
+        rows, length = fit.shape(config, splits)
+        plan = fit._step(loaded.model, config, splits, layout, rows, length)
         peaks: list[tuple[int, int]] = []
 
         class Counted(Trainer):
@@ -110,20 +112,13 @@ def main() -> None:
     names = ("deltatune", "mlx", "mlx-lm", "mlx-vlm")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
-    print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
-    print("|---" * 10 + "|")
-    for name in arguments.only:
-        command = [sys.executable, __file__, "--worker", json.dumps(CONFIGURATIONS[name])]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        buffers, size = found["counted"], found["counted_bytes"]
-        off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
-        print(
-            f"| {name} | {found['tokens']} | {buffers:,} | {found['planned']:,} | {off:+.1%} "
-            f"| {buffers - found['known']:,} | {found['first']:,} | {size / 1e6:.1f} "
-            f"| {found['planned_bytes'] / 1e6:.1f} | {off_bytes:+.1%} |",
-            flush=True,
-        )
+    print_table({name: partial(measure, CONFIGURATIONS[name]) for name in arguments.only})
+
+
+def measure(options: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--worker", json.dumps(options)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

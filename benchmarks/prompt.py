@@ -20,7 +20,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from deltatune.ops.pointwise.passes import apart
+from deltatune.ops.trial import largest_error
 from deltatune.patches import patched
 from machine import cpu, gpu, versions
 from trainers import Shape, mlx_model
@@ -52,7 +52,7 @@ def main() -> None:
         with context:
             runs = [read(model, prompt) for _ in range(3)]
         logits.append(runs[0][0])
-        if not apart(logits[-1:], logits[:1]) < 1e-4:
+        if not largest_error(logits[-1:], logits[:1]) < 1e-4:
             raise SystemExit(f"{name}: logits differ; no figures.")
         print(f"| {name} | {min(run[1] for run in runs):.2f} | {max(run[2] for run in runs):,.0f} |", flush=True)
 

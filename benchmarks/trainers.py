@@ -134,18 +134,18 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     ready = time.perf_counter()
     import mlx.core as mx
 
-    from deltatune.backend import cache_to_keep
-    from deltatune.compiling import without_kernels
     from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.layers import describe
     from deltatune.lora import convert_to_lora
-    from deltatune.models.describe import describe
+    from deltatune.machine.backend import cache_to_keep
+    from deltatune.machine.compiling import without_kernels
     from deltatune.ops.checkpoint import checkpointed
+    from deltatune.ops.random_state import get_key
     from deltatune.patches import patched
-    from deltatune.train.announce import choose_loss
     from deltatune.train.distributed import World
     from deltatune.train.optimizer import build_optimizer
+    from deltatune.train.setup import choose_loss
     from deltatune.train.step import Step
-    from deltatune.train.tree import random_key
 
     config = TrainConfig(optimizer="adamw", learning_rate=RATE)
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
@@ -166,7 +166,7 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
             mx.eval(total, weight, gradients)
             norm = whole.update(gradients, total, weight)
             del gradients
-            mx.eval(model.trainable_parameters(), optimizer.state, norm, random_key())
+            mx.eval(model.trainable_parameters(), optimizer.state, norm, get_key())
             if mx.get_cache_memory() > cache_to_keep():
                 mx.clear_cache()
             return (total / weight).item()

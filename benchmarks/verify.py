@@ -1,6 +1,6 @@
 """Whether an implementation computes what a float64 recurrence computes: asked before any time is printed.
 
-The recurrence is the tests' own (tests/ops/gated_delta/oracle.py), on the first tokens. The implementation runs on
+The recurrence is deltatune's (src/deltatune/selftest/recurrence.py), on the first tokens. The implementation runs on
 every row and head; the recurrence on the first and last rows and key heads, each head and row being alone in it.
 """
 
@@ -99,7 +99,7 @@ def _corner(x: np.ndarray, name: str, size: Size) -> np.ndarray:
 
 @cache
 def _oracle() -> ModuleType:
-    path = Path(__file__).parent.parent / "tests/ops/gated_delta/oracle.py"
+    path = Path(__file__).parent.parent / "src/deltatune/selftest/recurrence.py"
     spec = importlib.util.spec_from_file_location("oracle", path)
     assert spec is not None
     assert spec.loader is not None

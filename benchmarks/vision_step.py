@@ -62,7 +62,7 @@ class Shape:
     def config(self) -> dict[str, Any]:
         heads, groups, size = self.attention
         keys, values, delta = self.delta
-        depth, width, inner, eyes = self.tower
+        depth, width, inner, heads = self.tower
         third = size // 24
         rope = {"type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
         text = {
@@ -76,7 +76,7 @@ class Shape:
         }  # fmt: skip
         tower = {
             "model_type": "qwen3_5", "depth": depth, "hidden_size": width, "intermediate_size": inner,
-            "num_heads": eyes, "out_hidden_size": self.hidden, "patch_size": PATCH, "spatial_patch_size": PATCH,
+            "num_heads": heads, "out_hidden_size": self.hidden, "patch_size": PATCH, "spatial_patch_size": PATCH,
             "spatial_merge_size": MERGE, "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 2304,
             "deepstack_visual_indexes": [],
         }  # fmt: skip
@@ -180,15 +180,14 @@ def unseen(folder: Path, checkpoint: bool) -> None:
 
 
 def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
-    from deltatune import cli
-    from deltatune.train import commands
+    from deltatune import cli, train
 
-    class Paced(commands.Trainer):
+    class Paced(train.Trainer):
         def _iterate(self, stop: Any) -> bool:
             if not hasattr(self, "_turns"):
                 self._turns = Turns(trained(self.model))
             if forget:
-                self._step.tower._kept.clear()
+                self._step.tower._cache.clear()
                 self._step.tower._bytes = 0
             self._turns.wait()
             return super()._iterate(stop)
@@ -198,7 +197,7 @@ def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
             self._turns.said = {"loss": found[0] / found[1], "counted": found[1]}
             return found
 
-    commands.Trainer = Paced  # type: ignore[misc]
+    train.Trainer = Paced  # type: ignore[misc]
     options = {"lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0}, "optimizer_config": {"adamw": {}}}
     options["optimizer_config"]["adamw"] = {"weight_decay": 0.0, "bias_correction": False}
     (folder / "ours.yaml").write_text(json.dumps(options))

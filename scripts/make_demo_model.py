@@ -15,10 +15,10 @@ from pathlib import Path
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
+import demo_corpus
+from deltatune.commands import train as command
 from deltatune.config import TrainConfig
-from deltatune.demo import corpus
 from deltatune.demo.assets import MODEL
-from deltatune.train import commands
 from demo_tokenizer import SPECIAL_TOKENS, tokenizer_config, train_tokenizer
 
 SEED = 1
@@ -77,7 +77,7 @@ SHIPPED = ("config.json", "generation_config.json", "model.safetensors", "tokeni
 def write_corpus(folder: Path) -> list[str]:
     """Write train.jsonl and valid.jsonl; returns every text in them."""
     rng = random.Random(SEED)
-    conversations = [corpus.conversation(rng) for _ in range(CONVERSATIONS)]
+    conversations = [demo_corpus.conversation(rng) for _ in range(CONVERSATIONS)]
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", conversations[:-200]), ("valid", conversations[-200:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part), encoding="utf-8")
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run in the work folder")
     options = parser.parse_args()
     write_start(options.work / "start", write_corpus(options.work / "data"))
-    commands.train(
+    command.train(
         TrainConfig(
             model=str(options.work / "start"),
             data=str(options.work / "data"),

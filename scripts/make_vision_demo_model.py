@@ -17,10 +17,11 @@ from typing import Any
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
+import vision_demo_corpus
+from deltatune.commands import train as command
 from deltatune.config import TrainConfig
-from deltatune.demo.vision import corpus, trays
+from deltatune.demo.vision import trays
 from deltatune.demo.vision.assets import MODEL
-from deltatune.train import commands
 from demo_tokenizer import SPECIAL_TOKENS, tokenizer_config, train_tokenizer
 
 SEED = 1
@@ -127,7 +128,7 @@ def write_corpus(folder: Path) -> list[str]:
         rows: list[dict[str, Any]] = []
         for index in range(count):
             tray = trays.draw(rng, rng.choice(KINDS[run]))
-            messages = corpus.seeing(tray) if run == "see" else corpus.conversation(rng, tray)
+            messages = vision_demo_corpus.seeing(tray) if run == "see" else vision_demo_corpus.conversation(rng, tray)
             name = f"pictures/{index:05d}.png"
             trays.picture(tray).save(folder / run / name)
             rows.append({"image": name, "messages": messages})
@@ -152,7 +153,7 @@ def write_start(folder: Path, texts: list[str]) -> None:
 
 def train(work: Path, run: str, iterations: int, start: Path | None, learning_rate: list[float], resume: bool) -> Path:
     """One of the two runs; returns its weights. start: weights to go on from, or None for new ones."""
-    commands.train(
+    command.train(
         TrainConfig(
             model=str(work / "start"),
             data=str(work / "data" / run),

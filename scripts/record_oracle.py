@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Record the reference trajectories of docs/parity.md with transformers + PEFT, and print its table.
+"""Record the reference trajectories of docs/how/parity.md with transformers + PEFT, and print its table.
 
 usage: scripts/record_oracle.py [--record] [CASE ...]      needs the `oracle` extra (scripts/make_env oracle)
 
@@ -15,15 +15,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "oracle"))
 
-from parity import record, vision, vision_record
-from parity.cases import CASES
+from parity import record, vision_record
+
+from deltatune.selftest.parity import vision
+from deltatune.selftest.parity.cases import CASES
 
 ALL = CASES | {f"vision/{name}": case for name, case in vision.CASES.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", action="store_true", help="write tests/oracle/recorded/CASE.json")
+    parser.add_argument("--record", action="store_true", help="write selftest/parity/recorded/CASE.json")
     parser.add_argument("cases", nargs="*", help="default: all")
     arguments = parser.parse_args()
     unknown = set(arguments.cases) - set(ALL)

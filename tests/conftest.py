@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# One number for the tests and the programs that they start: bits are compared between them.
+os.environ.setdefault("DELTATUNE_THREADS", "1")
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
@@ -23,10 +27,13 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from packaging.version import Version
 
+from deltatune.machine import blas
+
 sys.path.insert(0, str(Path(__file__).parent))
 import vision
+from families import FAMILIES, NESTED, SINCE_0_32, VOCABULARY
+from other_models import other_model  # noqa: F401  (a fixture)
 
-VOCABULARY = 320
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -40,162 +47,28 @@ CORPUS = [
     "system prompts say how the assistant should answer the user",
 ]
 
-_QWEN_DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-}
-_QWEN_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "shared_expert_intermediate_size": 64,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_QWEN3_5 = (
-    _COMMON
-    | _QWEN_DELTA
-    | {
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "type": "default",
-            "rope_theta": 100000,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [3, 3, 2],
-        },
-    }
-)
-_KIMI_LINEAR_ATTENTION = {
-    "kda_layers": [1, 2, 3],
-    "full_attn_layers": [4],
-    "num_heads": 2,
-    "head_dim": 16,
-    "short_conv_kernel_size": 4,
-}
-_LATENT_ATTENTION = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-_KIMI_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_token": 2,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "routed_scaling_factor": 1.5,
-    "num_expert_group": 1,
-    "topk_group": 1,
-}
 
-# Families whose text options stand under `text_config`, as in their released checkpoints.
-_NESTED = {"qwen3_5", "qwen3_5_moe", "kimi_k3"}
-_SINCE_0_32 = {"olmo_hybrid", "bailing", "kimi_k3"}
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernels", metavar="NAME", help="stop unless OpenBLAS runs these kernels (scripts/test_cpus.py)")
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"model_type": "qwen3_5"} | _QWEN3_5,
-    "qwen3_5_moe": {"model_type": "qwen3_5_moe"} | _QWEN3_5 | _QWEN_EXPERTS,
-    "qwen3_next": _COMMON
-    | _QWEN_DELTA
-    | _QWEN_EXPERTS
-    | {
-        "model_type": "qwen3_next",
-        "head_dim": 32,
-        "mlp_only_layers": [],
-        "rope_theta": 100000.0,
-        "partial_rotary_factor": 0.25,
-    },
-    "kimi_linear": _COMMON
-    | _LATENT_ATTENTION
-    | _KIMI_EXPERTS
-    | {
-        "model_type": "kimi_linear",
-        "head_dim": 24,
-        "rope_theta": 10000.0,
-        "linear_attn_config": _KIMI_LINEAR_ATTENTION,
-        "model_max_length": 2048,
-        "mla_use_nope": True,
-    },
-    "olmo_hybrid": _COMMON
-    | {
-        "model_type": "olmo_hybrid",
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "linear_conv_kernel_dim": 4,
-        "linear_allow_neg_eigval": True,
-        "attention_bias": False,
-        "rope_theta": 10000.0,
-    },
-    "bailing": _COMMON
-    | _LATENT_ATTENTION
-    | {
-        "model_type": "bailing_hybrid",
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "moe_intermediate_size": 64,
-        "moe_shared_expert_intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "layer_group_size": 4,
-        "head_dim": 16,
-        "q_lora_rank": 32,
-    },
-    "kimi_k3": _COMMON
-    | _LATENT_ATTENTION
-    | _KIMI_EXPERTS
-    | {
-        "model_type": "kimi_k3",
-        "hidden_act": "situ",
-        "linear_attn_config": _KIMI_LINEAR_ATTENTION | {"gate_lower_bound": -5.0},
-        "activation_situ_beta": 1.5,
-        "attn_res_block_size": 2,
-        "q_lora_rank": 32,
-        "mla_use_output_gate": True,
-        "routed_expert_hidden_size": 32,
-        "latent_moe_use_norm": True,
-    },
-    "qwen3": _COMMON | {"model_type": "qwen3", "head_dim": 32, "num_key_value_heads": 1, "rope_theta": 10000.0},
-    "gemma3_text": {key: value for key, value in _COMMON.items() if key != "tie_word_embeddings"}
-    | {
-        "model_type": "gemma3_text",
-        "head_dim": 32,
-        "num_key_value_heads": 1,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 16,
-        "sliding_window_pattern": 2,
-    },
-}
+
+def pytest_report_header() -> str:
+    return f"BLAS: {blas.status().detail}, kernels: {blas.status().kernels}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What is said to be tested is tested: OPENBLAS_CORETYPE alone would be overlooked where OpenBLAS cannot follow."""
+    wanted, found = session.config.getoption("kernels"), blas.status().kernels
+    if wanted is not None and found != wanted:
+        raise pytest.UsageError(f"--kernels {wanted}: OpenBLAS runs the kernels of {found}.")
 
 
 def family_config(family: str, **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny `family`; `overrides` are text options. Skips the test where mlx-lm is too old."""
-    if family in _SINCE_0_32 and Version(mlx_lm.__version__) < Version("0.32"):
+    if family in SINCE_0_32 and Version(mlx_lm.__version__) < Version("0.32"):
         pytest.skip(f"mlx-lm {mlx_lm.__version__} has no {family}")
     flat = copy.deepcopy(FAMILIES[family]) | overrides
-    if family not in _NESTED:
+    if family not in NESTED:
         return flat
     model_type = flat.pop("model_type")
     return {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"} | flat}
@@ -315,6 +188,27 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture(scope="session")
+def peak_bytes() -> Callable[[Callable[[], object]], int]:
+    """peak_bytes(make) -> bytes beyond those held before, at the peak of evaluating the arrays that `make` returns.
+
+    MLX waits for each operation before it makes room for the next: without a limit a CPU's queue runs up to a hundred
+    operations ahead, as far as the machine has time for. What it gives back late is one operation's at most.
+    """
+
+    def measure(make: Callable[[], object]) -> int:
+        before, limit = mx.get_active_memory(), mx.set_memory_limit(1)
+        mx.reset_peak_memory()
+        try:
+            made = make()
+            mx.eval(made)
+            return mx.get_peak_memory() - before
+        finally:
+            mx.set_memory_limit(limit)
+
+    return measure
+
+
+@pytest.fixture(scope="session")
 def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The host machine's compiled kernels, kept between sessions by what they were compiled from."""
     cache = getattr(request.config, "cache", None)
@@ -337,7 +231,7 @@ def tiny_vision_model() -> Callable[..., nn.Module]:
     pytest.importorskip("mlx_vlm")
 
     def factory(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
-        text = family_config(family)["text_config"] if family in _NESTED else {}
+        text = family_config(family)["text_config"] if family in NESTED else {}
         return vision.build_vision_model(vision.vision_config(family, text, **overrides), seed)
 
     return factory
@@ -353,7 +247,7 @@ def tiny_vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable
         key = repr((family, seed, sorted(overrides.items())))
         if key not in made:
             folder = made[key] = tmp_path_factory.mktemp(f"vision_{family}")
-            text = family_config(family)["text_config"] if family in _NESTED else {}
+            text = family_config(family)["text_config"] if family in NESTED else {}
             config = vision.vision_config(family, text, **overrides)
             vision.save_weights(folder, vision.build_vision_model(config, seed))
             (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -362,3 +256,17 @@ def tiny_vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable
         return made[key]
 
     return factory
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """run(*arguments) -> (exit code, standard output, standard error)."""
+
+    from deltatune import cli
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

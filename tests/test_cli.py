@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltatune import cli
+from deltatune.commands import flags, train
 from deltatune.config import TrainConfig
 
 PAIR = {"prompt": "the quick brown fox", "completion": "jumps over"}
@@ -28,20 +29,8 @@ def data(tmp_path):
     return folder
 
 
-@pytest.fixture
-def run(capsys):
-    """run(*arguments) -> (exit code, standard output, standard error)."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
 def config(*arguments):
-    return cli.config_from(cli.parser().parse_args(["train", *map(str, arguments)]))
+    return flags.config_from(cli.parser().parse_args(["train", *map(str, arguments)]))
 
 
 def test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning():
@@ -232,7 +221,7 @@ def test_ctrl_c_before_the_first_step_is_one_message(monkeypatch, run):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "config_from", interrupted)
+    monkeypatch.setattr(train, "config_from", interrupted)
     code, _, err = run("train")
     assert (code, err) == (2, "deltatune: interrupted.\n")
 
@@ -243,13 +232,3 @@ def test_the_console_script_and_the_module_are_the_same(tmp_path):
         done = subprocess.run([*command, "train", "-c", "/none"], capture_output=True, text=True, env=environment)
         assert done.returncode == 2
         assert done.stderr.startswith("deltatune: config /none: cannot be read")
-
-
-def test_every_option_is_documented():
-    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")
-    for field in dataclasses.fields(TrainConfig):
-        assert f"`{field.name}`" in page, field.name
-        default = field.default
-        if field.metadata["flag"] and default not in (None, True, False):
-            row = next(line for line in page.splitlines() if line.startswith(f"| `{field.name}`"))
-            assert f"| {default} |" in row, row

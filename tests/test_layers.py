@@ -1,48 +1,70 @@
-"""Imports go one way, and only patches/ and models/ name mlx-lm or mlx-vlm."""
+"""Layers told apart by structure: gated delta, attention, Mamba, experts."""
 
-import ast
-from pathlib import Path
+from __future__ import annotations
 
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.nn as nn
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "deltatune"
-ORDER = ["environment", "errors", "blas", "one_row", "subnormals", "backend", "compiling", "config", "ops", "lora"]
-ORDER += ["patches", "models", "data", "train", "diagnose", "demo", "cli", "__main__"]
-FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+from deltatune.errors import UserError
+from deltatune.layers import describe, gated_delta_layers
+
+DELTA = ["delta", "delta", "delta", "attention"]
 
 
-def imported(path: Path) -> list[tuple[str, int]]:
-    """Absolute dotted names that the file imports, `deltatune.` in front for relative ones, with their lines."""
-    package = ["deltatune", *path.relative_to(SOURCE).parent.parts]
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names]
-    return found
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [
+        ("qwen3_5", [False] * 4),
+        ("qwen3_5_moe", [True] * 4),
+        ("qwen3_next", [True] * 4),
+        ("kimi_linear", [False, True, True, True]),
+        ("olmo_hybrid", [False] * 4),
+        ("bailing", [False, True, True, True]),
+        ("kimi_k3", [False, True, True, True]),
+    ],
+)
+def test_gated_delta_families(tiny_model, family, experts):
+    model = tiny_model(family)
+    layers = describe(model)
+    assert [layer.kind for layer in layers] == DELTA
+    assert [layer.experts for layer in layers] == experts
+    assert [layer.index for layer in layers] == [0, 1, 2, 3]
+    modules = dict(model.named_modules())
+    assert all(modules[layer.path] is layer.module for layer in layers)
+    assert [layer.delta for layer in layers[:3]] == sorted(gated_delta_layers(model))
+    assert layers[3].delta is None
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_go_one_way(path):
-    group = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    for name, line in imported(path):
-        parts = name.split(".")
-        if parts[0] == "deltatune" and len(parts) > 1 and parts[1] in ORDER:
-            assert ORDER.index(parts[1]) <= ORDER.index(group), f"{path}:{line}: {group} imports {name}"
-        if parts[0] in ("mlx_lm", "mlx_vlm"):
-            # These are programs of their own, to show what mlx-lm or mlx-vlm alone makes of the adapter.
-            alone = path.relative_to(SOURCE) in (Path("demo/reload.py"), Path("demo/vision/reload.py"))
-            assert alone or group in ("patches", "models"), f"{path}:{line}: only patches and models may name {name}"
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("mamba", ["mamba", "mamba"]),
+        ("mamba2", ["mamba", "mamba"]),
+        ("nemotron_h", ["mamba", "attention", "other"]),
+        ("falcon_h1", ["mamba", "mamba"]),
+        ("jamba", ["mamba", "attention"]),
+        ("granitemoehybrid", ["mamba", "attention"]),
+        ("plamo2", ["mamba", "attention"]),
+        ("gemma2", ["attention", "attention"]),
+        ("gpt2", ["attention", "attention"]),
+    ],
+)
+def test_mamba_is_not_gated_delta(other_model, family, kinds):
+    model = other_model(family)
+    assert [layer.kind for layer in describe(model)] == kinds
+    assert gated_delta_layers(model) == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_files_and_functions_stay_short(path):
-    text = path.read_text()
-    assert text.count("\n") < 400, f"{path} has {text.count(chr(10))} lines: split it by concept"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            assert lines < 60, f"{path}:{node.lineno}: {node.name} has {lines} lines"
+def test_a_subclass_elsewhere_is_found_through_its_base(tiny_model):
+    model = tiny_model("qwen3_5")
+    layer = model.layers[0].linear_attn
+    layer.__class__ = type("Renamed", (type(layer),), {"__module__": "somewhere"})
+    assert len(gated_delta_layers(model)) == 3
+
+
+def test_no_layers_is_the_users_mistake():
+    with pytest.raises(UserError, match="layers"):
+        describe(nn.Linear(2, 2))

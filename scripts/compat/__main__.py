@@ -1,4 +1,4 @@
-"""Try deltatune with several versions of mlx, mlx-lm and mlx-vlm, and write docs/compat.md.
+"""Try deltatune with several versions of mlx, mlx-lm and mlx-vlm, and write docs/reference/versions.md.
 
 usage: python scripts/compat [VERSION OF MLX-VLM ...]      default: every set of versions.py
 
@@ -28,7 +28,9 @@ def main(asked: list[str]) -> int:
         for each in result.failed:
             print(f"  FAILED {each}")
     if not asked:
-        (environment.ROOT / "docs" / "compat.md").write_text(table.page(found))
+        (environment.ROOT / "docs" / "reference" / "versions.md").write_text(table.page(found))
+    for each in table.skips(found):
+        print(f"skipped: {each}")
     return 1 if any(result.failed for result in found) else 0
 
 

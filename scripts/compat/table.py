@@ -1,104 +1,100 @@
-"""docs/compat.md from the results of all sets: a column a set, a row a check."""
+"""docs/reference/versions.md from the results of all sets: a row a set, then what was compared."""
 
 from __future__ import annotations
 
 import platform
-from collections import Counter
+import textwrap
+from collections.abc import Iterable
 from datetime import date
 
-from results import Result
+from results import Result, Test
 
-_HEADINGS = {
+# File of tests -> a heading, and what its tests compare.
+_SECTIONS = {
+    "test_controls": (
+        "What upstream does alone",
+        "Without the patches a training step is what the records say of that version: a loop over tokens or a scan, "
+        "and a gradient of the chosen experts that MLX refuses or gives. With them it is neither a loop nor refused.",
+    ),
     "test_training": (
         "Five steps of `deltatune train`",
-        "The first and the last loss. Each run was repeated with the naive operator, and every loss was within 1e-4.",
+        "Each run is repeated with the naive operator; every loss agrees within 1e-4.",
     ),
     "test_gradients": (
         "Gradients against the recurrence token by token",
-        "Of every parameter, through upstream's own forward pass: the patched model against the unpatched one, whose "
-        "recurrence is the loop over tokens. Relative error of all of them together; at most 5e-5 is taken as equal.",
-    ),
-    "test_controls": (
-        "Without the patches, and with them",
-        "Operations in the graph of a training step that one more token costs (three gated-delta layers), before and "
-        "after. mlx-vlm trains qwen3_5 through a scan in chunks where there are few: its cost is memory and rounding, "
-        "not a loop; with experts ours has more, a product for each tile. And whether MLX refuses the gradient of the "
-        "chosen experts: unpatched as written, patched never.",
-    ),
-    "test_on_metal": (
-        "The same, where upstream would take its Metal kernels",
-        "Metal is declared present, and its kernels are computed by array operations and refuse a gradient in MLX's "
-        "words (tests/compat/metal.py). Unpatched as written; patched, the gradient is that of the naive operator.",
+        "The patched model against the unpatched one, every parameter; at most 5e-5 is taken as equal.",
     ),
     "test_inference": (
         "Inference with and without the patches",
-        "Prompts, decoding with a cache, images: bit for bit the same. qwen3_vl_moe's image features are changed on "
-        "purpose ([vision.md](vision.md#what-is-patched-in-mlx-vlm)); by how much is given, its text is the same.",
+        "Prompts, decoding with a cache and images are the same bit for bit, but for qwen3_vl_moe's image features, "
+        "which are [changed on purpose](../guides/vision.md#adapters).",
+    ),
+    "test_on_metal": (
+        "Where upstream would take its Metal kernels",
+        "Metal is declared present, and its kernels are computed by array operations and refuse a gradient in MLX's "
+        "words. Unpatched, a forgotten `model.train()` is refused; patched, the gradient is the naive operator's.",
     ),
 }
 
 
 def page(results: list[Result]) -> str:
     """The whole page."""
-    parts = [_head(results), _overview(results)]
-    parts += [_section(file, *heading, results) for file, heading in _HEADINGS.items()]
-    parts += [_failures(results), _skips(results)]
-    return "\n\n".join(parts) + "\n"
+    parts = [_head(), _overview(results)]
+    parts += [_section(file, *words, results) for file, words in _SECTIONS.items()]
+    return "\n\n".join([*parts, _failures(results)]) + "\n"
 
 
-def _head(results: list[Result]) -> str:
-    machine = f"{platform.system()} {platform.machine()}, CPU, Python {platform.python_version()}"
-    return (
-        "# Versions that were tried\n\n"
-        "`make compat` makes an environment for each set of versions below, runs the patch tests and tests/compat in "
-        "it, and writes this page. Nothing here is written by hand (scripts/compat).\n\n"
-        f"{date.today().isoformat()}, {machine}. Metal is a stand-in wherever it is named: not run on Apple hardware. "
-        "mlx-vlm 0.6.2 builds a Metal kernel when it is imported, so a stand-in lets it be built there."
+def skips(results: list[Result]) -> list[str]:
+    """Each reason for which tests were skipped, with the sets that gave it."""
+    reasons: dict[str, list[int]] = {}
+    for number, result in enumerate(results, 1):
+        for test in _tests(result):
+            if test.outcome == "skipped" and number not in reasons.setdefault(test.detail, []):
+                reasons[test.detail].append(number)
+    return [f"{reason} ({_sets(numbers)})" for reason, numbers in reasons.items()]
+
+
+def _head() -> str:
+    return "# Versions that were tried\n\n" + _filled(
+        "`make compat` makes an environment for each set of versions, runs the patch tests and tests/compat in it, and "
+        f"writes this page. {date.today().isoformat()}, {platform.system()} {platform.machine()}, CPU, Python "
+        f"{platform.python_version()}. Not run on Apple hardware."
     )
 
 
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
-def _columns(results: list[Result], first: str = "") -> str:
-    names = [f"mlx {r.versions.mlx}, mlx-lm {r.versions.mlx_lm}, mlx-vlm {r.versions.mlx_vlm}" for r in results]
-    return _row([first, *names]) + "\n" + _row(["---"] * (len(results) + 1))
+def _row(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _overview(results: list[Result]) -> str:
-    rows = [_columns(results)]
-    rows.append(_row(["transformers", *(r.transformers for r in results)]))
-    rows.append(_row(["stand-in for imports", *(r.versions.plugin or "none" for r in results)]))
-    names = {"patches": "patch tests", "compat": "checks of this page", "metal": "the same, Metal declared present"}
-    rows += [_row([label, *(r.counts(run) for r in results)]) for run, label in names.items()]
-    rows.append(_row(["failures", *(str(len(r.failed) or "none") for r in results)]))
+    rows = [_row(["set", "mlx", "mlx-lm", "mlx-vlm", "passed", "skipped", "failed"]), "|---|---|---|---|---|---|---|"]
+    for number, result in enumerate(results, 1):
+        found = [sum(test.outcome == outcome for test in _tests(result)) for outcome in ("passed", "skipped", "failed")]
+        versions = result.versions
+        rows.append(_row([number, versions.mlx, versions.mlx_lm, versions.mlx_vlm, *found]))
     return "\n".join(rows)
 
 
 def _section(file: str, title: str, text: str, results: list[Result]) -> str:
-    found = [{t.name: t for run in r.tests.values() for t in run if t.file == file} for r in results]
-    names = list(dict.fromkeys(name for tests in found for name in tests))
-    rows = [_columns(results)]
-    for name in names:
-        cells = []
-        for tests in found:
-            test = tests.get(name)
-            passed = test is not None and test.outcome == "passed"
-            cells.append((test.detail or "ok") if passed else ("not run" if test is None else test.outcome.upper()))
-        what, bracket, case = name.removeprefix("test_").partition("[")
-        rows.append(_row([what.replace("_", " ") + (f": {case.removesuffix(']')}" if bracket else ""), *cells]))
-    return f"## {title}\n\n{text}\n\n" + "\n".join(rows)
+    found = [test for result in results for test in _tests(result) if test.file == file]
+    passed = [test for test in found if test.outcome == "passed"]
+    errors = [float(part[6:]) for test in passed for part in test.detail.split("; ") if part.startswith("error ")]
+    largest = f" Largest error: {max(errors):.0e}." if errors else ""
+    return f"## {title}\n\n" + _filled(f"{text} Passed: {len(passed)} of {len(found)}.{largest}")
+
+
+def _sets(numbers: list[int]) -> str:
+    return ("set " if len(numbers) == 1 else "sets ") + ", ".join(map(str, numbers))
+
+
+def _tests(result: Result) -> list[Test]:
+    return [test for run in result.tests.values() for test in run]
 
 
 def _failures(results: list[Result]) -> str:
-    lines = [f"- {r.versions.name}: {each}" for r in results for each in r.failed]
+    lines = [f"- {result.versions.name}: {each}" for result in results for each in result.failed]
     return "## Failures\n\n" + ("\n".join(lines) or "None.")
-
-
-def _skips(results: list[Result]) -> str:
-    lines = []
-    for result in results:
-        reasons = Counter(t.detail for run in result.tests.values() for t in run if t.outcome == "skipped")
-        lines += [f"- {result.versions.name}: {count} x {reason}" for reason, count in reasons.most_common()]
-    return "## Skipped, and why\n\n" + ("\n".join(lines) or "Nothing.")

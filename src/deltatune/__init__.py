@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import blas as _blas
-from . import environment as _environment
-from . import subnormals as _subnormals
+from .machine import blas as _blas
+from .machine import environment as _environment
+from .machine import subnormals as _subnormals
 
 if TYPE_CHECKING:
     from .config import LoraConfig, TrainConfig
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _environment.keep_full_fp32()
 _environment.queue_little()
+_environment.see_own_gpu()
 with _subnormals.flushed():
     _blas.load()
     _subnormals.start_mlx()

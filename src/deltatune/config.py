@@ -1,6 +1,6 @@
-"""Every option of a training run: one dataclass a concern, one default an option, and the YAML that fills them.
+"""All options of a training run, each with its only default, and the YAML files that set them.
 
-Names and defaults are those of `mlx_lm.lora` wherever it has the option; docs/options.md lists the differences.
+Names and defaults are those of `mlx_lm.lora` wherever it has the option; docs/guides/from-mlx-lm.md lists what differs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,25 @@ from .errors import UserError
 
 
 def _about(group: str, text: str, *, flag: bool = True, choices: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A field's metadata: help `text`, the `group` it is shown in, whether the command line has it too."""
+    """Return a field's metadata: its help text, the group it is listed in, and whether it is a command-line flag."""
     return {"group": group, "help": text, "flag": flag, "choices": choices}
 
 
 @dataclass
 class LoraConfig:
-    """YAML key `lora_parameters`. `keys` are name patterns (fnmatch) of modules; None means every linear."""
+    """The adapters' options, under the YAML key `lora_parameters`.
+
+    Args:
+        rank: the inner size of each low-rank update.
+        scale: the factor of the update.
+        dropout: the share of the update's inputs that training sets to zero, from 0 to below 1.
+        keys: patterns (fnmatch) for the paths of the modules to adapt; None means every linear, expert and embedding
+            module of the chosen layers.
+        exclude: patterns for the paths of modules that get no adapter.
+        layer_kinds: kinds of layers to adapt, any of "delta", "attention", "mamba" and "other"; None means all.
+        layers: indices of the layers to adapt, in place of `num_layers`; negative ones count from the last.
+        rslora: whether the scale is divided by the square root of the rank.
+    """
 
     rank: int = 8
     scale: float = 20.0
@@ -42,7 +54,11 @@ _OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporti
 
 @dataclass
 class TrainConfig:
-    """One training run. Lengths in tokens, rates per optimizer step, counts in iterations (micro-batches)."""
+    """The options of a training run.
+
+    Lengths are in tokens. Schedules count optimizer steps; everything else counts iterations, of which
+    `grad_accumulation_steps` make one optimizer step. Each field's metadata holds its help text.
+    """
 
     model: str = field(
         default="Qwen/Qwen3-0.6b", metadata=_about(_MODEL, "folder of the model, or its name on the Hugging Face hub")
@@ -192,7 +208,7 @@ class TrainConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML reads 1e-5 as a string; YAML 1.2, and everybody who writes a learning rate, as a number."""
+    """PyYAML's safe loader, which here reads 1e-5 as a number, as YAML 1.2 does; PyYAML by itself reads a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -203,7 +219,11 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file. UserError where the file is missing, not YAML, or not a mapping."""
+    """Read the mapping in a YAML file; an empty file is an empty mapping.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML, or does not hold a mapping.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -220,24 +240,33 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """` (did you mean 'x'?)` for the nearest known word, or an empty string."""
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    """Return " (did you mean 'x'?)" for the known word closest to `word`, or an empty string if none is close."""
+    closest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" (did you mean {closest[0]!r}?)" if closest else ""
 
 
 def build(cls: type, values: dict[str, Any], where: str) -> Any:
-    """A `cls` dataclass from a mapping, nested dataclasses included; unknown keys and wrong types are refused."""
+    """Make a configuration from a mapping, such as one read from YAML.
+
+    Args:
+        cls: TrainConfig or LoraConfig.
+        values: option names to values; `lora_parameters` may be a mapping itself.
+        where: what to name as the source in error messages, such as the file's path.
+
+    Raises:
+        UserError: a key is unknown, or a value has the wrong type.
+    """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
             raise UserError(f"{where}: unknown key {key!r}{nearest(str(key), list(fields))}.")
-    known = dict(values)
+    checked = {}
     for name, value in values.items():
         if name == "lora_parameters" and isinstance(value, dict):
-            known[name] = build(LoraConfig, value, f"{where}: lora_parameters")
+            checked[name] = build(LoraConfig, value, f"{where}: lora_parameters")
         else:
-            known[name] = _checked(value, str(fields[name].type), f"{where}: {name}")
-    return cls(**known)
+            checked[name] = _checked(value, str(fields[name].type), f"{where}: {name}")
+    return cls(**checked)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -252,6 +281,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _checked(value: Any, annotation: str, where: str) -> Any:
+    """Return the value, an integer as a float where the annotation asks for one, or refuse another type."""
     names = [part.split("[")[0].strip() for part in re.sub(r"\[.*\]", "", annotation).split("|")]
     if "Any" in names or (value is None and "None" in names):
         return value

@@ -1,19 +1,19 @@
-"""The one exception that means: the user can mend this. The command line prints its message and exits with 2.
-
-And the words of other errors, for such messages.
-"""
+"""The exception for mistakes that the user can correct, and how other errors are quoted in messages."""
 
 
 class UserError(ValueError):
-    """What was expected, what came, and what to do, in one message for a person."""
+    """A mistake that the user can correct; its message says what was expected, what came and what to do.
+
+    The command line prints the message without a traceback, and exits with code 2.
+    """
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's words; its type where it has none."""
+    """Return the first line of an error's message, or the name of its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def reason(error: BaseException) -> str:
-    """An error's words in one line, the first 400 characters."""
+    """Return the first 400 characters of an error's message, in one line."""
     text = " ".join(str(error).split())
     return f"missing key {text}" if isinstance(error, KeyError) else text[:400]

@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from packaging.version import Version
 
-from deltatune.models.vision import _COUNTS_SEVERAL, _TRIED, _example, vision_spec
+from deltatune.models.vision.split import _COUNTS_SEVERAL, _TRIED, _example, vision_spec
 
 TEXT = ("qwen3_5", "qwen3_5_moe")
 VISION = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")

@@ -15,7 +15,7 @@ import deltatune  # noqa: F401
 import mlx.core as mx
 import pytest
 
-from deltatune.environment import GATED_DELTA
+from deltatune.machine.environment import GATED_DELTA
 from deltatune.patches import revert
 
 sys.path.insert(0, str(Path(__file__).parent))

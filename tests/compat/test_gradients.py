@@ -8,8 +8,9 @@ import pytest
 from cases import MOE, TEXT, VISION, error, gradients, images, tokens
 
 from deltatune import patches
-from deltatune.environment import GATED_DELTA
-from deltatune.patches import mlx_vlm_vision, patched
+from deltatune.machine.environment import GATED_DELTA
+from deltatune.patches import patched
+from deltatune.patches.tables import mlx_vlm_vision
 
 pytestmark = pytest.mark.compat
 # Chunks and loop round differently: 2.0e-5 is the most that was measured over all sets.
@@ -51,7 +52,7 @@ def test_images(tiny_vision_model, record_property, request, monkeypatch, family
         loss, actual = gradients(model, rows, **more)
     request.getfixturevalue("loop")
     if family == "qwen3_vl_moe":
-        # Its tower's GELUs are exchanged for good reason (docs/vision.md): the same tower on both sides.
+        # Its tower's GELUs are exchanged for good reason (docs/guides/vision.md): the same tower on both sides.
         monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
         with patched():
             expected_loss, expected = gradients(model, rows, **more)

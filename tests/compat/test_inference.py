@@ -56,7 +56,7 @@ def test_images(tiny_vision_model, record_property, family):
         actual = all_of_it()
         mx.eval(actual)
     if family == "qwen3_vl_moe":
-        # The one record that changes inference, on purpose: the GELUs of this tower (docs/vision.md).
+        # The one record that changes inference, on purpose: the GELUs of this tower (docs/guides/vision.md).
         difference = mx.abs(expected[0] - actual[0]).max().item()
         record_property("changed", difference)
         assert 1e-6 < difference < 1e-2

@@ -16,9 +16,10 @@ from cases import DELTA, TEXT, VISION, error, gradients, images, logits, tokens
 from metal import NO_GRADIENT
 
 from deltatune import patches
-from deltatune.environment import GATED_DELTA
-from deltatune.patches import mlx_vlm, mlx_vlm_vision, patched
+from deltatune.machine.environment import GATED_DELTA
+from deltatune.patches import patched
 from deltatune.patches.patch import _contains
+from deltatune.patches.tables import mlx_vlm, mlx_vlm_vision
 
 pytestmark = pytest.mark.compat
 TOLERANCE = 5e-5
@@ -77,7 +78,7 @@ def test_inference_is_upstreams_bit_for_bit(tiny_vision_model, monkeypatch, fami
     model = tiny_vision_model(family)
     model.eval()
     rows, more = images(model)
-    # The tower of qwen3_vl_moe is another one on purpose: the same on both sides (docs/vision.md).
+    # The tower of qwen3_vl_moe is another one on purpose: the same on both sides (docs/guides/vision.md).
     everything = patches.PATCHES
     monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
     with patched():

@@ -13,7 +13,7 @@ from cases import TEXT, VISION
 from PIL import Image
 
 from deltatune import cli
-from deltatune.environment import GATED_DELTA
+from deltatune.machine.environment import GATED_DELTA
 
 pytestmark = pytest.mark.compat
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}

@@ -10,7 +10,7 @@ import mlx_lm
 from safetensors import safe_open
 
 from deltatune.demo.assets import MODEL
-from deltatune.models.describe import describe
+from deltatune.layers import describe
 from deltatune.models.load import load
 
 

@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from deltatune import cli
-from deltatune.demo import run, task
+from deltatune.demo import task, text_demo
 from deltatune.demo.screen import DemoScreen
 from deltatune.errors import UserError
+from deltatune.models.load import load
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def short(tmp_path_factory):
     """(exit code, output folder, what the screen showed, losses) of a demo of a few iterations."""
     output, file = tmp_path_factory.mktemp("demo"), io.StringIO()
     screen = DemoScreen(Console(file=file, width=100, highlight=False))
-    code = run.run_demo(output, iterations=12, questions=8, screen=screen)
+    code = text_demo.run_demo(output, iterations=12, questions=8, screen=screen)
     return code, output, file.getvalue(), screen.losses
 
 
@@ -36,13 +37,13 @@ def test_mlx_lm_alone_gives_the_same_answers(short):
     _, output, shown, _ = short
     assert "8 of 8 answers are the same" in shown
     assert (output / "adapters.safetensors").is_file()
-    assert json.loads((output / "adapter_config.json").read_text())["model"] == str(run.MODEL)
+    assert json.loads((output / "adapter_config.json").read_text())["model"] == str(text_demo.MODEL)
 
 
 def test_what_mlx_lm_answers_comes_from_the_adapter(short):
     _, output, _, _ = short
     items = task.draw(0, 4, task.known_name, held=False)
-    assert run.ask_mlx_lm(output, items) != run.ask(run.load(run.MODEL), items).answers
+    assert text_demo.ask_mlx_lm(output, items) != text_demo.ask(load(text_demo.MODEL), items).answers
 
 
 def test_the_report_holds_figures_curves_and_every_message(short):
@@ -57,7 +58,7 @@ def test_the_report_holds_figures_curves_and_every_message(short):
 
 def test_right_means_equal_to_the_last_character():
     item = task.draw(0, 1, task.known_name, held=False)[0]
-    score = run.Score([item] * 3, [item.answer, item.answer + " ", item.answer.lower()], 1.0)
+    score = text_demo.Score([item] * 3, [item.answer, item.answer + " ", item.answer.lower()], 1.0)
     assert score.right == [True, False, False]
     assert score.accuracy == pytest.approx(1 / 3)
 
@@ -65,6 +66,6 @@ def test_right_means_equal_to_the_last_character():
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        run.run_demo(tmp_path / "file" / "out", screen=DemoScreen(Console(file=io.StringIO())))
+        text_demo.run_demo(tmp_path / "file" / "out", screen=DemoScreen(Console(file=io.StringIO())))
     assert cli.main(["demo", "--output", str(tmp_path / "file" / "out")]) == 2
     assert "choose another --output" in capsys.readouterr().err

@@ -3,7 +3,8 @@ from collections import Counter
 
 from tokenizers import Tokenizer
 
-from deltatune.demo import corpus, names, task
+import demo_corpus as corpus
+from deltatune.demo import names, task
 from deltatune.demo.assets import MODEL
 
 

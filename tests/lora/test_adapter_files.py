@@ -1,4 +1,4 @@
-"""Adapters on disk: mlx-lm reads ours, we read mlx-lm's, and what does not fit is named."""
+"""Saving and loading adapters: mlx-lm reads ours, we read mlx-lm's, and errors name the tensors that do not fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import mlx_lm.utils
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from deltatune import backend
 from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import (
@@ -27,20 +26,11 @@ from deltatune.lora import (
 )
 from deltatune.lora.adapter_files import adapter_state
 from deltatune.lora.convert import install_adapters, make_adapters
+from deltatune.machine import backend
 from deltatune.models.load import load_model
+from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8]])
-FAMILIES = [
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "bailing",
-    "kimi_k3",
-    "qwen3",
-    "gemma3_text",
-]
 
 
 def moved(model: nn.Module, seed: int = 3) -> nn.Module:
@@ -64,7 +54,7 @@ def difference(a: mx.array, b: mx.array) -> float:
 @pytest.mark.parametrize("quantize", [None, {}], ids=["dense", "4bit"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mlx_lm_and_we_read_ours_alike(tiny_checkpoint, tmp_path, family, kind, quantize):
+def test_mlx_lm_and_deltatune_load_our_adapter_alike(tiny_checkpoint, tmp_path, family, kind, quantize):
     if quantize is not None and backend.device() == "cuda":
         pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/log.md)")
     path = tiny_checkpoint(family, quantize=quantize)
@@ -90,7 +80,7 @@ def test_mlx_lm_and_we_read_ours_alike(tiny_checkpoint, tmp_path, family, kind, 
 @pytest.mark.parametrize("keys", [None, ["mlp.down_proj", "linear_attn.out_proj", "mlp.switch_mlp.up_proj"]])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_we_read_what_mlx_lm_wrote(tiny_checkpoint, tmp_path, family, kind, keys):
+def test_deltatune_loads_what_mlx_lm_saved(tiny_checkpoint, tmp_path, family, kind, keys):
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     if kind == "dora" and family == "qwen3_5_moe":
@@ -114,20 +104,14 @@ def test_we_read_what_mlx_lm_wrote(tiny_checkpoint, tmp_path, family, kind, keys
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
-def test_mlx_lm_fuses_ours(tiny_checkpoint, tmp_path, monkeypatch, kind):
+def test_mlx_lm_fuses_our_adapter(tiny_checkpoint, tmp_path, monkeypatch, kind):
     import mlx_lm.fuse
 
     path = tiny_checkpoint("qwen3_5_moe")
     model = adapted(path, kind)
     save_adapters(model, tmp_path / "adapter", {"model": str(path)})
-    arguments = [
-        "--model",
-        str(path),
-        "--adapter-path",
-        str(tmp_path / "adapter"),
-        "--save-path",
-        str(tmp_path / "fused"),
-    ]
+    options = {"--model": path, "--adapter-path": tmp_path / "adapter", "--save-path": tmp_path / "fused"}
+    arguments = [str(word) for option in options.items() for word in option]
     monkeypatch.setattr(sys, "argv", ["mlx_lm.fuse", *arguments])
     mlx_lm.fuse.main()
     fused, _ = mlx_lm.utils.load_model(tmp_path / "fused")
@@ -152,26 +136,22 @@ def test_unequal_ranks_and_scales_become_one(tiny_checkpoint, tmp_path):
     assert difference(ours(TOKENS), expected) < 1e-5
 
 
-def test_what_the_format_cannot_say_is_refused_by_name(tiny_checkpoint):
+def test_what_the_format_cannot_express_is_refused_by_name(tiny_checkpoint):
     path = tiny_checkpoint("qwen3_5")
     layer = "language_model.model.layers.3"
 
-    def model_with(first: dict, second: dict) -> nn.Module:
+    def model_with_second_adapter(dropout: float = 0.0, dora: bool = False) -> nn.Module:
         model, _ = load_model(path)
-        made = make_adapters(
-            model, {f"{layer}.self_attn.q_proj": 2}, 2.0, first.get("dropout", 0.0), dora="dora" in first
-        )
-        made |= make_adapters(
-            model, {f"{layer}.mlp.up_proj": 2}, 2.0, second.get("dropout", 0.0), dora="dora" in second
-        )
+        made = make_adapters(model, {f"{layer}.self_attn.q_proj": 2}, 2.0, 0.0)
+        made |= make_adapters(model, {f"{layer}.mlp.up_proj": 2}, 2.0, dropout, dora=dora)
         install_adapters(model, made)
         return model
 
     with pytest.raises(UserError, match=r"LoRA \(.*q_proj\) and DoRA \(.*up_proj\) in one adapter"):
-        adapter_state(model_with({}, {"dora": True}))
+        adapter_state(model_with_second_adapter(dora=True))
     with pytest.raises(UserError, match=r"up_proj differ in dropout"):
-        adapter_state(model_with({}, {"dropout": 0.5}))
-    model = model_with({}, {})
+        adapter_state(model_with_second_adapter(dropout=0.5))
+    model = model_with_second_adapter()
     model.language_model.model.norm.unfreeze()
     with pytest.raises(UserError, match=r"language_model.model.norm.weight is trained beside adapters"):
         adapter_state(model)
@@ -243,7 +223,7 @@ def test_damaged_adapters(tiny_checkpoint, tmp_path):
     refused("with a number `scale` expected")
 
 
-def test_weights_for_a_model_converted_alike(tiny_checkpoint, tmp_path):
+def test_weights_load_into_a_model_with_the_same_adapters(tiny_checkpoint, tmp_path):
     path = tiny_checkpoint("qwen3")
     model = adapted(path)
     file = save_adapters(model, tmp_path, {}, weights="0000010_adapters.safetensors")
@@ -264,7 +244,7 @@ def test_output_that_cannot_be_written(tiny_checkpoint, tmp_path):
         save_adapters(model, tmp_path / "file" / "adapter", {})
 
 
-def test_an_interrupted_save_leaves_the_last_one(tiny_checkpoint, tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_the_previous_adapter(tiny_checkpoint, tmp_path, monkeypatch):
     from deltatune.lora import tensor_files
 
     model = adapted(tiny_checkpoint("qwen3"))
@@ -281,7 +261,7 @@ def test_an_interrupted_save_leaves_the_last_one(tiny_checkpoint, tmp_path, monk
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["adapter_config.json", "adapters.safetensors"]
 
 
-def test_kinds_of_adapters_come_back(tiny_checkpoint, tmp_path):
+def test_loading_restores_the_classes_of_the_adapters(tiny_checkpoint, tmp_path):
     path = tiny_checkpoint("qwen3_5_moe")
     save_adapters(adapted(path), tmp_path, {})
     model, _ = load_model(path)

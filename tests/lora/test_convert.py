@@ -1,4 +1,4 @@
-"""What conversion leaves trainable, and that training moves that and nothing else."""
+"""Which parameters a conversion makes trainable, what it reports, and merging the adapters again."""
 
 from __future__ import annotations
 
@@ -54,21 +54,32 @@ def test_rslora_divides_the_scale_by_the_root_of_the_rank(tiny_model):
     assert {adapter.scale for adapter in adapters(model).values()} == {2.0}
 
 
-def test_ranks_that_do_not_fit(tiny_model):
-    with pytest.raises(UserError, match=r"rank: 65 is above every chosen matrix; the largest, .* has rank 64 at most"):
-        convert_to_lora(tiny_model("qwen3"), LoraConfig(rank=65))
-    with pytest.raises(UserError, match=r"rank: 0 is not a rank"):
-        convert_to_lora(tiny_model("qwen3"), LoraConfig(rank=0))
-    with pytest.raises(UserError, match=r"dropout: 1.0 is not a share"):
-        convert_to_lora(tiny_model("qwen3"), LoraConfig(dropout=1.0))
-    with pytest.raises(UserError, match="fine_tune_type: 'lra' is not known"):
-        convert_to_lora(tiny_model("qwen3"), LoraConfig(), fine_tune_type="lra")
-    experts = LoraConfig(rank=65, keys=["*.switch_mlp.*"])
-    with pytest.raises(UserError, match=r"rank: 65 is above .* the largest, .*switch_mlp\.\w+, has rank 64 at most"):
-        convert_to_lora(tiny_model("qwen3_5_moe"), experts)
-    with pytest.raises(UserError, match=r"rank: 0 is not a rank; expected 1 or more"):
-        convert_to_lora(tiny_model("qwen3_5_moe"), LoraConfig(rank=0, keys=["*.switch_mlp.*"]))
-    # A router of one output beside larger matrices takes the rank of the rest, as in mlx-lm and PEFT.
+EXPERTS = ["*.switch_mlp.*"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "kind", "message"),
+    [
+        ("qwen3", {"rank": 65}, "lora", "rank: 65 is above every chosen matrix; the largest, .* has rank 64 at most"),
+        ("qwen3", {"rank": 0}, "lora", "rank: 0 is not a rank"),
+        ("qwen3", {"dropout": 1.0}, "lora", "dropout: 1.0 is not a share"),
+        ("qwen3", {}, "lra", "fine_tune_type: 'lra' is not known"),
+        (
+            "qwen3_5_moe",
+            {"rank": 65, "keys": EXPERTS},
+            "lora",
+            r"rank: 65 is above .* the largest, .*switch_mlp\.\w+, has rank 64 at most",
+        ),
+        ("qwen3_5_moe", {"rank": 0, "keys": EXPERTS}, "lora", "rank: 0 is not a rank; expected 1 or more"),
+    ],
+)
+def test_options_that_do_not_fit(tiny_model, family, options, kind, message):
+    with pytest.raises(UserError, match=message):
+        convert_to_lora(tiny_model(family), LoraConfig(**options), fine_tune_type=kind)
+
+
+def test_a_small_matrix_takes_the_rank_of_the_others(tiny_model):
+    """The shared expert's gate has one output, and gets an adapter of rank 8 all the same, as in mlx-lm and PEFT."""
     convert_to_lora(tiny_model("qwen3_5_moe"), LoraConfig(rank=8))
 
 
@@ -92,7 +103,7 @@ def test_full_leaves_quantised_weights_frozen_and_says_so(tiny_checkpoint):
     assert "ignores them" in report.notes[0]
 
 
-def test_notes_on_what_cannot_follow(tiny_checkpoint):
+def test_dora_on_odd_widths_notes_that_mlx_lm_cannot_load_it(tiny_checkpoint):
     from deltatune.models.load import load_model
 
     model, _ = load_model(tiny_checkpoint("qwen3_5", quantize={"bits": 3}))
@@ -146,7 +157,7 @@ def test_merge_in_place(tiny_model, kind):
     assert mx.allclose(model(TOKENS), before, atol=1e-4)
 
 
-def test_the_report_says_alike_things_once(tiny_model):
+def test_the_summary_has_one_line_for_the_same_module_of_all_layers(tiny_model):
     lines = convert_to_lora(tiny_model("kimi_linear"), LoraConfig()).summary()
     assert len(lines) == len(set(lines)) == 5
     assert "Left alone: model.layers.*.self_attn.q_conv.conv (3 of them): Conv1d is no kind of layer" in lines[0]

@@ -10,6 +10,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRAEmbedding as UpstreamDoRAEmbedding
 from mlx_lm.tuner.lora import LoRAEmbedding as UpstreamLoRAEmbedding
 
+import adapter_checks
+from adapter_checks import assert_agree, float64, upstream_twin
 from deltatune.lora import DoRAEmbedding, LoRAEmbedding
 from deltatune.lora.weights import dense_weight
 
@@ -22,16 +24,7 @@ def adapted(kind, packing=None) -> nn.Module:
     embedding = nn.Embedding(VOCABULARY, DIMS)
     if packing is not None:
         embedding = nn.QuantizedEmbedding.from_embedding(embedding, 32, packing["bits"])
-    adapter = kind.from_base(embedding, rank=RANK, scale=SCALE)
-    adapter.lora_b = 0.2 * mx.random.normal(adapter.lora_b.shape)
-    if "m" in adapter:
-        adapter.m = adapter.m * mx.random.uniform(0.5, 1.5, adapter.m.shape)
-    adapter.unfreeze_adapter()
-    return adapter
-
-
-def float64(array: mx.array) -> np.ndarray:
-    return np.array(array).astype(np.float64)
+    return adapter_checks.adapted(kind, embedding, RANK, SCALE)
 
 
 def adapted_weight(adapter: nn.Module) -> np.ndarray:
@@ -80,9 +73,7 @@ def test_gradients_against_float64(kind, use):
         expected["m"] = (d_weight * plain).sum(1) / norm
         d_weight = d_weight * (float64(adapter.m) / norm)[:, None]
     expected["lora_a"], expected["lora_b"] = SCALE * d_weight @ b.T, SCALE * a.T @ d_weight
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert np.abs(float64(found[name]) - value).max() <= 2e-6 * np.abs(value).max(), name
+    assert_agree(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +81,7 @@ def test_gradients_against_float64(kind, use):
 )
 def test_same_names_shapes_and_values_as_mlx_lm(kind, upstream):
     adapter = adapted(kind)
-    theirs = upstream.from_base(adapter.embedding, r=RANK, scale=SCALE)
-    ours = dict(tree_flatten(adapter.parameters()))
-    assert {name: value.shape for name, value in ours.items()} == {
-        name: value.shape for name, value in tree_flatten(theirs.parameters())
-    }
-    theirs.load_weights(list(ours.items()))
+    theirs = upstream_twin(adapter, upstream, RANK, SCALE)
     ids, x = mx.array([[3, 1, 49]]), mx.random.normal((1, 3, DIMS))
     assert mx.allclose(adapter(ids), theirs(ids), atol=1e-6)
     assert mx.allclose(adapter.as_linear(x), theirs.as_linear(x), atol=1e-5)

@@ -1,4 +1,4 @@
-"""LoRA on experts, dense and quantised, sorted and not, against float64 NumPy and mlx-lm's own layer."""
+"""LoRA on experts, dense and quantised, with sorted and unsorted rows, against float64 NumPy and mlx-lm's layer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear as UpstreamLoRASwitchLinear
 from packaging.version import Version
 
-from deltatune import backend
+import adapter_checks
+from adapter_checks import assert_agree, float64, upstream_twin, value_and_gradients
 from deltatune.lora import LoRASwitchLinear, experts
 from deltatune.lora.experts import PlainSwitchLinear, projection
 from deltatune.lora.weights import dense_weight, is_switch
+from deltatune.machine import backend
 
 EXPERTS, INPUTS, OUTPUTS, RANK, SCALE = 5, 64, 24, 3, 1.4
 PACKINGS = [
@@ -39,18 +40,11 @@ def adapted(packing=None, bias: bool = False) -> LoRASwitchLinear:
         linear.bias = mx.random.normal(linear.bias.shape)
     if packing is not None:
         linear = linear.to_quantized(**packing)
-    adapter = LoRASwitchLinear.from_base(linear, rank=RANK, scale=SCALE)
-    adapter.lora_b = 0.2 * mx.random.normal(adapter.lora_b.shape)
-    adapter.unfreeze_adapter()
-    return adapter
-
-
-def float64(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
+    return adapter_checks.adapted(LoRASwitchLinear, linear, RANK, SCALE)
 
 
 def test_few_rows_go_sorted_on_cuda(monkeypatch):
-    """MLX's unsorted products there read off their alignment for this rank, and end the process."""
+    """MLX's unsorted products read misaligned memory there for this rank, which ends the process."""
     calls = []
 
     def gather_mm(*arguments, **options):
@@ -75,29 +69,18 @@ def test_values_and_gradients_against_float64(packing, sorted_indices, bias):
     indices = mx.array([4, 0, 2, 2, 0, 4, 4, 1, 2])  # Expert 3 gets no row.
     indices = mx.sort(indices) if sorted_indices else indices
     x, dy = mx.random.normal((rows, 1, INPUTS)), mx.random.normal((rows, 1, OUTPUTS))
-
-    def loss(parameters, x):
-        adapter.update(parameters)
-        return (adapter(x, indices, sorted_indices=sorted_indices) * dy).sum()
-
-    parameters = adapter.trainable_parameters()
-    found, dx = mx.grad(loss, argnums=(0, 1))(parameters, x)
-    adapter.update(parameters)
-    y = adapter(x, indices, sorted_indices=sorted_indices)
-
+    found = value_and_gradients(adapter, lambda x: adapter(x, indices, sorted_indices=sorted_indices), x, dy)
     weight, a, b = float64(dense_weight(adapter.linear)), float64(adapter.lora_a), float64(adapter.lora_b)
-    expected = {"y": np.zeros((rows, OUTPUTS)), "x": np.zeros((rows, INPUTS))}
+    expected = {"y": np.zeros((rows, 1, OUTPUTS)), "x": np.zeros((rows, 1, INPUTS))}
     expected |= {"lora_a": np.zeros_like(a), "lora_b": np.zeros_like(b)}
     for row, expert in enumerate(np.array(indices)):
         row_x, row_dy = float64(x)[row, 0], float64(dy)[row, 0]
         full = weight[expert] + SCALE * b[expert] @ a[expert]
-        expected["y"][row] = full @ row_x + (float64(adapter.linear.bias)[expert] if bias else 0)
-        expected["x"][row] = full.T @ row_dy
+        expected["y"][row, 0] = full @ row_x + (float64(adapter.linear.bias)[expert] if bias else 0)
+        expected["x"][row, 0] = full.T @ row_dy
         expected["lora_b"][expert] += SCALE * np.outer(row_dy, a[expert] @ row_x)
         expected["lora_a"][expert] += SCALE * np.outer(b[expert].T @ row_dy, row_x)
-    found = {**dict(tree_flatten(found)), "y": y[:, 0], "x": dx[:, 0]}
-    for name, value in expected.items():
-        assert np.abs(float64(found[name]) - value).max() <= 2e-6 * np.abs(value).max(), name
+    assert_agree(found, expected)
     assert not np.any(float64(found["lora_a"])[3])
 
 
@@ -112,31 +95,20 @@ def test_several_experts_for_each_token():
 
 
 @pytest.mark.parametrize("packing", PACKINGS[:3], ids=IDS[:3])
-def test_many_rows_unsorted_are_what_few_are(packing):
-    """From 64 indices on, rows are put in the order of experts: same values and gradients, row by row."""
+def test_many_unsorted_rows_give_what_few_give(packing):
+    """Rows are sorted by expert from 64 indices on, with the same values and gradients as fewer, unsorted rows."""
     adapter = adapted(packing)
     indices = mx.random.randint(0, EXPERTS, (3, 20, 2))
     x, dy = mx.random.normal((3, 20, 1, 1, INPUTS)), mx.random.normal((3, 20, 2, 1, OUTPUTS))
 
-    def gradients(run):
-        def loss(parameters, x):
-            adapter.update(parameters)
-            y = run(x)
-            return (y * dy).sum(), y
+    def in_threes(x: mx.array) -> mx.array:
+        return mx.concatenate([adapter(x[i : i + 1], indices[i : i + 1]) for i in range(3)])
 
-        (_, y), (found, dx) = mx.value_and_grad(loss, argnums=(0, 1))(parameters, x)
-        adapter.update(parameters)
-        return {"y": y, "x": dx, **dict(tree_flatten(found))}
-
-    parameters = adapter.trainable_parameters()
-    wanted = gradients(lambda x: mx.concatenate([adapter(x[i : i + 1], indices[i : i + 1]) for i in range(3)]))
-    found = gradients(lambda x: adapter(x, indices))
-    for name, value in wanted.items():
-        assert found[name].shape == value.shape
-        assert mx.abs(found[name] - value).max() <= 2e-6 * mx.abs(value).max(), name
+    expected = value_and_gradients(adapter, in_threes, x, dy)
+    assert_agree(value_and_gradients(adapter, lambda x: adapter(x, indices), x, dy), expected)
 
 
-def test_the_gradient_of_many_rows_unsorted_holds_no_matrix_a_row():
+def test_the_gradient_of_many_unsorted_rows_holds_no_matrix_per_row(peak_bytes):
     mx.random.seed(0)
     rows, rank = 1024, 16
     adapter = LoRASwitchLinear.from_base(SwitchLinear(INPUTS, OUTPUTS, EXPERTS, bias=False), rank=rank)
@@ -149,13 +121,10 @@ def test_the_gradient_of_many_rows_unsorted_holds_no_matrix_a_row():
 
     parameters = adapter.trainable_parameters()
     mx.eval(adapter.parameters(), x, indices)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    mx.eval(mx.grad(loss)(parameters))
-    assert mx.get_peak_memory() - before < rows * rank * INPUTS * 4 / 2
+    assert peak_bytes(lambda: mx.grad(loss)(parameters)) < rows * rank * INPUTS * 4 / 2
 
 
-def test_sorted_indices_need_a_row_each():
+def test_sorted_indices_need_one_row_each():
     adapter, indices = adapted(), mx.array([0, 1, 1, 3])
     for x in (mx.zeros((1, 1, INPUTS)), mx.zeros((2, 1, INPUTS)), mx.zeros((4, 1, 1, INPUTS))[:1]):
         with pytest.raises(
@@ -166,7 +135,7 @@ def test_sorted_indices_need_a_row_each():
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=IDS)
-def test_fuses_to_what_it_says(packing):
+def test_fuses_to_the_adapted_weight(packing):
     adapter = adapted(packing)
     full = float64(dense_weight(adapter.linear)) + SCALE * float64(adapter.lora_b) @ float64(adapter.lora_a)
     plain = adapter.fuse(dequantize=True)
@@ -179,7 +148,7 @@ def test_fuses_to_what_it_says(packing):
         weight, scales, *_ = mx.quantize(plain.weight, **packing)
         assert mx.array_equal(packed.weight, weight)
         assert mx.array_equal(packed.scales, scales)
-    # A power of two as scale cuts off up to a quarter of the largest value.
+    # A scale that is a power of two clips up to a quarter of the largest value.
     step = 0.26 * np.abs(full).max() if packing else 1e-6
     assert np.abs(float64(dense_weight(packed)) - full).max() < step
     assert (plain.num_experts, plain.input_dims, plain.output_dims) == (EXPERTS, INPUTS, OUTPUTS)
@@ -192,7 +161,7 @@ def test_fuses_to_what_it_says(packing):
 @pytest.mark.parametrize("name", ["weight_scale_2", "weight_global_scale"])
 @pytest.mark.parametrize("shape", [(), (EXPERTS,), (EXPERTS, OUTPUTS)], ids=["one", "an expert", "a row"])
 def test_mlx_vlms_nvfp4_experts_keep_their_output_scale(name, shape):
-    """Adapted, merged packed and merged plain: the same layer, whose outputs are scaled after the product."""
+    """The adapter, its dense merge and its quantised merge compute the same layer, which scales its outputs."""
     scaled = pytest.importorskip("mlx_vlm.quantization.nvfp4").ScaledQuantizedSwitchLinear
     mx.random.seed(0)
     packing = {"bits": 4, "group_size": 16, "mode": "nvfp4"}
@@ -212,7 +181,7 @@ def test_mlx_vlms_nvfp4_experts_keep_their_output_scale(name, shape):
     assert mx.array_equal(packed[name], base[name])
     full = weight + SCALE * adapter.lora_b @ adapter.lora_a
     error = dense_weight(packed).astype(mx.float32) - full
-    # What four bits lose; a scale forgotten or taken twice would be off by a factor of 2 to 5.
+    # Four bits lose that much; a scale that is forgotten or applied twice would be off by a factor of 2 to 5.
     assert mx.linalg.norm(error.flatten()) < 0.15 * mx.linalg.norm(full.flatten())
     assert projection(adapter) is None
 
@@ -220,20 +189,15 @@ def test_mlx_vlms_nvfp4_experts_keep_their_output_scale(name, shape):
 @pytest.mark.parametrize("packing", PACKINGS[:3], ids=IDS[:3])
 def test_same_names_shapes_and_values_as_mlx_lm(packing):
     adapter = adapted(packing)
-    theirs = UpstreamLoRASwitchLinear.from_base(adapter.linear, r=RANK, scale=SCALE)
-    ours = dict(tree_flatten(adapter.parameters()))
-    assert {name: value.shape for name, value in ours.items()} == {
-        name: value.shape for name, value in tree_flatten(theirs.parameters())
-    }
-    theirs.load_weights(list(ours.items()))
+    theirs = upstream_twin(adapter, UpstreamLoRASwitchLinear, RANK, SCALE)
     indices, x = mx.array([0, 3, 4]), mx.random.normal((3, 1, INPUTS))
     found, expected = adapter(x, indices), theirs(x, indices)
-    # On CUDA ours go in the order of experts.
-    off = 1e-5 if backend.device() == "cuda" else 0.0
-    assert mx.abs(found - expected).max() <= off * mx.abs(expected).max()
+    # On CUDA our adapter sorts the rows by expert, so that MLX multiplies them in another way.
+    tolerance = 1e-5 if backend.device() == "cuda" else 0.0
+    assert mx.abs(found - expected).max() <= tolerance * mx.abs(expected).max()
 
 
-def test_experts_are_told_by_structure():
+def test_experts_are_recognised_by_structure():
     assert is_switch(SwitchLinear(4, 4, 2))
     assert is_switch(PlainSwitchLinear()) is False
     assert not is_switch(MultiLinear(4, 4, 2))

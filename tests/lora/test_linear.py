@@ -1,4 +1,4 @@
-"""LoRA and DoRA on linears, values and gradients, against float64 NumPy and against mlx-lm's own layers."""
+"""LoRA and DoRA on linear layers: values and gradients against float64 NumPy and against mlx-lm's own layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear as UpstreamDoRALinear
 from mlx_lm.tuner.lora import LoRALinear as UpstreamLoRALinear
 
+import adapter_checks
+from adapter_checks import assert_agree, float64, upstream_twin, value_and_gradients
 from deltatune.lora import DoRALinear, LoRALinear, linear
 from deltatune.lora.linear import factor_dtypes, with_low_rank
 from deltatune.lora.weights import dense_weight, input_size
@@ -37,20 +39,11 @@ def base(packing=None, bias: bool = True, seed: int = 0) -> nn.Module:
 
 
 def adapted(kind, packing=None, bias: bool = True, dropout: float = 0.0) -> nn.Module:
-    adapter = kind.from_base(base(packing, bias), rank=RANK, scale=SCALE, dropout=dropout)
-    adapter.lora_b = 0.2 * mx.random.normal(adapter.lora_b.shape)
-    if "m" in adapter:
-        adapter.m = adapter.m * mx.random.uniform(0.5, 1.5, adapter.m.shape)
-    adapter.unfreeze_adapter()
-    return adapter
-
-
-def float64(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
+    return adapter_checks.adapted(kind, base(packing, bias), RANK, SCALE, dropout)
 
 
 def reference(adapter: nn.Module, x: np.ndarray, dy: np.ndarray) -> dict[str, np.ndarray]:
-    """y and the gradients of sum(y * dy), in float64, the norm of DoRA held constant as its paper has it."""
+    """y and the gradients of sum(y * dy), in float64; DoRA's norm is a constant, as in its paper."""
     weight, a, b = float64(dense_weight(adapter.linear)), float64(adapter.lora_a), float64(adapter.lora_b)
     plain = x @ weight.T + SCALE * (x @ a) @ b
     factor, gradients = np.ones(OUTPUTS), {}
@@ -66,33 +59,18 @@ def reference(adapter: nn.Module, x: np.ndarray, dy: np.ndarray) -> dict[str, np
     return {"y": plain * factor + bias, **gradients}
 
 
-def computed(adapter: nn.Module, x: mx.array, dy: mx.array) -> dict[str, mx.array]:
-    def loss(parameters, x):
-        adapter.update(parameters)
-        return (adapter(x) * dy).sum()
-
-    parameters = adapter.trainable_parameters()
-    gradients, dx = mx.grad(loss, argnums=(0, 1))(parameters, x)
-    adapter.update(parameters)
-    return {"y": adapter(x), "x": dx, **dict(tree_flatten(gradients))}
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("packing", PACKINGS, ids=IDS)
 @pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
 def test_values_and_gradients_against_float64(kind, packing, bias):
     adapter = adapted(kind, packing, bias)
     x, dy = mx.random.normal((7, INPUTS)), mx.random.normal((7, OUTPUTS))
-    expected = reference(adapter, float64(x), float64(dy))
-    found = computed(adapter, x, dy)
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert np.abs(float64(found[name]) - value).max() <= 2e-6 * np.abs(value).max(), name
+    assert_agree(value_and_gradients(adapter, adapter, x, dy), reference(adapter, float64(x), float64(dy)))
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=IDS)
 @pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
-def test_starts_as_the_base_and_fuses_to_what_it_says(kind, packing):
+def test_starts_as_the_base_and_fuses_to_its_own_values(kind, packing):
     linear = base(packing)
     adapter = kind.from_base(linear, rank=RANK, scale=SCALE)
     x = mx.random.normal((7, INPUTS))
@@ -100,7 +78,7 @@ def test_starts_as_the_base_and_fuses_to_what_it_says(kind, packing):
     adapter = adapted(kind, packing)
     plain = adapter.fuse(dequantize=True)
     assert type(plain) is nn.Linear
-    # The modes without biases dequantise to bf16, which rounds the fused weight.
+    # MLX dequantises to bf16 in the modes without biases, which rounds the fused weight.
     assert mx.allclose(plain(x), adapter(x), atol=1e-5 if plain.weight.dtype == mx.float32 else 0.05)
     packed = adapter.fuse()
     assert type(packed) is type(linear)
@@ -117,12 +95,7 @@ def test_starts_as_the_base_and_fuses_to_what_it_says(kind, packing):
 @pytest.mark.parametrize(("kind", "upstream"), [(LoRALinear, UpstreamLoRALinear), (DoRALinear, UpstreamDoRALinear)])
 def test_same_names_shapes_and_values_as_mlx_lm(kind, upstream, packing):
     adapter = adapted(kind, packing)
-    theirs = upstream.from_base(adapter.linear, r=RANK, scale=SCALE)
-    ours = dict(tree_flatten(adapter.parameters()))
-    assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {
-        name: (value.shape, value.dtype) for name, value in tree_flatten(theirs.parameters())
-    }
-    theirs.load_weights(list(ours.items()))
+    theirs = upstream_twin(adapter, upstream, RANK, SCALE)
     x = mx.random.normal((7, INPUTS))
     assert mx.allclose(adapter(x), theirs(x), atol=1e-5, rtol=1e-5)
 
@@ -147,11 +120,11 @@ def test_dropout_drops_inputs_of_the_update_alone():
     adapter = adapted(LoRALinear, dropout=0.4)
     x = mx.ones((2000, INPUTS))
     assert mx.array_equal(adapter.eval()(x), adapter(x))
-    kept = adapter(x)
+    without_dropout = adapter(x)
     adapter.train()
-    dropped = adapter(x)
-    assert mx.abs(dropped - kept).max() > 0.1
-    assert mx.abs(dropped.mean(0) - kept.mean(0)).max() < 0.05
+    with_dropout = adapter(x)
+    assert mx.abs(with_dropout - without_dropout).max() > 0.1
+    assert mx.abs(with_dropout.mean(0) - without_dropout.mean(0)).max() < 0.05
     adapter.lora_b = mx.zeros_like(adapter.lora_b)
     assert mx.array_equal(adapter(x), adapter.linear(x))
 
@@ -159,7 +132,7 @@ def test_dropout_drops_inputs_of_the_update_alone():
 @pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_dropout_in_steps_checkpointed_and_compiled(kind, compiled):
-    """Each step drops anew, a recomputed layer drops the same again, and compiled or not makes no difference."""
+    """Each step draws a new mask, a recomputed layer draws the same one again, and compiling changes nothing."""
     x = mx.random.normal((7, INPUTS))
 
     def steps(checkpointed: bool, compiled: bool) -> list[dict[str, mx.array]]:
@@ -196,10 +169,9 @@ def test_quantised_base_gets_the_gradients_of_its_dequantised_self():
     plain.update(packed.trainable_parameters())
     plain.unfreeze_adapter()
     x, dy = mx.random.normal((7, INPUTS)), mx.random.normal((7, OUTPUTS))
-    found, expected = computed(packed, x, dy), computed(plain, x, dy)
+    found, expected = (value_and_gradients(adapter, adapter, x, dy) for adapter in (packed, plain))
     assert set(found) == {"y", "x", "lora_a", "lora_b"}
-    for name in expected:
-        assert mx.abs(found[name] - expected[name]).max() <= 2e-6 * mx.abs(expected[name]).max(), name
+    assert_agree(found, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -217,14 +189,14 @@ def test_the_update_as_one_function_has_the_gradients_of_its_products(shape, dev
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
 
 
-def test_gradients_of_base_and_update_meet_in_a_product(tmp_path):
-    """Not in a sum of its own, which would be one more launch for each linear on a GPU."""
+def test_gradients_of_base_and_update_are_added_within_a_product(tmp_path):
+    """A sum by itself would be one more launch for each linear on a GPU."""
     layer, x, dy = adapted(LoRALinear), mx.random.normal((7, INPUTS)), mx.random.normal((7, OUTPUTS))
     mx.eval(layer.parameters(), x, dy)
     ((dx,),) = mx.vjp(lambda x: [layer(x)], [x], [dy])[1:]
     mx.export_to_dot(str(tmp_path / "graph.dot"), dx)
     kinds = re.findall('label ="([A-Za-z]+)"', (tmp_path / "graph.dot").read_text())
-    # On a GPU the product with the scale is one, too.
+    # On a GPU the product with the scale is an AddMM, too.
     scaled = int(linear.backend.device() != "cpu")
     assert kinds.count("AddMM") == 1 + scaled
     assert kinds.count("Matmul") == 2 - scaled
@@ -232,7 +204,7 @@ def test_gradients_of_base_and_update_meet_in_a_product(tmp_path):
 
 
 def test_on_a_gpu_the_factors_are_cast_to_the_input(monkeypatch):
-    """What a GPU runs, here on a CPU: values and gradients as in fp32 but for bf16's rounding, factors in fp32."""
+    """The GPU's path, run on a CPU, differs from the CPU's by bf16's rounding only, and its gradients are fp32."""
     monkeypatch.setattr(linear.backend, "device", lambda: "cpu")
     made = adapted(LoRALinear)
     made.linear.set_dtype(mx.bfloat16)

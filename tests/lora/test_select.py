@@ -1,4 +1,4 @@
-"""Which modules get an adapter, and what a person is told when a choice does not fit the model."""
+"""Which modules get an adapter, and the messages for a choice that does not fit the model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from mlx.utils import tree_flatten
 
 from deltatune.config import LoraConfig
 from deltatune.errors import UserError
-from deltatune.lora import convert_to_lora, layer_kind
-from deltatune.lora.probe import directly_read
-from deltatune.lora.select import layer_paths, select
+from deltatune.layers import layer_kind, layer_paths
+from deltatune.lora import convert_to_lora
+from deltatune.lora.directly_read import directly_read
+from deltatune.lora.select import select
+from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7]])
-HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3"]
+PLAIN = ["qwen3", "gemma3_text"]
+HYBRIDS = [family for family in FAMILIES if family not in PLAIN]
 
 
 def chosen(model: nn.Module, num_layers: int = -1, dora: bool = False, **options) -> list[str]:
@@ -32,7 +35,7 @@ def test_kinds_of_layers(tiny_model, family):
     assert [layer_kind(layer) for layer in tiny_model(family).layers] == ["delta", "delta", "delta", "attention"]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", PLAIN)
 def test_kinds_of_plain_layers(tiny_model, family):
     assert {layer_kind(layer) for layer in tiny_model(family).layers} == {"attention"}
 
@@ -64,7 +67,7 @@ def test_mamba_is_not_gated_delta():
     assert layer_kind(layer) == "mamba"
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS, "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_default_is_every_linear_and_expert_of_the_layers_as_in_mlx_lm(tiny_model, family):
     from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -82,7 +85,7 @@ def test_default_is_every_linear_and_expert_of_the_layers_as_in_mlx_lm(tiny_mode
     assert all(isinstance(reason, str) for reason in found.skipped.values())
 
 
-def test_weights_that_their_owner_reads_are_named(tiny_model):
+def test_modules_whose_owner_reads_the_weight_are_reported(tiny_model):
     skipped = select(tiny_model("kimi_k3"), LoraConfig()).skipped
     prefix = "language_model.model.layers.3"
     assert "weight is read directly by its owner" in skipped[f"{prefix}.self_attention_res_proj"]
@@ -91,7 +94,7 @@ def test_weights_that_their_owner_reads_are_named(tiny_model):
     assert any("Conv1d" in reason for reason in skipped.values())
 
 
-def test_probe_sees_aliases_items_and_helpers_and_leaves_the_model_alone():
+def test_reads_by_alias_item_and_helper_are_found_and_the_model_stays_as_it_was():
     class Owner(nn.Module):
         def __init__(self):
             super().__init__()
@@ -131,7 +134,7 @@ def test_probe_sees_aliases_items_and_helpers_and_leaves_the_model_alone():
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_probing_changes_nothing(tiny_model, family):
+def test_selecting_changes_nothing(tiny_model, family):
     model = tiny_model(family)
     model.eval()
     before = {path: (type(m), m.training, sorted(m), sorted(vars(m))) for path, m in model.named_modules()}
@@ -164,13 +167,13 @@ def test_layers_by_count_index_and_kind(tiny_model):
 
     assert layers() == [0, 1, 2, 3]
     assert layers(2) == [2, 3]
-    assert layers(0) == [0, 1, 2, 3]  # As mlx_lm.lora has it.
+    assert layers(0) == [0, 1, 2, 3]  # As in mlx_lm.lora.
     assert layers(layers=[0, -1]) == [0, 3]
     assert layers(1, layers=[1]) == [1]
     assert layers(layer_kinds=["delta"]) == [0, 1, 2]
     assert layers(2, layer_kinds=["delta"]) == [2]
     assert layers(layer_kinds=["attention", "delta"]) == [0, 1, 2, 3]
-    # A full path without wildcards counts wherever it lies, so that explicit keys of saved adapters are found.
+    # A full path without wildcards selects modules of all layers, because saved adapters list their modules that way.
     path = "language_model.model.layers.0.mlp.up_proj"
     assert chosen(model, 1, keys=[path]) == [path]
 
@@ -230,21 +233,21 @@ def test_experts_shared_experts_and_routers_by_name(tiny_model, family, keys, he
     assert {path.split(".mlp.")[1].split(".")[0] for path in targets} == held
 
 
-class PlainAlone(nn.Module):
-    """Reads arrays of layers of one class only, and calls any other."""
+class ReadsOneClass(nn.Module):
+    """Reads the weight of `tested` only where that is an nn.Linear, and the weight of `read` always."""
 
     def __init__(self):
         super().__init__()
-        self.embed, self.told, self.read = nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.embed, self.tested, self.read = nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def __call__(self, ids):
         x = self.embed(ids)
-        x = x @ self.told.weight.T if type(self.told) is nn.Linear else self.told(x)
+        x = x @ self.tested.weight.T if type(self.tested) is nn.Linear else self.tested(x)
         return x @ self.read.weight.T
 
 
-def test_what_is_read_of_plain_layers_alone_takes_an_adapter():
-    model = PlainAlone()
+def test_a_module_whose_weight_is_read_after_a_test_of_its_class_takes_an_adapter():
+    model = ReadsOneClass()
     before = dict(model)
-    assert directly_read(model, {"told": model.told, "read": model.read}) == {"read": "weight"}
+    assert directly_read(model, {"tested": model.tested, "read": model.read}) == {"read": "weight"}
     assert dict(model) == before

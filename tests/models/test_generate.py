@@ -12,7 +12,7 @@ import pytest
 from deltatune.models import answer, generate
 from deltatune.models.load import load
 from deltatune.patches import patch
-from deltatune.patches.mlx_lm import UPDATE
+from deltatune.patches.tables.mlx_lm import UPDATE
 
 
 @pytest.fixture

@@ -13,23 +13,13 @@ import pytest
 from jinja2.exceptions import SecurityError
 from mlx.utils import tree_flatten
 
-from deltatune import backend
 from deltatune.errors import UserError
+from deltatune.machine import backend
 from deltatune.models.load import load, load_model, locate, new_model
+from families import FAMILIES
 from layouts import has_gaps
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
-FAMILIES = [
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "bailing",
-    "kimi_k3",
-    "qwen3",
-    "gemma3_text",
-]
 
 
 @pytest.fixture

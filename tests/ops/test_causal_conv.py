@@ -1,37 +1,40 @@
-"""causal_conv against a float64 recurrence with its own reverse pass, and against the layers it stands in for."""
+"""causal_conv against loops in float64, forward and backward, and against the convolution of mlx-lm's layers."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.causal_conv import causal_conv
 
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
 
 
 def reference(x, weight, bias, state, mask, segments, dy, dstate):
-    """Token by token, tap by tap: y, the state to keep, and every gradient by walking the same loops backwards."""
+    """y, the state and every gradient, by a loop over tokens and columns, and the same loop backwards."""
     (B, T, C), K = x.shape, weight.shape[1]
-    reach = K - 1
-    kept = np.where(mask[..., None], x, 0.0)
-    inputs = np.concatenate([state, kept], axis=1)
-    owner = np.concatenate([np.repeat(segments[:, :1], reach, 1), segments], axis=1)
+    history = K - 1
+    inputs = np.concatenate([state, np.where(mask[..., None], x, 0.0)], axis=1)
+    segments = np.concatenate([np.repeat(segments[:, :1], history, 1), segments], axis=1)
     reads = [
-        (b, t, t + j, j) for b in range(B) for t in range(T) for j in range(K) if owner[b, t + j] == owner[b, t + reach]
+        (b, t, t + j, j)
+        for b in range(B)
+        for t in range(T)
+        for j in range(K)
+        if segments[b, t + j] == segments[b, t + history]
     ]
     y = np.zeros((B, T, C)) + bias
     for b, t, s, j in reads:
         y[b, t] += weight[:, j] * inputs[b, s]
-    same = (owner[:, T:] == owner[:, -1:])[..., None]
+    same = (segments[:, T:] == segments[:, -1:])[..., None]
     d_inputs, d_weight = np.zeros_like(inputs), np.zeros_like(weight)
     d_inputs[:, T:] += np.where(same, dstate, 0.0)
     for b, t, s, j in reversed(reads):
         d_inputs[b, s] += weight[:, j] * dy[b, t]
         d_weight[:, j] += inputs[b, s] * dy[b, t]
-    dx = np.where(mask[..., None], d_inputs[:, reach:], 0.0)
-    grads = {"x": dx, "weight": d_weight, "bias": dy.sum((0, 1)), "initial_state": d_inputs[:, :reach]}
+    dx = np.where(mask[..., None], d_inputs[:, history:], 0.0)
+    grads = {"x": dx, "weight": d_weight, "bias": dy.sum((0, 1)), "initial_state": d_inputs[:, :history]}
     return y, np.where(same, inputs[:, T:], 0.0), grads
 
 
@@ -81,7 +84,7 @@ def test_every_output_and_gradient_matches_the_loop(B, T, C, K, masked, packed, 
         wide(dy),
         wide(dstate),
     )
-    # On CUDA a kernel that mx.compile fuses for no elements, as a state of one tap has, ends the process.
+    # On CUDA a kernel that mx.compile fuses for an empty array, as the state is for K = 1, ends the process.
     crashes = backend.device() == "cuda" and K == 1
     for transform in (lambda f: f, mx.compile) if (B, dtype) == (2, "float32") and not crashes else (lambda f: f,):
         vjp = transform(lambda *primals: mx.vjp(run, list(primals), [dy, dstate]))
@@ -93,7 +96,7 @@ def test_every_output_and_gradient_matches_the_loop(B, T, C, K, masked, packed, 
             assert_close(grad, expected[name], TOLERANCE[dtype], name)
 
 
-def test_a_long_row_keeps_its_digits():
+def test_the_gradient_of_a_long_row_is_accurate():
     mx.random.seed(2)
     x, weight, dy = mx.random.normal((2, 4100, 16)), mx.random.normal((16, 4)), mx.random.normal((2, 4100, 16))
     _, (_, got) = mx.vjp(lambda x, weight: causal_conv(x, weight)[0], [x, weight], [dy])
@@ -119,8 +122,8 @@ def test_equals_the_convolution_of_mlx_lm_layers():
     got, grads = mx.vjp(ours, primals, [dy])
     for a, b in zip([*got, *grads], [*expected, *wanted], strict=True):
         assert mx.abs(a - b).max().item() <= 3e-7 * mx.abs(b).max().item()
-    kept = causal_conv(x, conv.weight[..., 0], initial_state=state)[1]
-    assert mx.array_equal(kept, mx.concatenate([state, x], axis=1)[:, -3:])
+    last = causal_conv(x, conv.weight[..., 0], initial_state=state)[1]
+    assert mx.array_equal(last, mx.concatenate([state, x], axis=1)[:, -3:])
 
 
 def test_pieces_continue_through_the_state_bit_for_bit():
@@ -130,7 +133,7 @@ def test_pieces_continue_through_the_state_bit_for_bit():
     state, pieces, start = None, [], 0
     for stop in (1, 3, 4, 11, 23):
         part = slice(start, stop)
-        # A piece that opens a new document starts without the state, as the whole does at that token.
+        # A piece that begins a new document starts without the state, as that token does in the whole row.
         if start:
             state = mx.where((segments[:, start] == segments[:, start - 1])[:, None, None], state, 0)
         y, state = causal_conv(x[:, part], weight, initial_state=state, mask=mask[:, part], segments=segments[:, part])
@@ -140,7 +143,7 @@ def test_pieces_continue_through_the_state_bit_for_bit():
     assert mx.array_equal(state, last)
 
 
-def test_a_packed_document_is_the_document_alone_and_poison_stays_outside():
+def test_a_packed_document_is_the_document_alone_and_nan_before_it_does_not_reach_it():
     mx.random.seed(0)
     x, weight = mx.random.normal((1, 12, 4)), mx.random.normal((4, 4))
     segments = mx.array([[0] * 5 + [1] * 7])
@@ -151,10 +154,10 @@ def test_a_packed_document_is_the_document_alone_and_poison_stays_outside():
         y, state = causal_conv(x, weight, initial_state=mx.full((1, 3, 4), float("nan")), segments=segments)
         return y[:, 5:], state
 
-    (y, kept), (dx,) = mx.vjp(packed, [poisoned], [mx.ones((1, 7, 4)), mx.ones((1, 3, 4))])
-    # CUDA's convolution sums in another order for another length.
+    (y, last), (dx,) = mx.vjp(packed, [poisoned], [mx.ones((1, 7, 4)), mx.ones((1, 3, 4))])
+    # On CUDA, sums of rows of another length are added in another order.
     assert mx.allclose(y, alone, rtol=0, atol=1e-6 if backend.device() == "cuda" else 0)
-    assert mx.array_equal(kept, state)
+    assert mx.array_equal(last, state)
     assert mx.array_equal(dx[:, :5], mx.zeros((1, 5, 4)))
 
 

@@ -1,4 +1,4 @@
-"""The random key can be read, set and lent, also while a step is being compiled."""
+"""The random key can be read, set, and set for a while, also while a step is being compiled."""
 
 import mlx.core as mx
 
@@ -9,7 +9,7 @@ def draw():
     return mx.random.uniform(shape=(4,)).tolist()
 
 
-def test_a_key_set_again_draws_again():
+def test_the_same_key_draws_the_same_numbers():
     mx.random.seed(1)
     key = get_key()
     first = [draw(), draw()]
@@ -20,7 +20,7 @@ def test_a_key_set_again_draws_again():
     assert first[0] != first[1]
 
 
-def test_a_lent_key_leaves_the_state_as_it_was():
+def test_drawing_from_a_key_leaves_the_state_as_it_was():
     mx.random.seed(2)
     expected = [draw(), draw()]
     mx.random.seed(2)
@@ -32,7 +32,7 @@ def test_a_lent_key_leaves_the_state_as_it_was():
         assert draw() == inside
 
 
-def test_a_compiled_step_draws_anew_each_time_and_alike_within():
+def test_every_call_of_a_compiled_step_draws_new_numbers_and_can_repeat_them():
     def step():
         key = get_key()
         first = mx.random.uniform(shape=(4,))
@@ -47,4 +47,4 @@ def test_a_compiled_step_draws_anew_each_time_and_alike_within():
     for first, again in (compiled() for _ in range(3)):
         expected = eager.pop(0)[0]
         assert mx.array_equal(first, again)
-        assert mx.allclose(first, expected, rtol=1e-6)  # Compiled, the last digit may differ.
+        assert mx.allclose(first, expected, rtol=1e-6)  # A compiled step may differ in the last digit.

@@ -1,4 +1,4 @@
-"""The context that carries a packed batch's segments, and the mask made of them."""
+"""The context that holds a packed batch's segments, and the attention mask that is built from them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def test_context_restores_after_an_error():
 
 
 @pytest.mark.parametrize("array", [mx.zeros((3,), mx.int32), mx.zeros((1, 3))], ids=["rank", "dtype"])
-def test_refuses(array):
+def test_arrays_of_another_rank_or_type_are_refused(array):
     with pytest.raises(ValueError, match="expected integers of shape"):
         segments(array).__enter__()
 
 
 @pytest.mark.parametrize("window", [None, 2, 100])
-def test_mask(window):
-    owner = np.array([[0, 0, 0, 1, 1, 2], [4, 4, 4, 4, 4, 4]])
-    actual = np.array(attention_mask(mx.array(owner), window))
+def test_attention_mask(window):
+    segment = np.array([[0, 0, 0, 1, 1, 2], [4, 4, 4, 4, 4, 4]])
+    actual = np.array(attention_mask(mx.array(segment), window))
     assert actual.shape == (2, 1, 6, 6)
     for b in range(2):
         for query in range(6):
             for key in range(6):
-                near = window is None or query - key < window
-                expected = key <= query and owner[b, query] == owner[b, key] and near
+                in_window = window is None or query - key < window
+                expected = key <= query and segment[b, query] == segment[b, key] and in_window
                 assert actual[b, 0, query, key] == expected

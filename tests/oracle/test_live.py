@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-from parity import recording
-from parity.cases import CASES, FALL, NUDGED_LIMIT, ROUTE_LIMIT
+
+from deltatune.selftest.parity import recording
+from deltatune.selftest.parity.cases import CASES, FALL, NUDGED_LIMIT, ROUTE_LIMIT
 
 pytestmark = [
     pytest.mark.oracle,

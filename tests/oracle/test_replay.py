@@ -7,8 +7,10 @@ import json
 
 import numpy as np
 import pytest
-from parity import faults, ours, recording
-from parity.cases import CASES, FALL, STEPS, initial_adapters
+from parity import faults
+
+from deltatune.selftest.parity import ours, recording
+from deltatune.selftest.parity.cases import CASES, FALL, STEPS, initial_adapters
 
 
 @functools.cache
@@ -41,6 +43,7 @@ def test_every_loss_and_the_final_adapters_are_those_of_transformers(name):
     assert found.small, found
 
 
+@pytest.mark.any_blas
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_a_planted_fault_shows(fault, monkeypatch):
     plant, name = faults.FAULTS[fault]

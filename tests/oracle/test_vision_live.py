@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
-from parity import recording
-from parity.cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT
-from parity.vision import CASES, checksums
+
+from deltatune.selftest.parity import recording
+from deltatune.selftest.parity.cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT
+from deltatune.selftest.parity.vision import CASES, checksums
 
 pytestmark = [
     pytest.mark.oracle,

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("mlx_vlm")
-from parity import recording, vision_ours
-from parity.cases import FALL, STEPS, initial_adapters
-from parity.vision import CASES
-
-from deltatune.models import vision as taken_apart
-from deltatune.models import vision_tower
+from deltatune.models.vision import split as taken_apart
+from deltatune.models.vision import tower as vision_tower
+from deltatune.selftest.parity import recording, vision_ours
+from deltatune.selftest.parity.cases import FALL, STEPS, initial_adapters
+from deltatune.selftest.parity.vision import CASES
 
 
 @functools.cache
@@ -55,7 +54,7 @@ def no_gradient_through_the_tower(monkeypatch):
 
 def rows_and_columns_swapped(monkeypatch):
     angles = vision_tower._angles
-    monkeypatch.setattr(vision_tower, "_angles", lambda tower, places: angles(tower, places[..., ::-1]))
+    monkeypatch.setattr(vision_tower, "_angles", lambda tower, cells: angles(tower, cells[..., ::-1]))
 
 
 def positions_of_text(monkeypatch):
@@ -86,6 +85,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.any_blas
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault, monkeypatch):
     plant, name = FAULTS[fault]

@@ -15,9 +15,11 @@ import deltatune  # noqa: F401
 # isort: split
 import pytest
 
-from deltatune import backend, compiling
+from deltatune.machine import backend, compiling
 from deltatune.patches import patch
 from deltatune.patches.patch import Patch, PatchWarning
+
+pytestmark = pytest.mark.any_blas
 
 FILES = {
     "acme/__init__.py": "__version__ = '1.2.3'",
@@ -151,7 +153,8 @@ def test_all_targets_of_a_module_imported_later_are_patched(acme):
 LATE = """
 import contextlib, importlib, sys
 import deltatune
-from deltatune import backend, patches
+from deltatune import patches
+from deltatune.machine import backend
 from deltatune.patches.patch import _is_settled
 backend.device = lambda: sys.argv[1]
 said = []

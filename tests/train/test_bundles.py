@@ -34,15 +34,15 @@ def test_small_leaves_go_together_and_come_apart_as_they_were(tree, monkeypatch)
     assert paths(made) == [["layers.0.x", "layers.0.y"], ["layers.1.x", "z"]]
     joined = made.join(tree)
     assert {path: leaf.size for path, leaf in leaves(joined)} == {"w": 100, f"{TOGETHER}.0": 17, f"{TOGETHER}.1": 9}
-    apart = made.part(joined)
-    assert same(apart, tree)
+    separate = made.part(joined)
+    assert same(separate, tree)
 
 
 def test_what_does_not_go_together(tree):
     halves = {"a": mx.zeros(2), "b": mx.zeros(2, mx.bfloat16), "c": mx.zeros(2, mx.bfloat16)}
     adam = mlx.optimizers.Adam(1e-3)
     assert paths(Bundles(halves, adam)) == [["a"], ["b", "c"]]
-    assert paths(Bundles(halves, adam, apart={"b"})) == [["a"], ["c"]]
+    assert paths(Bundles(halves, adam, separate={"b"})) == [["a"], ["c"]]
     assert paths(Bundles(halves, adam, used_as={"b": mx.float16})) == [["a"], ["b"], ["c"]]
     assert paths(Bundles(tree, mlx.optimizers.Adafactor())) == paths(Bundles(tree, mlx.optimizers.Muon(1e-3))) == []
     whole = Bundles(tree, mlx.optimizers.Muon(1e-3))
@@ -69,14 +69,14 @@ def test_the_update_is_that_of_the_leaves_to_the_bit(name, tree):
 def test_lent_leaves_are_cast_and_their_gradients_are_those_of_the_leaves(tree):
     made = Bundles(tree, mlx.optimizers.AdamW(1e-3), used_as={"z": mx.bfloat16})
 
-    def loss(lent):
-        return sum((leaf.astype(mx.float32) ** 3).sum() for _, leaf in leaves(lent))
+    def loss(used):
+        return sum((leaf.astype(mx.float32) ** 3).sum() for _, leaf in leaves(used))
 
-    lent = made.part(made.join(tree), lend=True)
-    assert {path: leaf.dtype for path, leaf in leaves(lent)} == {
+    used = made.part(made.join(tree), used=True)
+    assert {path: leaf.dtype for path, leaf in leaves(used)} == {
         path: mx.bfloat16 if path == "z" else mx.float32 for path, _ in leaves(tree)
     }
-    found = mx.grad(lambda joined: loss(made.part(joined, lend=True)))(made.join(tree))
+    found = mx.grad(lambda joined: loss(made.part(joined, used=True)))(made.join(tree))
     assert all(leaf.dtype == mx.float32 for _, leaf in leaves(found))
     expected = mx.grad(loss)(tree)
     expected["z"] = mx.grad(loss)({"z": tree["z"].astype(mx.bfloat16)})["z"].astype(mx.float32)

@@ -1,26 +1,10 @@
 """Two ranks under mlx.launch against one process with the same global batches."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.train.distributed import World
-
-LAUNCH = Path(sys.executable).with_name("mlx.launch")
-
-
-def launch(tmp_path, options, *flags):
-    file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(options))
-    program = tmp_path / "program.py"
-    program.write_text("import sys\nfrom deltatune.cli import main\nsys.exit(main(['train', *sys.argv[1:]]))\n")
-    command = [LAUNCH, "-n", "2", "--python", sys.executable, program, "-c", file, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+from deltatune.train.distributed import MESSAGE_BYTES, World, _messages
 
 
 @pytest.fixture
@@ -34,29 +18,109 @@ def shared(options, tmp_path):
         "iters": 5,
         "grad_clip": 0.5,
         "lr_schedule": {"name": "linear_schedule", "arguments": [0.05, 0.01, 10]},
+        "steps_per_report": 1,
     }
     return options | changes
 
 
-def test_two_ranks_train_as_one_and_resume(make_trainer, shared, tmp_path, read_metrics):
+@pytest.fixture
+def same(tmp_path, read_metrics):
+    """same(one, two): both runs have the same adapters and losses, to the rounding of sums in another order."""
+
+    def check(one, two):
+        left, right = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in (one, two))
+        for name, expected in left.items():
+            np.testing.assert_allclose(right[name], expected, rtol=0, atol=2e-6, err_msg=name)
+        left, right = (read_metrics(tmp_path / name) for name in (one, two))
+        for name in ("train_loss", "val_loss"):
+            first, second = ({r["iteration"]: r[name] for r in records if name in r} for records in (left, right))
+            # A shorter run evaluates at its end, too.
+            assert {iteration: second[iteration] for iteration in first} == pytest.approx(first, rel=1e-5)
+
+    return check
+
+
+@pytest.mark.parametrize("backend", ["ring", "mpi"])
+def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, tmp_path, backend):
     """The first launch ends inside an accumulation: each rank's own gradients wait in the state for the second."""
-    make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
-    first = launch(tmp_path, shared | {"iters": 3})
+    first = launch(shared | {"iters": 3}, backend=backend)
     assert first.returncode == 0, first.stderr
     assert "4 a batch, 2 on each of 2 ranks" in first.stdout
     assert first.stdout.count("Iter 3/3") == 1
-    second = launch(tmp_path, shared, "--resume")
-    assert second.returncode == 0, second.stderr
-    one, two = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("one", "two"))
-    for name, expected in one.items():
-        np.testing.assert_allclose(two[name], expected, rtol=0, atol=2e-6, err_msg=name)
-    last = [next(r for r in reversed(read_metrics(tmp_path / n)) if "train_loss" in r) for n in ("one", "two")]
-    assert last[1] == pytest.approx(last[0], rel=1e-5)
+    second = launch(shared, "--resume", backend=backend)
+    assert "Resuming after iteration 3 of 5" in second.stdout, second.stderr
+    make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
+    same("one", "two")
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_run_resumes_on_another_number_of_ranks(make_trainer, launch, shared, same, screen_text, tmp_path, more):
+    """Both parts of the run meet inside an accumulation of 2."""
+    make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
+    part, rest = shared | {"iters": 3}, shared | {"resume": True}
+    if more:
+        make_trainer(**part).run()
+        done = launch(rest)
+        assert "Ranks: 2, where 1 saved the state" in done.stdout, done.stderr
+    else:
+        done = launch(part)
+        assert "Iter 3/3" in done.stdout, done.stderr
+        make_trainer(**rest).run()
+        assert "Ranks: 1, where 2 saved the state" in screen_text.text()
+    same("one", "two")
+
+
+SUMS = """
+import deltatune
+import mlx.core as mx
+from deltatune.train.distributed import MESSAGE_BYTES, World
+world = World()
+own = mx.random.key(world.rank)
+def tree(rank):
+    return {
+        "large": mx.full((MESSAGE_BYTES // 4,), rank + 0.5),
+        "small": [mx.arange(6).reshape(2, 3) * (rank + 1.0), mx.array(2.0 * rank), mx.arange(4) * 1.5],
+        "half": mx.full((3,), rank + 1.0, mx.bfloat16),
+        "counts": mx.array([rank, 1], mx.uint32),
+    }
+summed = world.sum_tree(tree(world.rank))
+mx.eval(summed)
+from deltatune.train.tree import leaves
+ranks = [dict(leaves(tree(rank))) for rank in range(world.size)]
+for path, leaf in leaves(summed):
+    expected = sum((one[path] for one in ranks[1:]), ranks[0][path])
+    assert leaf.dtype == expected.dtype and mx.array_equal(leaf, expected), path
+keys = world.gather(mx.array([world.rank, 2**32 - 1], mx.uint32))
+assert keys.tolist() == [[rank, 2**32 - 1] for rank in range(world.size)]
+assert world.sum_numbers(1.5, world.rank) == [1.5 * world.size, sum(range(world.size))]
+assert world.largest(world.rank) == world.size - 1
+print(f"rank {world.rank} of {world.size} over {world.backend} is right", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(3, "ring"), (3, "mpi")])
+def test_sums_over_the_ranks(launch, ranks, backend):
+    done = launch({}, ranks=ranks, backend=backend, program=SUMS)
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks} over {backend} is right" in done.stdout, done.stderr
+
+
+def test_few_messages_of_one_dtype_last_leaves_first():
+    quarter = mx.zeros(MESSAGE_BYTES // 16)
+    flat = [(f"layer {number}", quarter) for number in range(6)]
+    flat += [("half", mx.zeros(8, mx.bfloat16)), ("whole", mx.zeros(MESSAGE_BYTES // 4))]
+    paths = [[path for path, _ in message] for message in _messages(reversed(flat))]
+    assert paths == [
+        ["whole"],
+        ["layer 5", "layer 4", "layer 3", "layer 2"],
+        ["half"],
+        ["layer 1", "layer 0"],
+    ]
 
 
 def test_one_process_is_a_world_of_its_own():
     world = World()
-    assert (world.rank, world.size, world.main) == (0, 1, True)
+    assert (world.rank, world.size, world.main, world.backend) == (0, 1, True, None)
     assert world.sum_numbers(1.5, 2.0) == [1.5, 2.0]
     tree = {"a": mx.ones(3)}
     assert world.sum_tree(tree) is tree

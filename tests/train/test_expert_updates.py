@@ -12,10 +12,10 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from deltatune.compiling import without_kernels
 from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.lora.experts import LoRASwitchLinear
+from deltatune.machine.compiling import without_kernels
 from deltatune.patches import patched
 from deltatune.train import bundles
 from deltatune.train.distributed import World
@@ -191,7 +191,7 @@ def test_a_run_that_stops_goes_on_with_the_same_bits(tiny_checkpoint, options, s
     from deltatune.config import LoraConfig
     from deltatune.models.load import load
     from deltatune.train import Trainer
-    from deltatune.train.commands import prepare
+    from deltatune.train.setup import prepare
 
     checkpoint = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
     changes = {"expert_updates": "active", "val_batches": 0, "grad_accumulation_steps": accumulate}

@@ -119,3 +119,16 @@ def test_unknown_services_are_named_before_any_is_opened(tmp_path):
     with pytest.raises(UserError, match=r"unknown service 'tensorbord' \(did you mean 'tensorboard'\?\)"):
         log.open_services("wandb,tensorbord", tmp_path, None, {})
     assert log.open_services(None, tmp_path, None, {}) == []
+
+
+def test_a_run_goes_on_where_nobody_reads(monkeypatch):
+    """Writing fails once a terminal or a pipe is closed."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    screen = log.Screen()
+    screen.say("nobody reads this")
+    screen.say("nor this")

@@ -4,10 +4,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from deltatune import backend
 from deltatune.config import TrainConfig
+from deltatune.machine import backend
 from deltatune.train import curves
-from deltatune.train.report import Report, Table, render, write_report
+from deltatune.train.report import ReportTable, RunReport, render, write_report
 
 RESULT = {
     "iterations": 30,
@@ -50,7 +50,7 @@ def records():
 def page(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records()))
-    samples = Table(
+    samples = ReportTable(
         "Answers <b>side by side</b>", ("prompt", "before", "after"), [("<script>alert(1)</script>", "a&b", 7)]
     )
     config = TrainConfig(model="some/model<i>", iters=30, project_name="'\"><img src=x>")
@@ -109,4 +109,4 @@ def test_ticks_are_round_and_inside():
 
 
 def test_a_report_without_metrics_has_no_curves():
-    assert "<svg" not in render(Report("empty"))
+    assert "<svg" not in render(RunReport("empty"))

@@ -1,11 +1,17 @@
 """kill -9 at any instant, then --resume: the bits of the run that was never killed."""
 
+import ctypes
 import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+
+from deltatune.machine import blas, environment, threads
+from deltatune.machine.threads import Threads
+from deltatune.train import state
 
 # Runs `deltatune train -c FILE ...` and kills itself, without a word, where it is told to.
 DRIVER = """
@@ -57,7 +63,7 @@ def killed_run(options, tmp_path):
 
     def run(where, count, *flags):
         command = [sys.executable, "-c", DRIVER, where, str(count), str(file), *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == -signal.SIGKILL, done.stderr
         return done.stdout
 
@@ -78,3 +84,26 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, ki
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
     assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
     assert not list((tmp_path / "out").glob("**/.*"))
+
+
+@pytest.mark.skipif(blas.status().name != "openblas", reason="threads of OpenBLAS")
+def test_a_run_goes_on_with_the_blas_threads_that_it_had(make_trainer, monkeypatch, tmp_path, screen_text):
+    """The last bits of a product depend on their number, which another load could choose otherwise."""
+    monkeypatch.setattr(blas, "_status", replace(blas.status(), threads=Threads(2, "here")))
+    make_trainer(iters=2).run()
+    assert state.peek(state.state_path(tmp_path / "out")).blas_threads == 2
+    monkeypatch.setattr(blas, "_status", replace(blas.status(), threads=Threads(1, "busy")))
+    monkeypatch.delenv(environment.THREADS, raising=False)
+    monkeypatch.setattr(environment, "cores", lambda: 2)
+    monkeypatch.setattr(threads, "quota", lambda: None)
+    library = ctypes.CDLL(str(blas.status().path))
+    try:
+        make_trainer(resume=True, iters=4).run()
+        assert library.openblas_get_num_threads() == 2
+        assert "BLAS: 2 threads (as in the run that goes on here)." in screen_text.text()
+        # Not more than this machine gives, and not another number than the user's.
+        assert not blas.use_threads(3, "more than cores")
+        monkeypatch.setenv(environment.THREADS, "1")
+        assert not blas.use_threads(1, "not the user's number")
+    finally:
+        library.openblas_set_num_threads(1)

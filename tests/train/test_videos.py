@@ -1,4 +1,4 @@
-"""Runs on videos: a run learns what moves, an adapter answers, resumed runs, one message where there are no eyes."""
+"""Runs on videos: a run learns what moves, an adapter answers, resumed runs, one message without a vision tower."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from PIL import Image
 from deltatune import cli
 from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
-from deltatune.data.load import load_datasets
+from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.patches import patched
-from deltatune.train import announce, commands
+from deltatune.train import setup
 from deltatune.train.step import arrays, loss_of
 
 pytest.importorskip("mlx_vlm", minversion="0.7")
@@ -75,14 +75,14 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
     said = capsys.readouterr().out
 
     # The same prompt, through the training forward, token by token.
-    loaded = commands._load_with_adapter(path, str(tmp_path / "a"), False, "a test")
+    loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
     row = {"messages": [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "x"}]}
     row |= {"video": frames, "fps": 1}
     target = tmp_path / "data"
     target.mkdir()
     (target / "train.jsonl").write_text(json.dumps(row))
     config = TrainConfig(data=str(target), batch_size=1)
-    (example,) = load_datasets(config, loaded.tokenizer, commands.eyes(loaded)).train
+    (example,) = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train
     first = int(np.argmax(example.targets))
     tokens = mx.array(example.tokens[None, :first])
     assert f"[{first} prompt tokens" in said
@@ -99,9 +99,9 @@ def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
     """Videos and images in differing number within a batch: the loss of four rows is that of the four alone."""
     loaded = load(tiny_vision_checkpoint(family), image="a test")
     config = TrainConfig(data=str(folder), batch_size=4)
-    examples = load_datasets(config, loaded.tokenizer, commands.eyes(loaded)).train[:4]
+    examples = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train[:4]
     with patched(loaded.model):
-        loss, _ = announce.choose_loss(loaded.model)
+        loss, _ = setup.choose_loss(loaded.model)
         together = loss_of(loss, arrays(next(BatchOrder(examples, 4, 2048))))
         alone = [loss_of(loss, arrays(next(BatchOrder([example], 1, 2048)))) for example in examples]
     assert together[1].item() == sum(weight.item() for _, weight in alone)

@@ -16,13 +16,13 @@ from PIL import Image
 from deltatune import cli
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import BatchOrder
-from deltatune.data.load import load_datasets
+from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models.load import load
-from deltatune.models.merge import merge_checkpoint
+from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.patches import patched
-from deltatune.train import announce, commands
+from deltatune.train import setup
 from deltatune.train.step import arrays, loss_of
 
 pytest.importorskip("mlx_vlm")
@@ -84,9 +84,9 @@ def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, fold
     measured = [line["val_loss"] for line in losses if "val_loss" in line]
     assert measured[-1] < 0.9 * measured[0]
 
-    loaded = commands._load_with_adapter(path, str(tmp_path / "a"), False, "a test")
+    loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
     config = TrainConfig(data=str(folder), batch_size=4)
-    examples = load_datasets(config, loaded.tokenizer, commands.eyes(loaded)).train
+    examples = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train
     plain = load(path, image="a test")
     theirs, _ = upstream_load(str(path), adapter_path=str(tmp_path / "a"))
     for example in examples[:3]:
@@ -124,10 +124,10 @@ def test_an_adapter_that_mlx_vlm_refuses_is_announced_and_merges(tiny_vision_che
     path = tiny_vision_checkpoint("qwen3_vl_moe")
     assert train(path, folder, tmp_path / "a", parts="language,vision", iters=2) == 0
     assert "it will not load this adapter" in capsys.readouterr().out
-    loaded = commands._load_with_adapter(path, str(tmp_path / "a"), False, "a test")
+    loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
     merge_checkpoint(path, tmp_path / "a", tmp_path / "merged")
     config = TrainConfig(data=str(folder), batch_size=4)
-    example = load_datasets(config, loaded.tokenizer, commands.eyes(loaded)).train[2]
+    example = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train[2]
     merged = load(tmp_path / "merged", image="a test")
     assert np.median(np.array(mx.abs(logits(merged.model, example) - logits(loaded.model, example)))) < 1e-4
 
@@ -151,9 +151,9 @@ def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
     """Images in differing number within a batch: the loss of four rows is that of the four alone."""
     loaded = load(tiny_vision_checkpoint(family), image="a test")
     config = TrainConfig(data=str(folder), batch_size=4)
-    examples = load_datasets(config, loaded.tokenizer, commands.eyes(loaded)).train[:4]
+    examples = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train[:4]
     with patched(loaded.model):
-        loss, _ = announce.choose_loss(loaded.model)
+        loss, _ = setup.choose_loss(loaded.model)
         together = loss_of(loss, arrays(next(BatchOrder(examples, 4, 2048))))
         alone = [loss_of(loss, arrays(next(BatchOrder([example], 1, 2048)))) for example in examples]
     assert together[1].item() == sum(weight.item() for _, weight in alone)

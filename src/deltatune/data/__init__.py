@@ -1,8 +1,8 @@
 """Data: JSONL files and Hugging Face data sets to examples, and examples to batches of few shapes."""
 
 from .batch import Batch, bucket_widths, collate
+from .datasets import load_datasets
 from .example import Example, Splits
-from .load import load_datasets
 from .order import BatchOrder
 from .packing import pack
 from .show import show_batch

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..models.vision_inputs import VisionBatch
+from ..models.vision.inputs import VisionBatch
 from .example import Example
-from .pictures import collate_pictures
+from .vision.media import collate_pictures
 
 FINE_STEP = 32
 FINE_LIMIT = 256
@@ -25,7 +25,7 @@ class Batch:
     inputs int32 [B,T]; targets int32 [B,T], the token that follows each input; weights float32 [B,T], 1 where that
     token counts in the loss and 0 elsewhere; segments int32 [B,T] for packed rows (non-decreasing, one number a
     document, the padding has the last), else None. sources and positions: for each row, each document's source and
-    number of positions, in order; blank rows have none. images: the vision inputs of rows for a model with eyes.
+    number of positions, in order; blank rows have none. images: what a vision tower reads of the rows.
 
     Padding stands on the right. In a causal model (attention, recurrence and short convolution alike) a position reads
     only itself and what is left of it, so padding reaches no real position, forward or backward, and needs no mask.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .pictures import Pictures
+from .vision.media import Pictures
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +16,7 @@ class Example:
 
     tokens: int32 [N], N >= 2. targets: bool [N]; targets[i] says that token i counts as a prediction (made from the
     tokens before it); targets[0] is never true. source: file and line, or data set and row, for messages. pictures: the
-    images of an example for a model with eyes, None for any other model.
+    images of an example for a model with a vision tower, None for any other model.
     """
 
     tokens: np.ndarray

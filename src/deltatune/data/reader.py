@@ -12,20 +12,20 @@ from rich.progress import Progress
 
 from ..config import TrainConfig
 from ..errors import UserError
-from ..models.vision_inputs import VisionSpec
+from ..models.vision.inputs import VisionSpec
 from .example import Example
-from .images import ImageReader
-from .pictures import SightReader
-from .sources import Table
+from .sources import DataTable
 from .text import Features, TextEncoder
-from .videos import VideoReader, video_names
-from .vision import VisionEncoder
+from .vision.encoder import VisionEncoder
+from .vision.images import ImageReader
+from .vision.media import MediaReader
+from .vision.videos import VideoReader, video_names
 
 _PROGRESS_ROWS = 2000
 
 
 @dataclass(frozen=True)
-class Eyes:
+class VisionProcessors:
     """What reading images takes of a model: its image processor, the numbers of its vision tower, and for videos its
     video processor."""
 
@@ -37,18 +37,18 @@ class Eyes:
 class Reader:
     """Tokenises tables, applies the length limit, and remembers what there is to say about it."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Any, eyes: Eyes | None = None):
-        self._config, self._tokenizer, self._eyes = config, tokenizer, eyes
+    def __init__(self, config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None):
+        self._config, self._tokenizer, self._vision = config, tokenizer, processors
         self.kinds: set[str] = set()
         self.notes: list[str] = []
 
-    def read(self, table: Table, features: Features) -> list[Example]:
+    def read(self, table: DataTable, features: Features) -> list[Example]:
         """Every example of a table that is within the limit, or is cut down to it."""
         encoder = self._encoder(features)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
-        kept: list[Example] = []
+        examples: list[Example] = []
         overlong, longest = 0, 0
-        halved: list[str] = []
+        cut_media: list[str] = []
         # Progress goes to the terminal alone: it has no place in a log file.
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -61,44 +61,44 @@ class Reader:
                     overlong, longest = overlong + 1, max(longest, len(example.tokens))
                     if skip:
                         continue
-                    if example.pictures is not None and (what := example.pictures.halved(example.tokens, limit)):
-                        halved.append(what)
+                    if example.pictures is not None and (what := example.pictures.cut_by(example.tokens, limit)):
+                        cut_media.append(what)
                         continue
                     example = _truncated(example, limit)
-                kept.append(example)
-        self._note_overlong(table, overlong, halved, longest, len(kept))
+                examples.append(example)
+        self._note_overlong(table, overlong, cut_media, longest, len(examples))
         self.kinds |= encoder.kinds
-        return kept
+        return examples
 
     def _encoder(self, features: Features) -> TextEncoder | VisionEncoder:
         text = TextEncoder(self._tokenizer, features, self._config.mask_prompt)
-        if self._eyes is None:
+        if self._vision is None:
             return text
         limits = {
             name: value for name in ("min_pixels", "max_pixels") if (value := getattr(self._config, name)) is not None
         }
         folder = Path(self._config.data).expanduser()
-        images = ImageReader(self._eyes.processor, folder, limits)
-        videos = VideoReader(self._eyes.videos, folder, limits, self._config.fps, self._config.video_max_frames)
-        names = video_names(self._tokenizer, self._eyes.spec)
-        return VisionEncoder(text, self._eyes.spec, SightReader(images, videos), names)
+        images = ImageReader(self._vision.processor, folder, limits)
+        videos = VideoReader(self._vision.videos, folder, limits, self._config.fps, self._config.video_max_frames)
+        names = video_names(self._tokenizer, self._vision.spec)
+        return VisionEncoder(text, self._vision.spec, MediaReader(images, videos), names)
 
-    def _note_overlong(self, table: Table, overlong: int, halved: list[str], longest: int, kept: int) -> None:
+    def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
         if not overlong:
             return
         skip = self._config.overlong == "skip"
-        total = overlong + kept if skip else kept + len(halved)
+        total = overlong + count if skip else count + len(cut_media)
         done, other = ("skipped", "truncate cuts them") if skip else ("truncated", "skip leaves them out")
         self.notes.append(
             f"{table.name}: {overlong:,} of {total:,} examples are longer than max_seq_length "
             f"{self._config.max_seq_length:,} (the longest has {longest:,} tokens) and were {done}; "
             f"--overlong {other}."
         )
-        if halved:
-            what = " or ".join({"image": "an image", "video": "a video"}[kind] for kind in sorted(set(halved)))
-            fewer = ", or take fewer frames with --video-max-frames" if "video" in halved else ""
+        if cut_media:
+            what = " or ".join({"image": "an image", "video": "a video"}[kind] for kind in sorted(set(cut_media)))
+            fewer = ", or take fewer frames with --video-max-frames" if "video" in cut_media else ""
             self.notes.append(
-                f"{table.name}: {len(halved):,} of them were skipped, not truncated: the limit would cut {what} in "
+                f"{table.name}: {len(cut_media):,} of them were skipped, not truncated: the limit would cut {what} in "
                 f"half. Raise max_seq_length, or scale images down with --max-pixels{fewer}."
             )
 

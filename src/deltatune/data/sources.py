@@ -17,7 +17,7 @@ _TRIED_ROWS = 100
 
 
 @dataclass(frozen=True)
-class Table:
+class DataTable:
     """Rows of one split: `rows()` yields (source, row), `count` of them or a few less; `name` is for messages.
 
     `candidates()` yields those that may have an image or a video, found without reading the others closely.
@@ -29,14 +29,14 @@ class Table:
     candidates: Callable[[], Rows]
 
 
-def jsonl(path: Path) -> Table:
+def jsonl(path: Path) -> DataTable:
     """The lines of a JSONL file, in order; blank lines are passed over. UserError names file and line of a bad one."""
     try:
         with path.open("rb") as file:
             count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    return Table(str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')))
+    return DataTable(str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')))
 
 
 def _lines(path: Path, holding: tuple[bytes, ...] = (b"",)) -> Rows:
@@ -76,7 +76,7 @@ def saved(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in ("dataset_dict.json", "state.json"))
 
 
-def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | None = None) -> dict[str, Table]:
+def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | None = None) -> dict[str, DataTable]:
     """The splits of a data set by name: one of the hub, or a folder that `datasets` reads or has saved.
 
     split: one split, `datasets` slices allowed ("train[:80%]"), given as {split: table}; None gives all of them.
@@ -106,9 +106,9 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
     return {key: _table(f"{name} [{key}]", dataset) for key, dataset in loaded.items()}
 
 
-def _table(name: str, dataset: Any) -> Table:
+def _table(name: str, dataset: Any) -> DataTable:
     def rows() -> Rows:
         return ((f"{name} row {index}", row) for index, row in enumerate(dataset))
 
     # A data set has the same columns in every row, though they may be empty in some.
-    return Table(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS))
+    return DataTable(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS))

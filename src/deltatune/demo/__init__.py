@@ -1,5 +1,5 @@
 """`make demo`: the bundled model learns the bundled task, and shows it."""
 
-from .run import run_demo
+from .text_demo import run_demo
 
 __all__ = ["run_demo"]

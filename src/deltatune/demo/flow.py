@@ -17,13 +17,12 @@ from typing import Any
 from rich.text import Text
 
 from ..config import LoraConfig, TrainConfig
-from ..data.load import load_datasets
 from ..errors import UserError
 from ..models.load import Loaded
 from ..train import Result, Trainer
 from ..train.announce import trainable_count
-from ..train.commands import eyes, prepare
-from ..train.report import Table, write_report
+from ..train.report import ReportTable, write_report
+from ..train.setup import ready
 from ..train.tree import leaves
 from .screen import DemoScreen, sparkline
 
@@ -70,7 +69,6 @@ class Demo:
     note: str
     upstream: str
     loader: str
-    load: Callable[[], Loaded]
     describe: Callable[[Loaded], str]
     ask: Callable[[Loaded, Sequence[Any]], Score]
     ask_upstream: Callable[[Path, Sequence[Any]], list[str]]
@@ -87,16 +85,16 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
     screen.title(demo.title, demo.task)
 
     screen.part(1, "The base model")
-    loaded = demo.load()
+    ready_run = ready(config)
+    loaded = ready_run.loaded
     screen.line(demo.describe(loaded))
     screen.line(demo.knows)
     before = _ask_aloud(demo, loaded, items, screen, "red")
 
     screen.part(2, "Fine-tuning")
-    prepare(loaded.model, config)
+    ready_run.prepare()
     screen.line(f"{trainable_count(loaded.model):,} LoRA numbers train. {demo.unseen}")
-    splits = load_datasets(config, loaded.tokenizer, eyes(loaded))
-    trainer = Trainer(loaded.model, loaded.tokenizer, config, splits, screen=screen)
+    trainer = Trainer.of(ready_run, screen)
     result = trainer.run()
     _say_trained(demo, screen, result, config)
 
@@ -115,7 +113,8 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
         f"{before.accuracy:.1%}",
         f"{after.accuracy:.1%}",
         str(trainer.outputs.report),
-        f"{near(sys.executable)} -m deltatune generate --model {near(config.model)} --adapter-path {output} {again}",
+        f"{shorter_path(sys.executable)} -m deltatune generate --model {shorter_path(config.model)} "
+        f"--adapter-path {output} {again}",
         time.perf_counter() - started,
     )
     return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1
@@ -166,7 +165,7 @@ def _run_script(script: Path, *arguments: str | Path | int) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def written(write: Callable[[], Any], output: Path) -> Any:
+def or_refuse(write: Callable[[], Any], output: Path) -> Any:
     """What `write` returns. UserError where the folder `output` cannot be written."""
     try:
         return write()
@@ -174,7 +173,7 @@ def written(write: Callable[[], Any], output: Path) -> Any:
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output.") from error
 
 
-def near(path: str | Path) -> str:
+def shorter_path(path: str | Path) -> str:
     """The shorter of a path's two names: from the root, and from here."""
     return min(str(path), os.path.relpath(path), key=len)
 
@@ -227,8 +226,8 @@ def _write_report(
         config,
         dataclasses.asdict(result),
         tables=[
-            Table(f"Some held-out {demo.what}", columns, rows[:12], demo.note),
-            Table("All of them", columns, rows, folded=True),
+            ReportTable(f"Some held-out {demo.what}", columns, rows[:12], demo.note),
+            ReportTable("All of them", columns, rows, folded=True),
         ],
         headline={
             "right before": f"{before.accuracy:.1%}",

@@ -17,7 +17,7 @@ from .words import DAYS, DRINKS, STATES, THINGS
 
 
 @dataclass(frozen=True)
-class Item:
+class CafeMessage:
     """One message and the only answer that counts as right; `held` marks a combination kept out of training."""
 
     message: str
@@ -36,7 +36,7 @@ def _call(tool: str, **arguments: str | int) -> str:
     return json.dumps({"tool": tool, **arguments}, separators=(",", ":"))
 
 
-def _order(rng: random.Random, name: str) -> Item:
+def _order(rng: random.Random, name: str) -> CafeMessage:
     drink, count = rng.choice(DRINKS), rng.randint(1, 9)
     what = f"{count} {drink}" + "s" * (count > 1)
     message = rng.choice(
@@ -49,10 +49,10 @@ def _order(rng: random.Random, name: str) -> Item:
         )
     )
     held = (DRINKS.index(drink) + count) % 8 == 0
-    return Item(message, _call("order", name=name, drink=drink, count=count), name, "order", held)
+    return CafeMessage(message, _call("order", name=name, drink=drink, count=count), name, "order", held)
 
 
-def _reserve(rng: random.Random, name: str) -> Item:
+def _reserve(rng: random.Random, name: str) -> CafeMessage:
     guests, day = rng.randint(2, 9), rng.choice(DAYS)
     message = rng.choice(
         (
@@ -64,10 +64,10 @@ def _reserve(rng: random.Random, name: str) -> Item:
         )
     )
     held = (DAYS.index(day) + guests) % 7 == 0
-    return Item(message, _call("reserve", name=name, day=day, guests=guests), name, "reserve", held)
+    return CafeMessage(message, _call("reserve", name=name, day=day, guests=guests), name, "reserve", held)
 
 
-def _cancel(rng: random.Random, name: str) -> Item:
+def _cancel(rng: random.Random, name: str) -> CafeMessage:
     day = rng.choice(DAYS)
     message = rng.choice(
         (
@@ -78,10 +78,10 @@ def _cancel(rng: random.Random, name: str) -> Item:
             f"Forget about {day}, {name} has to work.",
         )
     )
-    return Item(message, _call("cancel", name=name, day=day), name, "cancel", False)
+    return CafeMessage(message, _call("cancel", name=name, day=day), name, "cancel", False)
 
 
-def _tell(rng: random.Random, name: str) -> Item:
+def _tell(rng: random.Random, name: str) -> CafeMessage:
     thing, state = rng.choice(THINGS), rng.choice(STATES)
     text = f"the {thing} is {state}"
     held = (THINGS.index(thing) + STATES.index(state)) % 5 == 0
@@ -93,10 +93,10 @@ def _tell(rng: random.Random, name: str) -> Item:
             f"{name} should hear that {text}.",
         )
     )
-    return Item(message, _call("tell", name=name, text=text), name, "tell", held)
+    return CafeMessage(message, _call("tell", name=name, text=text), name, "tell", held)
 
 
-KINDS: tuple[Callable[[random.Random, str], Item], ...] = (_order, _reserve, _cancel, _tell)
+KINDS: tuple[Callable[[random.Random, str], CafeMessage], ...] = (_order, _reserve, _cancel, _tell)
 
 
 def known_name(rng: random.Random) -> str:
@@ -112,10 +112,10 @@ def held_out_name(rng: random.Random) -> str:
     return rng.choice(names.HELD_OUT)
 
 
-def draw(seed: int, count: int, name: Callable[[random.Random], str], *, held: bool) -> list[Item]:
+def draw(seed: int, count: int, name: Callable[[random.Random], str], *, held: bool) -> list[CafeMessage]:
     """`count` different items; `held` picks the kept-out combinations where a tool has any."""
     rng = random.Random(seed)
-    items: dict[str, Item] = {}
+    items: dict[str, CafeMessage] = {}
     while len(items) < count:
         kind = rng.choice(KINDS)
         item = kind(rng, name(rng))
@@ -125,7 +125,7 @@ def draw(seed: int, count: int, name: Callable[[random.Random], str], *, held: b
     return list(items.values())
 
 
-def chat(item: Item) -> dict[str, list[dict[str, str]]]:
+def chat(item: CafeMessage) -> dict[str, list[dict[str, str]]]:
     """The item as one line of chat data."""
     return {
         "messages": [
@@ -137,7 +137,7 @@ def chat(item: Item) -> dict[str, list[dict[str, str]]]:
 
 def write(
     directory: Path, *, train: int = 4000, valid: int = 64, test: int = 240, seed: int = 0
-) -> dict[str, list[Item]]:
+) -> dict[str, list[CafeMessage]]:
     """Write train.jsonl, valid.jsonl and test.jsonl; only test.jsonl uses held-out names and combinations."""
     splits = {
         "train": draw(seed, train + valid, known_name, held=False),

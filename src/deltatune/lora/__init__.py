@@ -1,22 +1,22 @@
-"""Adapters: LoRA and DoRA modules, where they go, and how they are saved, loaded and fused."""
+"""Adapters: the LoRA and DoRA modules, the choice of where they go, and how they are saved, loaded and merged."""
 
+from ..layers import layer_kind
 from .adapter import Adapter
 from .adapter_files import load_adapter_weights, load_adapters, save_adapters
-from .convert import Report, adapters, convert_to_lora
+from .convert import ConversionReport, adapters, convert_to_lora
 from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
 from .linear import DoRALinear, LoRALinear
 from .merge import merge
-from .select import layer_kind
 
 __all__ = [
     "Adapter",
+    "ConversionReport",
     "DoRAEmbedding",
     "DoRALinear",
     "LoRAEmbedding",
     "LoRALinear",
     "LoRASwitchLinear",
-    "Report",
     "adapters",
     "convert_to_lora",
     "layer_kind",

@@ -1,7 +1,7 @@
-"""What every adapter has in common: a frozen base, a low-rank update, its scale and its dropout.
+"""The base class of all adapters: a frozen module, and a trained low-rank update with its scale and dropout.
 
-Factors are fp32 whatever the base is, as in mlx-lm: an update of AdamW is far below what bf16 resolves, and the
-factors are small. Names and shapes are mlx-lm's, so that a saved adapter loads on either side.
+The factors are fp32 whatever the base module is, as in mlx-lm: bf16 would round most of AdamW's small updates away, and
+the factors take little memory. Names and shapes are mlx-lm's, so that either library loads what the other saved.
 """
 
 from __future__ import annotations
@@ -11,14 +11,25 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from .weights import dense_weight, with_weight
+
+# The parameters that an adapter may hold: the low-rank factors and, for DoRA, the magnitudes.
 ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 
 
 class Adapter(nn.Module):
-    """A module around `base` with y = base(x) + scale * update(dropout(x)). Subclasses say what the update is."""
+    """A module around `base` that returns base(x) + scale * update(dropout(x)); subclasses define the update.
+
+    Args:
+        base: the module to adapt.
+        scale: the factor of the update.
+        dropout: the share of the update's inputs that training sets to zero, from 0 to below 1.
+    """
 
     base_name: ClassVar[str]
-    kind: ClassVar[str]
+    # The dense class that stands for a quantised base after it was fused with `dequantize`.
+    dense_class: ClassVar[type[nn.Module]]
+    kind: ClassVar[str] = "lora"
 
     def __init__(self, base: nn.Module, scale: float, dropout: float):
         super().__init__()
@@ -28,7 +39,7 @@ class Adapter(nn.Module):
 
     @classmethod
     def from_base(cls, base: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0) -> Any:
-        """The adapter around `base`; lora_b starts at zero, so that the model starts as it was."""
+        """Return an adapter around `base` whose lora_b is zero, so that its outputs are those of `base`."""
         make: Any = cls
         return make(base, rank, scale, dropout)
 
@@ -39,25 +50,48 @@ class Adapter(nn.Module):
 
     @property
     def dropout_rate(self) -> float:
-        """The share of inputs that training drops."""
+        """The share of the update's inputs that training sets to zero."""
         return 1 - self.dropout._p_1
 
     @property
     def rank(self) -> int:
         """The inner size of the low-rank update."""
-        raise NotImplementedError
+        return self["lora_a"].shape[1]
 
     def fuse(self, dequantize: bool = False) -> nn.Module:
-        """A module like the base with the update inside its weight; packed again unless `dequantize`."""
+        """Return a module like the base whose weight contains the update.
+
+        A quantised base is quantised again, unless `dequantize` asks for a dense module.
+        """
+        weight = self._adapted_weight().astype(dense_weight(self.base).dtype)
+        return with_weight(self.base, weight, self.dense_class, dequantize)
+
+    def _adapted_weight(self) -> mx.array:
+        """The base's weight with the update added, in fp32 and dense."""
         raise NotImplementedError
 
     def unfreeze_adapter(self) -> None:
-        """Train this adapter's own factors and nothing else of it."""
+        """Make this adapter's own parameters trainable and freeze the base."""
         self.freeze()
         self.unfreeze(recurse=False, keys=[leaf for leaf in ADAPTER_LEAVES if leaf in self])
 
 
 def uniform(fan_in: int, shape: tuple[int, ...]) -> mx.array:
-    """fp32 values in +-1/sqrt(fan_in): how mlx-lm starts lora_a."""
+    """Draw fp32 values between -1/sqrt(fan_in) and 1/sqrt(fan_in), as mlx-lm initialises lora_a."""
     bound = fan_in**-0.5
     return mx.random.uniform(low=-bound, high=bound, shape=shape)
+
+
+def row_norms(weight: mx.array) -> mx.array:
+    """The Euclidean length [rows] of every row of a weight [rows, columns], in fp32."""
+    return mx.linalg.norm(weight.astype(mx.float32), axis=1)
+
+
+def with_row_norms(weight: mx.array, norms: mx.array) -> mx.array:
+    """Rescale every row of a weight [rows, columns] to the length in `norms` [rows], which is DoRA's normalisation."""
+    return (norms / row_norms(weight))[:, None] * weight
+
+
+def norm_of_sum(base_norm: mx.array, inner_product: mx.array, update_norm_squared: mx.array) -> mx.array:
+    """The row norms |w + d| from |w|, w.d and |d|^2, so that no matrix of the weight's size is made in a step."""
+    return mx.sqrt(mx.maximum(base_norm**2 + 2 * inner_product + update_norm_squared, 0))

@@ -1,8 +1,8 @@
 """Saves and loads adapters in mlx-lm's format: adapters.safetensors beside adapter_config.json.
 
-mlx-lm rebuilds the adapters from `lora_parameters` (one rank, scale, dropout and kind for all) and `keys`; ours are
-always explicit full paths. Reading, the tensors themselves say which modules carry an adapter and of what rank, so
-whatever mlx_lm.lora wrote is understood without repeating its defaults.
+mlx-lm rebuilds the adapters from `lora_parameters`: one rank, scale, dropout and kind for all, and `keys`, for which
+deltatune writes the full path of every adapted module. When deltatune loads an adapter, the tensors themselves say
+which modules carry one and of what rank, so mlx_lm.lora's defaults for missing options are not needed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,42 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..kept import replace_file
-from .adapter import Adapter
-from .convert import FINE_TUNE_TYPES, Report, adapters, install_adapters, make_adapters
+from ..machine.atomic_files import replace_file
+from .adapter import ADAPTER_LEAVES, Adapter
+from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .tensor_files import read_header, write_tensors
 
 WEIGHTS = "adapters.safetensors"
 CONFIG = "adapter_config.json"
 
-_LEAF = re.compile(r"^(?P<path>.+)\.(?P<leaf>lora_a|lora_b|m)(\.\d+)?$")
-_NAMED = 3
+# An adapter of a fused linear (mlx_lm.models.afm7) holds a list of factors, so that a number may follow the name.
+_LEAF = re.compile(rf"^(?P<path>.+)\.(?P<leaf>{'|'.join(ADAPTER_LEAVES)})(\.\d+)?$")
+# How many tensors an error message names.
+_NAMED_TENSORS = 3
 
 
 def save_adapters(
     model: nn.Module, directory: str | Path, config: Mapping[str, Any], *, weights: str = WEIGHTS, named: bool = True
 ) -> Path:
-    """Write what `model` trains into `directory`; `config` (options of the run) is kept in adapter_config.json.
+    """Write the trainable parameters of `model` into `directory`, in mlx-lm's format.
 
-    Unequal ranks are padded with zeros and unequal scales folded into lora_b. UserError for what the format cannot
-    say (LoRA and DoRA in one adapter, trained tensors outside adapters) and for a disk that refuses. Each file is
-    replaced in one move. `named` False leaves the list of modules out: `config`'s num_layers then says where adapters
-    are. Returns the path of the weights.
+    Unequal ranks are padded with zeros, and unequal scales are multiplied into lora_b. Each file is replaced in one
+    move, so that an interrupted save leaves the previous adapter readable.
+
+    Args:
+        model: a model with adapters, or one that trains its own layers.
+        directory: the folder to write to, created where it is missing.
+        config: the options of the run, which are stored in adapter_config.json too.
+        weights: the name of the file with the tensors.
+        named: whether to list the adapted modules as `keys`. Without that list, `num_layers` in `config` says where
+            the adapters are.
+
+    Returns:
+        The path of the file with the tensors.
+
+    Raises:
+        UserError: the format cannot express the adapter (LoRA and DoRA together, unequal dropout, trained tensors
+            outside adapters), or the disk refuses.
     """
     directory = Path(directory)
     tensors, described = adapter_state(model)
@@ -52,33 +67,44 @@ def save_adapters(
         replace_file(directory / weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
         replace_file(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{directory}: the adapter cannot be written ({error.strerror}).") from error
+        raise UserError(
+            f"{directory}: the adapter cannot be written ({error.strerror}); free space, or choose another folder."
+        ) from error
     return directory / weights
 
 
 def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """The tensors to save, by full path, and the part of adapter_config.json that says how to rebuild them."""
+    """Return the tensors to save by full path, and the part of adapter_config.json that says how to rebuild them.
+
+    Raises:
+        UserError: mlx-lm's format cannot express what the model trains.
+    """
     trained = _flat(model.trainable_parameters())
-    found = adapters(model)
-    if not found:
+    by_path = adapters(model)
+    if not by_path:
         return trained, {"fine_tune_type": "full", "lora_parameters": None}
-    outside = [name for name in trained if not name.startswith(tuple(f"{path}." for path in found))]
+    outside = [name for name in trained if not name.startswith(tuple(f"{path}." for path in by_path))]
     if outside:
-        raise UserError(f"{_some(outside)} is trained beside adapters: mlx-lm's format has no place for it.")
-    kinds = {getattr(adapter, "kind", "lora"): path for path, adapter in found.items()}
+        raise UserError(
+            f"{_first_few(outside)} is trained beside adapters: mlx-lm's format has no place for it; freeze it."
+        )
+    kinds = {getattr(adapter, "kind", "lora"): path for path, adapter in by_path.items()}
     if len(kinds) > 1:
         raise UserError(
             f"LoRA ({kinds['lora']}) and DoRA ({kinds['dora']}) in one adapter: mlx-lm's format has one kind for all."
         )
-    dropouts = {adapter.dropout._p_1: path for path, adapter in found.items()}
-    if len(dropouts) > 1:
-        raise UserError(f"{_some(list(dropouts.values()))} differ in dropout: mlx-lm's format has one for all.")
-    rank = max(_rank(adapter) for adapter in found.values())
-    scale = next(iter(found.values())).scale
+    keep_rates = {adapter.dropout._p_1: path for path, adapter in by_path.items()}
+    if len(keep_rates) > 1:
+        paths = _first_few(list(keep_rates.values()))
+        raise UserError(f"{paths} differ in dropout: mlx-lm's format has one for all.")
+    rank = max(_rank(adapter) for adapter in by_path.values())
+    scale = next(iter(by_path.values())).scale
     tensors = {}
-    for path, adapter in found.items():
-        tensors.update({f"{path}.{leaf}": value for leaf, value in _unified(path, adapter, rank, scale).items()})
-    parameters = {"rank": rank, "scale": scale, "dropout": round(1 - next(iter(dropouts)), 12), "keys": list(found)}
+    for path, adapter in by_path.items():
+        unified = _with_rank_and_scale(path, adapter, rank, scale)
+        tensors.update({f"{path}.{leaf}": value for leaf, value in unified.items()})
+    dropout = round(1 - next(iter(keep_rates)), 12)
+    parameters = {"rank": rank, "scale": scale, "dropout": dropout, "keys": list(by_path)}
     return tensors, {"fine_tune_type": next(iter(kinds)), "lora_parameters": parameters}
 
 
@@ -91,9 +117,9 @@ def _rank(adapter: nn.Module) -> int:
     return (factor[0] if isinstance(factor, list) else factor).shape[1]
 
 
-def _unified(path: str, adapter: nn.Module, rank: int, scale: float) -> dict[str, mx.array]:
-    """The adapter's tensors at the common rank and scale."""
-    leaves = {key: adapter[key] for key in ("lora_a", "lora_b", "m") if key in adapter}
+def _with_rank_and_scale(path: str, adapter: nn.Module, rank: int, scale: float) -> dict[str, mx.array]:
+    """The adapter's tensors, changed so that they give the same update with this rank and scale."""
+    leaves = {key: adapter[key] for key in ADAPTER_LEAVES if key in adapter}
     if _rank(adapter) == rank and adapter.scale == scale:
         return _flat(leaves)
     if not isinstance(adapter, Adapter):
@@ -110,41 +136,60 @@ def _padded(factor: mx.array, axis: int, rank: int) -> mx.array:
     return mx.pad(factor, widths)
 
 
-def load_adapters(model: nn.Module, directory: str | Path) -> Report:
-    """Put the adapter saved in `directory`, by us or by mlx_lm.lora, on `model`, in place, ready to train or to use.
+def load_adapters(model: nn.Module, directory: str | Path) -> ConversionReport:
+    """Add the adapter in `directory`, written by deltatune or mlx_lm.lora, to `model` in place.
 
-    UserError for a missing or damaged adapter, and for one of another model, with the first tensors that do not fit.
+    Args:
+        model: a model without adapters.
+        directory: the folder with adapters.safetensors and adapter_config.json.
+
+    Returns:
+        A report that names the adapted modules, or the loaded tensors of a fully fine-tuned model.
+
+    Raises:
+        UserError: the adapter is missing, damaged or made for another model.
+        ValueError: the model already has adapters.
     """
     directory = Path(directory)
     config = read_config(directory)
     kind = config.get("fine_tune_type", "lora")
     if kind not in FINE_TUNE_TYPES:
-        raise UserError(f"{directory / CONFIG}: fine_tune_type {kind!r} is not known; expected {FINE_TUNE_TYPES}.")
+        raise UserError(
+            f"{directory / CONFIG}: fine_tune_type {kind!r} is not known; expected {', '.join(FINE_TUNE_TYPES)}."
+        )
     if adapters(model):
         raise ValueError("The model already carries adapters: load the base model again, or merge them first.")
     tensors = read_weights(directory / WEIGHTS)
     if kind == "full":
         _check_shapes(directory, tensors, _flat(model.parameters()))
         model.load_weights(list(tensors.items()), strict=False)
-        return Report(converted=sorted(tensors))
-    made = _rebuilt(model, directory, config, tensors, dora=kind == "dora")
+        return ConversionReport(converted=sorted(tensors))
+    made = _rebuild(model, directory, config, tensors, dora=kind == "dora")
     install_adapters(model, made)
     model.load_weights(list(tensors.items()), strict=False)
-    return Report(converted=list(made))
+    return ConversionReport(converted=list(made))
 
 
 def load_adapter_weights(model: nn.Module, path: str | Path) -> None:
-    """Load a file of adapter tensors into a model that was converted alike. UserError for tensors that do not fit."""
+    """Load a file of adapter tensors into a model that already has adapters of the same rank on the same modules.
+
+    Raises:
+        UserError: the file is missing or damaged, or a tensor does not fit the model.
+    """
     tensors = read_weights(Path(path))
     _check_shapes(Path(path), tensors, _flat(model.trainable_parameters()))
     model.load_weights(list(tensors.items()), strict=False)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """adapter_config.json as a mapping. UserError where it is missing or no JSON object."""
+    """Read the adapter_config.json in `directory`.
+
+    Raises:
+        UserError: the file is missing, or is not a JSON object.
+    """
     path = directory / CONFIG
     if not directory.is_dir():
-        raise UserError(f"adapter {directory}: no such directory.")
+        raise UserError(f"adapter {directory}: no such directory; expected one written by deltatune or mlx_lm.lora.")
     if not path.is_file():
         raise UserError(
             f"adapter {directory}: no {CONFIG} in it; expected a directory written by deltatune or mlx_lm.lora."
@@ -159,7 +204,11 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, mx.array]:
-    """The tensors of an adapter file, checked before MLX reads it."""
+    """Read the tensors of an adapter file, after its header was checked.
+
+    Raises:
+        UserError: the file is missing, damaged or empty.
+    """
     if not path.is_file():
         raise UserError(f"adapter {path}: no such file.")
     if not read_header(path).tensors:
@@ -169,9 +218,10 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     return tensors
 
 
-def _rebuilt(
+def _rebuild(
     model: nn.Module, directory: Path, config: dict[str, Any], tensors: dict[str, mx.array], *, dora: bool
 ) -> dict[str, nn.Module]:
+    """Make the adapters that `tensors` belong to, by path, or refuse tensors that do not fit the model."""
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or not isinstance(parameters.get("scale"), int | float):
         raise UserError(f"{directory / CONFIG}: lora_parameters with a number `scale` expected, got {parameters!r}.")
@@ -203,22 +253,23 @@ def _check_shapes(where: Path, tensors: dict[str, mx.array], expected: dict[str,
 
 
 def _misfits(tensors: dict[str, mx.array], expected: dict[str, mx.array]) -> list[str]:
-    found = []
+    misfits = []
     for name, tensor in tensors.items():
         if name not in expected:
-            found.append(f"the model has no {name}")
+            misfits.append(f"the model has no {name}")
         elif tensor.shape != expected[name].shape:
-            found.append(f"{name} has shape {tensor.shape}, the model's is {expected[name].shape}")
-    return found
+            misfits.append(f"{name} has shape {tensor.shape}, the model's is {expected[name].shape}")
+    return misfits
 
 
 def _refuse(where: Path, misfits: list[str], count: int) -> None:
     if misfits:
         raise UserError(
-            f"adapter {where} is for another model: {len(misfits)} of its {count} tensors do not fit: {_some(misfits)}."
+            f"adapter {where} is for another model: {len(misfits)} of its {count} tensors do not fit: "
+            f"{_first_few(misfits)}."
         )
 
 
-def _some(items: list[str]) -> str:
-    rest = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-    return "; ".join(items[:_NAMED]) + rest
+def _first_few(items: list[str]) -> str:
+    rest = f" and {len(items) - _NAMED_TENSORS} more" if len(items) > _NAMED_TENSORS else ""
+    return "; ".join(items[:_NAMED_TENSORS]) + rest

@@ -1,8 +1,9 @@
-"""Makes a model ready to train: adapters put around the chosen modules, everything else frozen; or layers unfrozen."""
+"""Makes a model ready to train: freezes it, then adds adapters to the chosen modules or unfreezes the chosen layers."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,26 +19,29 @@ from .weights import dense_weight, is_quantized
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 
-# Router biases that a balancing rule moves, never a gradient: weight decay must not shrink them.
+# A load-balancing rule sets these router biases, not a gradient; unfrozen, weight decay would shrink them.
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass
-class Report:
-    """What conversion did: `converted` paths, `skipped` path -> reason, `notes` for a person."""
+class ConversionReport:
+    """What a conversion did to a model."""
 
+    # The paths of the modules that train, or of the tensors that were loaded.
     converted: list[str] = field(default_factory=list)
+    # The path of each module that was chosen but does not train, and why not.
     skipped: dict[str, str] = field(default_factory=dict)
+    # Sentences for the user.
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> list[str]:
-        """Lines for a person: the notes, then what was left alone, modules that differ by numbers alone in one line."""
-        groups: dict[tuple[str, str], int] = {}
-        for path, reason in self.skipped.items():
-            key = (re.sub(r"\.\d+\.", ".*.", path), reason)
-            groups[key] = groups.get(key, 0) + 1
-        times = {key: f" ({count} of them)" if count > 1 else "" for key, count in groups.items()}
-        return self.notes + [f"Left alone: {path}{times[path, reason]}: {reason}." for path, reason in groups]
+        """Return lines to print: the notes, then the skipped modules, one line for the same module of all layers."""
+        counts = Counter((re.sub(r"\.\d+\.", ".*.", path), reason) for path, reason in self.skipped.items())
+        skipped = []
+        for (path, reason), count in counts.items():
+            times = f" ({count} of them)" if count > 1 else ""
+            skipped.append(f"Left alone: {path}{times}: {reason}.")
+        return self.notes + skipped
 
 
 def convert_to_lora(
@@ -47,13 +51,27 @@ def convert_to_lora(
     fine_tune_type: str = "lora",
     num_layers: int = -1,
     parts: Sequence[str] = ("language",),
-) -> Report:
-    """Freeze `model` in place and make the chosen part of it trainable.
+) -> ConversionReport:
+    """Freeze `model` in place, and make the chosen part of it trainable.
 
-    lora, dora: adapters around the modules that `select.select` finds; with `rslora` the scale is divided by
-    sqrt(rank) (https://arxiv.org/abs/2312.03732). full: the chosen layers themselves, without what is quantised.
-    parts: of a model with images, any of language, vision and projector.
-    UserError for patterns, layers or ranks that do not fit the model.
+    Args:
+        model: a model of mlx-lm or mlx-vlm, or any with a list `layers`.
+        config: which modules get an adapter, and of what rank and scale. With `rslora` the scale is divided by
+            sqrt(rank), as in https://arxiv.org/abs/2312.03732.
+        fine_tune_type: "lora" or "dora" adds adapters to the chosen modules; "full" trains the chosen layers
+            themselves, except quantised weights.
+        num_layers: how many layers to choose from, counted from the last; -1 means all.
+        parts: which parts of a model with images train, any of "language", "vision" and "projector".
+
+    Returns:
+        A report that names the modules that train, and those that were chosen but cannot.
+
+    Raises:
+        UserError: a pattern, layer, rank or part does not fit the model.
+
+    Example:
+        >>> loaded = deltatune.load("mlx-community/Qwen3-0.6B-4bit")
+        >>> report = convert_to_lora(loaded.model, LoraConfig(rank=16, keys=["*.q_proj", "*.v_proj"]))
     """
     if fine_tune_type not in FINE_TUNE_TYPES:
         raise UserError(f"fine_tune_type: {fine_tune_type!r} is not known; expected {', '.join(FINE_TUNE_TYPES)}.")
@@ -68,40 +86,44 @@ def convert_to_lora(
     scale = config.scale / config.rank**0.5 if config.rslora else config.scale
     ranks = dict.fromkeys(selection.targets, config.rank)
     install_adapters(model, make_adapters(model, ranks, scale, config.dropout, dora=dora))
-    return Report(list(selection.targets), selection.skipped, _notes(selection.targets, dora))
+    return ConversionReport(list(selection.targets), selection.skipped, _notes(selection.targets, dora))
 
 
 def make_adapters(
     model: nn.Module, ranks: dict[str, int], scale: float, dropout: float, *, dora: bool = False
 ) -> dict[str, nn.Module]:
-    """An adapter of the given rank around each named module; the model stays as it is."""
+    """Make an adapter for each module of `ranks` (path to rank), and return them by path; the model is not changed.
+
+    Raises:
+        UserError: a module has no kind of adapter.
+    """
     modules = dict(model.named_modules())
-    made: dict[str, nn.Module] = {}
+    new_adapters: dict[str, nn.Module] = {}
     for path, rank in ranks.items():
         module = modules[path]
         if not dora and hasattr(module, "to_lora"):
-            made[path] = module.to_lora(r=rank, scale=scale, dropout=dropout)
+            new_adapters[path] = module.to_lora(r=rank, scale=scale, dropout=dropout)
             continue
         kind = adapter_class(module, dora)
         if isinstance(kind, str):
             raise UserError(f"{path}: {kind}.")
-        made[path] = kind.from_base(module, rank, scale, dropout)
-    return made
+        new_adapters[path] = kind.from_base(module, rank, scale, dropout)
+    return new_adapters
 
 
-def install_adapters(model: nn.Module, made: dict[str, nn.Module]) -> None:
-    """Put adapters where the modules they adapt were, in place; from then on only adapters train."""
+def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> None:
+    """Replace modules of `model` by the adapters made for them, given by path, and leave only adapters trainable."""
     for path, module in model.named_modules():
-        if path in made:
-            made[path].train(module.training)
-    model.update_modules(tree_unflatten(list(made.items())))
+        if path in new_adapters:
+            new_adapters[path].train(module.training)
+    model.update_modules(tree_unflatten(list(new_adapters.items())))
     model.freeze()
     for adapter in adapters(model).values():
         _unfreeze_adapter(adapter)
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Module]:
-    """{path: adapter} of every adapter in the model, a layer's own (made by its `to_lora`) included."""
+    """Return every adapter in the model by its path, including those that a layer's own `to_lora` made."""
     return {path: m for path, m in reversed(model.named_modules()) if isinstance(m, Adapter) or "lora_a" in m}
 
 
@@ -117,22 +139,24 @@ def _check_rank(targets: dict[str, nn.Module], rank: int) -> None:
     widest = max(limits, key=lambda path: limits[path])
     if rank > limits[widest]:
         raise UserError(
-            f"rank: {rank} is above every chosen matrix; the largest, {widest}, has rank {limits[widest]} at most."
+            f"rank: {rank} is above every chosen matrix; the largest, {widest}, has rank {limits[widest]} at most: "
+            "choose a lower rank."
         )
 
 
 def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
     notes = []
-    odd = [path for path, module in targets.items() if is_quantized(module) and 32 % module.bits]
-    if dora and odd:
+    odd_widths = [path for path, module in targets.items() if is_quantized(module) and 32 % module.bits]
+    if dora and odd_widths:
         notes.append(
-            f"mlx-lm cannot load DoRA on {len(odd)} modules of 3, 5 or 6 bits, such as {odd[0]}; deltatune can."
+            f"mlx-lm cannot load DoRA on {len(odd_widths)} modules of 3, 5 or 6 bits, such as {odd_widths[0]}; "
+            "deltatune can."
         )
     return notes
 
 
-def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> Report:
-    report = Report()
+def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> ConversionReport:
+    report = ConversionReport()
     model.freeze()
     modules = dict(model.named_modules())
     if config.keys is not None:

@@ -1,6 +1,6 @@
-"""LoRA and DoRA on an embedding, plain or quantised, and on the head tied to it.
+"""LoRA and DoRA on an embedding, dense or quantised, also where it serves as the model's output head.
 
-Names and shapes as in mlx_lm.tuner: lora_a [vocabulary, r], lora_b [r, dims], m [vocabulary].
+Parameters are named and shaped as in mlx_lm.tuner: lora_a [vocabulary, r], lora_b [r, dims], m [vocabulary].
 """
 
 from __future__ import annotations
@@ -8,15 +8,22 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from .adapter import Adapter, uniform
-from .weights import dense_weight, with_weight
+from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
+from .weights import dense_weight
 
 
 class LoRAEmbedding(Adapter):
-    """embedding(ids) + scale * dropout(A[ids] B) for ids [...]; as_linear(x [..., dims]) serves a tied head."""
+    """An embedding with a low-rank update: embedding(ids) + scale * dropout(A[ids] B), [..., dims] for ids [...].
+
+    Args:
+        embedding: an nn.Embedding or nn.QuantizedEmbedding.
+        rank: the inner size r of the update.
+        scale: the factor of the update.
+        dropout: the share of the update's values that training sets to zero (`as_linear`: of its inputs).
+    """
 
     base_name = "embedding"
-    kind = "lora"
+    dense_class = nn.Embedding
 
     def __init__(self, embedding: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
         super().__init__(embedding, scale, dropout)
@@ -24,37 +31,27 @@ class LoRAEmbedding(Adapter):
         self.lora_a = uniform(vocabulary, (vocabulary, rank))
         self.lora_b = mx.zeros((rank, dims))
 
-    @property
-    def rank(self) -> int:
-        return self.lora_a.shape[1]
-
     def __call__(self, ids: mx.array) -> mx.array:
         y = self.embedding(ids)
         return y + (self.scale * self.dropout(self.lora_a[ids] @ self.lora_b)).astype(y.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Logits [..., vocabulary] of x [..., dims] with the adapted weight."""
+        """Return the logits [..., vocabulary] of x [..., dims], for a head that is tied to the embedding."""
         update = (self.dropout(x) @ self.lora_b.T) @ self.lora_a.T
         return self.embedding.as_linear(x) + (self.scale * update).astype(x.dtype)
 
-    def fuse(self, dequantize: bool = False) -> nn.Module:
-        return with_weight(self.embedding, self._fused_weight(), nn.Embedding, dequantize)
-
-    def _adapted(self) -> mx.array:
+    def _adapted_weight(self) -> mx.array:
         return dense_weight(self.embedding).astype(mx.float32) + (self.scale * self.lora_a) @ self.lora_b
-
-    def _fused_weight(self) -> mx.array:
-        return self._adapted().astype(dense_weight(self.embedding).dtype)
 
 
 class DoRAEmbedding(LoRAEmbedding):
-    """Each adapted row keeps its direction and takes the trained length m; no gradient goes through the norm."""
+    """An embedding whose adapted rows have the trained length m; the norm is a constant for the gradient."""
 
     kind = "dora"
 
     def __init__(self, embedding: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
         super().__init__(embedding, rank, scale, dropout)
-        self.m = mx.linalg.norm(dense_weight(embedding).astype(mx.float32), axis=1)
+        self.m = row_norms(dense_weight(embedding))
         self._base_norm = self.m
 
     def __call__(self, ids: mx.array) -> mx.array:
@@ -69,11 +66,8 @@ class DoRAEmbedding(LoRAEmbedding):
 
     def _adapted_norm(self) -> mx.array:
         a, b = self.scale * mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b)
-        cross = (self.embedding.as_linear(b).astype(mx.float32).T * a).sum(axis=1)
-        own = ((a @ (b @ b.T)) * a).sum(axis=1)
-        return mx.sqrt(mx.maximum(self._base_norm**2 + 2 * cross + own, 0))
+        inner_product = (self.embedding.as_linear(b).astype(mx.float32).T * a).sum(axis=1)
+        return norm_of_sum(self._base_norm, inner_product, ((a @ (b @ b.T)) * a).sum(axis=1))
 
-    def _fused_weight(self) -> mx.array:
-        adapted = self._adapted()
-        rescaled = (self.m / mx.linalg.norm(adapted, axis=1))[:, None] * adapted
-        return rescaled.astype(dense_weight(self.embedding).dtype)
+    def _adapted_weight(self) -> mx.array:
+        return with_row_norms(super()._adapted_weight(), self.m)

@@ -1,9 +1,8 @@
-"""LoRA on a linear per expert, plain or quantised.
+"""LoRA on the linear layers of a mixture of experts (a "switch linear" holds one matrix per expert).
 
-Names and shapes as in mlx_lm.tuner.lora.LoRASwitchLinear: lora_a [E, r, in], lora_b [E, out, r]. Called by itself, the
-adapter adds two gathered products to its base's, in the order of experts. Inside a SwitchGLU or SwitchMLP that
-deltatune's patches serve, base and adapter are `projection(...)`, and ops.experts.expert_block runs all of the layer's
-at once.
+Parameters are named and shaped as in mlx_lm.tuner.lora.LoRASwitchLinear: lora_a [E, r, in], lora_b [E, out, r]. In a
+patched SwitchGLU or SwitchMLP the adapter is not called: `projection` hands its arrays and the base's to
+ops.experts.expert_block, which computes gate, up and down of the layer together.
 """
 
 from __future__ import annotations
@@ -15,24 +14,54 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend
+from ..machine import backend
 from ..ops.experts import Projection
 from .adapter import Adapter, uniform
-from .weights import dense_weight, input_size, is_quantized, output_factor, takes_indices, with_weight
+from .weights import dense_weight, input_size, is_quantized, output_factor, takes_indices
 
-# From as many indices on as mlx-lm's own expert layers sort.
+# The number of indices from which mlx-lm's expert layers sort their rows by expert.
 _SORTED_FROM = 64
 
 
-class LoRASwitchLinear(Adapter):
-    """y = linear(x, indices) + scale * dropout(x) A[e]^T B[e]^T, for the expert e that `indices` names.
+class PlainSwitchLinear(nn.Module):
+    """The dense layer that a quantised one becomes when it is fused with `dequantize`.
 
-    x is [rows, 1, in] with indices [rows] where `sorted_indices`, else broadcastable to indices [..., k] with two
-    trailing axes [1, in]. Values of indices are not checked. ValueError for sorted indices and another number of rows.
+    It holds weight [E, out, in] and, where the quantised layer has one, bias [E, out].
+    """
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts."""
+        return self["weight"].shape[0]
+
+    @property
+    def output_dims(self) -> int:
+        """The size of an output row."""
+        return self["weight"].shape[1]
+
+    @property
+    def input_dims(self) -> int:
+        """The size of an input row."""
+        return self["weight"].shape[2]
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Return weight[e] x + bias[e], with arguments as for LoRASwitchLinear."""
+        weight = self["weight"].swapaxes(-1, -2)
+        y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+class LoRASwitchLinear(Adapter):
+    """A linear layer per expert with a low-rank update each.
+
+    Called with (x, indices), it returns linear(x, indices) + scale * dropout(x) A[e]^T B[e]^T for the expert e that
+    `indices` names. x broadcasts to indices [..., k] followed by [1, in]. With `sorted_indices`, x is [rows, 1, in],
+    indices are [rows] in ascending order, and another number of rows is a ValueError. Whether an index names an expert
+    that exists is not checked.
     """
 
     base_name = "linear"
-    kind = "lora"
+    dense_class = PlainSwitchLinear
 
     def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
         super().__init__(linear, scale, dropout)
@@ -41,44 +70,40 @@ class LoRASwitchLinear(Adapter):
         self.lora_a = uniform(inputs, (experts, rank, inputs))
         self.lora_b = mx.zeros((experts, outputs, rank))
 
-    @property
-    def rank(self) -> int:
-        return self.lora_a.shape[1]
+    # mlx-lm and mlx-vlm read these three sizes of a switch linear, adapted or not.
 
     @property
     def num_experts(self) -> int:
-        """How many experts there are: read by owners of expert layers, as of the base."""
+        """The number of experts."""
         return self.lora_a.shape[0]
 
     @property
     def input_dims(self) -> int:
-        """Size of an input row."""
+        """The size of an input row."""
         return self.lora_a.shape[2]
 
     @property
     def output_dims(self) -> int:
-        """Size of an output row."""
+        """The size of an output row."""
         return self.lora_b.shape[1]
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         if sorted_indices:
             _check_sorted(x, indices)
         elif indices.size >= _SORTED_FROM or backend.device() == "cuda":
-            # On CUDA, MLX's unsorted products read past their alignment for a rank that 4 or 8 does not divide.
-            return _in_order(self, x, indices)
+            # On CUDA, MLX's unsorted products read misaligned memory for a rank that is no multiple of 4 or 8.
+            return _sorted_by_expert(self, x, indices)
         update = self.dropout(x)
         for factor in (self.lora_a, self.lora_b):
             update = mx.gather_mm(update, factor.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
         return self.linear(x, indices, sorted_indices=sorted_indices) + (self.scale * update).astype(x.dtype)
 
-    def fuse(self, dequantize: bool = False) -> nn.Module:
-        base = dense_weight(self.linear)
-        weight = base.astype(mx.float32) + (self.scale * self.lora_b) @ self.lora_a
-        return with_weight(self.linear, weight.astype(base.dtype), PlainSwitchLinear, dequantize)
+    def _adapted_weight(self) -> mx.array:
+        return dense_weight(self.linear).astype(mx.float32) + (self.scale * self.lora_b) @ self.lora_a
 
 
 def _check_sorted(x: mx.array, indices: mx.array) -> None:
-    """The gradient of MLX's sorted product reads as many rows as there are indices, past the end of fewer."""
+    """Refuse fewer rows than indices: the gradient of MLX's sorted product would read past the end of the rows."""
     if math.prod(x.shape[:-2]) != indices.size:
         raise ValueError(
             f"sorted_indices: expected a row [1, {x.shape[-1]}] of x for each of the {indices.size} indices, got x "
@@ -86,8 +111,11 @@ def _check_sorted(x: mx.array, indices: mx.array) -> None:
         )
 
 
-def _in_order(linear: Callable[..., mx.array], x: mx.array, indices: mx.array) -> mx.array:
-    """linear(x, indices) by rows in the order of experts: unsorted, the gradient holds a matrix a row."""
+def _sorted_by_expert(linear: Callable[..., mx.array], x: mx.array, indices: mx.array) -> mx.array:
+    """Return linear(x, indices), computed on rows sorted by expert.
+
+    The gradient of MLX's unsorted product holds a copy of the expert's matrix for every row.
+    """
     lead = mx.broadcast_shapes(x.shape[:-2], indices.shape)
     rows = mx.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
     flat = mx.stop_gradient(mx.broadcast_to(indices, lead).reshape(-1))
@@ -96,59 +124,38 @@ def _in_order(linear: Callable[..., mx.array], x: mx.array, indices: mx.array) -
     return y.reshape(*lead, *y.shape[-2:])
 
 
-class PlainSwitchLinear(nn.Module):
-    """What a quantised expert layer becomes when fused without packing: weight [E, out, in], bias [E, out] or none."""
-
-    @property
-    def num_experts(self) -> int:
-        """How many experts there are."""
-        return self["weight"].shape[0]
-
-    @property
-    def output_dims(self) -> int:
-        """Size of an output row."""
-        return self["weight"].shape[1]
-
-    @property
-    def input_dims(self) -> int:
-        """Size of an input row."""
-        return self["weight"].shape[2]
-
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """x as for LoRASwitchLinear."""
-        weight = self["weight"].swapaxes(-1, -2)
-        y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
-        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
-
-
 def projection(module: nn.Module) -> Projection | None:
-    """The arrays of a linear per expert, with the adapter around it (ours or mlx-lm's), for expert_block.
+    """Collect the arrays of a switch linear, and of an adapter around it (ours or mlx-lm's), for expert_block.
 
-    None for a module of another kind, mlx-vlm's nvfp4 experts with a scale of their own among them. Draws a key where
-    the adapter drops inputs in training.
+    An adapter whose dropout is active draws a random key.
+
+    Returns:
+        None for a module that expert_block cannot compute: one that is no switch linear, or one of mlx-vlm's nvfp4
+        layers, which scale their outputs.
     """
     adapter = None
     if "lora_a" in module and "lora_b" in module and "linear" in module and module["lora_a"].ndim == 3:
         adapter, module = module, module["linear"]
-    # Read as from a dict: probe.py, which looks for owners that read weights themselves, must not count this.
-    held: dict[str, Any] = {name: dict.get(module, name) for name in _STORED}
-    weight = held["weight"]
+    # dict.get: directly_read.py watches module.get for owners that bypass an adapter, which this function does not.
+    arrays: dict[str, Any] = {name: dict.get(module, name) for name in _ARRAY_NAMES}
+    weight = arrays["weight"]
     if weight is None or weight.ndim != 3 or not takes_indices(module):
         return None
-    packed = held["scales"] is not None
+    packed = arrays["scales"] is not None
+    settings: dict[str, Any] = {}
     if packed:
         if not is_quantized(module) or output_factor(module) is not None:
             return None
-        held |= {name: getattr(module, name) for name in ("group_size", "bits", "mode")}
-    trains = [n for n in ("weight", "bias") if held[n] is not None and n not in module._no_grad and not packed]
+        settings |= {name: getattr(module, name) for name in ("group_size", "bits", "mode")}
+    trains = [n for n in ("weight", "bias") if arrays[n] is not None and n not in module._no_grad and not packed]
     if adapter is not None:
         factors = ("lora_a", "lora_b")
         trains += [name for name in factors if name not in adapter._no_grad]
-        held |= {name: adapter[name] for name in factors} | {"scale": adapter.scale} | _dropout(adapter)
-    return Projection(**held, trains=tuple(trains))
+        settings |= {name: adapter[name] for name in factors} | {"scale": adapter.scale} | _dropout(adapter)
+    return Projection(**arrays, **settings, trains=tuple(trains))
 
 
-_STORED = ("weight", "bias", "scales", "biases", "global_scale")
+_ARRAY_NAMES = ("weight", "bias", "scales", "biases", "global_scale")
 
 
 def _dropout(adapter: nn.Module) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""LoRA and DoRA on a linear layer, plain or quantised at any width and mode.
+"""LoRA and DoRA on a linear layer, dense or quantised.
 
-LoRA: Hu et al., https://arxiv.org/abs/2106.09685. DoRA: Liu et al., https://arxiv.org/abs/2402.09353. Names and
-shapes as in mlx_lm.tuner: lora_a [in, r], lora_b [r, out], m [out].
+LoRA is from Hu et al., https://arxiv.org/abs/2106.09685, and DoRA from Liu et al., https://arxiv.org/abs/2402.09353.
+Parameters are named and shaped as in mlx_lm.tuner: lora_a [in, r], lora_b [r, out], m [out].
 """
 
 from __future__ import annotations
@@ -13,54 +13,64 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend
-from .adapter import Adapter, uniform
-from .weights import dense_weight, input_size, is_quantized, with_weight
+from ..machine import backend
+from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
+from .weights import dense_weight, input_size, is_quantized
 
 
 def with_low_rank(
     base: Callable[[mx.array], mx.array], x: mx.array, a: mx.array, b: mx.array, scale: float
 ) -> mx.array:
-    """base(x) + scale * (x a) b for x [..., in], a [in, r], b [r, out], all of one dtype.
+    """Compute base(x) + scale * (x a) b with as few operations as possible, forward and backward.
 
-    Two products forward, four backward and no sums beside them: the base's gradient of x passes through the update's
-    function, which adds to it as it multiplies. `scale` touches nothing that is wider than r.
+    The sums are part of matrix products (`mx.addmm`): x reaches the base through the function that computes x a, so
+    that its backward pass adds the update's gradient of x to the base's within a product.
+
+    Args:
+        base: maps [..., in] to [..., out].
+        x: [..., in].
+        a: [in, r], of x's dtype.
+        b: [r, out], of x's dtype.
+        scale: the factor of the update; it only ever multiplies within a product or arrays that are r wide.
+
+    Returns:
+        [..., out], in the dtype of base(x).
     """
-    passed, low = _lowered(x, a)
-    return _raised(scale, base(passed), low, b)
+    x, low_rank = _project_down(x, a)
+    return _add_up_projection(scale, base(x), low_rank, b)
 
 
-def _lowered(x: mx.array, a: mx.array) -> list[mx.array]:
-    """x itself, and x a."""
+def _project_down(x: mx.array, a: mx.array) -> list[mx.array]:
+    """Return x itself, for the base to read, and x a."""
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
-        (x, a), (dx, d_low) = primals, cotangents
-        return [mx.addmm(dx, d_low, a.T), _over_rows(1.0, x, d_low)]
+        (x, a), (dx, d_low_rank) = primals, cotangents
+        return [mx.addmm(dx, d_low_rank, a.T), _weight_gradient(1.0, x, d_low_rank)]
 
     function: Any = mx.custom_function(lambda x, a: [x, x @ a])
     function.vjp(backward)
     return function(x, a)
 
 
-def _raised(scale: float, y: mx.array, low: mx.array, b: mx.array) -> mx.array:
-    """y + scale * low b in y's dtype, of which y's gradient is the one that comes."""
+def _add_up_projection(scale: float, y: mx.array, low_rank: mx.array, b: mx.array) -> mx.array:
+    """Return y + scale * low_rank b in y's dtype; the gradient of y is the cotangent itself."""
 
     def backward(primals: Any, dy: mx.array, _output: mx.array) -> list[mx.array]:
-        _, low, b = primals
-        return [dy, _scaled_product(scale, dy, b.T), _over_rows(scale, low, dy)]
+        _, low_rank, b = primals
+        return [dy, _scaled_product(scale, dy, b.T), _weight_gradient(scale, low_rank, dy)]
 
-    function: Any = mx.custom_function(lambda y, low, b: mx.addmm(y, low, b, alpha=scale))
+    function: Any = mx.custom_function(lambda y, low_rank, b: mx.addmm(y, low_rank, b, alpha=scale))
     function.vjp(backward)
-    return function(y, low.astype(y.dtype), b.astype(y.dtype))
+    return function(y, low_rank.astype(y.dtype), b.astype(y.dtype))
 
 
-def _over_rows(scale: float, left: mx.array, right: mx.array) -> mx.array:
-    """scale left^T right, over all leading axes."""
-    return _scaled_product(scale, left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
+def _weight_gradient(scale: float, inputs: mx.array, d_outputs: mx.array) -> mx.array:
+    """Return scale * inputs^T d_outputs, summed over all leading axes."""
+    return _scaled_product(scale, inputs.reshape(-1, inputs.shape[-1]).T, d_outputs.reshape(-1, d_outputs.shape[-1]))
 
 
 def _scaled_product(scale: float, left: mx.array, right: mx.array) -> mx.array:
-    """scale left right; on a GPU in one launch, for launches are what a step of many small products waits for."""
+    """Return scale * left right, on a GPU in one launch: the time of many small products is that of their launches."""
     if scale == 1.0:
         return left @ right
     if backend.device() == "cpu":
@@ -70,27 +80,42 @@ def _scaled_product(scale: float, left: mx.array, right: mx.array) -> mx.array:
 
 @cache
 def _zeros(size: int, dtype: mx.Dtype) -> mx.array:
-    # From numbers, not by an operation: every trace that uses it would do that again.
+    # mx.zeros would be an operation, which every compiled function that uses the array would run again.
     return mx.array([0.0] * size, dtype)
 
 
 def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:
-    """Path of a factor -> the dtype that its LoRALinear casts it to: on a GPU that of its base, where not fp32."""
-    found: dict[str, mx.Dtype] = {}
+    """Find the factors that a GPU uses in the half precision of their base: the path of each, and that dtype.
+
+    Only LoRALinear casts its factors, and only on a GPU.
+    """
+    dtypes: dict[str, mx.Dtype] = {}
     for path, module in model.named_modules() if backend.device() != "cpu" else []:
         if type(module) is not LoRALinear:
             continue
         dtype = (module.linear["scales"] if is_quantized(module.linear) else module.linear["weight"]).dtype
         if dtype in (mx.bfloat16, mx.float16):
-            found |= {f"{path}.{name}": dtype for name in ("lora_a", "lora_b")}
-    return found
+            dtypes |= {f"{path}.{name}": dtype for name in ("lora_a", "lora_b")}
+    return dtypes
 
 
 class LoRALinear(Adapter):
-    """y = linear(x) + scale * dropout(x) A B, for x [..., in]; the update is added in x's dtype."""
+    """A linear layer with a low-rank update: y = linear(x) + scale * dropout(x) A B, in the dtype of linear(x).
+
+    Args:
+        linear: an nn.Linear or nn.QuantizedLinear, or a module that holds its arrays under the same names.
+        rank: the inner size r of the update.
+        scale: the factor of the update.
+        dropout: the share of the update's inputs that training sets to zero.
+
+    Example:
+        >>> layer = LoRALinear.from_base(nn.Linear(64, 32), rank=4)
+        >>> layer(mx.zeros((2, 7, 64))).shape
+        (2, 7, 32)
+    """
 
     base_name = "linear"
-    kind = "lora"
+    dense_class = nn.Linear
 
     def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
         super().__init__(linear, scale, dropout)
@@ -98,17 +123,13 @@ class LoRALinear(Adapter):
         self.lora_a = uniform(inputs, (inputs, rank))
         self.lora_b = mx.zeros((rank, outputs))
 
-    @property
-    def rank(self) -> int:
-        return self.lora_a.shape[1]
-
     def __call__(self, x: mx.array) -> mx.array:
-        return self._added(self.linear, x)
+        return self._with_update(self.linear, x)
 
-    def _added(self, base: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-        """base(x) + scale * dropout(x) A B, in base(x)'s dtype; on a GPU the factors are cast to x's.
+    def _with_update(self, base: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+        """Return base(x) + scale * dropout(x) A B, in the dtype of base(x).
 
-        A CPU multiplies bf16 and fp16 slowly, so there the products are in fp32.
+        A GPU multiplies in x's dtype; a CPU, where bf16 and fp16 are slow, in fp32.
         """
         a, b = self.lora_a, self.lora_b
         if backend.device() != "cpu":
@@ -118,36 +139,30 @@ class LoRALinear(Adapter):
             y = base(x)
             return y + (self.scale * ((dropped @ a) @ b)).astype(y.dtype)
         if dropped is not x:
-            return _raised(self.scale, base(x), dropped @ a, b)
+            return _add_up_projection(self.scale, base(x), dropped @ a, b)
         return with_low_rank(base, x, a, b, self.scale)
 
-    def fuse(self, dequantize: bool = False) -> nn.Module:
-        return with_weight(self.linear, self._fused_weight(), nn.Linear, dequantize)
-
-    def _adapted(self) -> mx.array:
-        weight = dense_weight(self.linear).astype(mx.float32)
-        return weight + (self.scale * self.lora_b.T) @ self.lora_a.T
-
-    def _fused_weight(self) -> mx.array:
-        return self._adapted().astype(dense_weight(self.linear).dtype)
+    def _adapted_weight(self) -> mx.array:
+        return dense_weight(self.linear).astype(mx.float32) + (self.scale * self.lora_b.T) @ self.lora_a.T
 
 
 class DoRALinear(LoRALinear):
-    """y = m / |W + scale (A B)^T| * (x W^T + scale * dropout(x) A B) + bias; norms by row, no gradient through them.
+    """A linear layer whose adapted weight has rows of trained length m.
 
-    The norm is expanded, |w|^2 + 2 w.d + |d|^2, so that no matrix of W's size is made in a step.
+    y = m / |W + scale (A B)^T| * (x W^T + scale * dropout(x) A B) + bias, where |.| is the norm of each row. The norm
+    is a constant for the gradient, as in section 4.3 of the paper.
     """
 
     kind = "dora"
 
     def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
         super().__init__(linear, rank, scale, dropout)
-        self.m = mx.linalg.norm(dense_weight(linear).astype(mx.float32), axis=1)
-        # Private, so no parameter: m is trained, this stays the norm of the base.
+        self.m = row_norms(dense_weight(linear))
+        # The underscore keeps the base's norms out of the parameters, while m is trained.
         self._base_norm = self.m
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self._added(self._without_bias, x)
+        y = self._with_update(self._without_bias, x)
         y = (self.m / self._adapted_norm()).astype(x.dtype) * y
         return y + self.linear.bias if "bias" in self.linear else y
 
@@ -160,11 +175,8 @@ class DoRALinear(LoRALinear):
 
     def _adapted_norm(self) -> mx.array:
         a, b = mx.stop_gradient(self.lora_a), self.scale * mx.stop_gradient(self.lora_b)
-        cross = (self._without_bias(a.T).astype(mx.float32) * b).sum(axis=0)
-        own = (((a.T @ a) @ b) * b).sum(axis=0)
-        return mx.sqrt(mx.maximum(self._base_norm**2 + 2 * cross + own, 0))
+        inner_product = (self._without_bias(a.T).astype(mx.float32) * b).sum(axis=0)
+        return norm_of_sum(self._base_norm, inner_product, (((a.T @ a) @ b) * b).sum(axis=0))
 
-    def _fused_weight(self) -> mx.array:
-        adapted = self._adapted()
-        rescaled = (self.m / mx.linalg.norm(adapted, axis=1))[:, None] * adapted
-        return rescaled.astype(dense_weight(self.linear).dtype)
+    def _adapted_weight(self) -> mx.array:
+        return with_row_norms(super()._adapted_weight(), self.m)

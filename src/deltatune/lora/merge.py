@@ -1,4 +1,4 @@
-"""Folds a model's adapters into its weights."""
+"""Merges a model's adapters into its weights, in memory (models/merged_checkpoint.py does it in files)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from .convert import adapters
 
 
 def merge(model: nn.Module, dequantize: bool = False) -> list[str]:
-    """Replace every adapter of `model`, in place, by a module like its base; returns their paths.
+    """Replace every adapter of `model`, in place, by a module like its base that contains the adapter's update.
 
-    A quantised base is quantised again at its own width, which moves the weights, or left plain with `dequantize`.
+    Args:
+        model: a model with adapters.
+        dequantize: whether a quantised base becomes a dense module. Otherwise it is quantised again, with the same
+            settings, which rounds the update along with the weight.
+
+    Returns:
+        The paths of the replaced adapters.
     """
     fused = {path: adapter.fuse(dequantize=dequantize) for path, adapter in adapters(model).items()}
     if fused:

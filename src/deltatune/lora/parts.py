@@ -12,7 +12,7 @@ _PROJECTORS = ("merger", "projector", "aligner", "connector")
 
 
 def check_parts(model: nn.Module, parts: list[str]) -> None:
-    """UserError for a part that is not known, for none at all, and for one that the model does not have."""
+    """Raise UserError unless `parts` names one or more parts that the model has."""
     for part in parts:
         if part not in PARTS:
             raise UserError(f"parts: {part!r} is not known; expected any of {', '.join(PARTS)}.")
@@ -20,13 +20,13 @@ def check_parts(model: nn.Module, parts: list[str]) -> None:
         raise UserError(f"parts: expected at least one of {', '.join(PARTS)}.")
     if set(parts) - {"language"} and not isinstance(model.get(_TOWER), nn.Module):
         raise UserError(
-            f"parts: {', '.join(parts)}: this model was loaded without a vision tower; towers are there when the data "
-            "has images."
+            f"parts: {', '.join(parts)}: this model was loaded without a vision tower, which is loaded only when the "
+            "data has images."
         )
 
 
 def part_of(path: str) -> str | None:
-    """vision or projector, for a module of a vision tower or what stands behind it; None for the language model."""
+    """Return "vision" or "projector" for the path of a module of either part, and None for any other module."""
     steps = path.split(".")
     if steps[0] == "language_model":
         return None

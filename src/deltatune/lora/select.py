@@ -1,9 +1,8 @@
-"""Chooses the modules that get an adapter: by name pattern, by kind of layer, by layer index."""
+"""Chooses the modules that get an adapter, by name pattern, kind of layer, layer index and part of the model."""
 
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,12 +11,13 @@ import mlx.nn as nn
 
 from ..config import LoraConfig
 from ..errors import UserError
+from ..layers import layer_kind, layer_paths
 from .adapter import Adapter
+from .directly_read import directly_read
 from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
 from .linear import DoRALinear, LoRALinear
 from .parts import part_of
-from .probe import directly_read
 from .weights import is_switch
 
 LAYER_KINDS = ("delta", "attention", "mamba", "other")
@@ -26,73 +26,57 @@ NO_EXPERT_DORA = "DoRA is not defined on experts; train them with fine_tune_type
 
 @dataclass
 class Selection:
-    """`targets`: module paths, in the model's order, to what they hold. `skipped`: path -> why it was left alone."""
+    """What `select` chose."""
 
+    # The modules that get an adapter, by path, in the model's order.
     targets: dict[str, nn.Module] = field(default_factory=dict)
+    # The path of each module that was chosen but cannot take an adapter, and why not.
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def layer_kind(layer: nn.Module) -> str:
-    """delta, mamba, attention or other, from what the layer holds, never from its model's name.
-
-    Gated-delta mixers hold A_log and dt_bias in a class whose module (or a base's) knows `gated_delta_update`; Mamba
-    mixers hold A_log, later ones both. Attention: what asks for keys or values of its own, or carries their projection.
-    """
-    modules = list(layer.modules())
-    for module in modules:
-        if "A_log" in module:
-            known = (getattr(sys.modules.get(c.__module__), "gated_delta_update", None) for c in type(module).__mro__)
-            return "delta" if "dt_bias" in module and any(known) else "mamba"
-    names = {name for module in modules for name in module.children()}
-    return "attention" if any(_is_key_projection(name) for name in names) else "other"
-
-
-def _is_key_projection(name: str) -> bool:
-    return name in ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv") or name.startswith("kv_a_proj")
-
-
-def layer_paths(model: nn.Module) -> list[str]:
-    """The path of every layer of `model.layers`, in their order."""
-    layers = getattr(model, "layers", None)
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no `layers`: not a model whose layers can be chosen for training.")
-    paths = {id(module): path for path, module in model.named_modules()}
-    return [paths[id(layer)] for layer in layers if layer is not None]
-
-
 def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list[str]:
-    """Paths of the layers to train: `layers` by index, else the last `num_layers` (-1: all), then `layer_kinds`."""
+    """Return the paths of the layers to train.
+
+    Args:
+        model: a model with `layers`.
+        config: its `layers` are the indices of the layers, from -count to count - 1, or None for the last `num_layers`.
+            Its `layer_kinds` then restrict the choice to those kinds.
+        num_layers: how many of the last layers are chosen; -1 and 0 mean all, as in mlx_lm.lora.
+
+    Raises:
+        UserError: an index, number or kind that the model does not have.
+    """
     paths = layer_paths(model)
     count = len(paths)
     if config.layers is not None:
         for index in config.layers:
             if not isinstance(index, int) or not -count <= index < count:
                 raise UserError(f"layers: no layer {index!r}; the model has layers 0 to {count - 1}.")
-        wanted = sorted({index % count for index in config.layers})
+        indices = sorted({index % count for index in config.layers})
     else:
         if num_layers > count:
             raise UserError(f"num_layers: {num_layers} asked for, but the model has {count}; -1 means all.")
-        wanted = list(range(count))[-max(num_layers, 0) :]
-    if config.layer_kinds is not None:
-        wanted = _of_kind(model, paths, wanted, config.layer_kinds)
-    return [paths[index] for index in wanted]
+        indices = list(range(count))[-max(num_layers, 0) :]
+    chosen = [paths[index] for index in indices]
+    return chosen if config.layer_kinds is None else _of_kind(model, chosen, config.layer_kinds)
 
 
-def _of_kind(model: nn.Module, paths: list[str], wanted: list[int], asked: list[str]) -> list[int]:
-    for kind in asked:
+def _of_kind(model: nn.Module, chosen: list[str], wanted: list[str]) -> list[str]:
+    """Return those of the chosen layers whose kind is wanted."""
+    for kind in wanted:
         if kind not in LAYER_KINDS:
             raise UserError(f"layer_kinds: {kind!r} is not known; expected any of {', '.join(LAYER_KINDS)}.")
     modules = dict(model.named_modules())
-    kinds = [layer_kind(modules[path]) for path in paths]
-    kept = [index for index in wanted if kinds[index] in asked]
-    if not kept:
-        held = ", ".join(sorted({kinds[index] for index in wanted}))
-        raise UserError(f"layer_kinds: no layer of kind {' or '.join(asked)} among those chosen; they are {held}.")
-    return kept
+    kinds = {path: layer_kind(modules[path]) for path in chosen}
+    matching = [path for path in chosen if kinds[path] in wanted]
+    if not matching:
+        present = ", ".join(sorted(set(kinds.values())))
+        raise UserError(f"layer_kinds: no layer of kind {' or '.join(wanted)} among those chosen; they are {present}.")
+    return matching
 
 
 def adapter_class(module: nn.Module, dora: bool) -> type[Adapter] | str:
-    """The adapter for a module, or why it has none."""
+    """Return the class of adapter for a module, or the reason why there is none."""
     call = type(module).__call__
     if call in (nn.Linear.__call__, nn.QuantizedLinear.__call__):
         return DoRALinear if dora else LoRALinear
@@ -111,49 +95,57 @@ def select(
     num_layers: int = -1,
     parts: Sequence[str] = ("language",),
 ) -> Selection:
-    """The modules to adapt.
+    """Choose the modules to adapt.
 
-    Without `keys`, every linear, expert and embedding module of the chosen layers (the part "language"), and every
-    linear of the vision tower ("vision") or its projector ("projector"), as `parts` names them. With them, what a
-    pattern matches by its full path, or by its path inside a chosen layer (the form of mlx_lm.lora's keys); a full path
-    without wildcards counts outside the chosen layers too. UserError for a pattern that yields nothing to adapt.
+    Without `config.keys`, these are every linear, expert and embedding module of the chosen layers (for the part
+    "language") and every linear of the vision tower ("vision") or of its projector ("projector"). With keys, they are
+    the modules whose full path, or path inside a chosen layer, matches a pattern. A full path without wildcards also
+    selects a module outside the chosen layers.
+
+    Args:
+        model: a model with `layers`.
+        config: its keys, exclude, layers and layer_kinds.
+        dora: whether the adapters will be DoRA's.
+        num_layers: how many of the last layers to choose from; -1 means all.
+        parts: which parts of a model with images train.
+
+    Raises:
+        UserError: a pattern selects nothing that can take an adapter, or a layer does not exist.
     """
     layers = chosen_layers(model, config, num_layers)
-    paths = layer_paths(model)
-    found = Selection()
-    names = _Names(model, paths)
-    picked = _matches(names, config, layers, parts)
-    usable = {}
-    for path in picked:
+    names = _ModuleNames(model, layer_paths(model))
+    matched = _matches(names, config, layers, parts)
+    selection = Selection()
+    for path in matched:
         module = names.modules[path]
         kind = LoRALinear if hasattr(module, "to_lora") and not dora else adapter_class(module, dora)
         if isinstance(kind, str):
-            found.skipped[path] = kind
+            selection.skipped[path] = kind
         else:
-            usable[path] = module
-    for path, array in directly_read(model, usable).items():
-        del usable[path]
-        found.skipped[path] = f"its {array} is read directly by its owner, which an adapter could not follow"
-    found.targets = usable
-    _refuse_empty(found, picked, names, config)
-    return found
+            selection.targets[path] = module
+    for path, array in directly_read(model, selection.targets).items():
+        del selection.targets[path]
+        selection.skipped[path] = f"its {array} is read directly by its owner, which would bypass an adapter"
+    _refuse_keys_without_target(selection, matched, names, config)
+    return selection
 
 
-class _Names:
-    """Every module with a weight of its own, outside adapters, by full path and by path inside its layer."""
+class _ModuleNames:
+    """Every module with a matrix of its own, outside adapters, by its full path and by its path inside its layer."""
 
     def __init__(self, model: nn.Module, layers: list[str]):
         self.modules = {path: m for path, m in _outside_adapters(model) if "weight" in m and m["weight"].ndim > 1}
+        # The path of the layer that a module belongs to, or an empty string.
         self.layer: dict[str, str] = {}
         for path in self.modules:
             self.layer[path] = next((layer for layer in layers if path.startswith(layer + ".")), "")
 
     def relative(self, path: str) -> str:
-        """The path inside the layer, or the full path outside any."""
+        """The path inside the layer, or the full path of a module outside all layers."""
         return path[len(self.layer[path]) + 1 :] if self.layer[path] else path
 
     def match(self, pattern: str, path: str) -> bool:
-        """Whether a pattern names this module by either path."""
+        """Whether a pattern matches this module's full path or its path inside the layer."""
         return fnmatchcase(path, pattern) or fnmatchcase(self.relative(path), pattern)
 
 
@@ -164,14 +156,14 @@ def _outside_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _matches(names: _Names, config: LoraConfig, layers: list[str], parts: Sequence[str]) -> dict[str, list[str]]:
-    """{path: patterns that picked it}, in the model's order."""
+def _matches(names: _ModuleNames, config: LoraConfig, layers: list[str], parts: Sequence[str]) -> dict[str, list[str]]:
+    """Return the paths of the modules asked for, in the model's order, with the patterns that match each."""
     if config.rank < 1:
         raise UserError(f"rank: {config.rank} is not a rank; expected 1 or more.")
     for pattern in config.exclude:
         if not any(names.match(pattern, path) for path in names.modules):
             raise UserError(f"exclude: {pattern!r} matches no module{_suggestion(pattern, names)}.")
-    picked: dict[str, list[str]] = {}
+    matched: dict[str, list[str]] = {}
     for path in names.modules:
         if any(names.match(pattern, path) for pattern in config.exclude):
             continue
@@ -180,38 +172,39 @@ def _matches(names: _Names, config: LoraConfig, layers: list[str], parts: Sequen
                 wanted = part in parts and adapter_class(names.modules[path], False) is LoRALinear
             else:
                 wanted = "language" in parts and names.layer[path] in layers
-            by = ["*"] if wanted else []
+            patterns = ["*"] if wanted else []
         else:
-            here = not names.layer[path] or names.layer[path] in layers
-            by = [key for key in config.keys if key == path or (here and names.match(key, path))]
-        if by:
-            picked[path] = by
-    return picked
+            in_choice = not names.layer[path] or names.layer[path] in layers
+            patterns = [key for key in config.keys if key == path or (in_choice and names.match(key, path))]
+        if patterns:
+            matched[path] = patterns
+    return matched
 
 
-def _refuse_empty(found: Selection, picked: dict[str, list[str]], names: _Names, config: LoraConfig) -> None:
+def _refuse_keys_without_target(
+    selection: Selection, matched: dict[str, list[str]], names: _ModuleNames, config: LoraConfig
+) -> None:
     for key in config.keys or []:
-        mine = [path for path, by in picked.items() if key in by]
-        if any(path in found.targets for path in mine):
+        paths = [path for path, patterns in matched.items() if key in patterns]
+        if any(path in selection.targets for path in paths):
             continue
-        if mine:
-            raise UserError(
-                f"keys: {key!r} matches nothing that takes an adapter: {mine[0]}: {found.skipped[mine[0]]}."
-            )
+        if paths:
+            reason = selection.skipped[paths[0]]
+            raise UserError(f"keys: {key!r} matches nothing that takes an adapter: {paths[0]}: {reason}.")
         if any(names.match(key, path) for path in names.modules):
             raise UserError(f"keys: {key!r} matches only modules that `exclude` or the choice of layers leaves out.")
         raise UserError(f"keys: {key!r} matches no module{_suggestion(key, names)}.")
-    if not found.targets:
+    if not selection.targets:
         raise UserError("No module is left to adapt: widen keys, layers or layer_kinds, or shorten exclude.")
 
 
-def _suggestion(pattern: str, names: _Names) -> str:
+def _suggestion(pattern: str, names: _ModuleNames) -> str:
     known = sorted({name for path in names.modules for name in (path, names.relative(path))})
     if any(name.endswith("." + pattern) for name in known):
         return f" (did you mean '*.{pattern}'?)"
     close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
     if "expert" in pattern or "moe" in pattern:
-        # By whatever name a checkpoint or another library knows them, experts are what is meant.
+        # Checkpoints and other libraries name experts in many ways; this model's experts are what is meant.
         holders = {names.relative(path).rpartition(".")[0] for path, m in names.modules.items() if is_switch(m)}
         close = [*(f"{holder}.*" for holder in sorted(holders)), *close][:3]
     return f" (nearest: {', '.join(close)})" if close else ""

@@ -1,7 +1,8 @@
-"""safetensors files: a checked header, bytes carried as they are, and writing that notices a full disk.
+"""Reads and writes safetensors files (https://huggingface.co/docs/safetensors).
 
-Format: https://huggingface.co/docs/safetensors. MLX's own reader and writer neither check a file's extents nor keep
-types that MLX lacks (8-bit floats), and a checkpoint's untouched tensors must survive a merge bit for bit.
+MLX's own reader and writer do not notice a truncated file or a full disk, and cannot hold types that MLX lacks (8-bit
+floats). Here headers are checked, and tensors of other files are copied byte for byte, so that the tensors of a
+checkpoint that training did not touch survive a merge unchanged.
 """
 
 from __future__ import annotations
@@ -49,38 +50,45 @@ _COPY_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor of a file: its type as named in the format, its shape, where its bytes lie in the file."""
+class StoredTensor:
+    """A tensor of a safetensors file: its type by the format's name, its shape, and the place of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
+    # The offset of the first byte from the start of the file, and the number of bytes.
     start: int
     size: int
     path: Path
 
     def write(self, out: BinaryIO) -> None:
-        """Copy the bytes as they are."""
+        """Copy the tensor's bytes to `out`."""
         with self.path.open("rb") as source:
             source.seek(self.start)
-            left = self.size
-            while left:
-                piece = source.read(min(left, _COPY_BYTES))
+            remaining = self.size
+            while remaining:
+                piece = source.read(min(remaining, _COPY_BYTES))
                 if not piece:
-                    raise UserError(f"{self.path}: ends early; it changed while it was read.")
+                    raise UserError(f"{self.path}: ends early; it changed while it was read: run the command again.")
                 out.write(piece)
-                left -= len(piece)
+                remaining -= len(piece)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself: free-text metadata and its tensors, in the file's order."""
+    """The header of a safetensors file."""
 
+    # Free text that the writer of the file stored.
     metadata: dict[str, str]
-    tensors: dict[str, Stored]
+    # The tensors by name, in the file's order.
+    tensors: dict[str, StoredTensor]
 
 
 def read_header(path: Path) -> Header:
-    """The checked header of a safetensors file. UserError where the file is truncated, corrupt or unreadable."""
+    """Read and check the header of a safetensors file.
+
+    Raises:
+        UserError: the file is truncated, corrupt or unreadable.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -96,13 +104,13 @@ def read_header(path: Path) -> Header:
     if not isinstance(content, dict):
         raise UserError(f"{path}: corrupt safetensors header (a table of tensors was expected); download it again.")
     metadata = content.pop("__metadata__", None) or {}
-    entries = [(name, _stored(path, name, entry, 8 + length)) for name, entry in content.items()]
+    entries = [(name, _stored_tensor(path, name, entry, 8 + length)) for name, entry in content.items()]
     entries.sort(key=lambda item: item[1].start)
     _check_extents(path, entries, 8 + length, size)
     return Header(metadata, dict(entries))
 
 
-def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
+def _stored_tensor(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         bits = _BITS[dtype] * math.prod(shape)
@@ -111,24 +119,28 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
         raise UserError(f"{path}: tensor {name!r} has a corrupt entry ({error!r}); download the file again.") from error
     if not sound:
         raise UserError(
-            f"{path}: tensor {name!r} of type {dtype} and shape {shape} cannot fill its {end - start} bytes."
+            f"{path}: tensor {name!r} of type {dtype} and shape {shape} cannot fill its {end - start} bytes; "
+            "download the file again."
         )
-    return Stored(dtype, shape, base + start, end - start, path)
+    return StoredTensor(dtype, shape, base + start, end - start, path)
 
 
-def _check_extents(path: Path, entries: list[tuple[str, Stored]], begin: int, size: int) -> None:
+def _check_extents(path: Path, entries: list[tuple[str, StoredTensor]], begin: int, size: int) -> None:
+    """Check that the tensors' bytes follow one another from `begin` to the end of the file, at `size`."""
     expected = begin
     for name, stored in entries:
         if stored.start != expected:
-            raise UserError(f"{path}: tensor {name!r} overlaps another or leaves a gap; the file is corrupt.")
+            raise UserError(f"{path}: tensor {name!r} overlaps another or leaves a gap; download the file again.")
         expected = stored.start + stored.size
     if expected != size:
-        what = "is cut short" if size < expected else "has bytes that belong to no tensor"
-        raise UserError(f"{path}: {what}: {expected} bytes expected, {size} found; download it again.")
+        fault = "is cut short" if size < expected else "has bytes that belong to no tensor"
+        raise UserError(f"{path}: {fault}: {expected} bytes expected, {size} found; download it again.")
 
 
 @dataclass(frozen=True)
-class _Computed:
+class _ArrayTensor:
+    """An array with the attributes and the method of a StoredTensor that writing needs."""
+
     array: mx.array
 
     @property
@@ -148,15 +160,21 @@ class _Computed:
         out.write(np.ascontiguousarray(np.array(array)).tobytes())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, mx.array | Stored], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file: arrays, or tensors of other files byte for byte. OSError where the disk refuses.
+def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file and wait until it is on the disk.
 
-    The file is on the disk, not in a cache, when this returns.
+    Args:
+        path: the file to write.
+        tensors: arrays, or tensors of other files, by name.
+        metadata: free text to store in the header.
+
+    Raises:
+        OSError: the disk refuses.
     """
     entries = {
-        name: t if isinstance(t, Stored) else _Computed(t() if callable(t) else t) for name, t in tensors.items()
+        name: tensor if isinstance(tensor, StoredTensor) else _ArrayTensor(tensor) for name, tensor in tensors.items()
     }
-    # Wide types first, as the reference writer does, so that every tensor is aligned.
+    # The widest types come first, as in the reference writer, so that every tensor is aligned.
     order = sorted(entries, key=lambda name: -_BITS[entries[name].dtype])
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -170,6 +188,7 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | Stored], metadata
         out.write(struct.pack("<Q", len(text)))
         out.write(text)
         for name in order:
+            # pop, so that an array is freed as soon as it is written.
             entries.pop(name).write(out)
         out.flush()
         os.fsync(out.fileno())

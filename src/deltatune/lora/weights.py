@@ -1,6 +1,6 @@
-"""The weight of a linear, expert or embedding module, whatever its storage: its true sizes, its values, a new one.
+"""Reads and replaces the weight of a linear, switch-linear or embedding module, dense or quantised.
 
-Modules are told apart by structure, so that mlx-lm's and mlx-vlm's own expert classes are served without naming them.
+Modules are recognised by the arrays and settings they hold, so that mlx-lm's and mlx-vlm's classes need no list here.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import inspect
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.packed import unpacked
+from ..ops.quantized_product import unpacked
 
-# What packed storage spends on one row of scales; the modes other than affine allow one (bits, group size) each.
-_QUANTISED_KEYS = ("group_size", "bits", "mode")
-# mlx-vlm's nvfp4 modules multiply their outputs by the one array, or divide them by the other: [], [E] or [E, out].
-OUTPUT_SCALES = _MULTIPLIES, _DIVIDES = ("weight_scale_2", "weight_global_scale")
+# The attributes of a quantised module that MLX's functions take as arguments of the same names.
+_QUANTISATION_SETTINGS = ("group_size", "bits", "mode")
+# mlx-vlm's nvfp4 modules multiply their outputs by the first array, or divide them by the second: [], [E] or [E, out].
+OUTPUT_SCALES = _MULTIPLIER, _DIVISOR = ("weight_scale_2", "weight_global_scale")
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether the module holds packed weights with scales (QuantizedLinear, QuantizedEmbedding, quantised experts)."""
-    return "scales" in module and all(hasattr(module, key) for key in _QUANTISED_KEYS)
+    """Whether the module holds a quantised weight (QuantizedLinear, QuantizedEmbedding, quantised experts)."""
+    return "scales" in module and all(hasattr(module, key) for key in _QUANTISATION_SETTINGS)
 
 
 def is_switch(module: nn.Module) -> bool:
-    """Whether the module is a linear per expert: a weight [E, out, in], called as module(x, indices, ...)."""
+    """Whether the module is a linear layer per expert: it holds a weight [E, out, in] and takes (x, indices, ...)."""
     return "weight" in module and module["weight"].ndim == 3 and takes_indices(module)
 
 
@@ -35,69 +35,80 @@ def takes_indices(module: nn.Module) -> bool:
 
 
 def input_size(module: nn.Module) -> int:
-    """Columns of the weight before packing: right for 3, 5 and 6 bits too, where 32 // bits is not."""
+    """The number of inputs of a linear or switch-linear module, at any bit width."""
+    # The packed weight's width times 32 // bits would be wrong for 3, 5 and 6 bits.
     if is_quantized(module):
         return module["scales"].shape[-1] * module.group_size
     return module["weight"].shape[-1]
 
 
 def output_factor(module: nn.Module) -> mx.array | None:
-    """What a packed module multiplies its outputs with after the product: [], [E, 1, 1] or [E, out, 1]; else None."""
+    """Return the factor that an nvfp4 module of mlx-vlm applies to its outputs, or None for any other module.
+
+    The factor has shape [], [E, 1, 1] or [E, out, 1], so that it can multiply the weight as well.
+    """
     name = next((name for name in OUTPUT_SCALES if name in module), None)
     if name is None:
         return None
     scale = module[name].astype(mx.float32)
     scale = scale.reshape(()) if scale.size == 1 else scale.reshape(*module["weight"].shape[:-2], -1, 1)
-    return scale if name == _MULTIPLIES else 1 / scale
+    return scale if name == _MULTIPLIER else 1 / scale
 
 
 def dense_weight(module: nn.Module) -> mx.array:
-    """The weight [..., out, in], dequantised where packed."""
+    """Return the module's weight [..., out, in], dequantised where it is quantised."""
     if not is_quantized(module):
         return module["weight"]
-    settings = {key: getattr(module, key) for key in _QUANTISED_KEYS}
+    settings = {key: getattr(module, key) for key in _QUANTISATION_SETTINGS}
     weight = unpacked(module["weight"], module["scales"], module.get("biases"), module.get("global_scale"), **settings)
     factor = output_factor(module)
     return weight if factor is None else (weight * factor).astype(weight.dtype)
 
 
 def with_weight(module: nn.Module, weight: mx.array, dense_class: type[nn.Module], dequantize: bool) -> nn.Module:
-    """A copy of `module` holding `weight` [..., out, in]: packed as the module is, or plain where `dequantize`.
+    """Return a copy of `module` with another weight; the bias is shared with the original.
 
-    `dense_class` is the plain class that stands for a packed module; the bias is shared with the original.
+    Args:
+        module: a linear, switch-linear or embedding module.
+        weight: [..., out, in], dense.
+        dense_class: the class of the copy where a quantised module becomes dense.
+        dequantize: whether the copy of a quantised module is dense. Otherwise the weight is quantised with the
+            module's settings.
     """
     if is_quantized(module) and not dequantize:
-        return _packed(module, weight)
+        return _with_quantized_weight(module, weight)
     if is_quantized(module):
-        plain = dense_class.__new__(dense_class)
-        nn.Module.__init__(plain)
+        dense = dense_class.__new__(dense_class)
+        nn.Module.__init__(dense)
         if "bias" in module:
-            plain.bias = module["bias"]
-        plain.train(module.training)
+            dense.bias = module["bias"]
+        dense.train(module.training)
     else:
-        plain = _clone(module)
-    plain.weight = weight
-    return plain
+        dense = _copy(module)
+    dense.weight = weight
+    return dense
 
 
-def _packed(module: nn.Module, weight: mx.array) -> nn.Module:
-    settings = {key: getattr(module, key) for key in _QUANTISED_KEYS}
-    packed = _clone(module)
+def _with_quantized_weight(module: nn.Module, weight: mx.array) -> nn.Module:
+    settings = {key: getattr(module, key) for key in _QUANTISATION_SETTINGS}
+    copied = _copy(module)
     if module.get("global_scale") is None:
         factor = output_factor(module)
         weight = weight if factor is None else (weight / factor).astype(weight.dtype)
-        packed.weight, packed.scales, *biases = mx.quantize(weight, **settings)
+        copied.weight, copied.scales, *biases = mx.quantize(weight, **settings)
         if biases:
-            packed.biases = biases[0]
-        return packed
+            copied.biases = biases[0]
+        return copied
+    # mx.quantize takes one global scale, so each expert's matrix is quantised by itself.
     largest = mx.max(mx.abs(weight), axis=(-2, -1)).astype(mx.float32)
-    rows = [mx.quantize(weight[e], global_scale=largest[e], **settings) for e in range(weight.shape[0])]
-    packed.weight, packed.scales = (mx.stack(list(part)) for part in zip(*rows, strict=True))
-    packed.global_scale = largest
-    return packed
+    matrices = [mx.quantize(weight[e], global_scale=largest[e], **settings) for e in range(weight.shape[0])]
+    copied.weight, copied.scales = (mx.stack(list(part)) for part in zip(*matrices, strict=True))
+    copied.global_scale = largest
+    return copied
 
 
-def _clone(module: nn.Module) -> nn.Module:
-    clone = copy.copy(module)
-    clone._no_grad = set(module._no_grad)
-    return clone
+def _copy(module: nn.Module) -> nn.Module:
+    # copy.copy shares the set of frozen parameters, so that unfreezing the copy would unfreeze the original.
+    copied = copy.copy(module)
+    copied._no_grad = set(module._no_grad)
+    return copied

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm import batch_generate
 
-from .. import backend
-from ..compiling import without_kernels
+from ..machine import backend
+from ..machine.compiling import without_kernels
 from ..patches import patched
 
 # MLX's rope on CUDA cannot launch for one token of more rows of heads where few pairs turn, as in the demo's model.

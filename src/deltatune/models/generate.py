@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from ..compiling import without_kernels
+from ..machine.compiling import without_kernels
 from ..patches import patched
 from .load import Loaded
 

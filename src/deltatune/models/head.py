@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..lora.select import layer_paths
+from ..layers import layer_paths
 
 Backbone = Callable[..., mx.array]
 

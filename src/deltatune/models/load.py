@@ -21,11 +21,11 @@ import mlx_lm.models
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
-from .. import backend
 from ..errors import UserError, first_line, reason
-from ..patches.loading import without_gaps
-from . import vision_load
+from ..machine import backend
+from ..patches.tables.loading import without_gaps
 from .checkpoint_files import check_config, check_tokenizer, read_json, weight_headers
+from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SHOWN = 4
@@ -92,7 +92,7 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
     return Loaded(model, tokenizer, config, path, processor)
 
 
-def load_eyes(path: Path, why: str = "the adapter is for a vision tower") -> nn.Module:
+def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower") -> nn.Module:
     """mlx-vlm's model of a checkpoint, weights on the disk until they are used. `why`: what needs it, for errors."""
     config = _plain_config(path, trust_remote_code=False)
     vision_load.check_vision(config, path, why)
@@ -107,7 +107,7 @@ def to_train_on(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
     left_out: list[UserError] = []
     if _plain_config(path, trust_remote_code=False).get("vision_config"):
         try:
-            models["images"] = load_eyes(path, "its config.json has a vision tower")
+            models["images"] = load_vision_tower(path, "its config.json has a vision tower")
         except UserError as error:
             left_out.append(error)
     try:

@@ -72,14 +72,14 @@ class StoredNames:
         """Put `value` of the derived parameter `name` into the tensors that it was derived from."""
         offset = self._offset.pop(name)
         sources = self._sources(self._numbered.pop(name) - offset, name)
-        kept = [self._stored[source] if (old := changes.get(source)) is None else old for source in sources]
+        values = [self._stored[source] if (old := changes.get(source)) is None else old for source in sources]
 
         def derive(*tensors: mx.array) -> mx.array:
             given = {**self._stored, **dict(zip(sources, tensors, strict=True))}
             return self._sanitize(given)[name].astype(mx.float32)
 
         def undo(array: mx.array) -> list[mx.array]:
-            return mx.vjp(derive, [mx.zeros(tensor.shape) for tensor in kept], [array])[1]
+            return mx.vjp(derive, [mx.zeros(tensor.shape) for tensor in values], [array])[1]
 
         # Whether elements come back to where they were is a matter of the map alone, so it is tried on numbers.
         trial = (mx.arange(value.size) % _LARGEST_WHOLE).astype(mx.float32).reshape(value.shape)
@@ -87,7 +87,7 @@ class StoredNames:
             raise self._one_way(name)
         whole = [mx.all(count == 1).item() for count in undo(mx.ones(value.shape))]
         results = zip(
-            sources, undo(value.astype(mx.float32) - offset), undo(mx.ones(value.shape)), whole, kept, strict=True
+            sources, undo(value.astype(mx.float32) - offset), undo(mx.ones(value.shape)), whole, values, strict=True
         )
         for source, put, count, all_of_it, old in results:
             put = put.astype(old.dtype)

@@ -1,1 +1,1 @@
-"""Operators with gradients of their own: the gated delta rule, short convolutions, losses, recomputation."""
+"""Operators with gradients written by hand: gated delta, experts, convolution, loss, checkpoints and fused passes."""

@@ -1,7 +1,7 @@
-"""The short causal convolution in front of a gated-delta layer: one filter a channel, with state and document resets.
+"""The short depthwise convolution in front of a gated-delta layer, with an incoming state and packed documents.
 
-A sum of K shifted products: as one fused elementwise pass it is far faster on a CPU than MLX's grouped convolution
-(docs/log.md), and a tap that would reach into another document is a condition in the same pass.
+It is computed as a sum of K shifted products, which MLX compiles into one elementwise pass. On a CPU that is far faster
+than MLX's grouped convolution, and the same pass can leave out the inputs that belong to another document.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+# How many products one fp32 sum adds up, before the sums of the blocks are added.
 BLOCK = 64
 
 
@@ -22,115 +23,117 @@ def causal_conv(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Depthwise causal convolution: y[t, c] = bias[c] + sum_j weight[c, j] x[t - (K - 1) + j, c].
+    """Compute y[t, c] = bias[c] + sum over j of weight[c, j] x[t - (K - 1) + j, c].
 
     Args:
         x: [B, T, C], T >= 1, fp32, fp16 or bf16.
-        weight: [C, K]; `conv1d.weight` of an mlx-lm layer is [C, K, 1], so pass `weight[..., 0]`. The last tap reads
-            the present token.
+        weight: [C, K], whose last column multiplies the present token. The `conv1d.weight` of an mlx-lm layer is
+            [C, K, 1], so pass `weight[..., 0]`.
         bias: [C].
-        initial_state: [B, K - 1, C], the inputs just before x, oldest first; they count as the first segment's.
-            None stands for zeros.
-        mask: [B, T] bool; a token that is False enters as zeros. Its own output is still computed.
-        segments: [B, T] integers, non-decreasing along T; no tap reaches across a change.
+        initial_state: [B, K - 1, C], the inputs just before x, oldest first, which count as part of the first segment.
+            None means zeros.
+        mask: [B, T] bool; the input of a token that is False counts as zeros. Its output is still computed.
+        segments: [B, T] integers, non-decreasing along T; an output depends on inputs of its own segment only.
 
     Returns:
-        y [B, T, C] in x's dtype (sums in fp32), and the state [B, K - 1, C] to continue with: the last K - 1 inputs,
-        masked, with zeros for those of an earlier segment than the last token's.
+        y [B, T, C] in x's dtype, with fp32 sums, and the state [B, K - 1, C] to continue with: the last K - 1 inputs
+        after the mask, with zeros for those of an earlier segment than the last token's.
 
     Raises:
-        ValueError: a shape that does not fit.
+        ValueError: a shape does not fit.
 
     Source: `GatedDeltaNet.__call__` in mlx_lm/models/qwen3_5.py, `ShortConv1d` in kimi_linear.py.
     """
     _check(x, weight, bias, initial_state, mask, segments)
     B, T, C = x.shape
-    reach = weight.shape[1] - 1
+    history = weight.shape[1] - 1
     if mask is not None:
         x = mx.where(mask[..., None], x, mx.zeros((), x.dtype))
     if initial_state is None:
-        initial_state = mx.zeros((B, reach, C), x.dtype)
+        initial_state = mx.zeros((B, history, C), x.dtype)
     padded = mx.concatenate([initial_state.astype(x.dtype), x], axis=1)
     state = padded[:, T:]
     if segments is None:
-        y = _taps(padded, weight)
+        y = _shifted_products(padded, weight)
     else:
-        first = mx.broadcast_to(segments[:, :1], (B, reach))
-        owner = mx.stop_gradient(mx.concatenate([first, segments], axis=1)[..., None])
-        y = _taps(padded, weight, owner)
-        state = mx.where(owner[:, T:] == owner[:, -1:], state, mx.zeros((), x.dtype))
+        first = mx.broadcast_to(segments[:, :1], (B, history))
+        segment = mx.stop_gradient(mx.concatenate([first, segments], axis=1)[..., None])
+        y = _shifted_products(padded, weight, segment)
+        state = mx.where(segment[:, T:] == segment[:, -1:], state, mx.zeros((), x.dtype))
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return y, state
 
 
-def _taps(padded: mx.array, weight: mx.array, owner: mx.array | None = None) -> mx.array:
-    """padded [B, T+K-1, C] with weight [C, K] -> [B, T, C]; a tap counts where owner [B, T+K-1, 1] agrees."""
-    taps: Any = mx.custom_function(_forward)
-    taps.vjp(_backward)
-    return taps(padded, weight, owner)
+def _shifted_products(padded: mx.array, weight: mx.array, segment: mx.array | None = None) -> mx.array:
+    """Convolve padded [B, T+K-1, C] with weight [C, K] to [B, T, C], within segment [B, T+K-1, 1] if it is given."""
+    function: Any = mx.custom_function(_forward)
+    function.vjp(_backward)
+    return function(padded, weight, segment)
 
 
 def _backward(primals, cotangent, _output):
-    padded, weight, owner = primals
-    d_padded = _d_padded(cotangent, weight, owner)
-    taps: list[mx.array] = []
-    for tap in range(weight.shape[1]):
-        # One [B, T, C] product at a time: each waits for the sum of the one before.
-        after = taps[-1] if taps else d_padded
-        taps.append(_d_tap(mx.depends([cotangent], [after])[0], padded, tap, owner, weight.shape[1]))
-    d_weight = mx.stack(taps, axis=1).astype(weight.dtype)
-    if owner is None:
+    padded, weight, segment = primals
+    d_padded = _d_padded(cotangent, weight, segment)
+    d_columns: list[mx.array] = []
+    for column in range(weight.shape[1]):
+        # Each column waits for the one before, so that only one [B, T, C] product is in memory at a time.
+        previous = d_columns[-1] if d_columns else d_padded
+        waiting = mx.depends([cotangent], [previous])[0]
+        d_columns.append(_d_column(waiting, padded, column, segment, weight.shape[1]))
+    d_weight = mx.stack(d_columns, axis=1).astype(weight.dtype)
+    if segment is None:
         return d_padded, d_weight
-    return d_padded, d_weight, mx.zeros_like(owner)
+    return d_padded, d_weight, mx.zeros_like(segment)
 
 
 @mx.compile
-def _forward(padded, weight, owner):
+def _forward(padded, weight, segment):
     K = weight.shape[1]
     T = padded.shape[1] - (K - 1)
     products = []
-    for tap in range(K):
-        value = padded[:, tap : tap + T].astype(mx.float32)
-        if owner is not None and tap < K - 1:
-            value = mx.where(owner[:, tap : tap + T] == owner[:, K - 1 :], value, mx.zeros(()))
-        products.append(value * weight[:, tap].astype(mx.float32))
+    for column in range(K):
+        value = padded[:, column : column + T].astype(mx.float32)
+        if segment is not None and column < K - 1:
+            value = mx.where(segment[:, column : column + T] == segment[:, K - 1 :], value, mx.zeros(()))
+        products.append(value * weight[:, column].astype(mx.float32))
     return sum(products[1:], products[0]).astype(padded.dtype)
 
 
 @mx.compile
-def _d_padded(cotangent, weight, owner):
-    """Row s of the padded input was read by outputs s - tap, for every tap."""
+def _d_padded(cotangent, weight, segment):
+    """The gradient of the padded input, whose row s entered the outputs s - column for every column of the weight."""
     K = weight.shape[1]
     rows = cotangent.shape[1] + K - 1
-    spread = mx.pad(cotangent, [(0, 0), (K - 1, K - 1), (0, 0)])
-    reader = None if owner is None else mx.pad(owner, [(0, 0), (0, K - 1), (0, 0)])
+    d_output = mx.pad(cotangent, [(0, 0), (K - 1, K - 1), (0, 0)])
+    output_segment = None if segment is None else mx.pad(segment, [(0, 0), (0, K - 1), (0, 0)])
     products = []
-    for tap in range(K):
-        back = K - 1 - tap
-        value = spread[:, back : back + rows].astype(mx.float32)
-        if reader is not None and back > 0:
-            value = mx.where(reader[:, back : back + rows] == owner, value, mx.zeros(()))
-        products.append(value * weight[:, tap].astype(mx.float32))
+    for column in range(K):
+        shift = K - 1 - column
+        value = d_output[:, shift : shift + rows].astype(mx.float32)
+        if output_segment is not None and shift > 0:
+            value = mx.where(output_segment[:, shift : shift + rows] == segment, value, mx.zeros(()))
+        products.append(value * weight[:, column].astype(mx.float32))
     return sum(products[1:], products[0]).astype(cotangent.dtype)
 
 
-def _d_tap(cotangent, padded, tap, owner, K):
+def _d_column(cotangent, padded, column, segment, K):
+    """The gradient [C] of one column of the weight."""
     T = cotangent.shape[1]
-    product = cotangent.astype(mx.float32) * padded[:, tap : tap + T].astype(mx.float32)
-    if owner is not None and tap < K - 1:
-        product = mx.where(owner[:, tap : tap + T] == owner[:, K - 1 :], product, mx.zeros(()))
-    return _total(product)
+    product = cotangent.astype(mx.float32) * padded[:, column : column + T].astype(mx.float32)
+    if segment is not None and column < K - 1:
+        product = mx.where(segment[:, column : column + T] == segment[:, K - 1 :], product, mx.zeros(()))
+    return _sum_over_tokens(product)
 
 
-def _total(product: mx.array) -> mx.array:
-    """Sum of [B, T, C] over B and T, by blocks: one running sum a channel loses digits as T grows."""
+def _sum_over_tokens(product: mx.array) -> mx.array:
+    """Sum [B, T, C] over B and T in blocks, since a single running sum loses digits as T grows."""
     B, T, C = product.shape
-    whole = T - T % BLOCK
-    if whole == 0:
+    in_blocks = T - T % BLOCK
+    if in_blocks == 0:
         return product.sum(axis=(0, 1))
-    blocks = product[:, :whole].reshape(B, -1, BLOCK, C).sum(axis=2).sum(axis=(0, 1))
-    return blocks + product[:, whole:].sum(axis=(0, 1)) if whole < T else blocks
+    total = product[:, :in_blocks].reshape(B, -1, BLOCK, C).sum(axis=2).sum(axis=(0, 1))
+    return total + product[:, in_blocks:].sum(axis=(0, 1)) if in_blocks < T else total
 
 
 def _check(x, weight, bias, initial_state, mask, segments) -> None:
@@ -139,10 +142,9 @@ def _check(x, weight, bias, initial_state, mask, segments) -> None:
     B, T, C = x.shape
     if weight.ndim != 2 or weight.shape[0] != C or weight.shape[1] < 1:
         raise ValueError(f"causal_conv: weight must be [C, K] = [{C}, K], got {list(weight.shape)}.")
-    reach = weight.shape[1] - 1
     for name, array, shape in (
         ("bias", bias, (C,)),
-        ("initial_state", initial_state, (B, reach, C)),
+        ("initial_state", initial_state, (B, weight.shape[1] - 1, C)),
         ("mask", mask, (B, T)),
         ("segments", segments, (B, T)),
     ):

@@ -1,8 +1,8 @@
-"""Recompute a layer in the backward pass: when its cotangent arrives, and not before.
+"""Gradient checkpointing: a layer's intermediates are computed again in the backward pass, for one layer at a time.
 
-`mx.checkpoint` makes the recomputation wait for the layer's outputs, which have long been there, so several layers'
-intermediates can live at once. Here it waits for the cotangent, and the cotangent handed on waits for the layer's
-weight gradients, so that one layer is finished before the next begins (docs/memory.md).
+`mx.checkpoint` makes the recomputation wait for the layer's outputs, which exist since the forward pass, so that
+several layers' intermediates can be in memory at once. Here the recomputation waits for the layer's cotangent, and the
+cotangent that goes on to the layer below waits for this layer's weight gradients (docs/how/memory.md has figures).
 """
 
 from __future__ import annotations
@@ -15,26 +15,31 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import segments
-from .containers import Arguments, Rebuild, unknown_kind
-from .functional import is_floating, lent, trainable, undisturbed
+from .containers import ArgumentArrays, Rebuild, unknown_kind
+from .functional import holding, is_floating, trainable, undisturbed
 from .random_state import drawing_from, get_key
 
 
 def checkpoint(fn: Callable, module: nn.Module | None = None) -> Callable:
-    """`fn`, with the same values and gradients, keeping nothing for the backward pass but its arguments.
+    """Wrap `fn` so that only its arguments are kept for the backward pass, which runs it again.
+
+    Values and gradients are those of `fn`. The second run draws the same random numbers as the first, and sees the
+    same segments of a packed batch.
 
     Args:
-        fn: called with arrays, scalars, strings, None, and lists, tuples and dicts of them, and the objects of
-            containers.CONTAINERS; returns the same. Only what it is given gets a gradient: an array that it closes
-            over gets none, silently. It must change nothing that it is given, those objects aside.
-        module: whose trainable parameters `fn` uses, and which therefore count as given. None: `fn` itself, or the
-            owner of the bound method `fn`, where that is a module.
+        fn: takes and returns arrays, scalars, strings, None, objects of containers.CONTAINERS, and lists, tuples and
+            dicts of all these. It must not change its arguments, except those objects. Only arguments and parameters
+            get gradients: an array that `fn` closes over gets none, without a warning.
+        module: the module whose trainable parameters `fn` uses. None means `fn` itself, or the owner of the bound
+            method `fn`, if that is a module.
 
-    Integer and boolean arrays get no gradient. Random numbers drawn inside are drawn again alike, and the segments
-    of a packed batch are those of the call.
+    Returns:
+        A function that is called like `fn`. It raises ValueError for an argument of another kind, for a list or dict
+        that `fn` changed, and for a result without an array.
 
-    Raises (when called): ValueError, naming an argument of another kind, a list or dict that `fn` changed, or a
-    result without an array.
+    Example:
+        >>> layer = nn.Linear(8, 8)
+        >>> y = checkpoint(layer)(mx.ones((2, 8)))
     """
     owner = module
     if owner is None:
@@ -50,13 +55,22 @@ def checkpoint(fn: Callable, module: nn.Module | None = None) -> Callable:
 
 @contextmanager
 def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the context, each of these layers recomputes in its backward pass; others of their class do not.
+    """Within the context, checkpoint each of these layers; other layers of the same classes are not affected.
 
-    A layer in evaluation mode that is given an object of unknown kind (a cache) runs as it is: that is inference.
-    In training mode this is a ValueError. A layer that already recomputes is left alone.
+    Within the context, the class of each layer is a subclass of the same name, so that `isinstance`, attributes,
+    parameter paths and `update` work as before. A layer in evaluation mode that is called with an object of another
+    kind than `checkpoint` takes, such as a cache, runs without a checkpoint, since that is inference.
 
-    A layer's class becomes a subclass of the same name for as long as the context lasts, so `isinstance`, attribute
-    reads, parameter paths and `update` stay as they are.
+    Args:
+        modules: the layers; one that is already checkpointed stays as it is.
+
+    Raises:
+        ValueError: something is not a module, or a layer in training mode is called with such an object.
+        RuntimeError: the class of a layer was changed by other code within the context.
+
+    Example:
+        >>> with checkpointed(model.layers):
+        ...     loss, gradients = nn.value_and_grad(model, loss_function)(batch)
     """
     classes: dict[type, type] = {}
     changed: list[tuple[nn.Module, type]] = []
@@ -68,7 +82,7 @@ def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
             if "_deltatune_checkpointed" in vars(original):
                 continue
             if original not in classes:
-                classes[original] = _recomputing(original)
+                classes[original] = _checkpointed_class(original)
             layer.__class__ = classes[original]
             changed.append((layer, original))
         yield
@@ -80,10 +94,12 @@ def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
             else:
                 foreign.append(type(layer).__name__)
         if foreign:
-            raise RuntimeError(f"checkpointed: somebody else changed the class of {foreign}; left as they are.")
+            raise RuntimeError(
+                f"checkpointed: other code changed the class of {foreign} within the context; they stay as they are."
+            )
 
 
-def _recomputing(original: type) -> type:
+def _checkpointed_class(original: type) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def fn(*args: Any, **kwargs: Any) -> Any:
             return original.__call__(self, *args, **kwargs)
@@ -98,31 +114,37 @@ def _recomputing(original: type) -> type:
             )
         return fn(*args, **kwargs)
 
-    body = {"__call__": call, "__doc__": original.__doc__, "_deltatune_checkpointed": True}
-    named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (original,), {**body, **named})
+    body = {
+        "__call__": call,
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "_deltatune_checkpointed": True,
+    }
+    return type(original.__name__, (original,), body)
 
 
 def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> Any:
-    arguments = Arguments((args, kwargs))
+    """Call fn(*args, **kwargs) as an MLX function of arrays, whose gradient calls it again."""
+    arguments = ArgumentArrays((args, kwargs))
     paths, parameters = trainable(module) if module is not None else ([], [])
     packing = segments.current()
 
     def run(given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
-        with lent(module, paths, given[: len(paths)]) if module is not None else nullcontext():
+        with holding(module, paths, given[: len(paths)]) if module is not None else nullcontext():
             return _outputs(fn, arguments, given[len(paths) :])
 
-    finish: list[Rebuild] = []
+    rebuild_result: list[Rebuild] = []
 
     def forward(_key: mx.array, *given: mx.array) -> list[mx.array]:
         arrays, rebuild = run(list(given))
-        finish.append(rebuild)
+        rebuild_result.append(rebuild)
         return arrays
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         return _gradients(run, module, packing, len(paths), primals, cotangents)
 
-    # Integers go in as arguments too, cut off from what they were computed from, as they take no gradient.
+    # Integers have no gradient, and stop_gradient keeps MLX from following them back.
     given = [array if is_floating(array) else mx.stop_gradient(array) for array in [*parameters, *arguments.arrays]]
     if not given:
         return fn(*args, **kwargs)
@@ -130,11 +152,11 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     outputs = function(mx.stop_gradient(get_key()), *given)
-    return finish[0](outputs)
+    return rebuild_result[0](outputs)
 
 
-def _outputs(fn: Callable, arguments: Arguments, given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
-    """The arrays of fn's result, and of the containers it changed; and how to make its result of them."""
+def _outputs(fn: Callable, arguments: ArgumentArrays, given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
+    """Call `fn`, and return the arrays in its result and in the containers, and a way to rebuild the result."""
     args, kwargs = arguments.rebuild(given)
     arrays, rebuild = arguments.returned(fn(*args, **kwargs))
     if not arrays:
@@ -142,31 +164,32 @@ def _outputs(fn: Callable, arguments: Arguments, given: list[mx.array]) -> tuple
     return arrays, rebuild
 
 
-def _gradients(run, module, packing, parameters, primals, cotangents) -> list[mx.array]:
-    """Runs again once the cotangents are there; gradients of the key and of everything given."""
-    arriving = [cotangent for cotangent in cotangents if is_floating(cotangent)]
-    if not arriving:
+def _gradients(run, module, packing, num_parameters, primals, cotangents) -> list[mx.array]:
+    """Run the function again when the cotangents exist, and return the gradients of the key and all arguments."""
+    cotangents = [cotangent for cotangent in cotangents if is_floating(cotangent)]
+    if not cotangents:
         return [mx.zeros_like(primal) for primal in primals]
-    key, *given = mx.depends(list(primals), arriving)
+    key, *given = mx.depends(list(primals), cotangents)
     if packing is not None:
-        packing = mx.depends([packing], arriving)[0]
+        packing = mx.depends([packing], cotangents)[0]
     floating = [index for index, array in enumerate(given) if is_floating(array)]
 
     def recompute(*values: mx.array) -> list[mx.array]:
-        now = list(given)
+        arrays = list(given)
         for index, value in zip(floating, values, strict=True):
-            now[index] = value
+            arrays[index] = value
         with drawing_from(key), segments.segments(packing), undisturbed(module):
-            outputs, _ = run(now)
-        # mx.vjp drops the cotangent of an output that is itself a stop_gradient; contiguous hides it, and costs
-        # nothing: only its gradient is ever evaluated.
+            outputs, _ = run(arrays)
+        # mx.vjp drops the cotangent of an output that is itself a stop_gradient, so contiguous wraps it. That costs
+        # nothing, because only its gradient is evaluated.
         return [mx.contiguous(output) for output in outputs if is_floating(output)]
 
-    _, found = mx.vjp(recompute, [given[index] for index in floating], arriving)
+    _, floating_gradients = mx.vjp(recompute, [given[index] for index in floating], cotangents)
     gradients = [mx.zeros_like(array) for array in given]
-    for index, gradient in zip(floating, found, strict=True):
+    for index, gradient in zip(floating, floating_gradients, strict=True):
         gradients[index] = gradient
-    weights = gradients[:parameters]
-    # One at a time: what nobody differentiates (a mask of floats) must not be computed for the sake of the others.
-    rest = [mx.depends([gradient], weights)[0] if weights else gradient for gradient in gradients[parameters:]]
+    weights, rest = gradients[:num_parameters], gradients[num_parameters:]
+    if weights:
+        # Each waits by itself, so that an unused gradient (of a mask of floats) is not computed with the others.
+        rest = [mx.depends([gradient], weights)[0] for gradient in rest]
     return [mx.zeros_like(key), *weights, *rest]

@@ -1,4 +1,8 @@
-"""A function's arguments taken apart into arrays, and put together again for every run of it."""
+"""Takes a function's arguments and results apart into arrays, and puts them together again around other arrays.
+
+A custom function of MLX takes and returns arrays only, while the layers that checkpoint.py runs again take and return
+lists, dicts, tuples and objects that hold arrays.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,18 @@ from typing import Any
 
 import mlx.core as mx
 
-# Objects that a layer changes while it runs, by the name of their class: the attributes that hold their arrays.
-# ResidualBlocks: kimi_k3, whose layers append to it.
+# Classes of objects that a layer may change while it runs, by name, and their attributes that hold arrays.
+# The layers of kimi_k3 append to ResidualBlocks.
 CONTAINERS: dict[str, tuple[str, ...]] = {"ResidualBlocks": ("raw", "inv_rms")}
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, mx.Dtype)
 
+# Puts a structure together around the arrays that it is given.
 Rebuild = Callable[[list[mx.array]], Any]
 
 
 def unknown_kind(tree: Any) -> str | None:
-    """The class of the first leaf that is neither an array, nor a constant, nor an object of CONTAINERS."""
+    """Return the class name of the first leaf that is no array, constant or container; None if there is none."""
     if isinstance(tree, (mx.array, *_CONSTANTS)) or type(tree).__name__ in CONTAINERS:
         return None
     if type(tree) is dict:
@@ -30,8 +35,15 @@ def unknown_kind(tree: Any) -> str | None:
     return type(tree).__name__
 
 
-class Arguments:
-    """`arrays` of the arguments; `rebuild(arrays)` gives arguments for one run; `returned()` takes its result apart."""
+class ArgumentArrays:
+    """The arrays in a function's arguments, and the way back from arrays to arguments and results.
+
+    Args:
+        tree: the arguments: arrays, constants, containers, and lists, tuples and dicts of them.
+
+    Raises:
+        ValueError: an argument is of another class.
+    """
 
     def __init__(self, tree: Any):
         unknown = unknown_kind(tree)
@@ -39,33 +51,38 @@ class Arguments:
             raise ValueError(f"checkpoint: cannot take a {unknown}: the arrays in it would get no gradient.")
         self.arrays: list[mx.array] = []
         self._containers: list[_Container] = []
-        self._handed: list[tuple[str, Callable[[], list], list]] = []
-        self._rebuild = self._take(tree, self.arrays)
+        # What a run must not change: the name of the class, a function that lists the contents, and the list before.
+        self._unchangeable: list[tuple[str, Callable[[], list], list]] = []
+        self._rebuild = self._take_apart(tree, self.arrays)
 
     def rebuild(self, arrays: list[mx.array]) -> Any:
-        """The arguments around other arrays, with copies of lists, dicts and containers for the run to hold."""
-        self._handed.clear()
+        """Return the arguments for one run around other arrays; its lists, dicts and containers are copies."""
+        self._unchangeable.clear()
         return self._rebuild(arrays)
 
     def returned(self, result: Any) -> tuple[list[mx.array], Rebuild]:
-        """The arrays in the result of the run, and in its containers; and the result around other arrays.
+        """Take the result of the run apart, and drop the run's copies of the containers.
 
-        Rebuilding brings the caller's containers up to date, and puts them where the result holds their copies. To be
-        done while the caller holds them; the run's copies are let go.
-        Raises ValueError for a list, a dict, or another attribute of a container that the run changed.
+        Returns:
+            The arrays in the result and in the containers, and a function that puts the result together around other
+            arrays. That function also updates the caller's containers, and puts them where the result holds their
+            copies; it must be called while the caller's containers are alive.
+
+        Raises:
+            ValueError: the run changed a list, a dict, or an attribute of a container that holds no arrays.
         """
-        for kind, contents, before in self._handed:
-            now = contents()
-            if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        for kind, contents, before in self._unchangeable:
+            after = contents()
+            if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
                 raise ValueError(f"checkpoint: the function changed a {kind} that it was given.")
-        self._handed.clear()
+        self._unchangeable.clear()
         arrays: list[mx.array] = []
         updates = [
-            (container.original, name, self._take(getattr(container.copy, name), arrays))
+            (container.original, name, self._take_apart(getattr(container.copy, name), arrays))
             for container in self._containers
             for name in container.attributes
         ]
-        make = self._take(result, arrays)
+        make = self._take_apart(result, arrays)
         for container in self._containers:
             container.copy = None
 
@@ -76,34 +93,38 @@ class Arguments:
 
         return arrays, rebuild
 
-    def _take(self, tree: Any, arrays: list[mx.array]) -> Rebuild:
+    def _take_apart(self, tree: Any, arrays: list[mx.array]) -> Rebuild:
+        """Append the arrays in `tree` to `arrays`, and return the function that puts `tree` together again."""
         if isinstance(tree, mx.array):
             index = len(arrays)
             arrays.append(tree)
             return lambda new: new[index]
         if type(tree) is dict:
-            fields = {key: self._take(value, arrays) for key, value in tree.items()}
-            return lambda new: self._hand({key: make(new) for key, make in fields.items()})
+            fields = {key: self._take_apart(value, arrays) for key, value in tree.items()}
+            return lambda new: self._watched({key: make(new) for key, make in fields.items()})
         if type(tree) is list or isinstance(tree, tuple):
-            items = [self._take(item, arrays) for item in tree]
+            items = [self._take_apart(item, arrays) for item in tree]
             if type(tree) is list:
-                return lambda new: self._hand([make(new) for make in items])
+                return lambda new: self._watched([make(new) for make in items])
             build = getattr(type(tree), "_make", type(tree))
             return lambda new: build([make(new) for make in items])
         if type(tree).__name__ in CONTAINERS:
-            return self._take_container(tree, arrays)
+            return self._take_container_apart(tree, arrays)
         if isinstance(tree, _CONSTANTS):
             return lambda new: tree
-        raise ValueError(f"checkpoint: the function returned a {type(tree).__name__}, which holds no arrays we know.")
+        raise ValueError(
+            f"checkpoint: the function returned a {type(tree).__name__}; expected arrays, and lists, tuples or dicts "
+            "of them."
+        )
 
-    def _take_container(self, tree: Any, arrays: list[mx.array]) -> Rebuild:
+    def _take_container_apart(self, tree: Any, arrays: list[mx.array]) -> Rebuild:
         for known in self._containers:
             if tree is known.original():
                 return lambda new: known.copy
             if tree is known.copy:
                 return lambda new: known.original()
         container = _Container.of(tree)
-        fields = {name: self._take(getattr(tree, name), arrays) for name in container.attributes}
+        fields = {name: self._take_apart(getattr(tree, name), arrays) for name in container.attributes}
         self._containers.append(container)
 
         def rebuild(new: list[mx.array]) -> Any:
@@ -115,35 +136,39 @@ class Arguments:
 
         return rebuild
 
-    def _hand(self, held: Any) -> Any:
-        self._watch(held, lambda: list(held) if type(held) is list else [*held.keys(), *held.values()])
-        return held
+    def _watched(self, collection: Any) -> Any:
+        is_list = type(collection) is list
+        self._watch(collection, lambda: list(collection) if is_list else [*collection.keys(), *collection.values()])
+        return collection
 
-    def _watch(self, held: Any, contents: Callable[[], list]) -> None:
-        self._handed.append((type(held).__name__, contents, contents()))
+    def _watch(self, given: Any, contents: Callable[[], list]) -> None:
+        self._unchangeable.append((type(given).__name__, contents, contents()))
 
 
 @dataclass
 class _Container:
-    """An object of CONTAINERS among the arguments. A run is given a copy of it to change.
+    """An object of CONTAINERS among the arguments, of which every run gets a copy to change.
 
-    It is not held, for the sake of its arrays: gradients hold this for as long as their graph exists.
+    The caller's object is referred to weakly, since a graph that waits for its gradients would keep its arrays alive.
     """
 
     original: weakref.ref[Any]
+    # A copy of the object without its arrays.
     empty: Any
+    # The names of the attributes that hold its arrays.
     attributes: tuple[str, ...]
+    # The copy that the present run may change.
     copy: Any = None
 
     @classmethod
     def of(cls, tree: Any) -> _Container:
-        """`tree` as a container; `empty` is like it, without its arrays."""
+        """Make the record of an object whose class is in CONTAINERS."""
         attributes, empty = CONTAINERS[type(tree).__name__], copy.copy(tree)
         for name in attributes:
             setattr(empty, name, None)
         return cls(weakref.ref(tree), empty, attributes)
 
     def others(self) -> list:
-        """The copy's other attributes, which a run must leave alone."""
-        rest = {name: value for name, value in vars(self.copy).items() if name not in self.attributes}
-        return [*rest.keys(), *rest.values()]
+        """Return the names and values of the copy's other attributes, which a run must not change."""
+        others = {name: value for name, value in vars(self.copy).items() if name not in self.attributes}
+        return [*others.keys(), *others.values()]

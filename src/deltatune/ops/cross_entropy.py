@@ -1,7 +1,7 @@
-"""Vocabulary loss that never holds [tokens, vocab]: the head runs on one chunk of tokens at a time.
+"""The cross-entropy over the vocabulary, computed for a chunk of tokens at a time, so that no [tokens, vocab] exists.
 
-In training the gradients of a chunk are taken as soon as its logits exist, so the head runs once, not twice; the
-backward pass then only scales them. That a loss is linear in its own cotangent makes this exact.
+In training, the gradients of a chunk are computed as soon as its logits exist, so that the head runs once instead of
+twice. The backward pass only multiplies them by the cotangent, which is exact because gradients are linear in it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend
-from .functional import lent, trainable
+from ..machine import backend
+from .functional import holding, trainable
 
-# A chunk's logits in fp32, several times over at once, since MLX queues ahead: so many bytes, or what 128 tokens take
-# if that is more (fewer would read the head's weights for little), but never more than the second. NVIDIA GPUs, where
-# launches cost and products are fast, take four times that.
-CHUNK_BYTES, MOST_BYTES, FEW_TOKENS, ON_CUDA = 16 * 2**20, 128 * 2**20, 128, 4
+# A chunk's fp32 logits take CHUNK_BYTES, or what FEWEST_TOKENS tokens take if that is more (a few rows would read the
+# head's weights for little work), but at most LARGEST_CHUNK_BYTES. MLX works ahead, so several chunks may be alive.
+CHUNK_BYTES, LARGEST_CHUNK_BYTES, FEWEST_TOKENS = 16 * 2**20, 128 * 2**20, 128
+# How many times larger chunks are on an NVIDIA GPU, where products are fast and the launches would cost more than they.
+CUDA_FACTOR = 4
 
 
 def linear_cross_entropy(
@@ -31,28 +32,32 @@ def linear_cross_entropy(
     *,
     chunk_tokens: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Weighted sum of the tokens' cross-entropies of `head(hidden)` (nats), and the sum of the weights.
+    """Compute the weighted sum of the tokens' cross-entropies of `head(hidden)`, in nats, and the sum of the weights.
 
-    Gradients reach `hidden`, `weights` and the head's trainable parameters, from whichever transform differentiates
-    the call; frozen parameters get none and cost none. Log-sum-exp and sums are fp32. Gradients are taken during
-    the forward pass while every part of the head is in training mode, and not before a backward pass asks for them
-    when a part is in evaluation mode (`model.eval()`), where an evaluation does no gradient work.
+    Gradients reach `hidden`, `weights` and the head's trainable parameters; frozen parameters cost no gradient work.
+    Log-sum-exp and sums are fp32. While every part of the head is in training mode, the forward pass computes the
+    gradients as well. When a part is in evaluation mode (`model.eval()`), only a backward pass computes them, so that
+    an evaluation does no gradient work. That backward pass runs the head again; a value and a gradient that are
+    evaluated together then hold one chunk each.
 
     Args:
         head: a module called as `head(hidden) -> logits [..., vocab]`, or a bound method of one, such as
-            `model.embed_tokens.as_linear`. It must treat every token by itself.
-        hidden: [..., D].
-        targets: [...] integers; those of weight 0 may be negative (-100).
-        weights: [...]; 0 leaves a token out. A sum of 0 gives loss 0 and zero gradients.
-        chunk_tokens: tokens a chunk; None takes as many as CHUNK_BYTES of fp32 logits hold, or 128 if that is
-            more and MOST_BYTES hold them; ON_CUDA times as many on an NVIDIA GPU.
+            `model.embed_tokens.as_linear`. The logits of a token must depend on that token alone.
+        hidden: [..., D], of at least one token.
+        targets: [...] integers; a token of weight 0 may have a negative target (-100).
+        weights: [...]; a token of weight 0 does not count. If all weights are 0, the loss and all gradients are 0.
+        chunk_tokens: how many tokens make a chunk; None chooses the number by the memory of the logits.
 
     Returns:
         (loss_sum, weight_sum), fp32 scalars.
 
     Raises:
-        ValueError: shapes that disagree, no tokens, targets that are not integers, a head without a module behind
-            it, or a second derivative.
+        ValueError: the shapes disagree, there are no tokens, the targets are not integers, the head is not a module
+            or a method of one, or a second derivative is taken.
+
+    Example:
+        >>> loss_sum, weight_sum = linear_cross_entropy(model.lm_head, hidden, targets, mask)
+        >>> loss = loss_sum / weight_sum
     """
     module = _module(head)
     _check(hidden, targets, weights, chunk_tokens)
@@ -64,7 +69,7 @@ def linear_cross_entropy(
     paths, parameters = trainable(module)
 
     def run(parameters: list[mx.array], rows: mx.array) -> mx.array:
-        with lent(module, paths, parameters):
+        with holding(module, paths, parameters):
             return head(rows)
 
     eager = all(part.training for part in module.modules())
@@ -73,7 +78,7 @@ def linear_cross_entropy(
 
 
 def _loss(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.array]:
-    """(parameters, hidden, targets, weights) -> loss, with gradients for all but the targets."""
+    """Return the function (parameters, hidden, targets, weights) -> loss, with gradients for all but the targets."""
 
     def forward(parameters, hidden, targets, weights):
         if eager:
@@ -82,7 +87,7 @@ def _loss(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.arr
 
     def backward(primals, cotangents, outputs):
         if not eager:
-            # Waits for the cotangent, so that no logits are made before the backward pass gets here.
+            # Waiting for the cotangent keeps MLX from computing these logits before the backward pass needs them.
             primals = _depends(primals, cotangents[0])
             outputs = _gradients(run, bounds, *primals)
         parameters, hidden, targets, _ = primals
@@ -97,7 +102,7 @@ def _loss(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.arr
 
 
 def _values(run, bounds, parameters, hidden, targets, weights):
-    """(loss, loss of every token [N]), one chunk after another."""
+    """Return the loss and the losses of the tokens [N], computed one chunk after another."""
     losses: list[mx.array] = []
     for start, stop in pairwise(bounds):
         rows = hidden[start:stop]
@@ -106,16 +111,16 @@ def _values(run, bounds, parameters, hidden, targets, weights):
         logits = run(parameters, rows).astype(mx.float32)
         chosen = mx.take_along_axis(logits, targets[start:stop, None], axis=-1).squeeze(-1)
         losses.append(mx.logsumexp(logits, axis=-1) - chosen)
-    every = mx.concatenate(losses)
-    return (every * weights).sum(), every
+    token_losses = mx.concatenate(losses)
+    return (token_losses * weights).sum(), token_losses
 
 
 def _gradients(run, bounds, parameters, hidden, targets, weights):
-    """(loss, loss of every token [N], d hidden, d parameters in fp32) for a cotangent of 1, chunk by chunk."""
+    """Return the loss, the losses of the tokens [N], d_hidden and d_parameters (fp32), for a cotangent of 1."""
 
     def chunk(differentiated, start, stop):
         *parameters, rows = differentiated
-        # Without parameters the head's backward pass keeps rows apart: the gradient of `rows` is scaled, D wide.
+        # Without parameters, the weights multiply the gradient of `rows` instead, which is narrower than the logits.
         scale = weights[start:stop] if parameters else None
         loss, losses, _ = _chunk_loss(run(parameters, rows), targets[start:stop], scale)
         return loss, losses
@@ -128,42 +133,46 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
         if losses:
             rows = mx.depends([rows], [losses[-1], d_rows[-1], *d_parameters])[0]
         (_, chunk_losses), grads = mx.value_and_grad(chunk)([*parameters, rows], start, stop)
-        *new, d = [grad.astype(mx.float32) for grad in grads[:-1]], grads[-1]
-        d_parameters = [old + more for old, more in zip(d_parameters, new[0], strict=True)] if losses else new[0]
+        chunk_d_parameters, d = [grad.astype(mx.float32) for grad in grads[:-1]], grads[-1]
+        if losses:
+            d_parameters = [total + part for total, part in zip(d_parameters, chunk_d_parameters, strict=True)]
+        else:
+            d_parameters = chunk_d_parameters
         d_rows.append(d if parameters else (d * weights[start:stop, None]).astype(d.dtype))
         losses.append(chunk_losses)
-    every = mx.concatenate(losses)
-    return (every * weights).sum(), every, mx.concatenate(d_rows), d_parameters
+    token_losses = mx.concatenate(losses)
+    return (token_losses * weights).sum(), token_losses, mx.concatenate(d_rows), d_parameters
 
 
 def _chunk_forward(logits, targets, weights):
-    """Loss (without weights: the sum), losses [n], probabilities [n, V]."""
-    wide = logits.astype(mx.float32)
-    chosen = mx.take_along_axis(wide, targets[:, None], axis=-1).squeeze(-1)
-    probabilities = mx.softmax(wide, axis=-1)
+    """Return the weighted sum of the losses (weights None: their sum), the losses [n] and the probabilities [n, V]."""
+    logits = logits.astype(mx.float32)
+    target_logits = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
+    probabilities = mx.softmax(logits, axis=-1)
     if backend.device() == "cpu":
-        # One exponential an element serves the loss and its gradient.
-        normalizer = wide.max(axis=-1) - mx.log(probabilities.max(axis=-1))
+        # Taking the normaliser from the softmax saves the second exponential per logit that logsumexp would compute.
+        normalizer = logits.max(axis=-1) - mx.log(probabilities.max(axis=-1))
     else:
-        normalizer = mx.logsumexp(wide, axis=-1)
-    losses = normalizer - chosen
+        normalizer = mx.logsumexp(logits, axis=-1)
+    losses = normalizer - target_logits
     return (losses if weights is None else losses * weights).sum(), losses, probabilities
 
 
 def _chunk_backward(primals, cotangents, outputs):
     logits, targets, weights = primals
-    probabilities, at = outputs[2], targets[:, None]
+    probabilities, target_columns = outputs[2], targets[:, None]
     scale = None if weights is None else (weights * cotangents[0])[:, None]
     if backend.device() == "cpu":
-        # A condition in one pass: put_along_axis would copy the chunk first.
-        hit = mx.arange(logits.shape[-1])[None] == at
-        d_logits = mx.where(hit, probabilities - 1, probabilities)
+        # mx.where takes one pass over the chunk; put_along_axis would copy the chunk first.
+        is_target = mx.arange(logits.shape[-1])[None] == target_columns
+        d_logits = mx.where(is_target, probabilities - 1, probabilities)
         d_logits = (d_logits if scale is None else d_logits * scale).astype(logits.dtype)
     else:
-        chosen = mx.take_along_axis(probabilities, at, axis=-1) - 1
+        d_target = mx.take_along_axis(probabilities, target_columns, axis=-1) - 1
         if scale is not None:
-            probabilities, chosen = probabilities * scale, chosen * scale
-        d_logits = mx.put_along_axis(probabilities.astype(logits.dtype), at, chosen.astype(logits.dtype), axis=-1)
+            probabilities, d_target = probabilities * scale, d_target * scale
+        d_logits = probabilities.astype(logits.dtype)
+        d_logits = mx.put_along_axis(d_logits, target_columns, d_target.astype(logits.dtype), axis=-1)
     return (d_logits, mx.zeros_like(targets), *([] if weights is None else [mx.zeros_like(weights)]))
 
 
@@ -184,6 +193,7 @@ _final.vjp(_refuse)
 
 
 def _depends(primals, cotangent):
+    """Return the primals, a list of parameters and three arrays, as arrays that wait for the cotangent."""
     parameters, *rest = primals
     waiting = mx.depends([*parameters, *rest], [cotangent])
     return waiting[: len(parameters)], *waiting[len(parameters) :]
@@ -213,13 +223,14 @@ def _check(hidden: mx.array, targets: mx.array, weights: mx.array, chunk_tokens:
 
 
 def _default_chunk(head: Callable[[mx.array], mx.array], hidden: mx.array) -> int:
-    vocabulary = head(hidden[:1]).shape[-1]  # Lazy: only the shape is asked for, nothing is computed.
-    row, times = 4 * vocabulary, ON_CUDA if backend.device() == "cuda" else 1
-    return max(16, min(times * MOST_BYTES // row, max(times * CHUNK_BYTES // row, times * FEW_TOKENS)))
+    vocabulary = head(hidden[:1]).shape[-1]  # MLX is lazy, so asking for the shape alone computes nothing.
+    row_bytes, factor = 4 * vocabulary, CUDA_FACTOR if backend.device() == "cuda" else 1
+    wanted = max(factor * CHUNK_BYTES // row_bytes, factor * FEWEST_TOKENS)
+    return max(16, min(factor * LARGEST_CHUNK_BYTES // row_bytes, wanted))
 
 
 def _even_bounds(tokens: int, size: int) -> list[int]:
-    """Bounds of ceil(tokens / size) chunks of nearly equal length, so that a compiled step sees few shapes."""
+    """Return the bounds of ceil(tokens / size) chunks of nearly equal length, so that few shapes are compiled."""
     chunks = -(-tokens // size)
     length = -(-tokens // chunks)
     return [*range(0, tokens, length), tokens]

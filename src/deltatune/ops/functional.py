@@ -1,7 +1,8 @@
-"""A module's trainable arrays as explicit arguments.
+"""Runs a module with other arrays in the place of its parameters, as functions with custom gradients need it.
 
-MLX gives a zero gradient, silently, to an array that a custom function only closes over; so operators that run a
-module inside one take its trainable arrays as arguments, and lend them to the module for the length of a call.
+MLX gives an array that a custom function only closes over a gradient of zero, without a warning. Operators that run a
+module inside such a function therefore take its trainable arrays as arguments (`trainable`), and let the module use
+the arrays they are called with (`holding`).
 """
 
 from __future__ import annotations
@@ -17,46 +18,46 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 
 def trainable(module: nn.Module) -> tuple[list[str], list[mx.array]]:
-    """Paths and arrays of the module's trainable floating-point parameters, in a fixed order."""
+    """Return the paths and the arrays of the module's trainable floating-point parameters, in a fixed order."""
     flat: Any = tree_flatten(module.trainable_parameters())
-    found = [(path, array) for path, array in flat if is_floating(array)]
-    return [path for path, _ in found], [array for _, array in found]
+    floating = [(path, array) for path, array in flat if is_floating(array)]
+    return [path for path, _ in floating], [array for _, array in floating]
 
 
 def is_floating(array: mx.array) -> bool:
-    """Whether a gradient can flow to it."""
+    """Whether an array is of a floating-point type, so that it can have a gradient."""
     return mx.issubdtype(array.dtype, mx.floating)
 
 
 @cache
 def promoted(one: mx.Dtype, other: mx.Dtype) -> mx.Dtype:
-    """The type of their sum; mx.result_type came after mlx 0.31.2."""
+    """Return the dtype of a sum of arrays of two dtypes (mx.result_type, which mlx 0.31.2 does not have)."""
     return (mx.zeros((), one) + mx.zeros((), other)).dtype
 
 
 @contextmanager
-def lent(module: nn.Module, paths: Sequence[str], arrays: Sequence[mx.array]) -> Iterator[None]:
-    """Within the context, `module` holds `arrays` at `paths`; afterwards, what it held before."""
+def holding(module: nn.Module, paths: Sequence[str], arrays: Sequence[mx.array]) -> Iterator[None]:
+    """Within the context, `module` holds `arrays` as its parameters at `paths`."""
     if not paths:
         yield
         return
-    held = dict(tree_flatten(module.parameters()))
+    original = dict(tree_flatten(module.parameters()))
     module.update(tree_unflatten(list(zip(paths, arrays, strict=True))))
     try:
         yield
     finally:
-        module.update(tree_unflatten([(path, held[path]) for path in paths]))
+        module.update(tree_unflatten([(path, original[path]) for path in paths]))
 
 
 @contextmanager
 def undisturbed(module: nn.Module | None) -> Iterator[None]:
-    """Whatever is set on `module` or a part of it within the context is undone afterwards."""
-    parts = [] if module is None else module.modules()
-    held = [(part, dict(part), dict(vars(part))) for part in parts]
+    """Undo at the end of the context whatever was set on `module`, or on a module inside it, within the context."""
+    modules = [] if module is None else module.modules()
+    snapshots = [(part, dict(part), dict(vars(part))) for part in modules]
     try:
         yield
     finally:
-        for part, entries, attributes in held:
+        for part, entries, attributes in snapshots:
             dict.clear(part)
             dict.update(part, entries)
             vars(part).clear()

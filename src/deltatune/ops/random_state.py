@@ -1,4 +1,7 @@
-"""MLX's random key, read and set: what `mx.random.seed` cannot do, since a key is not always the key of a seed."""
+"""Reads and sets MLX's random key.
+
+`mx.random.seed` cannot restore a random state, since a key that draws have split is not the key of any seed.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,33 @@ import mlx.core as mx
 
 
 def get_key() -> mx.array:
-    """The key [2] uint32 that the next draw without a key of its own will split."""
-    return _cell()[0]
+    """Return the key, [2] uint32, that the next draw without a key of its own will split."""
+    return _state()[0]
 
 
 def set_key(key: mx.array) -> None:
-    """Draw from `key` [2] uint32 on, in this thread."""
-    _cell()[0] = key
+    """Make this thread's draws continue from `key`, [2] uint32."""
+    _state()[0] = key
 
 
 @contextmanager
 def drawing_from(key: mx.array) -> Iterator[None]:
-    """Draw from `key` within the context, and go on afterwards as if nothing had been drawn."""
-    held = get_key()
+    """Within the context, draw from `key`; afterwards the draws continue as if nothing had been drawn."""
+    original = get_key()
     set_key(key)
     try:
         yield
     finally:
-        set_key(held)
+        set_key(original)
 
 
-def _cell() -> list:
-    """The list of one key behind `mx.random.state`, which in older versions is that list itself."""
+def _state() -> list:
+    """Return the list behind `mx.random.state` whose one item is the key; in older versions `state` is that list."""
     state: Any = mx.random.state
     if isinstance(state, list):
         return state
-    # The list's own iterator is the only way to it; pickling an iterator names what it iterates over.
-    _, (cell,), *_ = iter(state).__reduce__()
-    if not isinstance(cell, list) or len(cell) != 1:
-        raise RuntimeError("deltatune does not know how this version of mlx keeps its random state.")
-    return cell
+    # MLX gives access to the list only through its iterator, and pickling an iterator names what it iterates over.
+    _, (key_list,), *_ = iter(state).__reduce__()
+    if not isinstance(key_list, list) or len(key_list) != 1:
+        raise RuntimeError("deltatune does not know where this version of mlx keeps its random state.")
+    return key_list

@@ -1,7 +1,8 @@
-"""Documents packed into one row: the segments of the batch being traced, and the attention mask they ask for.
+"""Tells layers which document each token of a packed batch belongs to, and builds the attention mask for it.
 
-Patched layers read `current()`. Hold `with segments(array):` around the whole of mx.value_and_grad, not inside the
-loss: a checkpointed layer is traced again in the backward pass, after the loss function has returned.
+Models have no argument for this, so patched layers read `current()`. The context `segments(array)` must enclose the
+whole call of mx.value_and_grad and not only the loss function: a checkpointed layer runs again in the backward pass,
+after the loss function has returned.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ _current: ContextVar[mx.array | None] = ContextVar("segments", default=None)
 
 
 def current() -> mx.array | None:
-    """Segments [B, T] int32 of the batch being traced, non-decreasing along T, or None: rows are one document."""
+    """Return the segments of the present batch, [B, T] int32, non-decreasing along T; None if it is not packed."""
     return _current.get()
 
 
 @contextmanager
 def segments(array: mx.array | None) -> Iterator[None]:
-    """Trace with `array` [B, T] (integers, non-decreasing along T) as the segments; None switches packing off.
+    """Within the context, `array` gives the segments of the batch.
 
-    Raises ValueError for another rank or a type that is not an integer's.
+    Args:
+        array: integers [B, T], non-decreasing along T, equal for tokens of one document; None for rows of one document.
+
+    Raises:
+        ValueError: the array has another number of axes, or does not hold integers.
+
+    Example:
+        >>> with segments(mx.array([[0, 0, 0, 1, 1]])):
+        ...     loss, gradients = nn.value_and_grad(model, loss_function)(batch)
     """
     if array is not None and (array.ndim != 2 or not mx.issubdtype(array.dtype, mx.integer)):
         raise ValueError(f"segments: expected integers of shape [B, T], got {array.dtype} of shape {array.shape}.")
@@ -36,7 +45,12 @@ def segments(array: mx.array | None) -> Iterator[None]:
 
 
 def attention_mask(array: mx.array, window_size: int | None = None) -> mx.array:
-    """Causal mask [B, 1, T, T] (True: may attend) within segments [B, T], as wide as `window_size` positions back."""
+    """Return the causal mask [B, 1, T, T] within segments [B, T]; True where a query (row) may see a key (column).
+
+    Args:
+        array: the segments.
+        window_size: how many positions a query sees, its own included; None for all before it.
+    """
     steps = mx.arange(array.shape[1])
     queries, keys = steps[:, None], steps[None]
     causal = queries >= keys

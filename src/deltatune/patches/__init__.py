@@ -8,18 +8,19 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
-from .. import backend
-from . import experts, loading, mlx_lm, mlx_vlm, one_row, packed, patch, pointwise, sorted_rows
-from .patch import Patch, PatchWarning, Report
+from ..layers import gated_delta_layers, is_gated_delta
+from ..machine import backend
+from . import patch
+from .patch import Patch, PatchReport, PatchWarning
 from .recurrence import served
-from .structure import gated_delta_layers, is_gated_delta
+from .tables import experts, loading, mlx_lm, mlx_vlm, one_row_products, pointwise, quantized_product, sorted_rows
 from .verify import explain, reached
 
 __all__ = [
     "PATCHES",
     "Patch",
+    "PatchReport",
     "PatchWarning",
-    "Report",
     "apply",
     "gated_delta_layers",
     "is_gated_delta",
@@ -33,9 +34,9 @@ __all__ = [
 PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES)
 
 # Where MLX computes on an NVIDIA GPU, on an Apple GPU, and on a CPU.
-ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *packed.PATCHES)
+ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *quantized_product.PATCHES)
 ON_METAL: tuple[Patch, ...] = sorted_rows.PATCHES
-ON_CPU: tuple[Patch, ...] = packed.PATCHES
+ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
 
 _depth = 0
 
@@ -44,7 +45,7 @@ def _of_device() -> tuple[Patch, ...]:
     return {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
 
 
-def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Report:
+def apply(model: nn.Module | None = None, announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
     """Put every patch in force; harmless when they are. With `model`, trace it to see that each layer is reached.
 
     `announce` gets a report for each target whose module is imported only later. Warns (PatchWarning) about whatever
@@ -52,7 +53,7 @@ def apply(model: nn.Module | None = None, announce: Callable[[Report], None] | N
     an NVIDIA GPU, so do activations and norms (pointwise), and experts are laid out anew (loading); on any GPU, so are
     their rows (sorted_rows). On CPUs and NVIDIA GPUs packed matrices are unpacked before they meet many rows (packed).
     """
-    report = patch.apply((*one_row.records(), *_of_device(), *PATCHES), announce)
+    report = patch.apply((*one_row_products.records(), *_of_device(), *PATCHES), announce)
     if model is not None:
         layers = gated_delta_layers(model)
         report.unreached += [explain(path, layers[path]) for path, ours in reached(model).items() if not ours]
@@ -67,7 +68,9 @@ def revert() -> None:
 
 
 @contextmanager
-def patched(model: nn.Module | None = None, announce: Callable[[Report], None] | None = None) -> Iterator[Report]:
+def patched(
+    model: nn.Module | None = None, announce: Callable[[PatchReport], None] | None = None
+) -> Iterator[PatchReport]:
     """Within it, gated-delta layers of any imported or later imported model train with deltatune's gradients.
 
     With `model`, each of its gated-delta layers is traced and reported if it is not reached; `announce` as in apply().

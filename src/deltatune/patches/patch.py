@@ -19,8 +19,8 @@ import mlx.core as mx
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ..compiling import without_kernels
-from ..ops.pointwise.passes import apart
+from ..machine.compiling import without_kernels
+from ..ops.trial import largest_error
 from .importing import ImportWatch
 
 Function = Callable[..., Any]
@@ -70,7 +70,7 @@ class Applied:
 
 
 @dataclass
-class Report:
+class PatchReport:
     """What apply() did. `left_alone` and `unreached` hold messages for a person; `waiting` modules not imported yet."""
 
     applied: list[Applied] = field(default_factory=list)
@@ -119,17 +119,17 @@ def core_record(name: str, replacement: Function, check: Function, *, reason: st
 
 def differs(found: Sequence[mx.array], expected: Sequence[mx.array], bound: float, what: str) -> str | None:
     """What a check says where the largest difference over the largest element is not below `bound`."""
-    worst = apart(found, expected)
+    worst = largest_error(found, expected)
     return None if worst < bound else f"on a small case it differs from {what} by {worst:.1e} of the largest element."
 
 
-def apply(patches: Sequence[Patch], announce: Callable[[Report], None] | None = None) -> Report:
+def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
     """Put `patches` in force; applying twice only reaches holders that appeared since.
 
     Targets in modules not imported yet follow when those are imported; `announce` gets the report of each such one.
     Warns (PatchWarning) about everything that is left on other code.
     """
-    report = Report()
+    report = PatchReport()
     targets: dict[str, list[Patch]] = {}
     for patch in patches:
         targets.setdefault(patch.target, []).append(patch)
@@ -143,7 +143,7 @@ def apply(patches: Sequence[Patch], announce: Callable[[Report], None] | None = 
     return report
 
 
-def _watch(module: str, announce: Callable[[Report], None] | None) -> dict[str, list[Patch]]:
+def _watch(module: str, announce: Callable[[PatchReport], None] | None) -> dict[str, list[Patch]]:
     """What is to be applied when `module` is imported, by target; watches for it if nobody does yet."""
     if module in _watches:
         return _watches[module][1]
@@ -151,7 +151,7 @@ def _watch(module: str, announce: Callable[[Report], None] | None) -> dict[str, 
 
     def then() -> None:
         _watches.pop(module)
-        late = Report()
+        late = PatchReport()
         for records in targets.values():
             _apply_target(records, late)
         if announce is not None:
@@ -177,7 +177,7 @@ def in_force(target: str) -> Function | None:
     return entry.ours if entry else None
 
 
-def _apply_target(records: list[Patch], report: Report) -> None:
+def _apply_target(records: list[Patch], report: PatchReport) -> None:
     target = records[0].target
     if target not in _in_force and _is_settled(records):
         return
@@ -199,7 +199,7 @@ def _apply_target(records: list[Patch], report: Report) -> None:
         )
 
 
-def _leave(report: Report, message: str) -> None:
+def _leave(report: PatchReport, message: str) -> None:
     report.left_alone.append(message)
     warnings.warn(message, PatchWarning, stacklevel=4)
 
@@ -255,8 +255,8 @@ def _versions(records: list[Patch]) -> str:
 
 def _signature(function: Function) -> str:
     signature = inspect.signature(function)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 def _upstream(patch: Patch) -> Function | None:

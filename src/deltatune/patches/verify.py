@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..layers import gated_delta_layers
 from . import recurrence
-from .structure import gated_delta_layers
 
 
 def reached(model: nn.Module) -> dict[str, bool]:

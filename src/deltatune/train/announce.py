@@ -7,34 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend, blas
 from ..config import TrainConfig
 from ..data import BatchOrder, Splits
-from ..models.describe import LayerInfo
-from ..models.head import split_head
-from ..models.vision import has_vision, split_vision
-from ..patches import Report
+from ..layers import LayerInfo
+from ..machine import backend, blas
 from .distributed import World
-from .step import LossFunction, chunked_loss, full_loss
+from .setup import Training
 from .tree import leaves
-
-_CHUNKED = "chunked over the vocabulary, logits never held whole"
-
-
-def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
-    """The chunked vocabulary loss where the model can be split before its head, else the full one; and which it is.
-
-    compare: False takes the model apart without computing, so without comparing the parts with the whole.
-    """
-    if has_vision(model):
-        whole = split_vision(model, compare=compare)
-        return chunked_loss(whole.backbone, whole.head), _CHUNKED
-    split = split_head(model, compare=compare)
-    if split.backbone is None or split.head is None:
-        return full_loss(model), f"over all logits at once: {split.reason}"
-    return chunked_loss(split.backbone, split.head), _CHUNKED
 
 
 def trainable_count(model: nn.Module) -> int:
@@ -63,32 +45,32 @@ def lines(
     model: nn.Module,
     config: TrainConfig,
     splits: Splits,
-    layers: Sequence[LayerInfo],
-    patches: Report,
-    loss: str,
-    compiled: str,
+    trained: Training,
     order: BatchOrder,
     world: World,
 ) -> list[str]:
     """The opening lines of a run, each a fact that decides what the numbers below them mean."""
     total = _stored_numbers(model)
     trains = trainable_count(model)
-    said = [f"Model: {config.model}; {layer_summary(layers)}."]
+    said = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
     said.append(f"Training: {config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%}).")
-    if any(layer.kind == "delta" for layer in layers):
+    if any(layer.kind == "delta" for layer in trained.layers):
         name, why = backend.gated_delta_implementation()
-        said.append(f"Gated delta: {name} ({why}). Patches: {patches}.")
-    status = blas.status()
-    threads = f", {status.threads} threads" if status.threads else ""
-    said.append(f"Device: {backend.device()}; BLAS: {status.detail}{threads}.")
-    said.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {loss}.")
+        said.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
+    said.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
+    if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
+        said.append(
+            f"Note: every rank sees {gpus} GPUs and computes on the first. Set CUDA_VISIBLE_DEVICES to one GPU for "
+            "each rank, or import deltatune before anything uses mlx."
+        )
+    said.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
     said.append(
         f"Data: {len(splits.train)} training, {len(splits.valid)} validation examples; {order.rows} rows an epoch, "
         f"{config.batch_size} a batch{share}."
     )
-    said.append(f"Step: {compiled}, once for each width of {widths} tokens.")
+    said.append(f"Step: {trained.compiled}, once for each width of {widths} tokens.")
     said += splits.notes
     left_over = config.iters % config.grad_accumulation_steps
     if left_over:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.optimizers
 from mlx.utils import tree_unflatten
 
-from .. import backend
+from ..machine import backend
 from ..ops.pointwise import joining
 from .tree import leaves
 
@@ -49,7 +49,7 @@ class Bundle:
             ends.append(end)
         return [piece.reshape(shape) for piece, shape in zip(mx.split(joined, ends), self.shapes, strict=True)]
 
-    def lend(self, joined: mx.array) -> list[mx.array]:
+    def used(self, joined: mx.array) -> list[mx.array]:
         """The leaves as the model uses them; their gradients arrive end to end, in the dtype of `joined`."""
 
         def forward(joined: mx.array) -> list[mx.array]:
@@ -64,20 +64,20 @@ class Bundle:
 
 
 class Bundles:
-    """Which leaves of a tree like `parameters` go together; those at `apart` do not. used_as: dtypes by path."""
+    """Which leaves of a tree like `parameters` go together; those at `separate` do not. used_as: dtypes by path."""
 
     def __init__(
         self,
         parameters: Any,
         optimizer: mlx.optimizers.Optimizer,
-        apart: Collection[str] = (),
+        separate: Collection[str] = (),
         used_as: Mapping[str, mx.Dtype] | None = None,
     ):
         self.all: list[Bundle] = []
         most = MOST_ON_CPU if backend.device() == "cpu" else MOST
         kinds: dict[tuple[mx.Dtype, mx.Dtype | None], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters) if type(optimizer).__name__ in ELEMENTWISE else []:
-            if path in apart or leaf.size > most:
+            if path in separate or leaf.size > most:
                 continue
             kind = leaf.dtype, (used_as or {}).get(path)
             bundle, room = kinds.get(kind, (None, 0))
@@ -97,11 +97,11 @@ class Bundles:
         found: Any = tree_unflatten(rest) if rest else {}
         return found | {TOGETHER: together} if together else found
 
-    def part(self, tree: Any, lend: bool = False) -> Any:
-        """The tree that join() was given, without a copy; `lend`: as the model uses it in a step."""
+    def part(self, tree: Any, used: bool = False) -> Any:
+        """The tree that join() was given, without a copy; `used`: as the model uses it in a step."""
         rest = [(path, leaf) for path, leaf in leaves(tree) if not path.startswith(f"{TOGETHER}.")]
         for bundle, joined in zip(self.all, tree.get(TOGETHER, []), strict=True):
-            rest += zip(bundle.paths, bundle.lend(joined) if lend else bundle.part(joined), strict=True)
+            rest += zip(bundle.paths, bundle.used(joined) if used else bundle.part(joined), strict=True)
         return tree_unflatten(rest)
 
     def part_state(self, state: Any) -> Any:

@@ -2,49 +2,129 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn
-from mlx.utils import tree_map
+from mlx.utils import tree_map_with_path
+
+from .tree import leaves
+from .tree import number as to_number
+
+# Those that mx.distributed.init() tries, in its order.
+BACKENDS = ("nccl", "ring", "mpi", "jaccl")
+# A message of gradients is closed at this many bytes: few messages, of which the first leave before the last are there.
+MESSAGE_BYTES = 16 * 2**20
 
 
 class World:
-    """The ranks of a run. Without a launcher there is one, and every method gives back what it got."""
+    """The ranks of a run. Without a launcher there is one, and every method gives back what it got.
+
+    Attributes:
+        backend: What carries messages between ranks: `nccl`, `ring`, `mpi` or `jaccl`; None where there is one rank.
+        rank: The number of this process, from 0.
+        size: How many processes train together.
+    """
 
     def __init__(self) -> None:
-        self.group = mx.distributed.init()
+        self.backend, self.group = _join()
         self.rank: int = self.group.rank()
         self.size: int = self.group.size()
+        self._stream = own_stream(self.backend) if self.backend else None
 
     @property
     def main(self) -> bool:
         """Whether this rank prints and writes."""
         return self.rank == 0
 
+    def sum(self, array: mx.array) -> mx.array:
+        """The sum of `array` over the ranks. It is lazy: every rank must evaluate it."""
+        if self.size == 1:
+            return array
+        return mx.distributed.all_sum(array, group=self.group, stream=self._stream)
+
     def sum_numbers(self, *numbers: float) -> list[float]:
-        """Sums of a few Python numbers over the ranks, in fp32; the same on every rank."""
+        """Sums of a few Python numbers over the ranks, in fp32; the same on every rank. Waits for every rank."""
         if self.size == 1:
             return list(numbers)
-        total = mx.distributed.all_sum(mx.array(numbers, mx.float32), group=self.group, stream=mx.cpu)
-        return [float(number) for number in total.tolist()]  # type: ignore[union-attr, arg-type]
+        return [float(number) for number in self.sum(mx.array(numbers, mx.float32)).tolist()]  # type: ignore[union-attr, arg-type]
 
     def sum_tree(self, tree: Any) -> Any:
-        """Sums of every leaf over the ranks; may be traced."""
+        """Sums of every leaf over the ranks. They are lazy: every rank must evaluate them.
+
+        Leaves of one dtype travel end to end in few messages. The last leaves go first: a backward pass ends with the
+        first layers, so that messages leave while it goes on.
+        """
         if self.size == 1:
             return tree
-        mean = mlx.nn.average_gradients(tree, group=self.group)
-        return tree_map(lambda leaf: leaf * self.size, mean)
+        summed: dict[str, mx.array] = {}
+        for message in _messages(reversed(leaves(tree))):
+            arrays = [leaf for _, leaf in message]
+            total = self.sum(arrays[0] if len(arrays) == 1 else mx.concatenate([leaf.reshape(-1) for leaf in arrays]))
+            parts = [total] if len(arrays) == 1 else _parts(total, arrays)
+            summed |= zip((path for path, _ in message), parts, strict=True)
+        return tree_map_with_path(lambda path, _: summed[path], tree)
 
     def gather(self, array: mx.array) -> mx.array:
         """`array` of every rank, stacked in rank order along a new first axis."""
         if self.size == 1:
             return array[None]
-        gathered = mx.distributed.all_gather(array[None], group=self.group, stream=mx.cpu)
+        gathered = mx.distributed.all_gather(array[None], group=self.group, stream=self._stream)
         # At once, and on every rank: a rank that never looks at it would leave the others waiting.
         mx.eval(gathered)
         return gathered
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        self.sum_numbers(0.0)
+    def largest(self, number: float) -> float:
+        """The largest of the ranks' numbers, in fp32. Waits for every rank."""
+        return number if self.size == 1 else to_number(self.gather(mx.array(number, mx.float32)).max())
+
+
+def _join() -> tuple[str | None, mx.distributed.Group]:
+    """The backend under which a launcher started this process with others, and the group of them all."""
+    for name in BACKENDS:
+        # As mx.distributed.init() does, which has no name for what it found.
+        if name == "nccl" and not mx.cuda.is_available():
+            continue
+        group = mx.distributed.init(backend=name)
+        if group.size() > 1:
+            return name, group
+    return None, mx.distributed.init()
+
+
+@cache
+def _stream_of_thread(backend: str, thread: int) -> mx.Stream:
+    return mx.new_stream(mx.gpu if backend == "nccl" else mx.cpu)
+
+
+def own_stream(backend: str) -> mx.Stream:
+    """The stream of this process's messages: on the GPU under NCCL, which takes no other, else on the CPU.
+
+    Apart from the default stream, so that a message goes while that computes; one for all, so that they keep their
+    order. A stream belongs to the thread that made it.
+    """
+    return _stream_of_thread(backend, threading.get_ident())
+
+
+def _messages(flat: Iterable[tuple[str, mx.array]]) -> Iterator[list[tuple[str, mx.array]]]:
+    """Leaves that travel together: of one dtype, in order, and about MESSAGE_BYTES or a single larger one."""
+    waiting: dict[mx.Dtype, list[tuple[str, mx.array]]] = {}
+    for path, leaf in flat:
+        if leaf.nbytes >= MESSAGE_BYTES:
+            yield [(path, leaf)]
+            continue
+        message = waiting.setdefault(leaf.dtype, [])
+        message.append((path, leaf))
+        if sum(array.nbytes for _, array in message) >= MESSAGE_BYTES:
+            yield waiting.pop(leaf.dtype)
+    yield from waiting.values()
+
+
+def _parts(joined: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
+    """Arrays shaped as `like`, which lie end to end in `joined`."""
+    ends, end = [], 0
+    for array in like[:-1]:
+        end += array.size
+        ends.append(end)
+    return [part.reshape(array.shape) for part, array in zip(mx.split(joined, ends), like, strict=True)]

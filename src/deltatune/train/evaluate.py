@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -11,8 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import BatchOrder
-from ..patches import gated_delta_layers
+from ..data.example import Example
+from ..layers import gated_delta_layers
 from .distributed import World
+from .log import Screen
+from .setup import Run, training
 from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number
 
@@ -67,3 +72,15 @@ class Evaluation:
 
     def _trace(self, batch: Arrays) -> tuple[mx.array, mx.array]:
         return loss_of(self._loss, batch)
+
+
+def say_loss(name: str, run: Run, examples: Sequence[Example], screen: Screen) -> float:
+    """Evaluate the model of `run` over `examples`, tell the screen, and return the loss per token."""
+    # Nothing is differentiated, so nothing needs to be recomputed.
+    config = dataclasses.replace(run.config, grad_checkpoint=False)
+    with training(run.model, config) as trained:
+        loss = Evaluation(run.model, trained.loss, run.world)(run.order(examples), config.test_batches)
+    assert loss is not None
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity:.4g}.")
+    return loss

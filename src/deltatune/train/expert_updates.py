@@ -9,7 +9,7 @@ kept beside the state that a run saves.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,16 @@ from ..errors import UserError
 from ..lora.weights import is_switch
 from .bundles import ELEMENTWISE
 from .tree import leaves
+
+
+class ExpertGradients(NamedTuple):
+    """What the update of experts needs: their summed gradients by path, which experts have one (layer -> [E] bool), the
+    factor that makes a step of them, and whether loss and norm are finite."""
+
+    gradients: dict[str, mx.array]
+    touched: dict[str, mx.array]
+    factor: mx.array
+    healthy: mx.array
 
 
 class ActiveExperts:
@@ -53,16 +63,18 @@ class ActiveExperts:
             found[layer] = mx.stack(each).any(axis=0)
         return found
 
-    def update(self, gradients: dict[str, mx.array], touched: dict[str, mx.array], factor: mx.array) -> None:
-        """Step the touched experts with gradients times `factor`, in place. The optimizer has counted its step."""
+    def update(self, experts: ExpertGradients) -> None:
+        """Step the touched experts, in place. The optimizer has counted its step."""
         parameters = dict(leaves(self._model.trainable_parameters()))
         for layer, paths in self._layers.items():
-            numbers = np.flatnonzero(np.array(touched[layer]))
+            numbers = np.flatnonzero(np.array(experts.touched[layer]))
             if not numbers.size:
                 continue
             rows = mx.array(numbers.astype(np.uint32))
             for path in paths:
-                self._update_rows(parameters[path], _at(self._optimizer.state, path), gradients[path], rows, factor)
+                self._update_rows(
+                    parameters[path], _at(self._optimizer.state, path), experts.gradients[path], rows, experts.factor
+                )
 
     def _update_rows(
         self, parameter: mx.array, moments: dict[str, mx.array], gradient: mx.array, rows: mx.array, factor: mx.array

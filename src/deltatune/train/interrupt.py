@@ -1,12 +1,21 @@
-"""Ctrl-C and SIGTERM: asked for, they are noted; the run stops where its state can be saved."""
+"""Ctrl-C, SIGTERM and SIGHUP: a run answers at once, and stops where its state can be saved."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
+import socket
+import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from ..errors import UserError
+
+# A closed terminal sends SIGHUP, which Windows does not have.
+_SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 
 
 class StoppedError(UserError):
@@ -14,27 +23,100 @@ class StoppedError(UserError):
 
 
 class StopRequest:
-    """Within it, the first SIGINT or SIGTERM sets `asked`; a second one interrupts at once.
+    """Within it, the first signal asks the run to stop after its step, the second to stop during it.
 
-    Only in the main thread, where Python lets signals be handled; elsewhere it changes nothing.
+    The main thread mostly waits for the device inside MLX, where Python handles no signal. So a thread of its own is
+    woken by each signal and answers. A third signal raises KeyboardInterrupt where the main thread next runs Python.
+    Signals can be handled in the main thread alone; entered in another one, a StopRequest changes nothing.
+
+    Args:
+        answer: Called in that thread at the first signal, with its name.
+        hurry: Called in that thread at the second.
+
+    Attributes:
+        asked: Whether a signal came.
+        hurried: Whether a second one came.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, answer: Callable[[str], None], hurry: Callable[[], None]) -> None:
+        self.asked = self.hurried = False
+        self._answer, self._hurry = answer, hurry
+        self._handled = 0
         self._before: dict[int, object] = {}
+        self._ends: tuple[socket.socket, socket.socket] | None = None
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._ends = socket.socketpair()
+        reading, writing = self._ends
+        writing.setblocking(False)
+        self._woken_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            # nohup makes a process ignore SIGHUP, and that must stay so. Shells make one in the background ignore
+            # SIGINT, and who sends it to a run all the same means it.
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
+        self._thread = threading.Thread(target=self._listen, args=(reading,), name="deltatune signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._ends is None:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before.clear()
+        signal.set_wakeup_fd(self._woken_before)
+        reading, writing = self._ends
+        # This ends the thread's reading.
+        writing.close()
+        self._thread.join()
+        reading.close()
+        self._ends = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        self._handled += 1
+        self.asked, self.hurried = True, self._handled > 1
+        if self._handled > 2:
             raise KeyboardInterrupt
-        self.asked = True
+
+    def _listen(self, reading: socket.socket) -> None:
+        count = 0
+        while arrived := reading.recv(64):
+            for number in arrived:
+                if number not in self._before:
+                    continue
+                if number == getattr(signal, "SIGHUP", None):
+                    drop_closed_outputs()
+                count += 1
+                if count == 1:
+                    self.asked = True
+                    self._answer("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+                elif count == 2:
+                    self.hurried = True
+                    self._hurry()
+
+
+def drop_closed_outputs() -> None:
+    """Let standard output and error lead nowhere where nobody reads them any more, so that writing cannot fail."""
+    for stream in (sys.stdout, sys.stderr):
+        # Neither has a number where a program has put something else in their place.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            number = stream.fileno()
+            poll = select.poll()
+            poll.register(number, 0)
+            if any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0)):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+
+
+def leave(message: str) -> None:
+    """End the process with exit code 2 and one message, though its main thread may never return from MLX."""
+    drop_closed_outputs()
+    sys.stdout.flush()
+    if message:
+        sys.stderr.write(f"deltatune: {message}\n")
+    sys.stderr.flush()
+    os._exit(2)

@@ -135,19 +135,29 @@ class Metrics:
         self._file.close()
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich's own ends the process."""
+        raise BrokenPipeError
+
+
 class Screen:
     """Lines for a person; with a terminal also a bar. Silent where `shown` is False (ranks other than 0)."""
 
     def __init__(self, shown: bool = True, console: Console | None = None):
         self._shown = shown
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or _Console(highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
     def say(self, text: str) -> None:
         """Print one line, or several, above the bar."""
         if self._shown:
-            self._console.print(Text(text))
+            try:
+                self._console.print(Text(text))
+            except OSError:
+                # Nobody reads any more, since a terminal was closed for example: the run goes on.
+                self._shown = False
 
     def start(self, done: int, total: int) -> None:
         """Show the bar, on a terminal; `done` of `total` iterations are behind us."""

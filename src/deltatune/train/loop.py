@@ -7,32 +7,41 @@ import dataclasses
 import math
 import time
 from collections import deque
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import backend
-from ..compiling import without_kernels
 from ..config import TrainConfig
-from ..data import Batch, BatchOrder, Splits
+from ..data import Batch, Splits
 from ..errors import UserError
-from ..models.describe import describe
-from ..models.packing import check_packing
-from ..ops.checkpoint import checkpointed
-from ..patches import patched
-from . import announce, log, nonfinite, state
+from ..machine import backend, blas
+from ..ops.random_state import get_key
+from . import announce, content, log, nonfinite, state
 from .check import check
 from .distributed import World
+from .ending import Ending
 from .evaluate import Evaluation
-from .interrupt import StoppedError, StopRequest
-from .optimizer import build_optimizer, restore
+from .optimizer import build_optimizer
 from .outputs import Outputs
 from .report import write_report
 from .result import Result
-from .step import LossFunction, Step, Sums
-from .tree import number, random_key, set_random_key
+from .saving import Saving
+from .setup import Run, batch_order, build_step, training
+from .step import LossFunction, Sums
+from .tree import number, seed_iteration
+
+
+class Advance(NamedTuple):
+    """What an iteration gave.
+
+    Attributes:
+        sums: Over all ranks: losses, weights of targets, positions that hold a token, ranks that were asked to stop.
+        norm: The gradients' Euclidean norm before clipping, or None where no update was completed.
+    """
+
+    sums: tuple[float, float, float, float]
+    norm: float | None
 
 
 class Trainer:
@@ -58,86 +67,68 @@ class Trainer:
         self.world = world or World()
         self.screen = screen or log.Screen(shown=self.world.main)
         self.outputs = Outputs(model, tokenizer, config, model_config)
-        self.progress, self._saved = state.Progress(), -1
         check(model, config, splits)
         self._optimizer = build_optimizer(config)
-        self._identity = state.fingerprint(config, world=self.world.size, model_tensors=announce.structure(model))
-        self._train_order = self._order(splits.train)
-        self._valid_order = self._order(splits.valid) if splits.valid else None
+        self._train_order = batch_order(splits.train, config, self.world)
+        identity = state.fingerprint(config, **content.facts(model, config))
+        self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
+        self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
+        self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
+
+    @classmethod
+    def of(cls, run: Run, screen: log.Screen | None = None) -> Trainer:
+        """The trainer of a run that is ready (setup.ready, then Run.prepare)."""
+        loaded = run.loaded
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            run.config,
+            run.splits,
+            model_config=loaded.config,
+            world=run.world,
+            screen=screen,
+        )
 
     def run(self) -> Result:
         """Train to `config.iters`, or until validation stops improving; returns the final figures."""
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
-            how_compiled = stack.enter_context(without_kernels())
-            report = stack.enter_context(patched(self.model))
-            layers = describe(self.model)
-            if config.pack:
-                check_packing(self.model)
-            if config.grad_checkpoint:
-                stack.enter_context(checkpointed([layer.module for layer in layers]))
-            loss, how = announce.choose_loss(self.model)
-            for line in announce.lines(
-                self.model, config, self.splits, layers, report, how, how_compiled, self._train_order, world
-            ):
+            trained = stack.enter_context(training(self.model, config))
+            for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
                 self.screen.say(line)
-            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in layers]
-            self._prepare(loss)
-            stop = stack.enter_context(StopRequest())
+            self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
+            self._prepare(trained.loss)
             stack.callback(self._close)
+            stack.enter_context(self._ending)
             self._open()
             self.screen.start(self.progress.iteration, config.iters)
-            stack.push(self._rescue)
-            self._loop(stop)
-            self._save(finished=True)
+            with self._ending.rescue():
+                self._loop()
+                self._save(finished=True)
         result = Result.of(self.progress, self._out_of_patience())
         if world.main:
             write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
         return result
 
-    def _order(self, examples: Any) -> BatchOrder:
-        config, world = self.config, self.world
-        return BatchOrder(
-            examples,
-            config.batch_size,
-            config.max_seq_length,
-            seed=config.seed,
-            packed=config.pack,
-            rank=world.rank,
-            world=world.size,
-        )
+    @property
+    def progress(self) -> state.Progress:
+        """Where the run stands."""
+        return self._saving.progress
 
     def _prepare(self, loss: LossFunction) -> None:
         config, world = self.config, self.world
         self.model.train()
         if mx.metal.is_available():
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-        if world.size > 1:
-            # Dropout differs between ranks; the parameters were drawn before, from the same key.
-            set_random_key(mx.random.split(random_key(), world.size)[world.rank])
         threshold = config.clear_cache_threshold
-        self._cache_kept = backend.cache_to_keep() if threshold is None else threshold
+        self._cache_limit = backend.cache_to_keep() if threshold is None else threshold
         self._loss = loss
-        self._step = Step(
-            self.model,
-            self._optimizer,
-            loss,
-            world,
-            accumulate=config.grad_accumulation_steps,
-            clip=config.grad_clip,
-            expert_updates=config.expert_updates,
-        )
+        self._step = build_step(self.model, self._optimizer, loss, config, world)
         self._evaluation = Evaluation(self.model, loss, world)
-        # What a window began with, while no update has ended it: progress, random key, sums (None: nothing yet).
-        self._good: tuple[state.Progress, mx.array, Sums | None] | None = None
-        self._start_window()
+        self._saving.begin(self._step)
+        self._batches: list[Batch] = []
         self._window: deque[tuple[float, int]] = deque()
         self._recent: deque[float] = deque(maxlen=50)
-
-    def _start_window(self) -> None:
-        self._sums = Sums(self._step.zeros(), mx.array(0.0), mx.array(0.0))
-        self._batches: list[Batch] = []
-        self.progress.micro_batches = 0
 
     def _open(self) -> None:
         """Continue a saved run, or start one; then open the metrics where it stands."""
@@ -149,8 +140,15 @@ class Trainer:
         if world.main:
             self.outputs.prepare()
         if config.resume and found:
-            self._restore(path)
+            if self._saving.restore():
+                self.screen.say(f"BLAS: {blas.status().threads}.")
             self.screen.say(f"Resuming after iteration {self.progress.iteration} of {config.iters}.")
+            ranks = self.progress.ranks
+            if ranks not in (None, world.size):
+                self.screen.say(
+                    f"Ranks: {world.size}, where {ranks} saved the state. The batches stay the same; sums are rounded "
+                    "in another order, and dropout draws other numbers."
+                )
         elif config.resume:
             self.screen.say(f"--resume: no state in {path.parent} yet; starting from the first iteration.")
         elif found and (before := state.peek(path)) and not before.finished:
@@ -158,7 +156,8 @@ class Trainer:
                 f"{path.parent} holds a run stopped after iteration {before.iteration}; this run will replace it "
                 "at its first save. Stop and use --resume to continue that one."
             )
-        self._metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
+        metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
+        self._metrics = self._saving.metrics = metrics
         options = dataclasses.asdict(config)
         self._services = (
             log.open_services(config.report_to, self.outputs.directory, config.project_name, options)
@@ -174,25 +173,26 @@ class Trainer:
         if metrics is not None:
             metrics.close()
 
-    def _loop(self, stop: StopRequest) -> None:
-        config, progress = self.config, self.progress
+    def _loop(self) -> None:
+        config, stop = self.config, self._ending.stop
         asked = False
         while True:
+            self._ending.check()
+            progress = self.progress
             asked = asked or (stop.asked and self.world.size == 1)
-            if not asked and self._evaluation_is_due() and not self._evaluate(stop):
+            if not asked and self._evaluation_is_due() and not self._evaluate():
                 asked = True
             done = progress.iteration >= config.iters or self._out_of_patience()
             if asked and not done:
                 self._save()
-                raise StoppedError(
-                    f"stopped after iteration {progress.iteration} of {config.iters}; the state is saved in "
-                    f"{self.outputs.state.parent}. Run the same command with --resume to continue."
-                )
+                self._ending.in_order()
+                raise self._ending.stopped()
             if done:
                 return
-            if progress.iteration and progress.iteration % config.save_every == 0 and self._saved != progress.iteration:
+            saved = self._saving.saved
+            if progress.iteration and progress.iteration % config.save_every == 0 and saved != progress.iteration:
                 self._save()
-            asked = self._iterate(stop)
+            asked = self._iterate()
             if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
                 self._report_training()
 
@@ -202,14 +202,15 @@ class Trainer:
             return False
         return at == 0 or at % config.steps_per_eval == 0 or at >= config.iters
 
-    def _evaluate(self, stop: StopRequest) -> bool:
+    def _evaluate(self) -> bool:
         """Evaluate and report; False when interrupted, so that a resumed run evaluates here first."""
         assert self._valid_order is not None
         started, progress = time.perf_counter(), self.progress
 
         def between(done: int, total: int) -> bool:
+            self._ending.check()
             self.screen.evaluating(done, total)
-            return stop.asked and self.world.size == 1
+            return self._ending.stop.asked and self.world.size == 1
 
         loss = self._evaluation(self._valid_order, self.config.val_batches, between)
         if loss is None:
@@ -233,27 +234,26 @@ class Trainer:
         patience = self.config.early_stopping
         return patience is not None and self.progress.evaluations_without_gain >= patience
 
-    def _iterate(self, stop: StopRequest) -> bool:
+    def _iterate(self) -> bool:
         """One micro-batch, and the update if it completes one; returns whether any rank was asked to stop."""
         progress, started = self.progress, time.perf_counter()
         if progress.micro_batches == 0:
-            self._good = (dataclasses.replace(progress, order=self._train_order.state()), random_key(), None)
+            self._batches = []
+        self._saving.note_start()
         batch = next(self._train_order)
         self._batches.append(batch)
-        loss, weight, norm = self._advance(batch)
+        seed_iteration(self.config.seed, progress.iteration, self.world.rank)
+        (loss_sum, weight_sum, all_tokens, asked), norm = self._advance(batch)
         progress.iteration += 1
-        tokens = sum(sum(row) for row in batch.positions)
-        loss_sum, weight_sum, all_tokens, asked = self.world.sum_numbers(loss, weight, tokens, float(stop.asked))
         if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
             self._fail(loss_sum, norm)
         if norm is not None:
             progress.grad_norm = norm
-            self._start_window()
-            self._good = None
+            self._saving.start_window()
         progress.window_loss += loss_sum
         progress.window_weight += weight_sum
         progress.trained_tokens += all_tokens
-        if mx.get_cache_memory() > self._cache_kept:
+        if mx.get_cache_memory() > self._cache_limit:
             mx.clear_cache()
         seconds = time.perf_counter() - started
         progress.seconds += seconds
@@ -262,22 +262,31 @@ class Trainer:
         self.screen.advance(progress.iteration, f"loss {loss_sum / weight_sum:.4f}" if weight_sum else "")
         return asked > 0
 
-    def _advance(self, batch: Batch) -> tuple[float, float, float | None]:
-        """Run the batch: sums of its losses and weights, and the gradient norm if it completed an update."""
-        progress = self.progress
-        loss, weight, gradients = self._step.micro_batch(batch, self._sums.gradients)
-        self._sums = Sums(gradients, self._sums.loss + loss, self._sums.weight + weight)
-        del gradients
+    def _advance(self, batch: Batch) -> Advance:
+        """Run the batch, and the update if it completes one; returns what all ranks know afterwards."""
+        progress, world, saving = self.progress, self.world, self._saving
+        loss, weight, gradients = self._step.micro_batch(batch, saving.sums.gradients)
+        sums = Sums(gradients, saving.sums.loss + loss, saving.sums.weight + weight)
+        completes = progress.micro_batches + 1 >= self.config.grad_accumulation_steps
+        saving.sums = self._step.sum_over_ranks(sums) if completes else sums
+        del gradients, sums
         # Before the update: what fails, for want of memory above all, fails while the parameters are still whole.
-        mx.eval(loss, weight, self._sums)
+        with self._ending.waiting():
+            mx.eval(loss, weight, saving.sums)
         progress.micro_batches += 1
         norm = None
-        if progress.micro_batches >= self.config.grad_accumulation_steps:
-            norm = self._step.update(*self._sums)
+        if completes:
+            saving.updating = True
+            norm = self._step.update(*saving.sums)
             # Only what is kept is referred to while it is evaluated, so that buffers are reused.
-            self._sums = self._sums._replace(gradients=None)
-        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, random_key())
-        return number(loss), number(weight), None if norm is None else number(norm)
+            saving.sums = saving.sums._replace(gradients=None)
+        tokens = sum(sum(row) for row in batch.positions)
+        asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
+        # One message with the update, instead of a round trip of its own for each number.
+        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked]))
+        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, get_key(), numbers)
+        values: Any = numbers.tolist()
+        return Advance(tuple(values), None if norm is None else number(norm))
 
     def _report_training(self) -> None:
         progress = self.progress
@@ -308,85 +317,22 @@ class Trainer:
             service.log(numbers, record["iteration"])
 
     def _save(self, finished: bool = False) -> None:
-        """Write weights, then the state; every rank takes part, rank 0 writes. UserError where it cannot."""
-        progress, world = self.progress, self.world
-        progress.finished = finished
-        progress.order = self._train_order.state()
-        arrays = state.pack("trainable", self.model.trainable_parameters())
-        bundles = self._step.bundles
-        arrays |= state.pack("optimizer", bundles.part_state(self._optimizer.state))
-        arrays["random"] = world.gather(random_key())
-        if progress.micro_batches:
-            sums = state.pack("window", self._parted(self._sums)._asdict())
-            arrays |= {key: world.gather(leaf) for key, leaf in sums.items()}
-        problem: UserError | None = None
-        if world.main:
-            try:
-                self.outputs.save_weights(progress.iteration)
-                assert self._metrics is not None
-                self._metrics.sync()
-                state.save(self.outputs.state, arrays, progress, self._identity)
-            except UserError as error:
-                problem = error
-        if world.sum_numbers(float(problem is not None))[0]:
-            raise problem or UserError("rank 0 could not save; its message says why.")
-        self._saved = progress.iteration
-
-    def _restore(self, path: Path) -> None:
-        arrays, progress = state.load(path, self._identity)
-        self.model.update(state.unpack("trainable", self.model.trainable_parameters(), arrays, path))
-        bundles, moments = self._step.bundles, self._optimizer.state
-        parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)
-        restore(self._optimizer, bundles.join_state(parted, moments))
-        self._train_order.restore(progress.order)
-        rank = self.world.rank
-        set_random_key(arrays["random"][rank])
-        self.progress, self._saved = progress, progress.iteration
-        if progress.micro_batches:
-            mine = {key: leaf[rank] for key, leaf in arrays.items() if key.startswith("window/")}
-            sums = Sums(**state.unpack("window", self._parted(self._sums)._asdict(), mine, path))
-            self._sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
-            self._good = (dataclasses.replace(progress), random_key(), self._sums)
-        mx.eval(self.model.parameters(), self._optimizer.state, self._sums)
-
-    def _parted(self, sums: Sums) -> Sums:
-        """With gradients by the path of their parameter, as a run keeps them."""
-        return sums if sums.gradients is None else sums._replace(gradients=self._step.bundles.part(sums.gradients))
-
-    def _back_to_last_update(self) -> None:
-        """Put everything where the last update left it, and save that. Nothing has moved a parameter since."""
-        if self._good is not None:
-            self.progress, key, sums = self._good
-            inside = self.progress.micro_batches
-            self._start_window()
-            if sums is not None:
-                self._sums, self.progress.micro_batches = sums, inside
-            self._train_order.restore(self.progress.order)
-            set_random_key(key)
-            if self._metrics is not None:
-                self._metrics.cut(self.progress.metrics_bytes)
-        self._save()
-
-    def _rescue(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Save on the way out of an error that is nobody's mistake. With several ranks the last save must do."""
-        if not isinstance(error, Exception) or isinstance(error, UserError) or self.world.size > 1:
-            return
         try:
-            self._back_to_last_update()
-        except (UserError, RuntimeError) as second:
-            error.add_note(f"Nor could the state be saved: {second}")
-        else:
-            error.add_note(
-                f"The state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}: "
-                "go on with --resume."
-            )
+            self._saving.save(finished)
+        except UserError:
+            # Every rank raises where rank 0 could not write.
+            self._ending.in_order()
+            raise
 
     def _fail(self, loss: float, norm: float | None) -> None:
         """Name the cause of a loss or gradient that is not finite, go back to the last good state, save it, raise."""
         at, batches = self.progress.iteration, self._batches
         self.screen.stop()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        self._back_to_last_update()
+        self._ending.in_order()
+        # An update that is not finite moves nothing.
+        self._saving.updating = False
+        self._saving.save_last_update()
         cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
         raise UserError(
             f"iteration {at}: {what}: {cause}. The update was not made; the state after iteration "

@@ -121,7 +121,7 @@ def apply(
     scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}
     # With nothing to update, only schedules and the count of steps move.
     optimizer.apply_gradients({}, {})
-    step = adam.Step.of(optimizer, scale, healthy)
+    step = adam.AdamStep.of(optimizer, scale, healthy)
 
     def choose(new: mx.array, old: mx.array) -> mx.array:
         return new if new is old else mx.where(healthy, new, old.astype(new.dtype))

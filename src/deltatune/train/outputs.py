@@ -11,11 +11,10 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..errors import UserError
-from ..kept import replace_file
 from ..lora import save_adapters
 from ..lora.tensor_files import write_tensors
-from ..lora.whole_layers import adapts_experts, whole_layers
-from ..models.vision import has_vision
+from ..machine.atomic_files import replace_file
+from ..models.vision.adapters import layers_for_mlx_vlm
 from . import state
 from .tree import leaves
 
@@ -58,8 +57,7 @@ class Outputs:
             self._save_checkpoint()
             return
         options = dataclasses.asdict(self._config)
-        # Instead of names: mlx-vlm takes adapters on experts in no other way.
-        layers = whole_layers(self._model) if has_vision(self._model) and adapts_experts(self._model) else None
+        layers = layers_for_mlx_vlm(self._model)
         named = layers is None
         options |= {} if named else {"num_layers": layers}
         copy = f"{iteration:07d}_adapters.safetensors"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import backend, blas
 from ..config import TrainConfig
+from ..machine import backend, blas
 from . import curves
 from .state import write_atomically
 
@@ -32,7 +32,7 @@ class Png:
 
 
 @dataclass
-class Table:
+class ReportTable:
     """A table of the report: `columns` heads, `rows` of Png or what str() can show; `folded` ones open on a click."""
 
     title: str
@@ -43,14 +43,14 @@ class Table:
 
 
 @dataclass
-class Report:
+class RunReport:
     """What a report shows. headline: the few figures on top, name -> value. tables: in order, below the curves."""
 
     title: str
     subtitle: str = ""
     headline: dict[str, str] = field(default_factory=dict)
     metrics: Sequence[dict[str, Any]] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[ReportTable] = ()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def environment() -> dict[str, str]:
     """Where the run happened."""
     found = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     found["device"] = backend.device()
-    found["BLAS"] = blas.status().detail
+    found["BLAS"] = str(blas.status())
     return found
 
 
@@ -80,7 +80,7 @@ def write_report(
     metrics: Path,
     config: TrainConfig,
     result: dict[str, Any],
-    tables: Sequence[Table] = (),
+    tables: Sequence[ReportTable] = (),
     headline: dict[str, str] | None = None,
     title: str | None = None,
 ) -> None:
@@ -95,11 +95,13 @@ def write_report(
     ]
     same = [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in dict(changed)]
     facts = [
-        Table("Options that differ from their defaults", ("option", "value"), changed, folded=True),
-        Table("Options at their defaults", ("option", "value"), same, folded=True),
-        Table("Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True),
+        ReportTable("Options that differ from their defaults", ("option", "value"), changed, folded=True),
+        ReportTable("Options at their defaults", ("option", "value"), same, folded=True),
+        ReportTable(
+            "Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True
+        ),
     ]
-    report = Report(
+    report = RunReport(
         title=f"{title or Path(config.model).name}: training report",
         subtitle=f"{config.fine_tune_type}, {result['iterations']} iterations of {config.batch_size} rows",
         headline={**(headline or {}), **_headline(result)},
@@ -128,7 +130,7 @@ def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
-def render(report: Report) -> str:
+def render(report: RunReport) -> str:
     """The whole page as text."""
     cards = "".join(
         f"<div class=card><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
@@ -153,16 +155,16 @@ def render(report: Report) -> str:
     )
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     note = f"<p class=note>{html.escape(table.note)}</p>" if table.note else ""
     return f"<section><h2>{html.escape(table.title)}</h2>{note}{_grid(table)}</section>"
 
 
-def _folded(table: Table) -> str:
+def _folded(table: ReportTable) -> str:
     return f"<details><summary>{html.escape(table.title)}</summary>{_grid(table)}</details>"
 
 
-def _grid(table: Table) -> str:
+def _grid(table: ReportTable) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
     body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in table.rows)
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

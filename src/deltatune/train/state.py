@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +15,18 @@ from mlx.utils import tree_map_with_path
 
 from ..config import TrainConfig
 from ..errors import UserError
+from ..machine.atomic_files import replace_durably
 from .tree import leaves
 
-FORMAT = 1
-# What may differ between a run and its continuation: how long, how often, how it is reported, and memory.
+FORMAT = 2
+# What may differ between a run and its continuation: how long, how often, how it is reported, and memory. Of model and
+# data the content decides (content.py, BatchOrder), not the path.
 FREE_OPTIONS = {
+    "model",
+    "data",
+    "hf_dataset",
+    "resume_adapter_file",
+    "grad_checkpoint",
     "train",
     "test",
     "iters",
@@ -42,7 +47,10 @@ FREE_OPTIONS = {
 
 @dataclass
 class Progress:
-    """Where a run stands. Counts in iterations, optimizer steps and loss tokens; `window_*` since the last report."""
+    """Where a run stands. Counts in iterations, optimizer steps and loss tokens; `window_*` since the last report.
+
+    ranks: how many ranks trained when this was saved.
+    """
 
     iteration: int = 0
     micro_batches: int = 0
@@ -57,7 +65,10 @@ class Progress:
     window_weight: float = 0.0
     grad_norm: float | None = None
     metrics_bytes: int = 0
+    ranks: int | None = None
     finished: bool = False
+    # Of the BLAS: the last bits of its products depend on it. 0: no BLAS of ours.
+    blas_threads: int = 0
     order: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,28 +79,10 @@ def state_path(directory: str | Path) -> Path:
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace `path` by what `write` puts into a file: wholly, or not at all. UserError where the disk refuses."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
+        replace_durably(path, write)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise UserError(refusal(path, error)) from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Make a rename in `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def refusal(path: Path, error: OSError) -> str:
@@ -125,9 +118,16 @@ def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Pro
         arrays, content = _read(path)
     except (RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a state of deltatune ({error}); remove it to start anew.") from error
-    if content["format"] != FORMAT:
-        raise UserError(f"{path} has state format {content['format']}; this deltatune reads {FORMAT}: start anew.")
-    compare(path, content["identity"], identity)
+    if content["format"] not in (1, FORMAT):
+        raise UserError(
+            f"{path} has state format {content['format']}; this deltatune reads 1 and {FORMAT}: start anew."
+        )
+    saved = content["identity"]
+    if content["format"] == 1:
+        # It held paths instead of content, and options that are free now.
+        shared = saved.keys() & identity.keys()
+        saved, identity = ({key: value for key, value in one.items() if key in shared} for one in (saved, identity))
+    compare(path, saved, identity)
     mx.eval(arrays)
     return arrays, Progress(**content["progress"])
 

@@ -14,15 +14,15 @@ from mlx.utils import tree_map
 
 from ..data import Batch
 from ..lora.linear import factor_dtypes
-from ..models.frozen_tower import frozen_tower
-from ..models.vision import VisionArrays, vision_arrays
-from ..models.vision_inputs import VisionBatch
+from ..models.vision.frozen_tower import frozen_tower
+from ..models.vision.inputs import VisionBatch
+from ..models.vision.split import VisionArrays, vision_arrays
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.segments import segments
 from . import optimizer as updates
 from .bundles import TOGETHER, Bundles
 from .distributed import World
-from .expert_updates import ActiveExperts
+from .expert_updates import ActiveExperts, ExpertGradients
 from .tree import leaves, number
 
 # Numbers of positions that a step on images is compiled for, at most.
@@ -98,16 +98,16 @@ def mean_loss_and_gradients(
     loss: LossFunction,
     batch: Arrays,
     parameters: Any = None,
-    lend: Callable[[Any], Any] = lambda parameters: parameters,
+    used: Callable[[Any], Any] = lambda parameters: parameters,
 ) -> tuple[mx.array, mx.array, Any]:
     """The sum of losses, the sum of weights, and the gradients of their quotient (of 0 where no target counts).
 
-    They are gradients of `parameters`, of which `lend` makes the model's; of the model's own trainable ones if None.
+    They are gradients of `parameters`, of which `used` makes the model's; of the model's own trainable ones if None.
     """
     packed = batch[3]
 
     def mean(parameters: Any) -> tuple[mx.array, mx.array, mx.array]:
-        model.update(lend(parameters))
+        model.update(used(parameters))
         total, weight = loss_of(loss, batch)
         return total / mx.where(weight > 0, weight, 1.0), total, weight
 
@@ -132,9 +132,10 @@ class Sums(NamedTuple):
 class Step:
     """One training step of `model`, compiled once a batch shape, and its update, compiled once.
 
-    micro_batch: adds a batch's gradients to those accumulated. update: divides by the weights, over all ranks, and
-    lets the optimizer act. Both are lazy: evaluate what they return together with the model and optimizer. With
-    `expert_updates` active, update evaluates all but the experts' rows, which it then chooses (expert_updates.py).
+    micro_batch: adds a batch's gradients to those accumulated. sum_over_ranks: adds up what the ranks have. update:
+    divides by the weights and lets the optimizer act. All are lazy: evaluate what they return together with the model
+    and optimizer. With `expert_updates` active, update evaluates all but the experts' rows, which it then chooses
+    (expert_updates.py).
     """
 
     def __init__(
@@ -154,8 +155,8 @@ class Step:
         self._accumulates = accumulate > 1
         self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
         parameters = model.trainable_parameters()
-        apart = self._active.paths if self._active else ()
-        self.bundles = Bundles(parameters, optimizer, apart, factor_dtypes(model))
+        separate = self._active.paths if self._active else ()
+        self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model))
         # The bundles as they are now, and the parameters that are parts of them.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self._parameters())
@@ -192,25 +193,41 @@ class Step:
         """micro_batch, of a batch that is on the device."""
         return self._micro_batch(batch, accumulated, self._parameters())
 
-    def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
-        """Step the optimizer with gradients / weight, summed over ranks; the norm before clipping (or not finite).
+    def sum_over_ranks(self, sums: Sums) -> Sums:
+        """What update() takes, of this rank's sums. It is lazy: evaluated together with the backward pass that the
+        sums come from, the first gradients travel while that pass goes on."""
+        return Sums(*self._world.sum_tree(tuple(sums)))
 
-        `loss` and `weight` are sums over the accumulated micro-batches. A loss or norm that is not finite on any rank
-        leaves model and optimizer as they are, on all of them.
+    def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
+        """Step the optimizer with gradients / weight; returns the norm before clipping (or one that is not finite).
+
+        All three are sums over the accumulated micro-batches and over the ranks (sum_over_ranks). A loss or norm that
+        is not finite on any rank leaves model and optimizer as they are, on all of them.
         """
+        norm, experts = self.begin_update(gradients, loss, weight)
+        del gradients
+        if experts is not None:
+            mx.eval(self._model.trainable_parameters(), self._optimizer.state, norm, experts)
+            if number(experts.healthy):
+                self.finish_update(experts)
+        return norm
+
+    def begin_update(self, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[mx.array, ExpertGradients | None]:
+        """The update of all that is updated whatever the batch routed; the norm, and what experts still wait for."""
         parameters = self._parameters()
         if self._active is None:
             parameters, parts, norm = self._update(parameters, gradients, loss, weight)
             self._replace(parameters, parts)
-            return norm
+            return norm, None
         rest, _ = self._active.split(parameters)
-        rest, parts, norm, healthy, factor, touched, experts = self._update(rest, gradients, loss, weight)
+        rest, parts, norm, experts = self._update(rest, gradients, loss, weight)
         self._replace(rest, parts)
-        del parameters, rest, parts, gradients
-        mx.eval(self._model.trainable_parameters(), self._optimizer.state, norm, healthy, factor, touched)
-        if number(healthy):
-            self._active.update(experts, touched, factor)
-        return norm
+        return norm, ExpertGradients(*experts)
+
+    def finish_update(self, experts: ExpertGradients) -> None:
+        """The update of the experts that had tokens."""
+        assert self._active is not None
+        self._active.update(experts)
 
     def _replace(self, parameters: Any, parts: Any) -> None:
         """Give the model its new parameters, and remember the bundles that they are parts of."""
@@ -219,8 +236,8 @@ class Step:
         self._joined = parameters.get(TOGETHER, []), now
 
     def _trace_micro_batch(self, batch: Arrays, accumulated: Any, parameters: Any) -> tuple[mx.array, mx.array, Any]:
-        lend = partial(self.bundles.part, lend=True)
-        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch, parameters, lend)
+        used = partial(self.bundles.part, used=True)
+        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch, parameters, used)
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
@@ -232,7 +249,6 @@ class Step:
         ActiveExperts.update needs."""
         divisor = mx.array(1.0)
         if self._weighted:
-            gradients, loss, weight = self._world.sum_tree((gradients, loss, weight))
             divisor = mx.where(weight > 0, weight, 1.0)
         experts: dict[str, mx.array] = {}
         if self._active is not None:
@@ -250,4 +266,4 @@ class Step:
         parameters, _ = updates.apply(self._optimizer, parameters, gradients, healthy, self._clip, norm)
         factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
         touched = self._active.touched(experts)
-        return parameters, self.bundles.part(parameters), norm, healthy, factor, touched, experts
+        return parameters, self.bundles.part(parameters), norm, (experts, touched, factor, healthy)

@@ -13,11 +13,11 @@ from safetensors import safe_open
 
 from deltatune import cli
 from deltatune.demo.screen import DemoScreen
-from deltatune.demo.vision import run, task
+from deltatune.demo.vision import task, vision_demo
 from deltatune.demo.vision.assets import MODEL
-from deltatune.models import vision_load
-from deltatune.models.describe import describe
+from deltatune.layers import describe
 from deltatune.models.load import load
+from deltatune.models.vision import load as vision_load
 
 pytest.importorskip("mlx_vlm")
 
@@ -27,7 +27,7 @@ def short(tmp_path_factory):
     """(exit code, output folder, what the screen showed, losses) of a demo of a few iterations."""
     output, file = tmp_path_factory.mktemp("demo"), io.StringIO()
     screen = DemoScreen(Console(file=file, width=100, highlight=False, color_system="truecolor", force_terminal=True))
-    code = run.run_demo(output, iterations=8, questions=8, pictures=32, screen=screen)
+    code = vision_demo.run_demo(output, iterations=8, questions=8, pictures=32, screen=screen)
     return code, output, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()), screen.losses
 
 
@@ -49,8 +49,8 @@ def test_mlx_vlm_alone_gives_the_same_answers(short):
 def test_what_mlx_vlm_answers_comes_from_the_adapter_and_the_pictures(short, tmp_path):
     _, output, _, _ = short
     items = task.write(tmp_path, train=1, valid=1, test=4)["test"]
-    plain = run.ask(load(MODEL, image="a test"), items).answers
-    assert run.ask_mlx_vlm(output, items) != plain
+    plain = vision_demo.ask(load(MODEL, image="a test"), items).answers
+    assert vision_demo.ask_mlx_vlm(output, items) != plain
     assert len(set(plain)) > 1
 
 
@@ -70,7 +70,7 @@ def test_the_screen_shows_a_picture_in_blocks_where_there_is_colour(short, tmp_p
     assert "▀" * 24 in shown
     item = task.write(tmp_path, train=1, valid=1, test=1)["test"][0]
     plain = DemoScreen(Console(file=io.StringIO(), color_system=None))
-    assert run._blocks(item, plain).endswith("0000.png")
+    assert vision_demo._blocks(item, plain).endswith("0000.png")
 
 
 def test_without_mlx_vlm_it_says_what_to_install(monkeypatch, tmp_path, capsys):

@@ -7,15 +7,16 @@ from collections import Counter
 import numpy as np
 from PIL import Image
 
-from deltatune.demo.vision import corpus, task, trays
+import vision_demo_corpus as corpus
+from deltatune.demo.vision import task, trays
 from deltatune.demo.vision.trays import COMPARTMENT, ROWS, Kind, Tray
 
 
 def test_a_part_is_drawn_in_its_own_compartment_and_in_its_colour():
     for look, (colour, shape) in enumerate((c, s) for c in trays.COLOURS for s in trays.SHAPES):
         place = look % (ROWS * ROWS)
-        places = tuple((colour, shape) if index == place else None for index in range(ROWS * ROWS))
-        pixels = np.asarray(trays.picture(Tray((Kind(colour, shape, 1),), places, look)), np.int32)
+        parts = tuple((colour, shape) if index == place else None for index in range(ROWS * ROWS))
+        pixels = np.asarray(trays.picture(Tray((Kind(colour, shape, 1),), parts, look)), np.int32)
         ground = np.median(pixels.reshape(-1, 3), axis=0)
         different = np.abs(pixels - ground).sum(axis=-1) > 60
         row, column = divmod(place, ROWS)
@@ -31,8 +32,8 @@ def test_a_part_is_drawn_in_its_own_compartment_and_in_its_colour():
 def test_shapes_of_one_colour_are_different_pictures():
     pictures = []
     for shape in trays.SHAPES:
-        places = (("red", shape), *[None] * (ROWS * ROWS - 1))
-        pictures.append(np.asarray(trays.picture(Tray((Kind("red", shape, 1),), places, 7)), np.int32))
+        parts = (("red", shape), *[None] * (ROWS * ROWS - 1))
+        pictures.append(np.asarray(trays.picture(Tray((Kind("red", shape, 1),), parts, 7)), np.int32))
     for index, one in enumerate(pictures):
         for other in pictures[index + 1 :]:
             assert (np.abs(one - other).sum(axis=-1) > 100).sum() >= 12
@@ -40,8 +41,8 @@ def test_shapes_of_one_colour_are_different_pictures():
 
 def test_answers_count_what_lies_in_the_tray():
     for tray in task.draw(3, 50, held=False):
-        counted = Counter(" ".join(part) for part in tray.places if part)
-        assert task.answer(tray) == ", ".join(f"{name} {corpus.WORDS[counted[name]]}" for name in sorted(counted))
+        counted = Counter(" ".join(part) for part in tray.parts if part)
+        assert task.answer(tray) == ", ".join(f"{name} {task.WORDS[counted[name]]}" for name in sorted(counted))
 
 
 def test_held_out_trays_share_no_picture_and_no_combination_with_training(tmp_path):

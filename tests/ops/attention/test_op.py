@@ -8,8 +8,8 @@ import warnings
 import mlx.core as mx
 import pytest
 
-from deltatune import backend
 from deltatune.errors import UserError
+from deltatune.machine import backend
 from deltatune.ops.attention import attention, attention_blocked, attention_naive, choice, fused_op, kernel_trial
 from deltatune.ops.gated_delta.choice import ImplementationWarning
 

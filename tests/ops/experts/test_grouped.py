@@ -1,9 +1,7 @@
-"""What the block asks of the kernels for sorted rows on CUDA, which plain products stand in for here."""
+"""Which products the block asks of the kernels for sorted rows on CUDA, replaced by plain products here."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import deltatune  # noqa: F401
@@ -13,28 +11,24 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from layouts import has_gaps
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from dense import LEAVES, Case, block, errors, expected, value_and_gradients
-
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.experts import block as block_module
-from deltatune.ops.experts import grouped, verdict
+from deltatune.ops.experts import grouped, product_trial
 from deltatune.ops.experts import projection as projection_module
 from deltatune.ops.experts.tiles import Chunk, Sorted
 from deltatune.ops.experts.tolerances import NARROW_NORM
+from dense_experts import LEAVES, Case, block, errors, expected, value_and_gradients
+from layouts import has_gaps
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the calls to the kernels of a pretended GPU, with the shapes that they were given."""
-    found = []
+    """Records the calls of the kernels, with their shapes, on a CPU that passes for a GPU."""
+    calls = []
 
     def spans(ends: mx.array) -> list[tuple[int, int]]:
-        each = [int(end) for end in ends]
-        return list(zip([0, *each[:-1]], each, strict=True))
+        stops = [int(end) for end in ends]
+        return list(zip([0, *stops[:-1]], stops, strict=True))
 
     def scaled(values: mx.array, scale) -> mx.array:
         return values * (scale if isinstance(scale, float) else scale.astype(mx.float32))
@@ -46,7 +40,7 @@ def calls(monkeypatch):
         assert rows.dtype == weight.dtype == mx.bfloat16
         assert onto is None or onto.dtype == mx.bfloat16
         assert int(ends[-1]) == rows.shape[0]
-        found.append(("product", rows.shape[1], weight.shape, transpose, onto is not None))
+        calls.append(("product", rows.shape[1], weight.shape, transpose, onto is not None))
         wide = weight.astype(mx.float32)
         wide = wide.swapaxes(1, 2) if transpose else wide
         parts = [rows[a:b].astype(mx.float32) @ wide[e] for e, (a, b) in enumerate(spans(ends)) if b > a]
@@ -57,18 +51,18 @@ def calls(monkeypatch):
         assert left.dtype == right.dtype == mx.bfloat16
         assert total.dtype == mx.float32
         assert total.shape == (ends.size, left.shape[1], right.shape[1])
-        found.append(("gradient", total.shape))
+        calls.append(("gradient", total.shape))
         left, right = left.astype(mx.float32), right.astype(mx.float32)
         return total + scaled(mx.stack([left[a:b].T @ right[a:b] for a, b in spans(ends)]), scale)
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(block_module, "GPU_CHUNK_BYTES", 2**18)
-    monkeypatch.setattr(block_module, "ROWS_AN_EXPERT", {"cuda": 4})
+    monkeypatch.setattr(block_module, "ROWS_PER_EXPERT", {"cuda": 4})
     monkeypatch.setattr(grouped, "product", product)
     monkeypatch.setattr(grouped, "gradient", gradient)
-    monkeypatch.setattr(verdict, "_product_passes", lambda *_: True)
-    monkeypatch.setattr(verdict, "_gradient_passes", lambda *_: True)
-    return found
+    monkeypatch.setattr(product_trial, "_product_passes", lambda *_: True)
+    monkeypatch.setattr(product_trial, "_gradient_passes", lambda *_: True)
+    return calls
 
 
 def test_every_product_of_a_block(calls):
@@ -81,50 +75,50 @@ def test_every_product_of_a_block(calls):
     assert chunks > 1
     experts, outer, inner, rank = case.experts, 32, 24, 8
     wide, narrow = (experts, inner, outer), (experts, outer, inner)
-    asked = {call: calls.count(call) / chunks for call in set(calls)}
-    # Forward, and gate and up again in the backward pass.
-    assert asked["product", outer, wide, True, False] == 4
-    assert asked["product", inner, narrow, True, False] == 1
-    assert asked["product", inner, wide, False, False] == 2
-    assert asked["product", outer, narrow, False, False] == 1
-    # B onto the outputs; A onto the gradients of the inputs.
-    assert asked["product", rank, (experts, inner, rank), True, True] == 4
-    assert asked["product", rank, (experts, rank, outer), False, True] == 2
-    assert asked["gradient", (experts, rank, outer)] == asked["gradient", (experts, inner, rank)] == 2
-    assert asked["gradient", (experts, rank, inner)] == asked["gradient", (experts, outer, rank)] == 1
-    assert asked["gradient", wide] == 2
-    assert asked["gradient", narrow] == 1
+    per_chunk = {call: calls.count(call) / chunks for call in set(calls)}
+    # The forward pass multiplies by three weights, and the backward pass by gate and up again.
+    assert per_chunk["product", outer, wide, True, False] == 4
+    assert per_chunk["product", inner, narrow, True, False] == 1
+    assert per_chunk["product", inner, wide, False, False] == 2
+    assert per_chunk["product", outer, narrow, False, False] == 1
+    # B's products are added to the outputs, A's to the gradients of the inputs.
+    assert per_chunk["product", rank, (experts, inner, rank), True, True] == 4
+    assert per_chunk["product", rank, (experts, rank, outer), False, True] == 2
+    assert per_chunk["gradient", (experts, rank, outer)] == per_chunk["gradient", (experts, inner, rank)] == 2
+    assert per_chunk["gradient", (experts, rank, inner)] == per_chunk["gradient", (experts, outer, rank)] == 1
+    assert per_chunk["gradient", wide] == 2
+    assert per_chunk["gradient", narrow] == 1
 
 
-def test_dropout_stays_in_the_type_of_the_rows(calls):
+def test_dropout_keeps_the_dtype_of_the_rows(calls):
     case = Case(rank=8, dtype=mx.bfloat16)
     arrays = {leaf: case.arrays[f"up.{leaf}"] for leaf in LEAVES if leaf != "bias"}
     one = block_module.Projection(**arrays, dropout=0.5, key=mx.random.key(3), trains=("lora_a",))
     chunk = Sorted(50, 2, 8, 50).chunk([case.indices], 0, [])
-    rows = case.arrays["x"][:, None][chunk.source]
-    y, low = one.forward(rows, chunk, None)
-    dx, dlow = one.backward(y, chunk, None)
-    assert {array.dtype for array in (y, low, dx, dlow)} == {mx.bfloat16}
+    rows = case.arrays["x"][:, None][chunk.token]
+    y, low_rank = one.forward(rows, chunk, None)
+    dx, d_low_rank = one.backward(y, chunk, None)
+    assert {array.dtype for array in (y, low_rank, dx, d_low_rank)} == {mx.bfloat16}
     assert calls
 
 
 @pytest.mark.parametrize("change", [{"dtype": mx.float32}, {"outer": 36}], ids=["fp32", "a size of 36"])
-def test_what_stays_with_mlx(change, calls):
+def test_products_that_stay_with_mlx(change, calls):
     case = Case(**{"rank": 8} | change)
     mx.eval(value_and_gradients(block, case, case.arrays))
     assert all(36 not in call for call in calls)
     assert bool(calls) == (case.dtype != mx.float32)
 
 
-def test_ends_count_the_rows_of_the_experts_up_to_each():
+def test_ends_are_the_indices_after_each_experts_last_row():
     chunk = Sorted(4, 2, 6, 3).chunk([mx.array([[5, 1], [1, 4], [1, 5], [0, 0]])], 0, [])
     assert chunk.ends is not None
     assert chunk.ends.dtype == mx.int32
     assert np.array_equal(np.array(chunk.ends), [0, 3, 3, 3, 4, 6])
 
 
-def test_matrices_with_gaps_are_laid_out_anew_on_cuda(monkeypatch):
-    """MLX's CUDA products take each expert's matrix to begin where the one before ends."""
+def test_matrices_with_gaps_between_them_are_copied_on_cuda(monkeypatch):
+    """MLX's CUDA products expect each expert's matrix right after the one before."""
     gaps = []
 
     def gather_mm(a, b, **options):

@@ -1,4 +1,4 @@
-"""The hard cases of the gated delta rule, and how much error each may show against float64 (tolerances.py)."""
+"""The hard cases of the gated delta rule, and the error that each may show against float64 (tolerances.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CASES", "EASY", "OVERSHOOTING", "REPEATED_KEY", "ROUNDING", "Case"]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and the kind of keys, gates, betas, mask and segments of one test."""
+    """The sizes of one test, its kinds of keys, gates, betas, mask and segments, and the bound on its errors."""
 
     name: str
     batch: int = 2
@@ -30,7 +30,7 @@ class Case:
     bound: float = EASY
 
     def inputs(self, per_channel: bool, seed: int) -> dict[str, np.ndarray | None]:
-        """fp32 arguments of gated_delta; the mask and segments None where the case has none."""
+        """Return fp32 arguments of gated_delta by name; mask and segments are None where the case has none."""
         draw = np.random.default_rng(seed)
         batch, length, heads = self.batch, self.length, self.key_heads * self.repeats
         q = draw.normal(size=(batch, length, self.key_heads, self.key_size)) * self.key_size**-0.5
@@ -45,7 +45,7 @@ class Case:
             mask[-1, : length // 4] = self.mask != "left"
         segments = np.cumsum(draw.uniform(size=(batch, length)) < 0.08, axis=1) if self.segments else None
         if self.mask and segments is not None:
-            segments[:, length // 3 + 5 :] += 1  # a change on a masked step, too
+            segments[:, length // 3 + 5 :] += 1  # a document that starts on a masked step
         floats = {
             "q": q,
             "k": self._keys(draw),

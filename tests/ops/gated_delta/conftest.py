@@ -1,4 +1,4 @@
-"""Loads the oracle and the cases beside this file, and runs an implementation on a case."""
+"""Fixtures that run an implementation on a case and measure its errors against float64."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from deltatune.selftest import float64_recurrence as oracle
+from deltatune.selftest.measure import relative_norm
+
 
 def _beside(name: str) -> ModuleType:
     qualified = f"gated_delta_{name}"
@@ -25,7 +28,7 @@ def _beside(name: str) -> ModuleType:
     return sys.modules[qualified]
 
 
-oracle, cases = _beside("oracle"), _beside("cases")
+cases = _beside("cases")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,7 +49,7 @@ def case_named() -> Callable[[str], object]:
 
 
 def poison() -> None:
-    """Leave NaN in the buffers that MLX will hand out next, so that reading an unwritten element shows."""
+    """Fill the buffers that MLX will allocate next with NaN, so that an element which is never written shows."""
     mx.clear_cache()
     buffers = [mx.full((2**power,), mx.nan) for power in range(4, 21) for _ in range(2)]
     mx.eval(buffers)
@@ -54,7 +57,7 @@ def poison() -> None:
 
 @pytest.fixture
 def run() -> Callable:
-    """run(implementation, inputs, dy, dstate) -> {"y", "state", gradients by name} as mlx arrays."""
+    """Return run(implementation, inputs, dy, dstate) -> y, state and the gradients of the inputs, by name."""
 
     def differentiate(implementation, inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict[str, mx.array]:
         poison()
@@ -78,42 +81,36 @@ def run() -> Callable:
 
 @pytest.fixture
 def errors() -> Callable[[dict, dict], dict[str, float]]:
-    """errors(results, expected) -> largest error over the largest expected element, by name."""
+    """Return errors(results, expected) -> by name, the largest error relative to the largest expected element."""
 
     def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
-        found = {}
+        measured = {}
         for name, reference in expected.items():
             result = np.array(results[name].astype(mx.float32), dtype=np.float64)
             assert result.shape == reference.shape, name
             assert np.isfinite(result).all(), name
             error, largest = np.abs(result - reference).max(), np.abs(reference).max()
             # Where the truth is zero throughout, only zero is right.
-            found[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
-        return found
+            measured[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
+        return measured
 
     return relative
 
 
-def _norm(error: np.ndarray, exact: np.ndarray) -> float:
-    """Where the truth is zero throughout, only zero is right."""
-    size, largest = np.linalg.norm(error), np.linalg.norm(exact)
-    return float(size / largest) if largest > 0 else (np.inf if size > 0 else 0.0)
-
-
 @pytest.fixture
 def norms() -> Callable[[dict, dict], dict[str, float]]:
-    """norms(results, expected) -> the error's norm over the expected one's, by name."""
+    """Return norms(results, expected) -> by name, the norm of the error relative to that of the expected array."""
 
     def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
         wide = {name: np.array(results[name].astype(mx.float32), dtype=np.float64) for name in expected}
-        return {name: _norm(wide[name] - exact, exact) for name, exact in expected.items()}
+        return {name: relative_norm(wide[name], exact) for name, exact in expected.items()}
 
     return relative
 
 
 @pytest.fixture
 def cotangents() -> Callable[[dict, int], tuple[np.ndarray, np.ndarray]]:
-    """cotangents(inputs, seed) -> (dy, dstate), fp32."""
+    """Return cotangents(inputs, seed) -> dy and dstate in fp32."""
 
     def draw(inputs: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
         generator = np.random.default_rng(seed + 1000)

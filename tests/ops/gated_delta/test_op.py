@@ -1,4 +1,4 @@
-"""The entry point: what it accepts, what it refuses and how it says so, and which implementation it takes."""
+"""The operator: what it accepts and refuses, the messages, and which implementation it uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
 
 SHAPES = {"q": (2, 5, 2, 8), "k": (2, 5, 2, 8), "v": (2, 5, 4, 6), "log_g": (2, 5, 4), "beta": (2, 5, 4)}
@@ -63,7 +63,7 @@ def test_forced_implementation_is_the_one_that_runs(forced, monkeypatch):
 
 
 def test_choice_is_announced_once(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setattr(choice, "_announced", set())
     with caplog.at_level(logging.INFO, logger=choice.__name__):
         gated_delta(**arguments())
         gated_delta(**arguments())
@@ -98,8 +98,8 @@ def test_a_sequence_in_two_parts_is_the_sequence(implementation):
     assert mx.allclose(whole[1], second[1], rtol=0, atol=1e-6)
 
 
-def test_what_upstream_computes(monkeypatch):
-    """Against mlx-lm's own loop, unmasked and masked (its y at masked steps is not ours, and no loss looks)."""
+def test_agrees_with_upstream(monkeypatch):
+    """Compares with mlx-lm's own loop, whose y at masked steps is another (no loss reads it)."""
     from mlx_lm.models.gated_delta import gated_delta_ops
 
     mask = mx.array(np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool))

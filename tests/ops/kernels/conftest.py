@@ -1,4 +1,4 @@
-"""Runs the fused op, forward and backward, on the host machine, beside the recurrence in float64."""
+"""Fixtures that run the fused operator, forward and backward, on the host machine, and the recurrence in float64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta.fused import Plan
-from deltatune.ops.gated_delta.fused_op import gated_delta_fused, plan_on
+from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
+from deltatune.ops.gated_delta.tiling import Tiling
+from deltatune.ops.gated_delta.tolerances import fused_bound
+from deltatune.selftest import float64_recurrence as oracle
 
 HERE = Path(__file__).parent
 
@@ -33,23 +35,22 @@ def _load(path: Path) -> ModuleType:
 
 
 host = _load(HERE / "host_machine.py")
-cases, oracle = (_load(HERE.parent / "gated_delta" / f"{name}.py") for name in ("cases", "oracle"))
+cases = _load(HERE.parent / "gated_delta" / "cases.py")
 
 
-# Threadgroup memory for plans that no Mac could hold: what a block has on an NVIDIA GPU.
-MORE_BYTES = 227 * 1024
+# The shared memory of a block on an NVIDIA GPU, in bytes, for tilings that do not fit on a Mac.
+NVIDIA_BYTES = 227 * 1024
 
 
-def metal_cut(**asked: int) -> Callable:
-    """The plan of a Metal GPU, with another cut where a test asks for one."""
+def metal_tiling(**changes: int) -> Callable:
+    """Return a function that chooses a Metal GPU's tiling, with the fields in `changes` replaced."""
 
-    def cut(shape: tuple, dtype: mx.Dtype, **what: bool) -> Plan:
-        plan = plan_on("metal", shape, dtype, **what)
-        plan = replace(plan, **asked)
-        assert plan.fits or (max(plan.prepare_bytes, plan.scan_bytes, plan.gradient_bytes) <= MORE_BYTES and asked)
-        return plan
+    def tiling_of_call(shape: tuple, dtype: mx.Dtype, **options: bool) -> Tiling:
+        tiling = replace(tiling_of("metal", shape, dtype, **options), **changes)
+        assert tiling.fits or (changes and tiling.largest_bytes <= NVIDIA_BYTES)
+        return tiling
 
-    return cut
+    return tiling_of_call
 
 
 @pytest.fixture(scope="session")
@@ -59,14 +60,14 @@ def machine(host_folder: Path):
 
 @pytest.fixture(scope="session")
 def watching(host_folder: Path):
-    """The machine that looks at every access to threadgroup memory."""
+    """A host machine that checks every access to threadgroup memory for races."""
     return host.HostMachine(host_folder, watch=True)
 
 
 @pytest.fixture(scope="session")
-def roomy(host_folder: Path):
-    """A machine with an NVIDIA GPU's memory a block, and the same one watching: for plans that no Mac could hold."""
-    return {watch: host.HostMachine(host_folder, watch=watch, bytes=MORE_BYTES) for watch in (False, True)}
+def nvidia_sized(host_folder: Path):
+    """Host machines with an NVIDIA GPU's memory per block, by whether they watch for races."""
+    return {watch: host.HostMachine(host_folder, watch=watch, bytes=NVIDIA_BYTES) for watch in (False, True)}
 
 
 @pytest.fixture(scope="session")
@@ -76,19 +77,20 @@ def host_module() -> ModuleType:
 
 @pytest.fixture
 def table() -> ModuleType:
-    """The table of tolerances and the kinds of cases."""
+    """The module of cases, tests/ops/gated_delta/cases.py."""
     return cases
 
 
 @pytest.fixture
 def on_host() -> Callable:
-    """on_host(machine, case, dtype, lanes=1, per_channel=False, by=None, **cut) -> (results, truth): arrays by name.
+    """Return on_host(machine, case, dtype, lanes=1, per_channel=False, by=None, **tiling) -> (results, truth).
 
-    by: another implementation, run in the fused one's place.
+    Both are dictionaries of arrays by name. `lanes` seeds the order of the lanes, `tiling` changes fields of the
+    tiling, and `by` is an implementation to run instead of the fused one.
     """
 
     def run(
-        machine, case, dtype: mx.Dtype, lanes: int = 1, per_channel: bool = False, by: Callable | None = None, **asked
+        machine, case, dtype: mx.Dtype, lanes: int = 1, per_channel: bool = False, by: Callable | None = None, **tiling
     ) -> tuple[dict, dict]:
         inputs = case.inputs(per_channel, 0)
         draw = np.random.default_rng(1)
@@ -102,9 +104,8 @@ def on_host() -> Callable:
         def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
             if by is not None:
                 return by(*arrays[:-1], initial_state=arrays[-1], **constants)
-            launched = partial(machine.run, seed=lanes)
-            more = {"cut": metal_cut(**asked), "execute": launched} | constants
-            return gated_delta_fused(*arrays[:-1], initial_state=arrays[-1], **more)
+            execution = {"tiling_of_call": metal_tiling(**tiling), "execute": partial(machine.run, seed=lanes)}
+            return gated_delta_fused(*arrays[:-1], initial_state=arrays[-1], **execution, **constants)
 
         outputs, gradients = mx.vjp(call, [mx.array(inputs[name]) for name in oracle.INPUTS], [dy, mx.array(dstate)])
         names = ("y", "state", *oracle.INPUTS)
@@ -115,24 +116,40 @@ def on_host() -> Callable:
     return run
 
 
+@pytest.fixture
+def check(on_host, errors) -> Callable:
+    """Return check(machine, case, dtype, **options): run `on_host` and compare every result with the case's bound."""
+
+    def run(machine, case, dtype: str, **options) -> tuple[dict, dict]:
+        results = on_host(machine, case, getattr(mx, dtype), **options)
+        relative = errors(*results)
+        assert max(relative.values()) <= fused_bound(case.bound, dtype), (case.name, relative)
+        return results
+
+    return run
+
+
 def _wide(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32), dtype=np.float64)
 
 
 @pytest.fixture
 def errors() -> Callable[[dict, dict], dict[str, float]]:
-    """errors(results, truth) -> largest error over the largest true element, by name; infinite where not finite."""
+    """Return errors(results, truth) -> by name, the largest error relative to the largest true element.
+
+    An error that is not finite counts as infinite.
+    """
 
     def measure(results: dict, truth: dict) -> dict[str, float]:
-        found = {}
+        relative = {}
         for name, exact in truth.items():
             result = _wide(results[name])
             assert result.shape == exact.shape, name
             error, largest = np.abs(result - exact).max(), np.abs(exact).max()
             # Where the truth is zero throughout, only zero is right.
-            found[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
-            found[name] = np.inf if np.isnan(error) else found[name]
-        return found
+            relative[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
+            relative[name] = np.inf if np.isnan(error) else relative[name]
+        return relative
 
     return measure
 
@@ -145,7 +162,7 @@ def _norm(error: np.ndarray, exact: np.ndarray) -> float:
 
 @pytest.fixture
 def norms() -> Callable[[dict, dict], dict[str, float]]:
-    """norms(results, truth) -> the error's norm over the truth's, by name."""
+    """Return norms(results, truth) -> by name, the norm of the error relative to that of the truth."""
 
     def measure(results: dict, truth: dict) -> dict[str, float]:
         return {name: _norm(_wide(results[name]) - exact, exact) for name, exact in truth.items()}

@@ -1,4 +1,4 @@
-"""CUDA's text compiled by NVIDIA's compiler for GPUs that are not here; what is launched, and how cubins are kept."""
+"""The CUDA text, compiled by NVIDIA's compiler for GPUs that this machine lacks; the launches; the cache of cubins."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import mlx.core as mx
 import mlx.optimizers
 import pytest
 
-from deltatune import nvidia
+from deltatune.machine import nvidia
 from deltatune.ops.attention.fused_op import attention_fused
 from deltatune.ops.experts import grouped
-from deltatune.ops.gated_delta import fused, fused_channel
-from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
+from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
+from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
 from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, swiglu
 from deltatune.ops.pointwise.joining import end_to_end
-from deltatune.ops.pointwise.launch import Pass
-from deltatune.ops.pointwise.rows import combined, taken
+from deltatune.ops.pointwise.pass_launch import Pass
+from deltatune.ops.pointwise.rows import sum_rows, take_rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 
@@ -36,7 +36,7 @@ EM_CUDA = 190
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path) -> SimpleNamespace:
-    """An NVIDIA GPU of `architecture`, whose launches come to nothing but a list; an empty folder for cubins."""
+    """Pretend that MLX runs on an NVIDIA GPU of `architecture`: launches are recorded, cubins go to a new folder."""
     pretended = SimpleNamespace(architecture=HOPPER, launches=[], compiled=[], folder=tmp_path)
 
     def precompiled(**given: Any) -> list[mx.array]:
@@ -61,14 +61,14 @@ def gpu(monkeypatch, tmp_path) -> SimpleNamespace:
 
 
 def gradients(function: Callable[..., Any], *arrays: mx.array) -> None:
-    """Launches both passes."""
+    """Launch the forward and the backward pass of `function`."""
     mx.eval(mx.vjp(function, list(arrays), list(function(*arrays)))[1])
 
 
 def gated_delta(dtype: mx.Dtype, per_channel: bool) -> None:
     q, k, v = (mx.zeros((1, 70, heads, 128), dtype) for heads in (1, 1, 2))
     log_g, beta = mx.zeros(v.shape if per_channel else v.shape[:3]), mx.zeros(v.shape[:3])
-    gradients(lambda *arrays: gated_delta_fused(*arrays, cut=cut_on("cuda")), q, k, v, log_g, beta)
+    gradients(lambda *arrays: gated_delta_fused(*arrays, tiling_of_call=tiling_on("cuda")), q, k, v, log_g, beta)
 
 
 def passes(dtype: mx.Dtype) -> None:
@@ -80,10 +80,10 @@ def passes(dtype: mx.Dtype) -> None:
     gradients(lambda *arrays: [conv_silu(*arrays, mx.zeros((2, 17), mx.int32))], x, taps)
     gradients(gates, x, x, weight, weight)
     rows, index = x.reshape(40, 64), mx.arange(40)
-    mx.eval(taken(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
+    mx.eval(take_rows(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
     mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,))] * 4))
     for weights in (None, mx.ones((20, 2))):
-        mx.eval(combined(rows, index.reshape(20, 2), weights, execute=Pass.run))
+        mx.eval(sum_rows(rows, index.reshape(20, 2), weights, execute=Pass.run))
 
 
 def experts(dtype: mx.Dtype) -> None:
@@ -101,7 +101,7 @@ def attention(machine: str) -> None:
 
 SLOW = "gated delta, fp32"
 ON_HOPPER = "attention on Hopper"
-WHOLE = {
+LAUNCHES = {
     "gated delta, bf16": lambda: gated_delta(mx.bfloat16, False),
     "gated delta, fp16": lambda: gated_delta(mx.float16, False),
     SLOW: lambda: gated_delta(mx.float32, False),
@@ -115,14 +115,14 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_every_kernel_compiles(name, architecture, gpu):
     if name == SLOW and architecture != HOPPER:
-        pytest.skip("20 s, for text that one architecture has tried")
+        pytest.skip("compiling takes 20 s, and one architecture shows that the text is right")
     if name == ON_HOPPER and architecture != HOPPER:
-        pytest.skip("products that other generations do not have")
+        pytest.skip("other generations have no such products")
     gpu.architecture = architecture
-    WHOLE[name]()
+    LAUNCHES[name]()
     assert gpu.launches
     for launched in gpu.launches:
         code = launched["compiled_source"]
@@ -139,13 +139,13 @@ def test_passes_compile_for_older_gpus_too(gpu):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """As on a GPU whose blocks have 99 KB, an RTX 5090."""
+    """Pretend that a block has 99 KB of shared memory, as on an RTX 5090."""
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(99 * 1024, 170))
-    for plan in (fused.plan, fused_channel.plan):
-        plan.cache_clear()
+    for choose in (choose_tiling, choose_channel_tiling):
+        choose.cache_clear()
     yield
-    for plan in (fused.plan, fused_channel.plan):
-        plan.cache_clear()
+    for choose in (choose_tiling, choose_channel_tiling):
+        choose.cache_clear()
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -159,13 +159,13 @@ def test_small_blocks_have_kernels_that_compile(per_channel, gpu):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
-@pytest.mark.parametrize("plan", [fused.plan, fused_channel.plan], ids=["a head", "a channel"])
-def test_small_blocks_have_plans_for_every_size(plan, dtype):
+@pytest.mark.parametrize("choose", [choose_tiling, choose_channel_tiling], ids=["per head", "per channel"])
+def test_small_blocks_have_a_tiling_for_every_size(choose, dtype):
     for heads, keys, values in itertools.product((2, 32), (16, 128, 192, 256), (16, 128, 256)):
-        assert plan("cuda", (2, 2048, heads, heads, keys, values), dtype, masked=False, segmented=False)
+        assert choose("cuda", (2, 2048, heads, heads, keys, values), dtype, masked=False, segmented=False)
 
 
-def test_a_launch_says_what_mlx_asks(gpu):
+def test_the_arguments_of_a_launch(gpu):
     x, gate = mx.zeros((4, 40, 8)), mx.zeros((4, 40, 8))
     mx.eval(swiglu(gate, x))
     (launched,) = gpu.launches
@@ -175,8 +175,8 @@ def test_a_launch_says_what_mlx_asks(gpu):
     assert launched["ensure_row_contiguous"]
 
 
-def test_the_text_declares_what_is_launched():
-    kernel = cubin.Kernel("f", ("a", "b"), ("y",), "y[0] = a_shape[1] * N + (T)*b;\n", "// header\n", 0)
+def test_the_text_declares_inputs_outputs_and_constants():
+    kernel = cubin.CubinKernel("f", ("a", "b"), ("y",), "y[0] = a_shape[1] * N + (T)*b;\n", "// header\n", 0)
     text = kernel.text([("N", 3), ("B", True), ("T", mx.float16)], [mx.float32, mx.bool_], [2, 0], [mx.bfloat16])
     assert text.endswith(
         '// header\nextern "C" __global__ void f(const float* a, const bool* b, __nv_bfloat16* y, const int a_0, '
@@ -192,20 +192,20 @@ def test_numbers_are_too_large_for_the_memory_that_the_host_shares(values):
     assert mx.array_equal(found[: len(values)], mx.array(values))
 
 
-def again(gpu: SimpleNamespace) -> bytes:
-    """The code that another process would launch."""
+def code_in_a_new_process(gpu: SimpleNamespace) -> bytes:
+    """Return the code that another process would launch."""
     launch.kernel_of.cache_clear()
     cubin._built.cache_clear()
     mx.eval(swiglu(mx.zeros((8,)), mx.zeros((8,))))
     return gpu.launches[-1]["compiled_source"]
 
 
-def test_one_process_builds_for_all(gpu):
-    first = again(gpu)
-    assert again(gpu) == first
+def test_one_process_builds_for_the_others(gpu):
+    first = code_in_a_new_process(gpu)
+    assert code_in_a_new_process(gpu) == first
     assert gpu.compiled == ["swiglu_forward"]
     gpu.architecture = BLACKWELL
-    assert again(gpu) != first
+    assert code_in_a_new_process(gpu) != first
     assert gpu.compiled == ["swiglu_forward"] * 2
 
 
@@ -213,20 +213,20 @@ def test_one_process_builds_for_all(gpu):
     "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:99] + b"x" + data[100:]]
 )
 def test_a_damaged_file_is_built_again(damage, gpu):
-    first = again(gpu)
+    first = code_in_a_new_process(gpu)
     (file,) = gpu.folder.rglob("*.cubin")
     file.write_bytes(damage(file.read_bytes()))
-    assert again(gpu) == first
+    assert code_in_a_new_process(gpu) == first
     assert gpu.compiled == ["swiglu_forward"] * 2
-    assert again(gpu) == first
+    assert code_in_a_new_process(gpu) == first
     assert gpu.compiled == ["swiglu_forward"] * 2
 
 
-def test_a_folder_that_cannot_be_written_is_said(gpu, caplog):
+def test_a_folder_that_cannot_be_written_is_reported(gpu, caplog):
     (gpu.folder / "cubins").write_text("in the way")
     with caplog.at_level(logging.WARNING):
-        assert again(gpu).startswith(b"\x7fELF")
-    assert "swiglu_forward cannot be kept" in caplog.text
+        assert code_in_a_new_process(gpu).startswith(b"\x7fELF")
+    assert "cubin of swiglu_forward cannot be stored" in caplog.text
 
 
 def test_the_compilers_words_reach_the_user(gpu):
@@ -255,7 +255,7 @@ def test_architectures_by_the_compilers_names(found, called, monkeypatch):
 
 
 def test_registers_are_shared_out_among_the_threads_of_a_block(gpu):
-    kernel = cubin.Kernel("f", (), ("y",), "y[0] = 1;\n", "", 0, 384)
+    kernel = cubin.CubinKernel("f", (), ("y",), "y[0] = 1;\n", "", 0, 384)
     text = kernel.text([], [], [], [mx.float32])
     assert 'extern "C" __global__ void __launch_bounds__(384, 1) f(float* y) {' in text
     attention("hopper")

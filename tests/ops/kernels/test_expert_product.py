@@ -1,4 +1,7 @@
-"""Products of rows sorted by expert, the Metal text on the host machine beside float64; outputs start as NaN."""
+"""Products of rows sorted by expert, and their gradients: the Metal text on the host machine, against float64.
+
+Outputs start as NaN.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune import backend
-from deltatune.ops.experts import grouped, verdict
+from deltatune.machine import backend
+from deltatune.ops.experts import grouped, product_trial
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
 
-# Tiles that make many of few rows; then those that are used on a GPU.
+# Tiles (rows, columns, depth, groups across): small ones, so that few rows make many, and those that a GPU uses.
 SMALL, TALL = (32, 32, 16, 2), (64, 32, 32, 1)
 USED = {"wide": (128, 128, 64, 2), "flat": (64, 128, 32, 2), "narrow": (64, 16, 128, 1)}
 USED_GRADIENT = {"wide": (128, 128, 64, 2), "low": (16, 128, 64, 4), "narrow": (128, 16, 64, 1)}
@@ -29,7 +32,7 @@ SIZES = {"K=8": (8, 40), "N=8": (40, 8), "K=24, N=40": (24, 40), "K=72, N=72": (
 
 @pytest.fixture(scope="module")
 def make_machine(host_folder, host_module):
-    """make_machine(text, **options): a machine with the memory that a block has on an NVIDIA GPU."""
+    """Return make_machine(text, **options) -> a host machine with the shared memory of a block on an NVIDIA GPU."""
     return lambda text, **options: host_module.HostMachine(host_folder, text, bytes=227 * 1024, **options)
 
 
@@ -42,8 +45,8 @@ def _wide(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32), dtype=np.float64)
 
 
-class Case:
-    """Rows, matrices, and what they give."""
+class ExpertCase:
+    """Rows and matrices of experts, and the true products and gradients of the matrices."""
 
     def __init__(self, counts, inputs: int, outputs: int, dtype: mx.Dtype = mx.bfloat16):
         draw = np.random.default_rng(len(counts) + inputs)
@@ -69,7 +72,7 @@ class Case:
 
 
 def _error(result: mx.array, truth: np.ndarray) -> float:
-    """The largest over the largest element; NaN counts as infinite."""
+    """Return the largest error relative to the largest true element; NaN counts as infinite."""
     assert result.shape == truth.shape
     error = np.abs(_wide(result) - truth).max() / np.abs(truth).max()
     return np.inf if np.isnan(error) else float(error)
@@ -79,40 +82,40 @@ def _error(result: mx.array, truth: np.ndarray) -> float:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_product(counts, sizes, transpose, gpu):
-    case = Case(COUNTS[counts], *SIZES[sizes])
+    case = ExpertCase(COUNTS[counts], *SIZES[sizes])
     assert _error(case.product(gpu, SMALL, transpose), case.truth) <= GROUPED["bfloat16"]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_gradient(counts, sizes, gpu):
-    case = Case(COUNTS[counts], *SIZES[sizes])
+    case = ExpertCase(COUNTS[counts], *SIZES[sizes])
     assert _error(case.gradient(gpu, SMALL), case.gradient_truth) <= GROUPED["gradient"]
 
 
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("cut", USED)
 def test_the_tiles_of_a_gpu(cut, transpose, gpu):
-    case = Case([90, 0, 131, 2], 8 if cut == "flat" else 136, 8 if cut == "narrow" else 136)
+    case = ExpertCase([90, 0, 131, 2], 8 if cut == "flat" else 136, 8 if cut == "narrow" else 136)
     assert _error(case.product(gpu, USED[cut], transpose), case.truth) <= GROUPED["bfloat16"]
 
 
 def test_which_tile_serves_which_sizes():
-    assert [grouped.product_cut(*sizes) for sizes in ((2048, 512), (8, 512), (2048, 8))] == list(USED.values())
-    assert [grouped.gradient_cut(*sizes) for sizes in ((512, 2048), (8, 512), (2048, 8))] == list(
+    assert [grouped.product_tile(*sizes) for sizes in ((2048, 512), (8, 512), (2048, 8))] == list(USED.values())
+    assert [grouped.gradient_tile(*sizes) for sizes in ((512, 2048), (8, 512), (2048, 8))] == list(
         USED_GRADIENT.values()
     )
 
 
 @pytest.mark.parametrize("cut", USED_GRADIENT)
 def test_the_tiles_of_a_gpu_for_gradients(cut, gpu):
-    case = Case([70, 0, 131, 2], 8 if cut == "narrow" else 136, 8 if cut == "low" else 136)
+    case = ExpertCase([70, 0, 131, 2], 8 if cut == "narrow" else 136, 8 if cut == "low" else 136)
     assert _error(case.gradient(gpu, USED_GRADIENT[cut]), case.gradient_truth) <= GROUPED["gradient"]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_other_types(dtype, gpu):
-    case = Case(COUNTS["ragged"], 24, 40, dtype)
+    case = ExpertCase(COUNTS["ragged"], 24, 40, dtype)
     name = str(dtype).split(".")[-1]
     assert _error(case.product(gpu, SMALL), case.truth) <= GROUPED[name]
     assert _error(case.gradient(gpu, SMALL), case.gradient_truth) <= GROUPED["gradient"]
@@ -120,40 +123,40 @@ def test_other_types(dtype, gpu):
 
 @pytest.mark.parametrize("cut", [SMALL, USED["wide"], USED["flat"]])
 def test_added_onto_another(cut, gpu):
-    case = Case(COUNTS["ragged"], 24, 40)
+    case = ExpertCase(COUNTS["ragged"], 24, 40)
     onto = case.dy[::-1]
     error = _error(case.product(gpu, cut, onto=mx.contiguous(onto)), case.truth + _wide(onto))
     assert error <= GROUPED["bfloat16"]
 
 
 def test_a_gradient_without_another_to_add_it_to(gpu):
-    case = Case(COUNTS["empty experts"], 24, 40)
+    case = ExpertCase(COUNTS["empty experts"], 24, 40)
     truth, case.total = case.gradient_truth - _wide(case.total), None
     assert _error(case.gradient(gpu, SMALL), truth) <= GROUPED["gradient"]
 
 
 def test_rows_past_the_end_of_an_expert_are_not_read(gpu):
-    """One expert's rows and matrix are NaN: the others' results and gradients do not show it."""
-    case = Case([33, 7, 40], 24, 40)
+    """One expert's rows and matrix are NaN, and the results and gradients of the others are finite and right."""
+    case = ExpertCase([33, 7, 40], 24, 40)
     bad = mx.array(np.repeat([0.0, np.nan, 0.0], [33, 7, 40]).astype(np.float32))[:, None].astype(mx.bfloat16)
     case.rows, case.dy = case.rows + bad, case.dy + bad
     case.weight = case.weight + mx.array([0.0, np.nan, 0.0])[:, None, None].astype(mx.bfloat16)
     good = np.repeat([True, False, True], [33, 7, 40])
     assert _error(case.product(gpu, SMALL)[mx.array(np.flatnonzero(good))], case.truth[good]) <= GROUPED["bfloat16"]
-    found = case.gradient(gpu, SMALL)[mx.array([0, 2])]
-    assert _error(found, case.gradient_truth[[0, 2]]) <= GROUPED["gradient"]
+    gradient = case.gradient(gpu, SMALL)[mx.array([0, 2])]
+    assert _error(gradient, case.gradient_truth[[0, 2]]) <= GROUPED["gradient"]
 
 
 @pytest.mark.parametrize("cut", [SMALL, TALL])
 def test_the_order_of_lanes_changes_no_bit_and_nothing_races(cut, make_machine):
     machine = make_machine(header("metal", ("expert_product.h",)), watch=True)
-    case = Case(COUNTS["ragged"], 40, 72)
+    case = ExpertCase(COUNTS["ragged"], 40, 72)
     products = [case.product(machine, cut, transpose, case.dy, seed) for transpose in (True, False) for seed in (1, 2)]
-    assert all(mx.array_equal(found, products[0]) for found in products)
+    assert all(mx.array_equal(product, products[0]) for product in products)
     assert mx.array_equal(case.gradient(machine, cut, 1), case.gradient(machine, cut, 2))
 
 
-# What stands in the text, and what in its place.
+# Each defect: the text, and what replaces it.
 DEFECTS = {
     "an expert's last row left out": ("height = ends[expert] - first;", "height = ends[expert] - first - 1;"),
     "a row of the next expert": ("alive<false>(Nothing{}, 0, k, count)", "alive<false>(Nothing{}, 0, k, count + 1)"),
@@ -168,33 +171,31 @@ DEFECTS = {
 }
 
 
-# Whether a defect is in the product, and in the gradient.
+# Whether a defect changes the product, and whether it changes the gradient.
 DEFECTS_OF = {"an expert's last row left out": (True, False), "experts without rows left out": (False, True)}
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_planted_defect(defect, make_machine, host_module):
-    text = header("metal", ("expert_product.h",))
-    assert DEFECTS[defect][0] in text
-    machine = make_machine(text.replace(*DEFECTS[defect]), watch=True)
-    case = Case([33, 0, 32, 7, 64, 15], 40, 72)
+    machine = make_machine(host_module.plant(header("metal", ("expert_product.h",)), *DEFECTS[defect]), watch=True)
+    case = ExpertCase([33, 0, 32, 7, 64, 15], 40, 72)
     errors, fault = [], None
     try:
         errors.append(_error(case.product(machine, SMALL), case.truth) / GROUPED["bfloat16"])
         errors.append(_error(case.gradient(machine, SMALL), case.gradient_truth) / GROUPED["gradient"])
-    except host_module.HostError as found:
-        fault = str(found)
-    # A fault of the run and not of the compiler, or a wrong result.
+    except host_module.HostError as error:
+        fault = str(error)
+    # The fault comes from the run and not from the compiler; without one, a result is wrong.
     assert fault.startswith("expert_") if fault else not max(errors) <= 1
 
 
 @pytest.fixture
 def tried(monkeypatch):
-    """tried(machine) -> what the verdict says of kernels that it runs."""
+    """Return tried(machine) -> whether each of six kernels passes its check when `machine` runs it."""
 
     def forget() -> None:
-        verdict._product_passes.cache_clear()
-        verdict._gradient_passes.cache_clear()
+        product_trial._product_passes.cache_clear()
+        product_trial._gradient_passes.cache_clear()
 
     def ask(machine) -> list[bool]:
         forget()
@@ -202,9 +203,15 @@ def tried(monkeypatch):
         monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
         rows, low = mx.zeros((5, 136), mx.bfloat16), mx.zeros((5, 8), mx.bfloat16)
         a, b = mx.zeros((3, 8, 136), mx.bfloat16), mx.zeros((3, 136, 8), mx.bfloat16)
-        products = [verdict.on_product(rows, a, True, False), verdict.on_product(low, a, False, True)]
-        products += [verdict.on_product(low, b, True, True), verdict.on_product(rows, b, False, False)]
-        return [*products, verdict.on_gradient(low, rows), verdict.on_gradient(rows, low)]
+        products = [
+            product_trial.product_serves(rows, a, True, False),
+            product_trial.product_serves(low, a, False, True),
+        ]
+        products += [
+            product_trial.product_serves(low, b, True, True),
+            product_trial.product_serves(rows, b, False, False),
+        ]
+        return [*products, product_trial.gradient_serves(low, rows), product_trial.gradient_serves(rows, low)]
 
     yield ask
     forget()
@@ -216,16 +223,16 @@ def test_the_verdict_on_kernels_that_are_right(gpu, tried, caplog):
 
 
 @pytest.mark.parametrize("defect", ["an expert's last row left out", "experts without rows left out"])
-def test_the_verdict_on_kernels_that_are_wrong(defect, make_machine, tried, caplog):
-    text = header("metal", ("expert_product.h",)).replace(*DEFECTS[defect])
-    found = tried(make_machine(text))
+def test_the_verdict_on_kernels_that_are_wrong(defect, make_machine, host_module, tried, caplog):
+    text = host_module.plant(header("metal", ("expert_product.h",)), *DEFECTS[defect])
+    passed = tried(make_machine(text))
     product, gradient = DEFECTS_OF[defect]
-    assert found == [not product] * 4 + [not gradient] * 2
+    assert passed == [not product] * 4 + [not gradient] * 2
     assert len(caplog.records) == 4 * product + 2 * gradient
-    assert "MLX's own products serve experts" in caplog.text
+    assert "MLX's own products serve instead" in caplog.text
 
 
-def test_the_verdict_where_nothing_runs(tried, caplog):
+def test_the_verdict_where_no_kernel_runs(tried, caplog):
     class Nowhere:
         def run(self, launch):
             raise RuntimeError("no such GPU")

@@ -1,4 +1,7 @@
-"""The op around the launches, on the host machine: arguments left out, layouts, dtypes, checkpoints, refusals."""
+"""The operator around the fused launches: optional arguments, layouts, dtypes, checkpoints, and what it refuses.
+
+The launches run on the host machine (host_machine.py).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.gated_delta import gated_delta_chunk
-from deltatune.ops.gated_delta.fused_op import cut_on, gated_delta_fused
+from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 
 SHAPES = {"q": (2, 20, 2, 16), "k": (2, 20, 2, 16), "v": (2, 20, 4, 24), "log_g": (2, 20, 4), "beta": (2, 20, 4)}
 NAMES = tuple(SHAPES)
@@ -24,19 +27,19 @@ def arguments(dtype=mx.float32) -> dict[str, mx.array]:
 
 @pytest.fixture
 def on_machine(machine):
-    """The fused op as on a Mac, run by the host machine; `launched` counts."""
+    """The fused operator as on a Mac, run by the host machine, and the list of the names of its launches."""
     launched = []
 
     def execute(launch):
         launched.append(launch.name)
         return machine.run(launch)
 
-    function = partial(gated_delta_fused, cut=cut_on("metal"), execute=execute)
+    function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"), execute=execute)
     return function, launched
 
 
 def gradients(function, arrays: dict, **constants) -> tuple[list, list]:
-    """Outputs and gradients, for cotangents that tell the elements apart."""
+    """Return outputs and gradients, for cotangents that differ from element to element."""
 
     def call(*given):
         return function(**dict(zip(arrays, given, strict=True)), **constants)
@@ -55,7 +58,7 @@ def close(found, expected, tolerance=2e-6) -> None:
         assert (mx.abs(one - other).max() <= tolerance * mx.abs(other).max()).item()
 
 
-def test_what_is_left_out(on_machine):
+def test_optional_arguments_left_out(on_machine):
     function, launched = on_machine
     arrays = arguments()
     for found, expected in zip(gradients(function, arrays), gradients(gated_delta_chunk, arrays), strict=True):
@@ -87,7 +90,7 @@ def test_mask_alone_and_segments_of_another_integer(on_machine):
 
 
 def test_views_and_broadcasts(on_machine):
-    """Halves of wider arrays, transposed and reversed ones, and a gate shared by all heads."""
+    """The inputs are halves of wider arrays, transposed and reversed arrays, and a beta that all heads share."""
     function, _ = on_machine
     arrays = arguments()
     both = mx.concatenate([arrays["q"], arrays["k"]], axis=-1)
@@ -135,7 +138,7 @@ def test_refuses_a_second_derivative(on_machine):
 
 
 def lazily(launch):
-    """A launch's outputs as MLX has them before anything runs, which is all that mx.vmap sees."""
+    """Return a launch's outputs as lazy arrays that depend on its inputs, which is all that mx.vmap sees."""
     touched = sum(array.sum().astype(mx.float32) for array in launch.inputs.values())
     return [mx.zeros(shape, dtype) + touched.astype(dtype) for shape, dtype in launch.outputs.values()]
 
@@ -147,7 +150,7 @@ def test_refuses_vmap_by_name(mapped, around):
     arrays |= {name: mx.stack([arrays[name]] * 3) for name in mapped}
 
     def loss(*given):
-        function = partial(gated_delta_fused, cut=cut_on("metal"), execute=lazily)
+        function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"), execute=lazily)
         return function(*given[:-1], mask=given[-1])[0].sum()
 
     axes = tuple(0 if name in mapped else None for name in arrays)

@@ -1,4 +1,4 @@
-"""What the host machine refuses, shown on kernels of a few lines; each right kernel beside its planted defect."""
+"""What the host machine refuses, shown by defects that are planted into a right kernel of a few lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltatune.ops.kernels.launch import FOLDER, Launch
 
 VOCABULARY = (FOLDER / "metal.h").read_text()
 ROOM = "template <int N> struct Room { static constexpr constant int bytes = N; };\n"
-# Each lane hands its value to the lane at the other end of the block.
+# Each lane passes its value to the lane at the other end of the block.
 REVERSE = """
 template <int N>
 void reverse(Place at, threadgroup char* memory, LENGTH const device float* q, const constant float* few,
@@ -29,7 +29,7 @@ COUNT = 64
 
 def launch(**changes) -> Launch:
     q = mx.arange(COUNT).astype(mx.float32).reshape(1, COUNT)
-    whole = Launch(
+    reverse = Launch(
         name="reverse",
         memory="Room",
         inputs={"q": q, "few": mx.array([0.5])},
@@ -41,20 +41,20 @@ def launch(**changes) -> Launch:
         bytes=COUNT * 4,
         groups=COUNT // 32,
     )
-    return replace(whole, **changes)
+    return replace(reverse, **changes)
 
 
 @pytest.fixture
 def run(host_module, host_folder):
-    """run(old, new, **changes of the launch): the kernel with `old` replaced, over several orders of lanes."""
+    """Return run(old, new, watch, **changes of the launch) -> y of the changed kernel, for six orders of lanes."""
 
     def attempt(old: str = "", new: str = "", watch: bool = False, **changes) -> list[np.ndarray]:
-        written = launch(**changes)
-        length = "int," if "q_shape" in written.source else ""
+        changed = launch(**changes)
+        length = "int," if "q_shape" in changed.source else ""
         body = REVERSE.replace("LENGTH", length)
         assert old in body
         machine = host_module.HostMachine(host_folder, VOCABULARY + PLACE + ROOM + body.replace(old, new), watch)
-        return [np.array(machine.run(written, seed=seed)[0]) for seed in range(1, 7)]
+        return [np.array(machine.run(changed, seed=seed)[0]) for seed in range(1, 7)]
 
     return attempt
 
@@ -75,7 +75,7 @@ def test_an_unwritten_output_shows(run):
 RACES = {
     "no barrier": ("barrier();", ";"),
     "a group's barrier for two groups": ("barrier();", "group_barrier();"),
-    "a sum is no barrier": ("barrier();", "lane_sum(0.0f);"),
+    "a sum in place of a barrier": ("barrier();", "lane_sum(0.0f);"),
     "a place read, then written": ("y[at.index] =", "shared[at.index] = 0.0f; y[at.index] ="),
     "a place written by two": ("shared[at.index] =", "shared[0] = 0.0f; shared[at.index] ="),
 }
@@ -88,7 +88,9 @@ def test_the_watch_sees_a_race(name, run, host_module):
 
 
 def test_the_watch_lets_barriers_pass(run):
-    swap = "barrier(); const float kept = shared[COUNT - 1 - at.index]; barrier(); shared[at.index] = kept; barrier();"
+    swap = (
+        "barrier(); const float other = shared[COUNT - 1 - at.index]; barrier(); shared[at.index] = other; barrier();"
+    )
     for y in run("barrier();", swap.replace("COUNT", str(COUNT)), watch=True):
         assert np.array_equal(y, np.arange(COUNT) + 0.5)
 

@@ -1,4 +1,4 @@
-"""Where the passes run, and what a trial before first use must refuse."""
+"""Fixtures that run launches, and that check the trial of a kernel before its first use."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 from host_machine import HostMachine
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.kernels.launch import header
-from deltatune.ops.pointwise.launch import BODIES, Execute, Pass
+from deltatune.ops.pointwise.pass_launch import BODIES, Execute, Pass
 
 
 @pytest.fixture(scope="session")
 def execute(host_folder):
-    """Launches on the host machine, or on the GPU where there is one."""
+    """Runs a launch on the host machine, or on the GPU where there is one."""
     return Pass.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", BODIES)).run
 
 
 @pytest.fixture
-def on_trial(execute, caplog) -> Callable[[Callable[[Execute], bool], float], None]:
-    """on_trial(proven, factor): launches pass, those off by `factor` and those that stop are named and refused."""
+def check_trial(execute, caplog) -> Callable[[Callable[[Execute], bool], float], None]:
+    """Check that a trial accepts right launches, and refuses and names wrong ones (by `factor`) and failing ones."""
 
-    def on_trial(proven, factor):
+    def check(trial, factor):
         def wrong(launch):
             return [array * factor for array in execute(launch)]
 
-        def stopped(_):
+        def fails(_):
             raise RuntimeError("no compiler")
 
-        for run, said in ((execute, None), (wrong, "off by"), (stopped, "no compiler")):
+        for run, warning in ((execute, None), (wrong, "off by"), (fails, "no compiler")):
             with caplog.at_level(logging.WARNING):
                 caplog.clear()
-                assert proven(run) is (said is None)
-                assert (said or "") in caplog.text
+                assert trial(run) is (warning is None)
+                assert (warning or "") in caplog.text
 
-    return on_trial
+    return check

@@ -1,4 +1,4 @@
-"""A step of Adam or AdamW in one pass, on the host machine or a GPU, against MLX's optimizers; and who gets it."""
+"""The kernel of Adam and AdamW, on the host machine or a GPU, against MLX's optimizers; and when it is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.pointwise import adam
 from deltatune.train import optimizer as updates
 
@@ -28,37 +28,35 @@ KINDS = {
 
 @pytest.fixture
 def launches(monkeypatch, execute):
-    """Names of the launches on a pretended NVIDIA GPU, which the host machine makes."""
-    found = []
+    """The names of the launches, which the host machine runs while the device passes for an NVIDIA GPU."""
+    names = []
 
     def run(launch):
-        found.append(launch.name)
+        names.append(launch.name)
         return execute(launch)
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(adam, "_proven", lambda *_: True)
-    monkeypatch.setattr(adam, "_step", lambda *arguments: real(*arguments[:3], run))
-    return found
+    monkeypatch.setattr(adam, "_passes_trial", lambda *_: True)
+    original = adam._step
+    monkeypatch.setattr(adam, "_step", lambda *arguments: original(*arguments[:3], run))
+    return names
 
 
-real = adam._step
-
-
-def drawn(seed):
+def random_tree(seed):
     shapes = {"a": (40, 7), "b": (3,), "c": {"d": (129,)}}
     key = iter(mx.random.split(mx.random.key(seed), 3))
 
     def draw(tree):
         if isinstance(tree, tuple):
             return mx.random.normal(tree, key=next(key))
-        return {name: draw(each) for name, each in tree.items()}
+        return {name: draw(shape) for name, shape in tree.items()}
 
     return draw(shapes)
 
 
-def trained(kind, steps=4, clip=0.5, gradients=drawn):
-    """Parameters and state after some steps, the second of which has NaN in it."""
-    optimizer, parameters = KINDS[kind](0.05), drawn(0)
+def trained(kind, steps=4, clip=0.5, gradients=random_tree):
+    """The parameters and the state after some steps, of which the second has NaN in its gradients."""
+    optimizer, parameters = KINDS[kind](0.05), random_tree(0)
     optimizer.init(parameters)
     for step in range(steps):
         given = gradients(step + 1)
@@ -71,7 +69,7 @@ def trained(kind, steps=4, clip=0.5, gradients=drawn):
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_mlxs_to_a_few_roundings(kind, clip, request):
+def test_steps_equal_those_of_mlx_within_a_few_roundings(kind, clip, request):
     expected = trained(kind, clip=clip)
     launches = request.getfixturevalue("launches")
     found = trained(kind, clip=clip)
@@ -83,22 +81,22 @@ def test_steps_are_mlxs_to_a_few_roundings(kind, clip, request):
         np.testing.assert_allclose(found[name], array, rtol=2e-6, atol=2e-7, err_msg=name)
 
 
-def test_a_step_that_is_not_healthy_leaves_every_bit(launches):
-    optimizer, parameters = mlx.optimizers.AdamW(0.1), drawn(0)
+def test_an_unhealthy_step_changes_nothing(launches):
+    optimizer, parameters = mlx.optimizers.AdamW(0.1), random_tree(0)
     optimizer.init(parameters)
-    parameters, _ = updates.apply(optimizer, parameters, drawn(1), mx.array(True), None)
+    parameters, _ = updates.apply(optimizer, parameters, random_tree(1), mx.array(True), None)
     before = tree_flatten([parameters, optimizer.state])
-    after, _ = updates.apply(optimizer, parameters, drawn(2), mx.array(False), None)
+    after, _ = updates.apply(optimizer, parameters, random_tree(2), mx.array(False), None)
     assert len(launches) == 6
     for (name, one), (_, other) in zip(before, tree_flatten([after, optimizer.state]), strict=True):
         assert mx.array_equal(one, other), name
 
 
-def test_others_go_by_mlxs_operations(launches):
+def test_other_optimizers_and_dtypes_use_mlxs_operations(launches):
     for optimizer in (mlx.optimizers.Lion(0.1), mlx.optimizers.Adamax(0.1), mlx.optimizers.SGD(0.1)):
-        parameters = drawn(0)
+        parameters = random_tree(0)
         optimizer.init(parameters)
-        updates.apply(optimizer, parameters, drawn(1), mx.array(True), None)
+        updates.apply(optimizer, parameters, random_tree(1), mx.array(True), None)
     half = {"a": mx.ones((9,), mx.bfloat16)}
     optimizer = mlx.optimizers.AdamW(0.1)
     optimizer.init(half)
@@ -107,7 +105,7 @@ def test_others_go_by_mlxs_operations(launches):
     assert launches == []
 
 
-def test_gradients_of_another_dtype_are_taken_as_fp32(launches):
+def test_gradients_of_another_dtype_are_cast_to_fp32(launches):
     optimizer, parameters = mlx.optimizers.AdamW(0.1), {"a": mx.ones((9,))}
     optimizer.init(parameters)
     updated, _ = updates.apply(optimizer, parameters, {"a": mx.ones((9,), mx.bfloat16)}, mx.array(True), None)
@@ -115,12 +113,12 @@ def test_gradients_of_another_dtype_are_taken_as_fp32(launches):
     assert updated["a"].dtype == mx.float32
 
 
-def test_on_other_machines_nothing_changes(monkeypatch):
-    monkeypatch.setattr(adam, "_proven", lambda *_: True)
+def test_other_devices_do_not_use_the_kernel(monkeypatch):
+    monkeypatch.setattr(adam, "_passes_trial", lambda *_: True)
     for device in ("cpu", "metal"):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
-        assert adam.Step.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
+        assert adam.AdamStep.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
 
 
-def test_one_that_is_wrong_or_does_not_run_is_not_used(on_trial):
-    on_trial(adam._proven, 1.0001)
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
+    check_trial(adam._passes_trial, 1.0001)

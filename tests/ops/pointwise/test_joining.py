@@ -1,4 +1,4 @@
-"""Arrays end to end: the numbers of a concatenation, and when one launch makes them."""
+"""Joining arrays in one launch gives the numbers of mx.concatenate; and when the launch is used."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import deltatune  # noqa: F401
 import mlx.core as mx
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.pointwise import joining
 from deltatune.ops.pointwise.joining import end_to_end
-from deltatune.ops.pointwise.launch import Pass
+from deltatune.ops.pointwise.pass_launch import Pass
 
 SHAPES = [(3, 50), (1,), (7,), (130, 2), (8, 16)]
 
 
-def drawn(dtype, shapes=SHAPES):
+def random_arrays(dtype, shapes=SHAPES):
     return [mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
-def test_the_numbers_of_a_concatenation(dtype, execute):
-    arrays = drawn(dtype)
+def test_equals_a_concatenation(dtype, execute):
+    arrays = random_arrays(dtype)
     arrays[0] = arrays[0].T
     expected = mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
     for run in (execute, None):
@@ -33,7 +33,7 @@ def test_the_numbers_of_a_concatenation(dtype, execute):
         assert mx.array_equal(found, expected)
 
 
-def test_when_launches_make_them(monkeypatch):
+def test_when_launches_are_used(monkeypatch):
     launches = []
 
     def run(launch):
@@ -42,17 +42,18 @@ def test_when_launches_make_them(monkeypatch):
         return [mx.concatenate(list(launch.inputs.values()))]
 
     monkeypatch.setattr(Pass, "run", run)
-    monkeypatch.setattr(joining, "_proven", lambda *_: True)
-    arrays = drawn(mx.float32)
-    asked = [arrays, arrays[:1], [arrays[0], arrays[1].astype(mx.bfloat16)], arrays * (1 + joining.MOST // len(arrays))]
+    monkeypatch.setattr(joining, "_passes_trial", lambda *_: True)
+    arrays = random_arrays(mx.float32)
+    many = arrays * (1 + joining.MOST // len(arrays))
+    cases = [arrays, arrays[:1], [arrays[0], arrays[1].astype(mx.bfloat16)], many]
     for device, times in (("cpu", 0), ("metal", 0), ("cuda", 3)):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         launches.clear()
-        for each in asked:
-            assert mx.array_equal(end_to_end(each), mx.concatenate([array.reshape(-1) for array in each]))
-        # One for the first, two for the last.
+        for case in cases:
+            assert mx.array_equal(end_to_end(case), mx.concatenate([array.reshape(-1) for array in case]))
+        # The first case takes one launch, and the last takes two.
         assert len(launches) == times
 
 
-def test_one_that_is_wrong_or_does_not_run_is_not_used(on_trial):
-    on_trial(partial(joining._proven, mx.float32), 1.001)
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
+    check_trial(partial(joining._passes_trial, mx.float32), 1.001)

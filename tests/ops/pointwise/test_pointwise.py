@@ -1,8 +1,9 @@
-"""Each op's two passes, on the host machine, against MLX's operations in float64; what they refuse; the proof."""
+"""The forward and backward kernels against float64 on the host machine; what they refuse; their trial before use."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial, partialmethod
 
 import deltatune  # noqa: F401
@@ -12,41 +13,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune import backend
+from deltatune.machine import backend
 from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norms, silu, swiglu
 from deltatune.ops.pointwise import passes as passes_module
-from deltatune.ops.pointwise.launch import Pass
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
+from deltatune.selftest.pointwise import inverse_rms, reference_conv, reference_gates
 
-# Of the largest element: fp32 sums of up to 256, an exponential; and each dtype's rounding.
+# The largest error over the largest element: that of fp32 sums of 256 terms and an exponential, or of rounding.
 BOUND = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 
-def inverse(x, eps):
-    return mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
-
-
-def wide_gates(a, b, A_log, dt_bias, most=1.0):
-    return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.zeros((), mx.float64)), most * mx.sigmoid(b)
-
-
 def documents(length):
-    """Of one token, of a few, and across a lane's edge."""
+    """Segments of one token, of a few tokens, and of more tokens than a lane computes."""
     return mx.array(np.searchsorted([1, 4, 9, 20], np.arange(length), side="right"))[None].astype(mx.int32)
-
-
-def wide_conv(x, weight, length, segmented):
-    """As sums over taps, one after another."""
-    K, owner = weight.shape[1], np.array(documents(length))[0]
-    outputs = []
-    for t in range(length):
-        total = mx.zeros((x.shape[0], x.shape[2]), mx.float64)
-        for j in range(K):
-            if not segmented or owner[max(0, t - (K - 1 - j))] == owner[t]:
-                total = total + x[:, t + j] * weight[:, j]
-        outputs.append(total * mx.sigmoid(total))
-    return mx.stack(outputs, axis=1)
 
 
 def conv_case(batch, length, channels, taps, segmented):
@@ -54,12 +34,13 @@ def conv_case(batch, length, channels, taps, segmented):
         segments = mx.broadcast_to(documents(length), (batch, length)) if segmented else None
         return conv_silu(x, weight, segments, execute=execute)
 
+    owner = np.array(documents(length))[0] if segmented else None
     shapes = [(batch, taps - 1 + length, channels), (channels, taps)]
-    return ours, lambda x, weight: wide_conv(x, weight, length, segmented), shapes
+    return ours, lambda x, weight: reference_conv(x, weight, length, owner), shapes
 
 
 def draw(*shapes, dtype=mx.float32, spread=1.0, seed=3):
-    """Normal numbers; parameters, of one axis, are not spread."""
+    """Draw normal numbers, times `spread` except for parameters, which have one axis."""
     keys = mx.random.split(mx.random.key(seed), len(shapes))
     drawn = [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
     return [(array * (spread if array.ndim > 1 else 1.0)).astype(dtype) for array in drawn]
@@ -74,7 +55,7 @@ CASES = {
     **{
         f"norm of {width}": (
             partial(norm, factor=0.25, eps=1e-3),
-            lambda x: 0.25 * x * inverse(x, 1e-3),
+            lambda x: 0.25 * x * inverse_rms(x, 1e-3),
             [(5, 27, width)],
         )
         for width in (8, 64, 256)
@@ -82,7 +63,7 @@ CASES = {
     **{
         f"gated norm of {width}": (
             lambda x, g, w, execute: gated_norm(x, w, g, 1e-6, execute=execute),
-            lambda x, g, w: x * inverse(x, 1e-6) * w * g * mx.sigmoid(g),
+            lambda x, g, w: x * inverse_rms(x, 1e-6) * w * g * mx.sigmoid(g),
             [*rows(width), (width,)],
         )
         for width in (16, 128)
@@ -91,8 +72,12 @@ CASES = {
     "conv of one token": conv_case(1, 1, 8, 4, False),
     "conv of two taps": conv_case(3, 8, 16, 2, False),
     "conv of documents": conv_case(2, 27, 16, 4, True),
-    "gates": (gates, wide_gates, [(2, 75, 3), (2, 75, 3), (3,), (3,)]),
-    "gates with beta up to 2": (partial(gates, most=2.0), partial(wide_gates, most=2.0), [(4, 16)] * 2 + [(16,)] * 2),
+    "gates": (gates, reference_gates, [(2, 75, 3), (2, 75, 3), (3,), (3,)]),
+    "gates with beta up to 2": (
+        partial(gates, largest_beta=2.0),
+        partial(reference_gates, largest_beta=2.0),
+        [(4, 16)] * 2 + [(16,)] * 2,
+    ),
 }
 
 
@@ -100,43 +85,41 @@ CASES = {
 @pytest.mark.parametrize("spread", [1.0, 20.0])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_value_and_gradients_against_float64(case, spread, dtype, execute):
-    function, plain, shapes = case
+    function, reference, shapes = case
     arrays = draw(*shapes, dtype=dtype, spread=spread)
     ours = partial(function, execute=execute)
 
     def listed(f):
-        return lambda *given: list(made) if isinstance(made := f(*given), tuple) else [made]
+        return lambda *given: list(result) if isinstance(result := f(*given), tuple) else [result]
 
-    made = listed(ours)(*arrays)
-    cotangents = draw(*[y.shape for y in made], dtype=made[0].dtype, seed=4)
-    found = [*made, *mx.vjp(listed(ours), arrays, cotangents)[1]]
+    outputs = listed(ours)(*arrays)
+    cotangents = draw(*[y.shape for y in outputs], dtype=outputs[0].dtype, seed=4)
+    found = [*outputs, *mx.vjp(listed(ours), arrays, cotangents)[1]]
     with mx.stream(mx.cpu):
-        wide, d = ([array.astype(mx.float64) for array in each] for each in (arrays, cotangents))
-        expected, wanted = mx.vjp(listed(plain), wide, d)
-        wanted = [np.array(array) for array in (*expected, *wanted)]
-    for one, other in zip(found, wanted, strict=True):
+        wide, d = ([array.astype(mx.float64) for array in group] for group in (arrays, cotangents))
+        expected = [np.array(array) for group in mx.vjp(listed(reference), wide, d) for array in group]
+    for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         error = np.abs(np.array(one.astype(mx.float32), np.float64) - other).max() / np.abs(other).max()
         assert error < BOUND[dtype], error
-    assert all(gradient.dtype == array.dtype for gradient, array in zip(found[len(made) :], arrays, strict=True))
+    assert all(gradient.dtype == array.dtype for gradient, array in zip(found[len(outputs) :], arrays, strict=True))
 
 
-def test_a_gate_far_below_zero_keeps_its_digits(execute):
+def test_a_gate_close_to_zero_is_accurate(execute):
     a, b, A_log, dt_bias = draw((4, 8), (4, 8), (8,), (8,))
     log_g, _ = gates(a - 14, b, A_log, dt_bias, execute=execute)
     exact = -np.exp(np.array(A_log, np.float64)) * np.log1p(np.exp(np.array(a, np.float64) - 14 + np.array(dt_bias)))
     assert np.abs(np.array(log_g) / exact - 1).max() < 1e-5
 
 
-def test_arrays_that_do_not_lie_in_a_row_and_odd_places(execute):
+def test_arrays_with_other_strides_and_odd_offsets(execute):
     (x,) = draw((3, 10, 64))
-    turned = x.swapaxes(0, 1)
-    assert mx.array_equal(
-        norm(turned, 1.0, 1e-6, execute=execute), norm(mx.contiguous(turned), 1.0, 1e-6, execute=execute)
-    )
+    transposed = x.swapaxes(0, 1)
+    found, expected = (norm(y, 1.0, 1e-6, execute=execute) for y in (transposed, mx.contiguous(transposed)))
+    assert mx.array_equal(found, expected)
     flat = draw((65,))[0]
-    odd, even = flat[1:], mx.contiguous(flat[1:])
-    assert mx.array_equal(swiglu(odd, odd, execute=execute), swiglu(even, even, execute=execute))
+    offset, copied = flat[1:], mx.contiguous(flat[1:])
+    assert mx.array_equal(swiglu(offset, offset, execute=execute), swiglu(copied, copied, execute=execute))
 
 
 def test_compiled_and_checkpointed(execute):
@@ -145,12 +128,12 @@ def test_compiled_and_checkpointed(execute):
     def loss(x, g, w):
         return swiglu(gated_norm(x, w, g, 1e-6, execute=execute), x, execute=execute).square().sum()
 
-    wanted = mx.grad(loss, argnums=(0, 1, 2))(x, g, w)
+    expected = mx.grad(loss, argnums=(0, 1, 2))(x, g, w)
     if backend.device() == "cuda":
         found = mx.compile(mx.grad(loss, argnums=(0, 1, 2)))(x, g, w)
-        assert all(mx.array_equal(one, other) for one, other in zip(wanted, found, strict=True))
+        assert all(mx.array_equal(one, other) for one, other in zip(expected, found, strict=True))
     (again,) = mx.vjp(mx.checkpoint(loss), [x, g, w], [mx.ones(())])[1][:1]
-    assert mx.array_equal(again, wanted[0])
+    assert mx.array_equal(again, expected[0])
 
 
 def test_no_second_derivative(execute):
@@ -171,47 +154,47 @@ def test_refuses_what_does_not_fit():
         gates(x, x, y[0], y[0])
 
 
-def test_a_pass_that_is_wrong_or_does_not_run_is_not_used(execute, caplog):
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(execute, caplog):
     def wrong(gate, x, dy):
-        made = _backward(gate, x, dy)
-        return Pass(made.name, {**made.inputs, "dy": dy * 1.2}, made.outputs, made.arguments, made.lanes)
+        launch = _backward(gate, x, dy)
+        return replace(launch, inputs={**launch.inputs, "dy": dy * 1.2})
 
-    def stopped(*_):
+    def fails(*_):
         raise RuntimeError("no compiler")
 
-    for i, (backward, said) in enumerate(((_backward, None), (wrong, "off by"), (stopped, "no compiler"))):
+    for i, (backward, warning) in enumerate(((_backward, None), (wrong, "off by"), (fails, "no compiler"))):
         passes = Passes(f"swiglu {i}", _forward, backward, _plain)
         with caplog.at_level(logging.WARNING):
             caplog.clear()
-            assert passes.proven(*[((96, 8), mx.float32)] * 2, execute=execute) is (said is None)
-            assert (said or "") in caplog.text
+            assert passes.passes_trial(*[((96, 8), mx.float32)] * 2, execute=execute) is (warning is None)
+            assert (warning or "") in caplog.text
 
 
-def test_every_op_is_proven_on_small_arrays_of_its_kind(execute, monkeypatch):
-    monkeypatch.setattr(Passes, "proven", partialmethod(Passes.proven, execute=execute))
-    monkeypatch.setattr(passes_module, "_known", {})
+def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch):
+    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=execute))
+    monkeypatch.setattr(passes_module, "_trials", {})
     for module in (silu, norms, gating, conv):
         monkeypatch.setattr(module, "LEAST", 0)
     x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
-    assert silu.proven(x, g)
-    assert norms.norm_proven(x, 0.5, 1e-6)
-    assert norms.gated_norm_proven(x, w, g, 1e-6)
-    assert gating.proven(x, g, w, w)
-    assert gating.proven(x, g, w, w, 2.0)
-    assert conv.proven(x, taps)
-    assert conv.proven(x, taps, mx.zeros((2, 6), mx.int32))
-    assert not silu.proven(x, g[:1])
-    assert not norms.norm_proven(x[..., :12], 0.5, 1e-6)
-    assert not gating.proven(x, g, w[:3], w)
-    assert not conv.proven(x, w[:, None])
-    assert len(passes_module._known) == 7
+    assert silu.serves(x, g)
+    assert norms.norm_serves(x, 0.5, 1e-6)
+    assert norms.gated_norm_serves(x, w, g, 1e-6)
+    assert gating.serves(x, g, w, w)
+    assert gating.serves(x, g, w, w, 2.0)
+    assert conv.serves(x, taps)
+    assert conv.serves(x, taps, mx.zeros((2, 6), mx.int32))
+    assert not silu.serves(x, g[:1])
+    assert not norms.norm_serves(x[..., :12], 0.5, 1e-6)
+    assert not gating.serves(x, g, w[:3], w)
+    assert not conv.serves(x, w[:, None])
+    assert len(passes_module._trials) == 7
 
 
 def test_few_elements_are_not_worth_building_kernels(monkeypatch):
-    monkeypatch.setattr(Passes, "proven", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr(Passes, "passes_trial", lambda *_, **__: pytest.fail("built"))
     x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
-    assert not silu.proven(x, g)
-    assert not norms.norm_proven(x, 0.5, 1e-6)
-    assert not norms.gated_norm_proven(x, w, g, 1e-6)
-    assert not conv.proven(x, taps)
-    assert not gating.proven(x[:1, :1], g[:1, :1], w, w)
+    assert not silu.serves(x, g)
+    assert not norms.norm_serves(x, 0.5, 1e-6)
+    assert not norms.gated_norm_serves(x, w, g, 1e-6)
+    assert not conv.serves(x, taps)
+    assert not gating.serves(x[:1, :1], g[:1, :1], w, w)

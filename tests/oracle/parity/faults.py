@@ -13,9 +13,8 @@ import pytest
 from deltatune.config import TrainConfig
 from deltatune.lora.linear import LoRALinear
 from deltatune.patches import recurrence
+from deltatune.selftest.parity import ours
 from deltatune.train import step
-
-from . import ours
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 _gated_delta = recurrence.gated_delta

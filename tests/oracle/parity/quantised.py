@@ -7,19 +7,11 @@ import re
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.utils import quantize_model
 
-from .cases import GROUP_SIZE
-from .families import Config, Weights
+from deltatune.selftest.parity.families import Config, Weights
 
 _EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
 _EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-
-
-def quantise(model: nn.Module, bits: int) -> nn.Module:
-    """The model as `mlx_lm.convert -q` makes it: every matrix, by the family's own rules for the router."""
-    quantised, _ = quantize_model(model, {}, GROUP_SIZE, bits, quant_predicate=model.quant_predicate)
-    return quantised
 
 
 def _dense(module: nn.Module) -> np.ndarray:

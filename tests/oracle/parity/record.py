@@ -5,16 +5,27 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from . import ours, quantised, recording, theirs
-from .cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, Adapters, Case, Run, initial_adapters
-from .families import Config, Weights
-from .recording import Difference
+from deltatune.selftest.parity import ours, recording
+from deltatune.selftest.parity.cases import (
+    FALL,
+    NUDGED_LIMIT,
+    ROUTE_LIMIT,
+    Adapters,
+    ParityCase,
+    ParityRun,
+    initial_adapters,
+)
+from deltatune.selftest.parity.families import Config, Weights
+from deltatune.selftest.parity.recording import Difference
+
+from . import quantised, theirs
 
 PACKAGES = ("transformers", "torch", "peft", "numpy", "mlx", "mlx-lm")
 
@@ -27,7 +38,7 @@ class Reference:
     weights: Weights
     targets: dict[str, tuple[int, int]]
     initial: Adapters
-    run: Run
+    run: ParityRun
     nearest_route: float
 
     @property
@@ -46,7 +57,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def reference(case: Case, nudge: int = 0) -> Reference:
+def moved(weights: Weights, seed: int) -> Weights:
+    """Every weight moved by about 1e-7 of itself."""
+    draw = np.random.default_rng(seed)
+    return {
+        name: (value * (1 + 1e-7 * draw.standard_normal(value.shape))).astype(np.float32)
+        for name, value in weights.items()
+    }
+
+
+def reference(case: ParityCase, nudge: int = 0) -> Reference:
     """Run transformers and PEFT. nudge: a seed that moves every weight by about 1e-7 of itself."""
     config, shapes = theirs.layout(case)
     weights = case.family.weights(shapes)
@@ -54,11 +74,7 @@ def reference(case: Case, nudge: int = 0) -> Reference:
     if case.bits is not None:
         taken = quantised.dequantised(ours.load(case, config, weights), weights, config)
     if nudge:
-        draw = np.random.default_rng(nudge)
-        taken = {
-            name: (value * (1 + 1e-7 * draw.standard_normal(value.shape))).astype(np.float32)
-            for name, value in taken.items()
-        }
+        taken = moved(taken, nudge)
     with _one_thread():
         model = theirs.load(config, taken)
         targets = theirs.targets(case, model)
@@ -70,7 +86,7 @@ def reference(case: Case, nudge: int = 0) -> Reference:
     return Reference(config, weights, targets, initial, run, routes.nearest)
 
 
-def difference(reference: Reference, run: Run) -> Difference:
+def difference(reference: Reference, run: ParityRun) -> Difference:
     """How far a run is from the reference, whole tensors compared."""
     gaps = np.abs(np.subtract(run.losses, reference.run.losses))
     step = int(np.argmax(gaps))
@@ -82,7 +98,7 @@ def difference(reference: Reference, run: Run) -> Difference:
     )
 
 
-def compare(case: Case, reference: Reference) -> Difference:
+def compare(case: ParityCase, reference: Reference) -> Difference:
     """Run deltatune from the same start and say how far it is from transformers."""
     adapters = initial_adapters(reference.targets)
     return difference(reference, ours.run(case, reference.config, reference.weights, adapters))
@@ -99,16 +115,22 @@ def _worst(found: Adapters, expected: Adapters, start: Adapters | None) -> tuple
     return errors[name], name
 
 
-def nudged(case: Case, base: Reference) -> Difference:
+def nudged(case: Any, base: Reference, run: Callable[[Any, int], Reference] = reference) -> Difference:
     """How far transformers drifts from itself when its weights move by 1e-7 of themselves: the largest of 3 draws."""
-    drifts = [difference(base, reference(case, draw).run) for draw in (1, 2, 3)]
+    drifts = [difference(base, run(case, draw).run) for draw in (1, 2, 3)]
     return max(drifts, key=lambda drift: drift.adapter)
 
 
-def record(name: str, case: Case) -> tuple[Reference, Difference]:
+def record(name: str, case: ParityCase) -> tuple[Reference, Difference]:
     """Write the recording of a case. ValueError where its trajectory could not tell a fault from rounding."""
     base = reference(case)
     drift = nudged(case, base)
+    write(name, base, drift, recording.checksums(base.weights), PACKAGES)
+    return base, drift
+
+
+def write(name: str, base: Reference, drift: Difference, checksums: Any, packages: Sequence[str]) -> None:
+    """Write the recording of a run of transformers, with how far it drifts from itself."""
     if base.fall < FALL or drift.adapter > NUDGED_LIMIT or base.nearest_route < ROUTE_LIMIT:
         raise ValueError(
             f"{name}: loss falls by {base.fall:.0%}, adapters drift by {drift.adapter:.1e}, comes within "
@@ -118,16 +140,15 @@ def record(name: str, case: Case) -> tuple[Reference, Difference]:
         name,
         {
             "date": datetime.date.today().isoformat(),
-            "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+            "versions": {package: importlib.metadata.version(package) for package in packages},
             "nudged": {"loss": drift.loss, "gradient": drift.gradient, "adapter": drift.adapter},
             "nearest_route": None if base.nearest_route == float("inf") else base.nearest_route,
             "config": base.config,
             "shapes": {key: value.shape for key, value in base.weights.items()},
             "targets": base.targets,
-            "checksums": recording.checksums(base.weights),
+            "checksums": checksums,
             "losses": base.run.losses,
             "gradients": recording.summary(base.run.gradients),
             "adapters": recording.summary(base.run.final, base.initial),
         },
     )
-    return base, drift

@@ -14,9 +14,19 @@ import transformers
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from . import seeded
-from .cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, Case, Run
-from .families import Config, Weights
+from deltatune.selftest.parity import seeded
+from deltatune.selftest.parity.cases import (
+    BETAS,
+    EPS,
+    RANK,
+    SCALE,
+    STEPS,
+    WEIGHT_DECAY,
+    Adapters,
+    ParityCase,
+    ParityRun,
+)
+from deltatune.selftest.parity.families import Config, Weights
 
 WORDS = {
     "lora_A.default.weight": "lora_a",
@@ -26,7 +36,7 @@ WORDS = {
 Parameters = dict[tuple[str, str], torch.nn.Parameter]
 
 
-def layout(case: Case) -> tuple[Config, dict[str, tuple[int, ...]]]:
+def layout(case: ParityCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
     """What transformers saves for this family: its config.json, and the name and shape of every tensor."""
     return saved(case.family.model_type, case.family.options)
 
@@ -62,7 +72,7 @@ def load(config: Config, weights: Weights, kind: Any = transformers.AutoModelFor
     return model
 
 
-def targets(case: Case, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+def targets(case: ParityCase, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """Every linear that gets an adapter: its path, and (inputs, outputs)."""
     return {
         name: (module.in_features, module.out_features)
@@ -71,7 +81,7 @@ def targets(case: Case, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def adapt(case: Case, model: torch.nn.Module, adapters: Adapters) -> Parameters:
+def adapt(case: ParityCase, model: torch.nn.Module, adapters: Adapters) -> Parameters:
     """Put PEFT adapters on exactly these paths and set their lora_a and lora_b; all that trains, by (path, key)."""
     config = peft.LoraConfig(r=RANK, lora_alpha=SCALE * RANK, target_modules=list(adapters), use_dora=case.dora)
     # Inside a module without a `config`: PEFT redirects gate_proj and up_proj of some MoE families, shared experts
@@ -101,7 +111,7 @@ def copied(tensors: dict[tuple[str, str], Any]) -> Adapters:
     return found
 
 
-def train(case: Case, model: torch.nn.Module, parameters: Parameters) -> Run:
+def train(case: ParityCase, model: torch.nn.Module, parameters: Parameters) -> ParityRun:
     """The recipe; `parameters` are trained in place."""
     model.train()
     optimizer = torch.optim.AdamW(
@@ -122,7 +132,7 @@ def train(case: Case, model: torch.nn.Module, parameters: Parameters) -> Run:
             gradients = copied({key: parameter.grad for key, parameter in parameters.items()})
         optimizer.step()
         losses.append(loss.item())
-    return Run(losses, gradients, copied(parameters))
+    return ParityRun(losses, gradients, copied(parameters))
 
 
 class Routes:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
+from deltatune.selftest.parity import vision, vision_ours
+from deltatune.selftest.parity.cases import initial_adapters
+from deltatune.selftest.parity.recording import Difference
+from deltatune.selftest.parity.vision import VisionCase
 
-import numpy as np
-
-from . import recording, theirs, vision, vision_ours, vision_theirs
-from .cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT, initial_adapters
-from .record import PACKAGES, Reference, _one_thread, difference
-from .recording import Difference
-from .vision import VisionCase
+from . import record as text_record
+from . import theirs, vision_theirs
+from .record import Reference, _one_thread, difference, moved
 
 
 def reference(case: VisionCase, nudge: int = 0) -> Reference:
@@ -19,11 +17,7 @@ def reference(case: VisionCase, nudge: int = 0) -> Reference:
     config, shapes = vision_theirs.layout(case)
     weights = taken = case.weights(shapes)
     if nudge:
-        draw = np.random.default_rng(nudge)
-        taken = {
-            name: (value * (1 + 1e-7 * draw.standard_normal(value.shape))).astype(np.float32)
-            for name, value in taken.items()
-        }
+        taken = moved(taken, nudge)
     with _one_thread():
         model = vision_theirs.load(config, taken)
         targets = vision_theirs.targets(model)
@@ -46,35 +40,14 @@ def compare(case: VisionCase, base: Reference) -> Difference:
 
 
 def nudged(case: VisionCase, base: Reference) -> Difference:
-    """How far transformers drifts from itself when its weights move by 1e-7 of themselves: the largest of 3 draws."""
-    drifts = [difference(base, reference(case, draw).run) for draw in (1, 2, 3)]
-    return max(drifts, key=lambda drift: drift.adapter)
+    """How far transformers drifts from itself when its weights move a little."""
+    return text_record.nudged(case, base, reference)
 
 
 def record(name: str, case: VisionCase) -> tuple[Reference, Difference]:
     """Write the recording of a case. ValueError where its trajectory could not tell a fault from rounding."""
     base = reference(case)
     drift = nudged(case, base)
-    if base.fall < FALL or drift.adapter > NUDGED_LIMIT or base.nearest_route < ROUTE_LIMIT:
-        raise ValueError(
-            f"{name}: loss falls by {base.fall:.0%}, adapters drift by {drift.adapter:.1e}, comes within "
-            f"{base.nearest_route:.1e} of another route: take another `draw`."
-        )
-    packages = (*PACKAGES, "mlx-vlm")
-    recording.write(
-        f"vision/{name}",
-        {
-            "date": datetime.date.today().isoformat(),
-            "versions": {package: importlib.metadata.version(package) for package in packages},
-            "nudged": {"loss": drift.loss, "gradient": drift.gradient, "adapter": drift.adapter},
-            "nearest_route": None if base.nearest_route == float("inf") else base.nearest_route,
-            "config": base.config,
-            "shapes": {key: value.shape for key, value in base.weights.items()},
-            "targets": base.targets,
-            "checksums": vision.checksums(base.weights, case.videos),
-            "losses": base.run.losses,
-            "gradients": recording.summary(base.run.gradients),
-            "adapters": recording.summary(base.run.final, base.initial),
-        },
-    )
+    checksums = vision.checksums(base.weights, case.videos)
+    text_record.write(f"vision/{name}", base, drift, checksums, (*text_record.PACKAGES, "mlx-vlm"))
     return base, drift

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 import transformers
 
+from deltatune.selftest.parity.cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, ParityRun
+from deltatune.selftest.parity.families import Config, Weights
+from deltatune.selftest.parity.vision import IMAGE, VIDEO, VisionCase, VisionRows, batch
+
 from . import theirs
-from .cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, Run
-from .families import Config, Weights
-from .vision import IMAGE, VIDEO, VisionCase, VisionRows, batch
 
 _KIND = transformers.AutoModelForImageTextToText
 
@@ -33,7 +34,7 @@ def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameters) -> Run:
+def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameters) -> ParityRun:
     """The recipe; `parameters` are trained in place."""
     model.train()
     optimizer = torch.optim.AdamW(
@@ -62,7 +63,7 @@ def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameter
             gradients = theirs.copied({key: parameter.grad for key, parameter in parameters.items()})
         optimizer.step()
         losses.append(loss.item())
-    return Run(losses, gradients, theirs.copied(parameters))
+    return ParityRun(losses, gradients, theirs.copied(parameters))
 
 
 def _pictures(rows: VisionRows) -> dict[str, torch.Tensor]:

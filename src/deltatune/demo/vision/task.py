@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from . import trays
-from .corpus import DESCRIBE, WORDS
 from .trays import Tray
 
-QUESTION = DESCRIBE
+QUESTION = "What is in the tray?"
+WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
 # Fewer than the base has met: it counts to three reliably, and by colour.
 MOST = 3
 
 
 @dataclass(frozen=True)
-class Item:
+class TrayPicture:
     """One picture, by its file, and the only answer that counts as right."""
 
     tray: Tray
@@ -55,7 +55,7 @@ def draw(seed: int, count: int, *, held: bool) -> list[Tray]:
     return list(found)
 
 
-def chat(item: Item, folder: Path) -> dict[str, Any]:
+def chat(item: TrayPicture, folder: Path) -> dict[str, Any]:
     """The item as one line of chat data in `folder`."""
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": item.answer}]
     return {"image": str(item.file.relative_to(folder)), "messages": messages}
@@ -63,13 +63,13 @@ def chat(item: Item, folder: Path) -> dict[str, Any]:
 
 def write(
     directory: Path, *, train: int = 2400, valid: int = 32, test: int = 120, seed: int = 0
-) -> dict[str, list[Item]]:
+) -> dict[str, list[TrayPicture]]:
     """Write pictures, train.jsonl, valid.jsonl and test.jsonl; only test.jsonl has held-out combinations."""
     seen = draw(seed, train + valid, held=False)
-    splits: dict[str, list[Item]] = {}
+    splits: dict[str, list[TrayPicture]] = {}
     for split, found in (("train", seen[:train]), ("valid", seen[train:]), ("test", draw(seed + 1, test, held=True))):
         (directory / split).mkdir(parents=True, exist_ok=True)
-        items = [Item(tray, directory / split / f"{n:04d}.png", answer(tray)) for n, tray in enumerate(found)]
+        items = [TrayPicture(tray, directory / split / f"{n:04d}.png", answer(tray)) for n, tray in enumerate(found)]
         for item in items:
             trays.picture(item.tray).save(item.file)
         lines = [json.dumps(chat(item, directory)) for item in items]

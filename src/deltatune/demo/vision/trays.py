@@ -49,7 +49,7 @@ class Tray:
     """
 
     kinds: tuple[Kind, ...]
-    places: tuple[tuple[str, str] | None, ...]
+    parts: tuple[tuple[str, str] | None, ...]
     look: int
 
 
@@ -72,7 +72,7 @@ def picture(tray: Tray) -> Any:
     ground = tuple(round(light * rng.randint(222, 250)) for _ in range(3))
     image = Image.new("RGB", (SIDE * _FINE, SIDE * _FINE), ground)
     pen = ImageDraw.Draw(image)
-    for index, part in enumerate(tray.places):
+    for index, part in enumerate(tray.parts):
         if part is None:
             continue
         row, column = divmod(index, ROWS)

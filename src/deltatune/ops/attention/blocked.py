@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from ... import backend
+from ...machine import backend
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]

@@ -10,10 +10,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from ... import backend, environment
 from ...errors import UserError
+from ...machine import backend, environment
 from ..gated_delta.choice import ImplementationWarning
-from ..gated_delta.verdict import Verdict, machine
+from ..gated_delta.machine_trial import Verdict, machine
 from . import fused_op, kernel_trial
 from .blocked import attention_blocked
 from .fused import Kind

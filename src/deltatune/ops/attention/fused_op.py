@@ -9,7 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from ... import backend, nvidia
+from ...machine import backend, nvidia
 from ..kernels.launch import Launch
 from . import fused, hopper
 from .blocked import refuse_second_derivative, unmapped

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from ..gated_delta.verdict import Verdict, path_of, read, write
+from ..gated_delta.machine_trial import Verdict, path_of, read, write
+from ..trial import relative_error
 from .naive import attention_naive
 from .tolerances import fused_bound
 
@@ -80,7 +81,7 @@ def measure(function: Implementation, shape: ShapeClass) -> Verdict:
     except (RuntimeError, ValueError) as error:
         return replace(blank, problem=f"{type(error).__name__}: {error}")
     pairs = zip(NAMES, results, expected, strict=False)
-    return replace(blank, errors={name: _error(found, exact) for name, found, exact in pairs})
+    return replace(blank, errors={name: relative_error(found, exact) for name, found, exact in pairs})
 
 
 def _case(shape: ShapeClass) -> tuple[list[mx.array], mx.array, dict]:
@@ -112,9 +113,3 @@ def _differentiate(function: Implementation, arrays: list[mx.array], dy: mx.arra
     mx.eval(wide)
     return [np.array(x) for x in wide]
 
-
-def _error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Not a number, or of another shape, counts as infinitely wrong."""
-    if found.shape != expected.shape or not np.isfinite(found).all():
-        return float("inf")
-    return float(np.abs(found - expected).max() / np.abs(expected).max())

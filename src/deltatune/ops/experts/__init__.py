@@ -1,4 +1,4 @@
-"""The routed experts of a mixture-of-experts layer as one differentiable function."""
+"""The routed experts of a mixture-of-experts layer, base and adapter together, as one function with its gradient."""
 
 from .activation import swiglu
 from .block import expert_block

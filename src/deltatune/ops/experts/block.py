@@ -1,9 +1,10 @@
-"""expert_block(): gate, up and down of the experts that the router chose, weighted and summed, with a VJP by hand.
+"""Computes the experts of a mixture layer, from the router's choice to the weighted sum, with a gradient by hand.
 
-Nothing is kept for the backward pass but the inputs: chunks of rows run again there, one after another. For a row
-x of token n with expert e and score s, y = s f_e(x), and with c = dL/dy_n:
-    dh = s W_down^T c,  ds = <W_down^T c, h> + <bias_down, c>,
-so that no output is computed a second time for the scores' sake.
+Only the inputs are kept for the backward pass, which runs chunks of rows again, one after another. A row x of token n
+with expert e and score s adds y = s f_e(x) to the token's output. With the cotangent c = dL/dy_n, the hidden row h and
+the down projection W, b of the expert, the gradients of h and s are
+    dh = s W^T c,  ds = <W^T c, h> + <b, c>,
+so that the expert's output need not be computed again for the gradient of its score.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import backend
+from ...machine import backend
 from ..functional import is_floating, promoted
 from .activation import swiglu
 from .projection import Projection
@@ -25,13 +26,14 @@ from .tiles import Chunk, Sorted, Tiled, scores_of, tile_rows
 Activation = Callable[..., mx.array]
 _Arrays = Sequence[mx.array]
 
-# Working memory of one chunk of rows, in bytes of fp32.
+# How many bytes the fp32 arrays of one chunk of rows may take.
 CPU_CHUNK_BYTES = 4 * 2**20
 GPU_CHUNK_BYTES = 256 * 2**20
-# Rows of a GPU's chunk for each expert, at least: fewer would read every matrix for little, and on CUDA fill no tile.
-ROWS_AN_EXPERT = {"metal": 4, "cuda": 128}
+# The fewest rows of a GPU's chunk per expert: fewer would read each matrix for little work, and fill no tile on CUDA.
+ROWS_PER_EXPERT = {"metal": 4, "cuda": 128}
 
-# What a tile costs beyond its rows, in rows: a BLAS call; a matrix copied in fp32; unpacked; its gradient added up.
+# What a tile on a CPU costs in addition to its rows, measured in rows: a BLAS call; copying a matrix to fp32; unpacking
+# a quantised one; adding the matrix's gradient up.
 DENSE_COST, HALF_COST, PACKED_COST, TRAINED_COST = 27, 60, 400, 200
 
 
@@ -44,70 +46,77 @@ def expert_block(
     gate: Projection | None = None,
     activation: Activation = swiglu,
 ) -> mx.array:
-    """sum over k of scores * down(activation(up(x), gate(x))), each by the expert that `indices` names.
+    """Compute the sum over k of scores * down(activation(up(x), gate(x))), each with the expert that `indices` names.
+
+    Gradients reach x, the scores, and the arrays that each projection names in `trains`. On a CPU all products are in
+    fp32, whatever the dtype.
 
     Args:
         x: [..., D], fp32, bf16 or fp16.
-        indices: [..., k] integers from 0 to E - 1; they get no gradient. Values are data, which a lazy graph cannot
-            refuse: the output of a token with another one is NaN, and so is its gradient.
-        scores: [..., k]; None leaves the outputs of the experts apart.
-        up, down, gate: D -> I, I -> D, D -> I. Without gate the activation has one argument.
-        activation: elementwise, without parameters of its own.
+        indices: [..., k] integers from 0 to E - 1, without gradients. A lazy graph cannot refuse a value, so a token
+            with an index outside this range gets NaN as its output and gradient.
+        scores: [..., k], or None to return the experts' outputs without a sum.
+        up: the projection from D to I.
+        down: the projection from I to D.
+        gate: the projection from D to I; without one, the activation takes one argument.
+        activation: an elementwise function of up(x) and gate(x), without parameters.
 
-    Returns [..., D], or [..., k, D] without scores, in the dtype of x * scores. Gradients reach x, scores, and what
-    each projection names in `trains`. On a CPU every product is fp32, whatever the dtype.
+    Returns:
+        [..., D], or [..., k, D] without scores, in the dtype of x * scores.
 
-    Raises ValueError for shapes that disagree, NotImplementedError for a second derivative.
+    Raises:
+        ValueError: shapes disagree.
+        NotImplementedError: a second derivative is taken.
     """
     _check(x, indices, scores, up, down, gate)
     lead, top_k = indices.shape[:-1], indices.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
     flat = mx.stop_gradient(indices).reshape(-1, top_k)
-    # MLX would write past the end of memory for an expert that is not there. A negative number is a large one here.
+    # For an index out of range MLX would write outside its memory; as uint32, a negative index is a large one.
     flat = flat.astype(mx.uint32)
-    known = flat < _constant(up.experts, mx.uint32)
-    flat = flat * known
+    in_range = flat < _constant(up.experts, mx.uint32)
+    flat = flat * in_range
     projections = [up, down] if gate is None else [up, down, gate]
     layout = _layout(projections, *flat.shape)
     block = _Block(projections, activation, layout, scores is not None)
     weights = mx.ones(flat.size, x.dtype) if scores is None else scores.reshape(-1)
-    weights = mx.where(known.reshape(-1), weights, _constant(math.nan, weights.dtype))
-    placed = layout.sort(flat)
-    arrays = [array for projection in projections for array in projection.arrays()]
-    y = block.function(len(placed))(rows, weights, *placed, *arrays)
+    weights = mx.where(in_range.reshape(-1), weights, _constant(math.nan, weights.dtype))
+    routing = layout.sort(flat)
+    arrays = [array for projection in projections for array in projection.arguments()]
+    y = block.function(len(routing))(rows, weights, *routing, *arrays)
     return y.reshape(*lead, -1) if scores is not None else y.reshape(*lead, top_k, -1)
 
 
 @cache
 def _constant(value: float, dtype: mx.Dtype) -> mx.array:
-    """One buffer for all layers and traces, which keep the constants that they are made with."""
+    """An array shared by all layers and traces, each of which would otherwise keep a buffer of its own."""
     return mx.array(value, dtype)
 
 
 class _Block:
-    """One call's sizes and frozen weights: forward and backward over its chunks.
+    """The sizes and frozen weights of one call, with the forward and the backward pass over its chunks.
 
-    Nothing in it is computed in the call: a compiled step keeps the closures of its gradients, and through such an
-    array all of the graph that led there, with every constant in it.
+    It must hold no array that the call computed: a compiled step keeps this object for its gradients, and through such
+    an array would keep the whole graph that computed it.
     """
 
     def __init__(self, projections: list[Projection], activation: Activation, layout: Tiled | Sorted, summed: bool):
-        self.projections = [projection.bare() for projection in projections]
+        self.projections = [projection.without_arrays() for projection in projections]
         self.activation, self.layout, self.summed = activation, layout, summed
-        self.wide = backend.device() == "cpu"
+        self.in_fp32 = backend.device() == "cpu"
 
-    def function(self, placed: int) -> Callable[..., mx.array]:
-        """f(x, scores, the layout's `placed` arrays, the projections' given arrays) -> y."""
+    def function(self, num_routing: int) -> Callable[..., mx.array]:
+        """Return f(x, scores, *routing, *arguments) -> y: the layout's arrays, then those of the projections."""
         forward: Any = mx.custom_function(
-            lambda x, scores, *more: self.forward(x, scores, more[:placed], more[placed:])
+            lambda x, scores, *more: self.forward(x, scores, more[:num_routing], more[num_routing:])
         )
         backward: Any = mx.custom_function(
-            lambda dy, x, scores, *more: self.backward(dy, x, scores, more[:placed], more[placed:])
+            lambda dy, x, scores, *more: self.backward(dy, x, scores, more[:num_routing], more[num_routing:])
         )
 
         def vjp(primals: Any, cotangent: mx.array, _output: mx.array) -> Any:
-            dx, dscores, *found = backward(cotangent, *primals)
-            return [dx, dscores, *map(mx.zeros_like, primals[2 : 2 + placed]), *found]
+            dx, dscores, *d_arguments = backward(cotangent, *primals)
+            return [dx, dscores, *map(mx.zeros_like, primals[2 : 2 + num_routing]), *d_arguments]
 
         def refuse(*_: object) -> None:
             raise NotImplementedError("expert_block has no second derivative: its backward pass is written by hand.")
@@ -116,40 +125,44 @@ class _Block:
         backward.vjp(refuse)
         return forward
 
-    def forward(self, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> mx.array:
-        up, down, *gate = self._around(given, x.dtype)
+    def forward(self, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays) -> mx.array:
+        up, down, *gate = self._with_arguments(arguments, x.dtype)
         layout = self.layout
-        result = promoted(x.dtype, scores.dtype)
-        kind = mx.float32 if self.wide else result
-        total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), kind)
+        result_dtype = promoted(x.dtype, scores.dtype)
+        dtype = mx.float32 if self.in_fp32 else result_dtype
+        total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), dtype)
         for number in range(layout.chunks):
-            chunk = layout.chunk(placed, number, [total] if number else [])
-            rows = self._rows(x, chunk.source)
-            inner = [each.forward(rows, chunk, each.dense(chunk.experts))[0] for each in (up, *gate)]
-            y, _ = down.forward(self.activation(*inner), chunk, down.dense(chunk.experts))
+            chunk = layout.chunk(routing, number, [total] if number else [])
+            rows = self._tiles(x, chunk.token)
+            inner = [p.forward(rows, chunk, p.unpacked_matrices(chunk.experts))[0] for p in (up, *gate)]
+            y, _ = down.forward(self.activation(*inner), chunk, down.unpacked_matrices(chunk.experts))
             if self.summed:
                 total = layout.add_to_tokens(total, y, chunk, scores)
             else:
                 total = layout.add_to_pairs(total, y * scores_of(scores, chunk).astype(y.dtype), chunk)
-        return total.astype(result)
+        return total.astype(result_dtype)
 
-    def backward(self, dy: mx.array, x: mx.array, scores: mx.array, placed: _Arrays, given: _Arrays) -> list[mx.array]:
-        """Gradients of x, scores, and each of `given`."""
-        projections = self._around(given, x.dtype)
+    def backward(
+        self, dy: mx.array, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays
+    ) -> list[mx.array]:
+        """Return the gradients of x, of the scores, and of each of the arguments."""
+        projections = self._with_arguments(arguments, x.dtype)
         layout = self.layout
-        dx = mx.zeros(x.shape, mx.float32 if self.wide else x.dtype)
+        dx = mx.zeros(x.shape, mx.float32 if self.in_fp32 else x.dtype)
         dscores = mx.zeros(scores.size)
         gradients = [{name: mx.zeros(getattr(p, name).shape) for name in p.trains} for p in projections]
         for number in range(layout.chunks):
-            done = [dx, dscores, *(array for each in gradients for array in each.values())]
-            chunk = layout.chunk(placed, number, done if number else [])
+            previous = [dx, dscores, *(array for by_name in gradients for array in by_name.values())]
+            chunk = layout.chunk(routing, number, previous if number else [])
             tiles, dscore = self._backward_chunk(projections, gradients, dy, x, scores, chunk)
             dx = layout.add_to_tokens(dx, tiles, chunk)
             dscores = layout.add_to_pairs(dscores, dscore, chunk)
-        more = [each.get(name) for p, each in zip(projections, gradients, strict=True) for name in p.given]
+        d_arguments = [
+            by_name.get(name) for p, by_name in zip(projections, gradients, strict=True) for name in p.argument_names
+        ]
         return [
             mx.zeros_like(array) if gradient is None else gradient.astype(array.dtype)
-            for gradient, array in zip([dx, dscores, *more], [x, scores, *given], strict=True)
+            for gradient, array in zip([dx, dscores, *d_arguments], [x, scores, *arguments], strict=True)
         ]
 
     def _backward_chunk(
@@ -161,37 +174,38 @@ class _Block:
         scores: mx.array,
         chunk: Chunk,
     ) -> tuple[mx.array, mx.array]:
-        """The chunk's dx [t, m, D] and dscore [t, m]; adds its part to `gradients`."""
+        """Return the chunk's dx [t, m, D] and dscore [t, m], and add its part to `gradients`."""
         up, down, *gate = projections
         experts = chunk.experts
-        rows = self._rows(x, chunk.source)
-        arriving = self._rows(dy, chunk.source if self.summed else chunk.pair).astype(rows.dtype)
+        rows = self._tiles(x, chunk.token)
+        # The cotangents of the experts' outputs, not yet multiplied by the scores.
+        cotangent = self._tiles(dy, chunk.token if self.summed else chunk.pair).astype(rows.dtype)
         score = scores_of(scores, chunk)
-        dhidden, ddown = down.backward(arriving, chunk, down.dense(experts))
-        # Matrices in fp32 are what a chunk holds most of: down's is done with before the others are made.
-        later = mx.depends([experts], [dhidden])[0]
-        held = [p.dense(later) for p in (up, *gate)]
-        both = [p.forward(rows, chunk, dense) for p, dense in zip((up, *gate), held, strict=True)]
-        inner, lows = zip(*both, strict=True)
+        dhidden, d_low_rank = down.backward(cotangent, chunk, down.unpacked_matrices(experts))
+        # Unpacked matrices take most of a chunk's memory, so those of up and gate wait until down's are not needed.
+        experts_later = mx.depends([experts], [dhidden])[0]
+        matrices = [p.unpacked_matrices(experts_later) for p in (up, *gate)]
+        results = [p.forward(rows, chunk, unpacked) for p, unpacked in zip((up, *gate), matrices, strict=True)]
+        inner, low_ranks = zip(*results, strict=True)
         weighted = dhidden * score.astype(dhidden.dtype)
         (hidden,), dinner = mx.vjp(lambda *a: [self.activation(*a)], list(inner), [weighted])
         dscore = (dhidden.astype(mx.float32) * hidden).sum(axis=-1)
         if down.bias is not None:
-            dscore = dscore + (arriving.astype(mx.float32) * down.bias[experts][:, None]).sum(axis=-1)
+            dscore = dscore + (cotangent.astype(mx.float32) * down.bias[experts][:, None]).sum(axis=-1)
         if chunk.valid is not None:
             dscore = dscore * chunk.valid.reshape(dscore.shape)
-        dy_rows = arriving * score.astype(arriving.dtype)
+        dy_rows = cotangent * score.astype(cotangent.dtype)
         if down.trains:
-            low = None
-            if down.lora_a is not None and ddown is not None:
-                low = down.low(hidden, chunk)
-                ddown = (ddown * score).astype(ddown.dtype)
-            self._accumulate(gradients[1], down, hidden, low, dy_rows, ddown, chunk)
+            low_rank = None
+            if down.lora_a is not None and d_low_rank is not None:
+                low_rank = down.low_rank(hidden, chunk)
+                d_low_rank = (d_low_rank * score).astype(d_low_rank.dtype)
+            self._accumulate(gradients[1], down, hidden, low_rank, dy_rows, d_low_rank, chunk)
         total = None
-        for index, p, dense, low, d in zip((0, 2), (up, *gate), held, lows, dinner, strict=False):
-            drows, dlow = p.backward(d, chunk, dense)
+        for index, p, unpacked, low_rank, d in zip((0, 2), (up, *gate), matrices, low_ranks, dinner, strict=False):
+            drows, d_low_rank = p.backward(d, chunk, unpacked)
             total = drows if total is None else total + drows
-            self._accumulate(gradients[index], p, rows, low, d, dlow, chunk)
+            self._accumulate(gradients[index], p, rows, low_rank, d, d_low_rank, chunk)
         assert total is not None
         return total, dscore
 
@@ -200,43 +214,47 @@ class _Block:
         gradients: dict[str, mx.array],
         projection: Projection,
         rows: mx.array,
-        low: mx.array | None,
+        low_rank: mx.array | None,
         d: mx.array,
-        dlow: mx.array | None,
+        d_low_rank: mx.array | None,
         chunk: Chunk,
     ) -> None:
+        """Add the chunk's part to a projection's gradients, given `d` of its output and `d_low_rank` of A x."""
         add = self.layout.add_products
         for name, total in gradients.items():
             if name == "lora_a":
-                assert dlow is not None
-                gradients[name] = add(total, dlow, projection.dropped(rows, chunk.number), chunk)
+                assert d_low_rank is not None
+                gradients[name] = add(total, d_low_rank, projection.adapter_input(rows, chunk.number), chunk)
             elif name == "lora_b":
-                assert low is not None
-                gradients[name] = add(total, d, low, chunk, projection.scale)
+                assert low_rank is not None
+                gradients[name] = add(total, d, low_rank, chunk, projection.scale)
             elif name == "weight":
                 gradients[name] = add(total, d, rows, chunk)
             else:
                 ones = mx.ones((*d.shape[:2], 1), d.dtype)
                 gradients[name] = add(total[..., None], d, ones, chunk).squeeze(-1)
 
-    def _rows(self, x: mx.array, rows: mx.array) -> mx.array:
-        tiles = self.layout.laid_out(x, rows)
-        return tiles.astype(mx.float32) if self.wide else tiles
+    def _tiles(self, x: mx.array, rows: mx.array) -> mx.array:
+        tiles = self.layout.tiles(x, rows)
+        return tiles.astype(mx.float32) if self.in_fp32 else tiles
 
-    def _around(self, given: _Arrays, dtype: mx.Dtype) -> list[Projection]:
-        left = iter(given)
-        return [each.around(*islice(left, len(each.given))).narrowed(dtype) for each in self.projections]
+    def _with_arguments(self, arguments: _Arrays, dtype: mx.Dtype) -> list[Projection]:
+        remaining = iter(arguments)
+        return [
+            p.with_arguments(*islice(remaining, len(p.argument_names))).with_factors_for(dtype)
+            for p in self.projections
+        ]
 
 
 def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | Sorted:
-    """Sizes of tiles and chunks, from shapes alone."""
+    """Choose the sizes of tiles and chunks, from shapes alone."""
     experts, pairs = projections[0].experts, tokens * top_k
     outer, inner = projections[0].inputs, projections[0].outputs
     row_bytes = 4 * (3 * outer + 6 * inner)
     if backend.device() != "cpu":
-        rows = max(GPU_CHUNK_BYTES // row_bytes, ROWS_AN_EXPERT[backend.device()] * experts)
+        rows = max(GPU_CHUNK_BYTES // row_bytes, ROWS_PER_EXPERT[backend.device()] * experts)
         return Sorted(tokens, top_k, experts, max(1, rows // top_k))
-    copies = any(p.gathers_whole_weights() for p in projections)
+    copies = any(p.copies_matrix_per_tile() for p in projections)
     packed = any(p.scales is not None for p in projections)
     trains = any("weight" in p.trains for p in projections)
     cost = PACKED_COST if packed else HALF_COST if copies else TRAINED_COST if trains else DENSE_COST
@@ -262,10 +280,10 @@ def _check(
         )
     if scores is not None and scores.shape != indices.shape:
         raise ValueError(f"expert_block: scores must be {list(indices.shape)}, as indices, got {list(scores.shape)}.")
-    wanted = {"up": (up, width, up.outputs), "down": (down, up.outputs, width)}
+    expected = {"up": (up, width, up.outputs), "down": (down, up.outputs, width)}
     if gate is not None:
-        wanted["gate"] = (gate, width, up.outputs)
-    for name, (projection, inputs, outputs) in wanted.items():
+        expected["gate"] = (gate, width, up.outputs)
+    for name, (projection, inputs, outputs) in expected.items():
         sizes = (projection.experts, projection.outputs, projection.inputs)
         if sizes != (up.experts, outputs, inputs):
             raise ValueError(

@@ -1,7 +1,8 @@
-"""Products of rows sorted by expert on an NVIDIA GPU's tensor cores, where MLX's take none with TF32 off.
+"""Multiplies rows sorted by expert with their expert's matrix, on the tensor cores of an NVIDIA GPU.
 
-For bf16, with fp32 sums. fp32 stays with MLX's own products, which are exact there, and so does fp16: the kernels would
-hold it as pairs of bf16, at three products for one.
+MLX's own products of this kind do not use tensor cores while TF32 is off. These kernels serve bf16, with fp32 sums.
+fp32 stays with MLX, whose products are exact, and so does fp16: the kernels would hold each number as a pair of bf16
+and make three products of one.
 """
 
 from __future__ import annotations
@@ -10,32 +11,33 @@ from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from ... import backend, nvidia
+from ...machine import backend, nvidia
 from ..kernels.launch import Launch, numbers
 
-_GROUPS, _ARRIVALS = 4, 16
-# Rows, columns and depth of a block's tile, and how many groups stand side by side in it.
+# The groups of 32 lanes in a block, and the bytes of its barriers.
+_GROUPS, _BARRIER_BYTES = 4, 16
+# The rows, columns and depth of a block's tile, and how many groups divide its columns among them.
 _WIDE, _FLAT, _NARROW = (128, 128, 64, 2), (64, 128, 32, 2), (64, 16, 128, 1)
 _GRADIENT_WIDE, _GRADIENT_LOW, _GRADIENT_NARROW = (128, 128, 64, 2), (16, 128, 64, 4), (128, 16, 64, 1)
-Cut = tuple[int, int, int, int]
+TileShape = tuple[int, int, int, int]
 
 
-def takes(dtype: mx.Dtype, *sizes: int) -> bool:
-    """Whether the kernels here are for such products: on Hopper or newer, in bf16, sizes in pieces of 16 bytes."""
+def supports(dtype: mx.Dtype, *sizes: int) -> bool:
+    """Whether the kernels can compute such products: in bf16 on Hopper or newer, with all sizes multiples of 8."""
     if backend.device() != "cuda" or nvidia.generation() < nvidia.HOPPER:
         return False
     return dtype == mx.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
-def product_cut(inputs: int, outputs: int) -> Cut:
-    """The tile of a product: narrow for LoRA's A, with as many outputs as the rank; flat for B, with as many inputs."""
+def product_tile(inputs: int, outputs: int) -> TileShape:
+    """Choose the tile of a product: narrow for a LoRA factor A with its few outputs, flat for B with its few inputs."""
     if outputs <= _NARROW[1]:
         return _NARROW
     return _FLAT if inputs <= _FLAT[2] else _WIDE
 
 
-def gradient_cut(height: int, width: int) -> Cut:
-    """The tile of a gradient [E, height, width]."""
+def gradient_tile(height: int, width: int) -> TileShape:
+    """Choose the tile of a gradient [E, height, width]."""
     if height <= _GRADIENT_LOW[0]:
         return _GRADIENT_LOW
     return _GRADIENT_NARROW if width <= _GRADIENT_NARROW[1] else _GRADIENT_WIDE
@@ -49,22 +51,35 @@ def product(
     scale: mx.array | float = 1.0,
     onto: mx.array | None = None,
 ) -> mx.array:
-    """onto + scale * rows [R, K] times their expert's matrix (`weight` [E, N, K], transposed, or [E, K, N]): [R, N].
+    """Return onto + scale * rows times their expert's matrix, [R, N].
 
-    `ends` [E] int32 counts the rows of the experts up to each. All of one dtype, `scale` fp32 (one number).
+    Args:
+        rows: [R, K], sorted by expert.
+        weight: [E, N, K] if `transpose`, and else [E, K, N], of the rows' dtype.
+        ends: [E] int32, for each expert the index after its last row.
+        transpose: whether the matrices are multiplied by their last axis.
+        scale: one fp32 number.
+        onto: [R, N] of the rows' dtype, or None.
     """
-    cut = product_cut(rows.shape[1], weight.shape[1 if transpose else 2])
-    return product_launch(rows, weight, ends, transpose, scale, onto, cut).run()[0]
+    tile = product_tile(rows.shape[1], weight.shape[1 if transpose else 2])
+    return product_launch(rows, weight, ends, transpose, scale, onto, tile).run()[0]
 
 
 def gradient(
     total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float = 1.0
 ) -> mx.array:
-    """total [E, a, b] fp32 plus scale times, for each expert, the sum over its rows of left [R, a] times right [R, b].
+    """Return total + scale * left^T right over each expert's rows, [E, a, b] fp32.
 
-    Rows are added in their order, with no atomic sums: the same bits in every run.
+    The rows are added in their order and without atomics, so that every run gives the same bits.
+
+    Args:
+        total: [E, a, b] fp32, or None for zeros.
+        left: [R, a], sorted by expert.
+        right: [R, b].
+        ends: [E] int32, for each expert the index after its last row.
+        scale: one fp32 number.
     """
-    return gradient_launch(total, left, right, ends, scale, gradient_cut(left.shape[1], right.shape[1])).run()[0]
+    return gradient_launch(total, left, right, ends, scale, gradient_tile(left.shape[1], right.shape[1])).run()[0]
 
 
 def product_launch(
@@ -74,9 +89,10 @@ def product_launch(
     transpose: bool,
     scale: mx.array | float,
     onto: mx.array | None,
-    cut: Cut,
+    tile: TileShape,
 ) -> Launch:
-    tall, wide, deep, _ = cut
+    """Describe the launch of `product` with a given tile."""
+    tile_rows, tile_columns, depth, _ = tile
     outputs = weight.shape[1 if transpose else 2]
     inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": _numbers(scale)}
     if onto is not None:
@@ -86,12 +102,12 @@ def product_launch(
         memory="ExpertProductMemory",
         inputs=inputs,
         outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
-        values=_values(rows.dtype, cut) | {"TRANSPOSED": transpose, "ADDED": onto is not None},
+        values=_values(rows.dtype, tile) | {"TRANSPOSED": transpose, "ADDED": onto is not None},
         order=(*_ORDER, "TRANSPOSED", "ADDED"),
         memory_order=("In", "ROWS", "COLUMNS", "DEPTH", "TRANSPOSED"),
-        # As many numbers of tiles of rows as kernels/expert_product.h gives out.
-        blocks=(-(-outputs // wide), rows.shape[0] // tall + ends.size, 1),
-        bytes=product_bytes(rows.dtype.size, tall, wide, deep, transpose),
+        # kernels/expert_product.h numbers the tiles of rows so that there may be this many.
+        blocks=(-(-outputs // tile_columns), rows.shape[0] // tile_rows + ends.size, 1),
+        bytes=product_bytes(rows.dtype.size, tile_rows, tile_columns, depth, transpose),
         groups=_GROUPS,
         arguments=("rows", "weight", "ends", "scale", "rows" if onto is None else "onto", "out"),
         sizes=("rows_shape[1]", f"weight_shape[{1 if transpose else 2}]", "ends_shape[0]"),
@@ -99,9 +115,10 @@ def product_launch(
 
 
 def gradient_launch(
-    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, cut: Cut
+    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, tile: TileShape
 ) -> Launch:
-    tall, wide, deep, _ = cut
+    """Describe the launch of `gradient` with a given tile."""
+    tile_rows, tile_columns, depth, _ = tile
     experts, height, width = ends.size, left.shape[1], right.shape[1]
     inputs = {"left_rows": left, "right_rows": right, "ends": ends, "scale": _numbers(scale)}
     if total is not None:
@@ -111,11 +128,11 @@ def gradient_launch(
         memory="ExpertGradientMemory",
         inputs=inputs,
         outputs={"out": ((experts, height, width), mx.float32)},
-        values=_values(left.dtype, cut) | {"ADDED": total is not None},
+        values=_values(left.dtype, tile) | {"ADDED": total is not None},
         order=(*_ORDER, "ADDED"),
         memory_order=("In", "ROWS", "COLUMNS", "DEPTH"),
-        blocks=(-(-width // wide), -(-height // tall), experts),
-        bytes=2 * deep * (_stride(tall) + _stride(wide)) * left.dtype.size + _ARRIVALS,
+        blocks=(-(-width // tile_columns), -(-height // tile_rows), experts),
+        bytes=2 * depth * (_stride(tile_rows) + _stride(tile_columns)) * left.dtype.size + _BARRIER_BYTES,
         groups=_GROUPS,
         arguments=("left_rows", "right_rows", "ends", "scale", "scale" if total is None else "total", "out"),
         sizes=("left_rows_shape[1]", "right_rows_shape[1]"),
@@ -125,18 +142,20 @@ def gradient_launch(
 _ORDER = ("In", "ROWS", "COLUMNS", "DEPTH", "GROUPS", "ACROSS")
 
 
-def _values(dtype: mx.Dtype, cut: Cut) -> dict[str, int | bool | mx.Dtype]:
-    return dict(zip(_ORDER, (dtype, *cut[:3], _GROUPS, cut[3]), strict=True))
+def _values(dtype: mx.Dtype, tile: TileShape) -> dict[str, int | bool | mx.Dtype]:
+    return dict(zip(_ORDER, (dtype, *tile[:3], _GROUPS, tile[3]), strict=True))
 
 
 @lru_cache
-def product_bytes(size: int, tall: int, wide: int, deep: int, transpose: bool) -> int:
-    """Shared memory of a block: two stages of both operands, of which the results make use later."""
-    weight = wide * _stride(deep) if transpose else deep * _stride(wide)
-    return max(2 * (tall * _stride(deep) + weight), tall * _stride(wide)) * size + _ARRIVALS
+def product_bytes(element_bytes: int, tile_rows: int, tile_columns: int, depth: int, transpose: bool) -> int:
+    """The bytes of a block's shared memory: two stages of both operands, whose place the results take at the end."""
+    weight = tile_columns * _stride(depth) if transpose else depth * _stride(tile_columns)
+    stages, results = 2 * (tile_rows * _stride(depth) + weight), tile_rows * _stride(tile_columns)
+    return max(stages, results) * element_bytes + _BARRIER_BYTES
 
 
 def _stride(columns: int) -> int:
+    """The distance of two rows in shared memory, as stride_of in kernels/tiles.h."""
     return columns + 8
 
 
@@ -146,8 +165,9 @@ def _numbers(scale: mx.array | float) -> mx.array:
 
 @cache
 def number(value: float) -> mx.array:
-    """As `numbers`, without its axis."""
-    with mx.stream(mx.cpu):  # Which waits for nothing that is queued.
+    """Return an fp32 array [] of one number, computed once and shared by all callers."""
+    # The CPU's stream does not wait for what is queued on the GPU.
+    with mx.stream(mx.cpu):
         first = numbers(value)[0]
         mx.eval(first)
     return first

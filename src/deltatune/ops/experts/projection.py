@@ -1,6 +1,7 @@
-"""One linear per expert, with what it is stored as and its low-rank adapter, applied to rows that know their expert.
+"""One of the expert block's projections (gate, up or down): a matrix per expert, quantised or not, and its adapter.
 
-Rows come as tiles [t, m, in], each tile with one expert. They meet a matrix in `product` alone, but for `gather_qmm`.
+Rows come as tiles [t, m, in] of one expert each. All their products with matrices are made in `product`, except those
+with quantised matrices on Metal (`mx.gather_qmm`) and those with the matrices that a CPU copies for each tile.
 """
 
 from __future__ import annotations
@@ -11,19 +12,32 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import backend
-from ..packed import unpacked
-from . import grouped, verdict
+from ...machine import backend
+from ..quantized_product import unpacked
+from . import grouped, product_trial
 from .single_rows import single_rows
 from .tiles import Chunk
 
 
 @dataclass(frozen=True)
 class Projection:
-    """W [E, out, in] (packed where `scales` is given), bias [E, out], A [E, r, in] and B [E, out, r].
+    """The arrays of a linear layer per expert: y = W x + bias + scale * B A dropout(x).
 
-    y = W x + bias + scale * B A dropped(x), where `dropout` leaves out inputs of the adapter, drawn from `key`.
-    `trains` names the arrays that get gradients.
+    Args:
+        weight: W [E, out, in], or packed [E, out, packed in] where `scales` is given.
+        scales: the scales of the quantised weight.
+        biases: the quantisation's biases, for mode "affine".
+        global_scale: [E], for quantised weights that have one per expert.
+        group_size: the quantisation's group size.
+        bits: the quantisation's bits.
+        mode: the quantisation's mode, as in mx.quantize.
+        bias: [E, out].
+        lora_a: A [E, r, in].
+        lora_b: B [E, out, r].
+        scale: the factor of the adapter's update.
+        dropout: the share of the adapter's inputs to set to zero.
+        key: the random key from which dropout draws.
+        trains: the names of the arrays that get gradients.
     """
 
     weight: mx.array
@@ -51,101 +65,105 @@ class Projection:
 
     @property
     def inputs(self) -> int:
-        """Columns of the weight before packing."""
+        """The number of inputs, which a packed weight's shape does not show."""
         return self.weight.shape[2] if self.scales is None else self.scales.shape[2] * self.group_size
 
     @property
-    def given(self) -> tuple[str, ...]:
-        """Names of the arrays that a call computes or differentiates; the others are frozen parameters."""
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of the arrays that the block's function takes as arguments; the others are frozen parameters."""
         return (*self.trains, "key") if self.dropout else self.trains
 
-    def arrays(self) -> list[mx.array]:
-        """The arrays that `given` names."""
-        return [getattr(self, name) for name in self.given]
+    def arguments(self) -> list[mx.array]:
+        """The arrays that `argument_names` names."""
+        return [getattr(self, name) for name in self.argument_names]
 
-    def around(self, *arrays: mx.array | None) -> Projection:
-        """The same projection around other values of `arrays()`."""
-        named: dict[str, Any] = dict(zip(self.given, arrays, strict=True))
+    def with_arguments(self, *arrays: mx.array | None) -> Projection:
+        """Return the same projection with other arrays in the place of `arguments()`."""
+        named: dict[str, Any] = dict(zip(self.argument_names, arrays, strict=True))
         return replace(self, **named)
 
-    def bare(self) -> Projection:
-        """Without what `given` names; its scale as an array that all calls share, for numbers are buffers each."""
+    def without_arrays(self) -> Projection:
+        """Return the projection without its `arguments()`, and with its scale as an array that all calls share."""
         scale = self.scale if isinstance(self.scale, mx.array) else grouped.number(self.scale)
-        return replace(self.around(*[None] * len(self.given)), scale=scale)
+        return replace(self.with_arguments(*[None] * len(self.argument_names)), scale=scale)
 
-    def gathers_whole_weights(self) -> bool:
-        """Whether each tile has to copy its expert's matrix: packed or half-precision weights on a CPU."""
+    def copies_matrix_per_tile(self) -> bool:
+        """Whether each tile needs an fp32 copy of its expert's matrix: a CPU with a packed or half-precision weight."""
         return backend.device() == "cpu" and (self.scales is not None or self.weight.dtype != mx.float32)
 
-    def unpacks_all(self) -> bool:
-        """Whether products unpack every expert first: MLX's gather_qmm on CUDA reads a whole matrix for each row."""
+    def unpacks_all_experts(self) -> bool:
+        """Whether all experts are unpacked first, because gather_qmm reads a whole matrix for each row on CUDA."""
         return backend.device() == "cuda" and self.scales is not None
 
-    def dropped(self, rows: mx.array, part: int) -> mx.array:
-        """The adapter's input, in the dtype of its products; `part` numbers the draw: the backward pass draws alike."""
+    def adapter_input(self, rows: mx.array, chunk_number: int) -> mx.array:
+        """Return dropout(rows) in the dtype of the adapter's products; a chunk draws the same mask in both passes."""
         inputs = rows.astype(self._adapter_dtype(rows.dtype))
         if not self.dropout:
             return inputs
-        return (inputs * self._mask(rows.shape, part)).astype(inputs.dtype)
+        return (inputs * self._mask(rows.shape, chunk_number)).astype(inputs.dtype)
 
-    def narrowed(self, dtype: mx.Dtype) -> Projection:
-        """With its factors in the dtype of the adapter's products on rows of `dtype`: cast once for all chunks."""
+    def with_factors_for(self, dtype: mx.Dtype) -> Projection:
+        """Return the projection with its factors cast, once for all chunks, for products with rows of `dtype`."""
         if self.lora_a is None or self.lora_b is None:
             return self
-        kind = self._adapter_dtype(dtype)
-        return replace(self, lora_a=self.lora_a.astype(kind), lora_b=self.lora_b.astype(kind))
+        factor_dtype = self._adapter_dtype(dtype)
+        return replace(self, lora_a=self.lora_a.astype(factor_dtype), lora_b=self.lora_b.astype(factor_dtype))
 
     def _adapter_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
-        """fp32, but for rows of `dtype` that tensor cores multiply with factors of their own type."""
+        """The dtype of the adapter's products: that of the rows where tensor cores compute them, and fp32 elsewhere."""
         assert self.lora_a is not None
-        return dtype if grouped.takes(dtype, *self.lora_a.shape[1:], self.outputs) else mx.float32
+        return dtype if grouped.supports(dtype, *self.lora_a.shape[1:], self.outputs) else mx.float32
 
-    def _mask(self, shape: tuple[int, ...], part: int) -> mx.array:
+    def _mask(self, shape: tuple[int, ...], chunk_number: int) -> mx.array:
         assert self.key is not None
-        key = mx.random.split(self.key, part + 1)[part]
-        kept = 1 - self.dropout
-        return mx.random.bernoulli(kept, shape, key=key) * (1 / kept)
+        key = mx.random.split(self.key, chunk_number + 1)[chunk_number]
+        keep = 1 - self.dropout
+        return mx.random.bernoulli(keep, shape, key=key) * (1 / keep)
 
-    def dense(self, experts: mx.array) -> mx.array | None:
-        """For `forward` and `backward`, where products need them: the tiles' own matrices in fp32 [t, out, in], or,
-        if `unpacks_all`, all experts' [E, out, in]."""
-        if self.gathers_whole_weights():
+    def unpacked_matrices(self, experts: mx.array) -> mx.array | None:
+        """Return the matrices that `forward` and `backward` need besides the weight as it is stored, or None.
+
+        They are those of the tiles' experts [t] in fp32, [t, out, in], or all experts' [E, out, in] where
+        `unpacks_all_experts`.
+        """
+        if self.copies_matrix_per_tile():
             return self._unpacked(lambda array: array[experts]).astype(mx.float32)
-        return self._unpacked(lambda array: array) if self.unpacks_all() else None
+        return self._unpacked(lambda array: array) if self.unpacks_all_experts() else None
 
-    def forward(self, rows: mx.array, chunk: Chunk, dense: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        """y [t, m, out], and A dropped(x) [t, m, r] for the backward pass."""
-        y = self._base(rows, chunk, dense, True)
+    def forward(self, rows: mx.array, chunk: Chunk, matrices: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        """Return y [t, m, out], and A dropout(x) [t, m, r] for the backward pass."""
+        y = self._base(rows, chunk, matrices, True)
         if self.bias is not None:
             y = y + self.bias[chunk.experts][:, None].astype(y.dtype)
         if self.lora_a is None or self.lora_b is None:
             return y, None
-        low = self.low(rows, chunk)
-        return product(low, self.lora_b, chunk, True, self.scale, y), low
+        low_rank = self.low_rank(rows, chunk)
+        return product(low_rank, self.lora_b, chunk, True, self.scale, y), low_rank
 
-    def low(self, rows: mx.array, chunk: Chunk) -> mx.array:
-        """A dropped(x) [t, m, r]."""
+    def low_rank(self, rows: mx.array, chunk: Chunk) -> mx.array:
+        """Return A dropout(x) [t, m, r]."""
         assert self.lora_a is not None
-        return product(self.dropped(rows, chunk.number), self.lora_a, chunk, True)
+        return product(self.adapter_input(rows, chunk.number), self.lora_a, chunk, True)
 
-    def backward(self, dy: mx.array, chunk: Chunk, dense: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        """dx [t, m, in], and scale * B^T dy [t, m, r], the gradient of A dropped(x)."""
-        dx = self._base(dy, chunk, dense, False)
+    def backward(self, dy: mx.array, chunk: Chunk, matrices: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        """Return dx [t, m, in], and the gradient of A dropout(x), which is scale * B^T dy [t, m, r]."""
+        dx = self._base(dy, chunk, matrices, False)
         if self.lora_a is None or self.lora_b is None:
             return dx, None
-        dlow = product(dy.astype(self._adapter_dtype(dy.dtype)), self.lora_b, chunk, False, self.scale)
+        d_low_rank = product(dy.astype(self._adapter_dtype(dy.dtype)), self.lora_b, chunk, False, self.scale)
         if not self.dropout:
-            return product(dlow, self.lora_a, chunk, False, onto=dx), dlow
-        update = product(dlow, self.lora_a, chunk, False)
+            return product(d_low_rank, self.lora_a, chunk, False, onto=dx), d_low_rank
+        update = product(d_low_rank, self.lora_a, chunk, False)
         update = update * self._mask(update.shape, chunk.number)
-        return dx + update.astype(dx.dtype), dlow
+        return dx + update.astype(dx.dtype), d_low_rank
 
-    def _base(self, rows: mx.array, chunk: Chunk, dense: mx.array | None, transpose: bool) -> mx.array:
-        if self.gathers_whole_weights():
-            assert dense is not None
-            return rows @ (dense.swapaxes(-1, -2) if transpose else dense)
-        if self.scales is None or dense is not None:
-            return product(rows, self.weight if dense is None else dense, chunk, transpose)
+    def _base(self, rows: mx.array, chunk: Chunk, matrices: mx.array | None, transpose: bool) -> mx.array:
+        """Multiply the rows by the base weight, without bias and adapter."""
+        if self.copies_matrix_per_tile():
+            assert matrices is not None
+            return rows @ (matrices.swapaxes(-1, -2) if transpose else matrices)
+        if self.scales is None or matrices is not None:
+            return product(rows, self.weight if matrices is None else matrices, chunk, transpose)
         more: dict[str, Any] = {} if self.global_scale is None else {"global_scale": self.global_scale}
         return mx.gather_qmm(
             rows,
@@ -155,21 +173,23 @@ class Projection:
             rhs_indices=chunk.experts,
             transpose=transpose,
             sorted_indices=True,
-            **self._packing(),
+            **self._quantization(),
             **more,
         )
 
-    def _packing(self) -> dict[str, Any]:
+    def _quantization(self) -> dict[str, Any]:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
-    def _unpacked(self, chosen: Callable[[mx.array], mx.array]) -> mx.array:
-        """The matrices that `chosen` picks of [E, ...], unpacked, in the dtype that they are stored for."""
+    def _unpacked(self, choose: Callable[[mx.array], mx.array]) -> mx.array:
+        """Return the matrices that `choose` picks from [E, ...], unpacked."""
         if self.scales is None:
-            return chosen(self.weight)
-        biases, wide = (None if each is None else chosen(each) for each in (self.biases, self.global_scale))
-        # bf16, which MLX takes for granted, would round the product with the one scale more.
-        dtype = None if wide is None else mx.float32
-        return unpacked(chosen(self.weight), chosen(self.scales), biases, wide, dtype=dtype, **self._packing())
+            return choose(self.weight)
+        optional = (self.biases, self.global_scale)
+        biases, global_scale = (None if array is None else choose(array) for array in optional)
+        # MLX's default of bf16 would round the product with the global scale once more.
+        dtype = None if global_scale is None else mx.float32
+        arrays = choose(self.weight), choose(self.scales), biases, global_scale
+        return unpacked(*arrays, dtype=dtype, **self._quantization())
 
 
 def product(
@@ -180,21 +200,30 @@ def product(
     scale: mx.array | float | None = None,
     onto: mx.array | None = None,
 ) -> mx.array:
-    """onto + scale * rows [t, m, K] times the matrix of each tile's expert, as if of the rows' dtype.
+    """Return onto + scale * rows times the matrix of each tile's expert.
 
-    `weight` is [E, N, K], transposed, or [E, K, N]. In the dtype of `onto`, where there is one.
+    Args:
+        rows: [t, m, K].
+        weight: [E, N, K] if `transpose`, and else [E, K, N]; it is cast to the rows' dtype.
+        chunk: which expert each tile has.
+        transpose: whether the matrices are multiplied by their last axis.
+        scale: the factor of the product.
+        onto: [t, m, N] to add the product to, or None.
+
+    Returns:
+        [t, m, N], in the dtype of `onto`, or of the rows without it.
     """
     weight = weight.astype(rows.dtype)
-    alike = onto is None or onto.dtype == rows.dtype
-    if chunk.ends is not None and alike and verdict.on_product(rows, weight, transpose, onto is not None):
-        last = None if onto is None else onto.squeeze(1)
+    one_dtype = onto is None or onto.dtype == rows.dtype
+    if chunk.ends is not None and one_dtype and product_trial.product_serves(rows, weight, transpose, onto is not None):
+        onto_rows = None if onto is None else onto.squeeze(1)
         factor = 1.0 if scale is None else scale
-        y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, last)
+        y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows)
         return y.reshape(-1, 1, y.shape[-1])
     if chunk.ends is not None:
         rows = single_rows(rows)
     if backend.device() == "cuda":
-        # MLX's products take each expert's matrix to begin where the one before ends: halves of a larger one do not.
+        # MLX's products expect each expert's matrix right after the one before, which slices of a larger array are not.
         weight = mx.contiguous(weight)
     right = weight.swapaxes(-1, -2) if transpose else weight
     y = mx.gather_mm(rows, right, rhs_indices=chunk.experts, sorted_indices=True)

@@ -1,4 +1,4 @@
-"""Rows as MLX's sorted products read them right on a GPU."""
+"""Gives an array the strides with which MLX's sorted products read rows correctly on a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import mlx.core as mx
 
 
 def single_rows(x: mx.array) -> mx.array:
-    """x [..., 1, K] with the plain strides of its shape; no copy where its rows lie one behind the other.
+    """Return x [..., 1, K] with row-major strides; it is copied only if its rows do not follow one another in memory.
 
-    MLX's CUDA products (Metal's before mlx 0.32.1) take the stride of the axis of one, at which no second element is,
-    for the distance of two rows. expand_dims leaves 1 there, a broadcast 0, and arithmetic keeps them.
+    MLX's products on CUDA (and on Metal before mlx 0.32.1) use the stride of the axis of size 1 as the distance between
+    rows. That stride means nothing: expand_dims makes it 1, a broadcast makes it 0, and arithmetic keeps either.
     """
     return mx.unflatten(x.reshape(-1), 0, x.shape)

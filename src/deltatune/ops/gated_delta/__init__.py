@@ -1,4 +1,4 @@
-"""The gated delta rule: y and final state, with gradients for every input. See README.md here for the derivation."""
+"""The gated delta rule, with a gradient for every input. README.md in this folder derives the formulas."""
 
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive

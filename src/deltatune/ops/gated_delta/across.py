@@ -1,7 +1,8 @@
-"""The only sequential part: states from chunk to chunk forwards, their gradients backwards. Either kind of gate.
+"""The loop from chunk to chunk: states forwards, their gradients backwards, for either kind of gate.
 
-Within a chunk, delta = written - removed S^T; then S becomes S total + delta^T kept_k (README.md, section 2).
-Shapes: n chunks, then batch dimensions; total broadcasts over a state [Dv, Dk].
+It is the only sequential part of the chunkwise form. In the notation of README.md, section 2, a chunk with state S
+before it has delta = U - W S^T, and leaves the state S decay + delta^T K_end, where K_end are its keys decayed to its
+end. In the shapes, n is the number of chunks and dots are batch axes; decay broadcasts over a state [Dv, Dk].
 """
 
 from __future__ import annotations
@@ -10,35 +11,54 @@ import mlx.core as mx
 
 
 def forward_across(
-    written: mx.array, removed: mx.array, kept_k: mx.array, total: mx.array, state: mx.array
+    u: mx.array, w: mx.array, k_end: mx.array, decay: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """(states before each chunk [n, ..., Dv, Dk], deltas [n, ..., C, Dv], the state after the last)."""
+    """Carry the state through n chunks.
+
+    Args:
+        u: [n, ..., C, Dv], the deltas that a zero state would give.
+        w: [n, ..., C, Dk], what multiplies the state in the deltas.
+        k_end: [n, ..., C, Dk], keys decayed to the end of their chunk.
+        decay: [n, ..., 1, 1 or Dk], the product of each chunk's gates.
+        state: [..., Dv, Dk] before the first chunk.
+
+    Returns:
+        The states before each chunk [n, ..., Dv, Dk], the deltas [n, ..., C, Dv], and the state after the last chunk.
+    """
     states, deltas = [], []
-    for u, w, k, g in zip(*map(_chunks, (written, removed, kept_k, total)), strict=True):
+    for chunk_u, chunk_w, chunk_k, chunk_decay in zip(*map(_chunks, (u, w, k_end, decay)), strict=True):
         states.append(state)
-        delta = mx.addmm(u, w, state.swapaxes(-1, -2), alpha=-1.0)
+        delta = mx.addmm(chunk_u, chunk_w, state.swapaxes(-1, -2), alpha=-1.0)
         deltas.append(delta)
-        state = mx.addmm(state * g, delta.swapaxes(-1, -2), k)
+        state = mx.addmm(state * chunk_decay, delta.swapaxes(-1, -2), chunk_k)
     return mx.stack(states), mx.stack(deltas), state
 
 
 def backward_across(
-    from_y: mx.array, recalled: mx.array, removed: mx.array, kept_k: mx.array, total: mx.array, dstate: mx.array
+    ddelta_y: mx.array, dstate_y: mx.array, w: mx.array, k_end: mx.array, decay: mx.array, dstate: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """(gradients of the deltas, of the states after each chunk, of the state before the first).
+    """Carry the gradient of the state back through n chunks.
 
-    from_y [n, ..., C, Dv] and recalled [n, ..., Dv, Dk] are what the outputs alone give to delta and to the state.
+    Args:
+        ddelta_y: [n, ..., C, Dv], the gradients that the deltas get from the outputs alone.
+        dstate_y: [n, ..., Dv, Dk], the gradients that the states before each chunk get from the outputs alone.
+        w, k_end, decay: As in `forward_across`.
+        dstate: [..., Dv, Dk], the gradient of the state after the last chunk.
+
+    Returns:
+        The gradients of the deltas [n, ..., C, Dv], of the states after each chunk [n, ..., Dv, Dk], and of the state
+        before the first chunk.
     """
-    ddeltas, dafters = [], []
-    parts = list(zip(*map(_chunks, (from_y, recalled, removed, kept_k, total)), strict=True))
-    for y, read, w, k, g in reversed(parts):
-        dafters.append(dstate)
-        ddelta = mx.addmm(y, k, dstate.swapaxes(-1, -2))
+    ddeltas, dstates_after = [], []
+    chunks = list(zip(*map(_chunks, (ddelta_y, dstate_y, w, k_end, decay)), strict=True))
+    for chunk_ddelta, chunk_dstate, chunk_w, chunk_k, chunk_decay in reversed(chunks):
+        dstates_after.append(dstate)
+        ddelta = mx.addmm(chunk_ddelta, chunk_k, dstate.swapaxes(-1, -2))
         ddeltas.append(ddelta)
-        dstate = mx.addmm(read + dstate * g, ddelta.swapaxes(-1, -2), w, alpha=-1.0)
-    return mx.stack(ddeltas[::-1]), mx.stack(dafters[::-1]), dstate
+        dstate = mx.addmm(chunk_dstate + dstate * chunk_decay, ddelta.swapaxes(-1, -2), chunk_w, alpha=-1.0)
+    return mx.stack(ddeltas[::-1]), mx.stack(dstates_after[::-1]), dstate
 
 
 def _chunks(x: mx.array) -> list[mx.array]:
-    """Views of the chunks; indexing with a number would gather, that is copy, each."""
+    """Split x into views of its chunks. Indexing with a number would gather each chunk, which copies it."""
     return [part.squeeze(0) for part in mx.split(x, x.shape[0])]

@@ -1,4 +1,7 @@
-"""One group of chunks with a gate per key channel: forward, and the backward of README.md, section 4."""
+"""The chunks of a group with a gate per key channel: the formulas of README.md, section 4.
+
+chunk.py calls the functions of this module where log_g is [B, T, Hv, Dk], and those of scalar.py otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,95 +9,92 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .across import backward_across, forward_across
-from .group import Gradients, Group, over_value_heads
-from .halves import Level, gram, gram_backward, levels
+from .channel_gram import Level, decay_levels, gram, gram_backward
+from .group import Gradients, Group, sum_over_value_heads
 from .triangular import unit_lower_inverse
 
 
-class _Inside(NamedTuple):
-    """What a chunk knows without its incoming state."""
+class _Chunks(NamedTuple):
+    """What can be computed of n chunks without the states before them."""
 
-    tower: list[Level]
+    levels: list[Level]  # decays between the halves of ever larger blocks
     qk: mx.array  # [n, B, K, 1, 2, C, Dk]
     from_start: mx.array  # [n, B, K, R, C, Dk]: decay from the chunk's start to after each step
     to_end: mx.array  # [n, B, K, R, C, Dk]: decay from after each step to the chunk's end
     total: mx.array  # [n, B, K, R, 1, Dk]: decay over the whole chunk
-    gram: mx.array  # [n, B, K, R, 2, C, C]: q k^T and k k^T, decayed
-    inverse: mx.array  # [n, B, K, R, C, C]: of I + beta times the k k^T
-    written: mx.array  # [n, B, K, R, C, Dv]: the deltas had the state been zero
-    removed: mx.array  # [n, B, K, R, C, Dk]: what the incoming state takes off them
-    kept_k: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
+    gram: mx.array  # [n, B, K, R, 2, C, C]: q k^T and k k^T, decayed channel by channel
+    inverse: mx.array  # [n, B, K, R, C, C]: the inverse of I + beta times the decayed k k^T
+    u: mx.array  # [n, B, K, R, C, Dv]: the deltas that a zero state before the chunk would give
+    w: mx.array  # [n, B, K, R, C, Dk]: what multiplies the state before the chunk in the deltas
+    k_end: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
-def _inside(group: Group) -> _Inside:
+def without_state(group: Group) -> _Chunks:
+    """Compute everything about the chunks of a group that does not depend on a state."""
     size = group.v.shape[-2]
     qk = group.qk.reshape(*group.qk.shape[:-2], 2, size, -1)
-    tower, from_start, to_end = levels(mx.exp(group.log_g))
-    products = gram(qk, tower)
+    levels, from_start, to_end = decay_levels(mx.exp(group.log_g))
+    products = gram(qk, levels)
     inverse = unit_lower_inverse(group.beta[..., None] * products[..., 1, :, :])
     solve = inverse * group.beta[..., None, :]
-    return _Inside(
-        tower=tower,
+    return _Chunks(
+        levels=levels,
         qk=qk,
         from_start=from_start,
         to_end=to_end,
         total=from_start[..., -1:, :],
         gram=products,
         inverse=inverse,
-        written=solve @ group.v,
-        removed=solve @ (group.k * from_start),
-        kept_k=group.k * to_end,
+        u=solve @ group.v,
+        w=solve @ (group.k * from_start),
+        k_end=group.k * to_end,
     )
 
 
-def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """y [n, B, K, R, C, Dv], the states before each chunk [n, B, K, R, Dv, Dk], and the state after the last."""
-    inside = _inside(group)
-    before, delta, state = forward_across(inside.written, inside.removed, inside.kept_k, inside.total, state)
-    recalled = (group.q * inside.from_start) @ before.swapaxes(-1, -2)
-    return mx.addmm(recalled, inside.gram[..., 0, :, :], delta), before, state
+def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) -> mx.array:
+    """Return y [n, B, K, R, C, Dv] from the states before each chunk and the deltas."""
+    y_state = (group.q * chunks.from_start) @ states.swapaxes(-1, -2)
+    return mx.addmm(y_state, chunks.gram[..., 0, :, :], delta)
 
 
-def backward(group: Group, before: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
-    """From dy [n, B, K, R, C, Dv] and the gradient of the state after the group."""
-    inside = _inside(group)
-    delta = mx.addmm(inside.written, inside.removed, before.swapaxes(-1, -2), alpha=-1.0)
-    from_y = inside.gram[..., 0, :, :].swapaxes(-1, -2) @ dy
-    recalled = dy.swapaxes(-1, -2) @ (group.q * inside.from_start)
-    ddelta, dafter, dstate = backward_across(from_y, recalled, inside.removed, inside.kept_k, inside.total, dstate)
-    return _inside_backward(group, inside, before, delta, dy, ddelta, dafter)._replace(state=dstate)
+def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
+    """Return what the deltas and the states before each chunk receive from dy [n, B, K, R, C, Dv]."""
+    ddelta_y = chunks.gram[..., 0, :, :].swapaxes(-1, -2) @ dy
+    dstate_y = dy.swapaxes(-1, -2) @ (group.q * chunks.from_start)
+    return ddelta_y, dstate_y
 
 
-def _inside_backward(
+def input_gradients(
     group: Group,
-    inside: _Inside,
-    before: mx.array,
+    chunks: _Chunks,
+    states: mx.array,
     delta: mx.array,
     dy: mx.array,
     ddelta: mx.array,
-    dafter: mx.array,
+    dstates_after: mx.array,
+    dstate: mx.array,
 ) -> Gradients:
-    dr = inside.inverse.swapaxes(-1, -2) @ ddelta
+    """Return the gradients of the group from those of its deltas and states; m is M of README.md."""
+    d_right = chunks.inverse.swapaxes(-1, -2) @ ddelta
     beta = group.beta[..., None]
-    rows = mx.stack([dy, -dr], axis=-3)
-    by_gram = rows @ delta.swapaxes(-1, -2)[..., None, :, :]
-    by_q = (dy @ before) * inside.from_start
-    by_k = -(dr @ before) * inside.from_start
-    by_end = (delta @ dafter) * inside.to_end
+    rows = mx.stack([dy, -d_right], axis=-3)
+    m = rows @ delta.swapaxes(-1, -2)[..., None, :, :]
+    dq_from_start = (dy @ states) * chunks.from_start
+    dk_from_start = -(d_right @ states) * chunks.from_start
+    dk_to_end = (delta @ dstates_after) * chunks.to_end
 
-    by_beta = mx.stack([mx.ones_like(beta), beta], axis=-3)
-    dq, dk, dlog_g = gram_backward(inside.qk, inside.tower, by_gram * by_beta)
-    dq = dq + by_q
-    dk = dk + beta * by_k + by_end
+    beta_rows = mx.stack([mx.ones_like(beta), beta], axis=-3)
+    dq, dk, dlog_g = gram_backward(chunks.qk, chunks.levels, m * beta_rows)
+    dq = dq + dq_from_start
+    dk = dk + beta * dk_from_start + dk_to_end
 
-    # As with scalar gates, but each channel has its own sum.
-    starts_k = by_k * group.k
-    across = (dafter * before).sum(axis=-2, keepdims=True) * inside.total
-    dlog_g = dlog_g + across + mx.cumsum(by_q * group.q + beta * starts_k, axis=-2, reverse=True)
-    dlog_g = dlog_g + mx.cumsum(by_end * group.k, axis=-2, inclusive=False)
-    pairs = (by_gram[..., 1, :, :] * inside.gram[..., 1, :, :]).sum(axis=-1)
-    dbeta = (dr * group.v).sum(axis=-1) + starts_k.sum(axis=-1) + pairs
+    # The terms are those of scalar.py, but each channel has a sum of its own.
+    starts = dk_from_start * group.k
+    across = (dstates_after * states).sum(axis=-2, keepdims=True) * chunks.total
+    dlog_g = dlog_g + across + mx.cumsum(dq_from_start * group.q + beta * starts, axis=-2, reverse=True)
+    dlog_g = dlog_g + mx.cumsum(dk_to_end * group.k, axis=-2, inclusive=False)
+    pairs = (m[..., 1, :, :] * chunks.gram[..., 1, :, :]).sum(axis=-1)
+    dbeta = (d_right * group.v).sum(axis=-1) + starts.sum(axis=-1) + pairs
     return Gradients(
-        q=over_value_heads(dq), k=over_value_heads(dk), v=dr * beta, log_g=dlog_g, beta=dbeta, state=dafter
+        q=sum_over_value_heads(dq), k=sum_over_value_heads(dk), v=d_right * beta, log_g=dlog_g, beta=dbeta, state=dstate
     )

@@ -1,22 +1,23 @@
-"""The chunkwise form: matrix products inside chunks, a short loop across them, and a backward pass of its own.
+"""The chunkwise form: matrix products inside chunks, a short loop across them, and a hand-written backward pass.
 
-The forward pass keeps one state per chunk. The backward pass walks the chunks in reverse, a group at a time, and
-recomputes everything else. The derivation is in README.md beside this file.
+The forward pass saves one state per chunk. The backward pass takes groups of chunks in reverse order and recomputes
+everything else. README.md in this folder derives the formulas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from . import channel, scalar
-from .batching import over_batch
+from .across import backward_across, forward_across
+from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
 from .gates import effective_gates
-from .group import Group
-from .layout import Cut, Span, blank, chunked, cut, tokens, write
+from .group import Gradients, Group
+from .transforms import over_batch, refuse_second_derivative
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -33,17 +34,21 @@ def gated_delta_chunk(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The chunkwise form with a hand-derived backward pass; arguments and result as `gated_delta`.
+    """Compute the chunkwise form, with a hand-derived backward pass. Arguments and results are those of `gated_delta`.
 
-    Raises NotImplementedError when a second derivative is taken.
+    It runs on every device and in mx.vmap, mx.compile and mx.checkpoint.
 
-    Source: arXiv 2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md.
+    Raises:
+        NotImplementedError: A second derivative is taken.
+
+    Source:
+        arXiv 2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md in this folder.
     """
     batch, length, value_heads, value_size = v.shape
     log_g, beta = effective_gates(log_g, beta, mask, segments)
     if initial_state is None:
         initial_state = mx.zeros((batch, value_heads, value_size, k.shape[-1]), dtype=mx.float32)
-    forward = _forward_by(cut(length, batch * value_heads, k.shape[-1]))
+    forward = _differentiable(choose_chunking(length, batch * value_heads, k.shape[-1]))
     y, state, *_ = forward(q, k, v, log_g, beta, initial_state.astype(mx.float32))
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
@@ -51,67 +56,79 @@ def gated_delta_chunk(
 
 
 @lru_cache
-def _forward_by(plan: Cut) -> _Function:
-    """f(q, k, v, log_g, beta, state) -> (y, final state, for each group the states before its chunks)."""
-    forward = mx.custom_function(lambda *arrays: _forward(plan, *arrays))
-    backward = mx.custom_function(lambda *arrays: _backward(plan, *arrays))
+def _differentiable(chunking: Chunking) -> _Function:
+    """Return f(q, k, v, log_g, beta, state) -> (y, final state, one array per group: the states before its chunks)."""
+    forward = mx.custom_function(lambda *arrays: _forward(chunking, *arrays))
+    backward = mx.custom_function(lambda *arrays: _backward(chunking, *arrays))
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
-    saved = [1] * len(plan.groups())
+    batch_of_states = [1] * len(chunking.groups())
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
         return call_backward(*primals[:5], *cotangents[:2], *outputs[2:])
 
-    def refuse(*_: object) -> None:
-        raise NotImplementedError(
-            "gated_delta has no second derivative: its backward pass is written by hand. "
-            "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
-        )
-
     forward.vjp(vjp)
-    backward.vjp(refuse)
-    forward.vmap(over_batch(call_forward, [0] * 6, [0, 0, *saved]))
-    backward.vmap(over_batch(call_backward, [0] * 7 + saved, [0] * 6))
+    backward.vjp(refuse_second_derivative)
+    forward.vmap(over_batch(call_forward, [0] * 6, [0, 0, *batch_of_states]))
+    backward.vmap(over_batch(call_backward, [0] * 7 + batch_of_states, [0] * 6))
     return call_forward
 
 
-def _group(
-    inputs: Sequence[mx.array], span: Span, size: int, after: Sequence[mx.array]
+def _load_group(
+    inputs: Sequence[mx.array], span: Span, size: int, previous: Sequence[mx.array]
 ) -> tuple[Group, list[mx.array]]:
-    """The chunks of one group, laid out in memory.
+    """Copy the chunks of one group out of q, k, v, log_g, beta and any further inputs.
 
-    An empty slice of `after` goes into each copy, so that no group is laid out before the one before it is done. The
-    inputs are in the first group's: under mx.vmap, where one is mapped, all are (mx.addmm refuses to map c alone).
+    An empty slice of each array in `previous` joins every copy, so that MLX does not make the copies of a group before
+    the group before it is done. For the first group, `previous` contains the inputs: if mx.vmap maps one of them, every
+    copy is mapped, which mx.addmm needs (it refuses to map its argument c alone).
     """
     key_heads = inputs[1].shape[2]
-    q, k, v, log_g, beta, *more = (chunked(x, span, size, key_heads) for x in inputs)
-    nothing = mx.concatenate([x[..., :0].reshape(0) for x in after])
+    q, k, v, log_g, beta, *further = (group_of(x, span, size, key_heads) for x in inputs)
+    nothing = mx.concatenate([x[..., :0].reshape(0) for x in previous])
 
-    def laid_out(*parts: mx.array) -> mx.array:
+    def copied(*parts: mx.array) -> mx.array:
         shape = parts[0].shape
         return mx.concatenate([*parts, nothing.reshape(*shape[:4], 0, *shape[5:])], axis=4)
 
-    return Group(laid_out(q, k), *map(laid_out, (v, log_g, beta))), [laid_out(x) for x in more]
+    return Group(copied(q, k), *map(copied, (v, log_g, beta))), [copied(x) for x in further]
+
+
+def _group_forward(gates: Any, group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return y of a group, the states before its chunks, and the state after it; `gates` is scalar or channel."""
+    chunks = gates.without_state(group)
+    states, delta, state = forward_across(chunks.u, chunks.w, chunks.k_end, chunks.total, state)
+    return gates.outputs(group, chunks, states, delta), states, state
+
+
+def _group_backward(gates: Any, group: Group, states: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
+    """Return the gradients of a group and of the state before it, from those of its y and of the state after it."""
+    chunks = gates.without_state(group)
+    delta = mx.addmm(chunks.u, chunks.w, states.swapaxes(-1, -2), alpha=-1.0)
+    ddelta_y, dstate_y = gates.output_gradients(group, chunks, dy)
+    ddelta, dstates_after, dstate = backward_across(ddelta_y, dstate_y, chunks.w, chunks.k_end, chunks.total, dstate)
+    return gates.input_gradients(group, chunks, states, delta, dy, ddelta, dstates_after, dstate)
 
 
 def _forward(
-    plan: Cut, q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array
+    chunking: Chunking, q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array
 ) -> _Arrays:
-    inside = channel if log_g.ndim == 4 else scalar
-    carry = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
-    outputs = blank(v.astype(q.dtype), plan, k.shape[2])
+    """Return y, the final state, and for each group the states before its chunks."""
+    gates: Any = channel if log_g.ndim == 4 else scalar
+    group_state = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
+    outputs = empty_chunks(v.astype(q.dtype), chunking, k.shape[2])
     saved: list[mx.array] = []
-    after = [carry, q, k, v, log_g, beta]
-    for span in plan.groups():
-        group, _ = _group((q, k, v, log_g, beta), span, plan.size, after)
-        y, before, carry = inside.forward(group, carry)
-        write(outputs, y, span, plan)
-        saved.append(before)
-        after = [outputs, before, carry]
-    return tokens(outputs, plan), carry.reshape(state.shape), *saved
+    previous = [group_state, q, k, v, log_g, beta]
+    for span in chunking.groups():
+        group, _ = _load_group((q, k, v, log_g, beta), span, chunking.size, previous)
+        y, states, group_state = _group_forward(gates, group, group_state)
+        write_group(outputs, y, span, chunking)
+        saved.append(states)
+        previous = [outputs, states, group_state]
+    return sequence_of(outputs, chunking), group_state.reshape(state.shape), *saved
 
 
 def _backward(
-    plan: Cut,
+    chunking: Chunking,
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -121,15 +138,15 @@ def _backward(
     dstate: mx.array,
     *saved: mx.array,
 ) -> _Arrays:
-    """Gradients of q, k, v, log_g, beta and the initial state, in their dtypes."""
-    inside = channel if log_g.ndim == 4 else scalar
-    carry = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
-    results = [blank(x, plan, k.shape[2]) for x in (q, k, v, log_g, beta)]
-    after = [carry, q, k, v, log_g, beta, dy]
-    for span, before in zip(reversed(plan.groups()), reversed(saved), strict=True):
-        group, (dy_part,) = _group((q, k, v, log_g, beta, dy), span, plan.size, after)
-        *parts, carry = inside.backward(group, before, dy_part, carry)
-        for whole, part in zip(results, parts, strict=True):
-            write(whole, part, span, plan)
-        after = [*results, carry]
-    return *(tokens(whole, plan) for whole in results), carry.reshape(dstate.shape)
+    """Return the gradients of q, k, v, log_g, beta and the initial state, in their dtypes."""
+    gates: Any = channel if log_g.ndim == 4 else scalar
+    group_dstate = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
+    results = [empty_chunks(x, chunking, k.shape[2]) for x in (q, k, v, log_g, beta)]
+    previous = [group_dstate, q, k, v, log_g, beta, dy]
+    for span, states in zip(reversed(chunking.groups()), reversed(saved), strict=True):
+        group, (group_dy,) = _load_group((q, k, v, log_g, beta, dy), span, chunking.size, previous)
+        *gradients, group_dstate = _group_backward(gates, group, states, group_dy, group_dstate)
+        for result, gradient in zip(results, gradients, strict=True):
+            write_group(result, gradient, span, chunking)
+        previous = [*results, group_dstate]
+    return *(sequence_of(result, chunking) for result in results), group_dstate.reshape(dstate.shape)

@@ -1,4 +1,4 @@
-"""Masks and document boundaries, expressed as gates and betas: the chunk form then knows neither."""
+"""Writes masks and document boundaries into gates and betas, so that the chunkwise form needs neither of them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,31 @@ import mlx.core as mx
 def effective_gates(
     log_g: mx.array, beta: mx.array, mask: mx.array | None, segments: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """log_g and beta in fp32, such that a masked step does nothing and a new segment starts from a zero state.
+    """Return log_g and beta under which a masked step does nothing and a new segment starts from a zero state.
 
-    A masked step has gate 1 and beta 0; the first step of a segment has gate 0, masked or not. Both are constants,
-    so no gradient reaches log_g or beta there.
+    A masked step gets gate 1 and beta 0. The first step of a segment gets gate 0, whether it is masked or not. Both are
+    constants, so no gradient reaches log_g or beta there.
+
+    Args:
+        log_g: [B, T, Hv] or [B, T, Hv, Dk].
+        beta: [B, T, Hv].
+        mask: [B, T] booleans, False where a step is skipped, or None.
+        segments: [B, T] integers that change where a document starts, or None.
+
+    Returns:
+        log_g and beta in their own shapes, in fp32.
     """
     log_g, beta = log_g.astype(mx.float32), beta.astype(mx.float32)
     if mask is not None:
         beta = mx.where(mask[..., None], beta, 0.0)
-        log_g = mx.where(_over(mask, log_g), log_g, 0.0)
+        log_g = mx.where(_broadcastable(mask, log_g), log_g, 0.0)
     if segments is not None:
         changed = segments[:, 1:] != segments[:, :-1]
         restart = mx.concatenate([mx.zeros((changed.shape[0], 1), dtype=mx.bool_), changed], axis=1)
-        log_g = mx.where(_over(restart, log_g), -mx.inf, log_g)
+        log_g = mx.where(_broadcastable(restart, log_g), -mx.inf, log_g)
     return log_g, beta
 
 
-def _over(flags: mx.array, log_g: mx.array) -> mx.array:
-    """flags [B, T] shaped to broadcast over log_g [B, T, Hv] or [B, T, Hv, Dk]."""
+def _broadcastable(flags: mx.array, log_g: mx.array) -> mx.array:
+    """Return flags [B, T] with axes of 1 appended, so that they broadcast over log_g."""
     return flags.reshape(*flags.shape, *(1,) * (log_g.ndim - 2))

@@ -1,6 +1,7 @@
-"""What both kinds of gate share: the inputs of a group of chunks, and the gradients it hands back.
+"""The inputs of a group of chunks and the gradients returned for it, in the layout that scalar.py and channel.py share.
 
-Shapes: n chunks, batch B, K key heads, R value heads to a key head, C tokens to a chunk; a state is [B, K, R, Dv, Dk].
+In the shapes, n is the number of chunks, B the batch, K the number of key heads, R the number of value heads per key
+head, and C the number of tokens per chunk. A state is [B, K, R, Dv, Dk].
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import mlx.core as mx
 
 
 class Group(NamedTuple):
-    """Inputs of n chunks, fp32. `qk` holds q above k, so that one product serves both."""
+    """The inputs of n chunks, in fp32. `qk` stacks q above k, so that one product serves both."""
 
     qk: mx.array  # [n, B, K, 1, 2C, Dk]
     v: mx.array  # [n, B, K, R, C, Dv]
@@ -28,7 +29,10 @@ class Group(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of one group's inputs and of the state before it; q and k keep an axis of 1 for their value heads."""
+    """Gradients of one group's inputs and of the state before it, in the group's layout.
+
+    The axis R of the gradients of q and k has length 1: they are summed over the value heads of a key head.
+    """
 
     q: mx.array
     k: mx.array
@@ -38,6 +42,6 @@ class Gradients(NamedTuple):
     state: mx.array
 
 
-def over_value_heads(x: mx.array) -> mx.array:
-    """Sum over the value heads that share a key head, the axis kept."""
+def sum_over_value_heads(x: mx.array) -> mx.array:
+    """Sum x [n, B, K, R, ...] over the value heads that share a key head, to [n, B, K, 1, ...]."""
     return x if x.shape[3] == 1 else x.sum(axis=3, keepdims=True)

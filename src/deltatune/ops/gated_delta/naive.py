@@ -1,4 +1,7 @@
-"""The gated delta recurrence, one token after another: the truth that every other implementation answers to."""
+"""The gated delta recurrence, computed one token after another.
+
+It is the reference for every other implementation, and autodiff of it is the reference for their gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ def gated_delta_naive(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The recurrence by definition, differentiated by autodiff; arguments and result as `gated_delta`.
+    """Compute the recurrence by its definition. Arguments and results are those of `gated_delta`.
 
-    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), equation 10.
+    It keeps every intermediate state for the backward pass, so it suits tests and second derivatives, not training.
+
+    Source:
+        Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), equation 10.
     """
     batch, length, value_heads, value_size = v.shape
     key_heads, key_size = k.shape[2:]
@@ -38,9 +44,9 @@ def gated_delta_naive(
             state = mx.where(same[:, None, None, None], state, 0.0)
         stepped, y = _step(state, q32[:, t], k32[:, t], v32[:, t], gate[:, t], beta32[:, t])
         if mask is not None:
-            kept = mask[:, t]
-            stepped = mx.where(kept[:, None, None, None], stepped, state)
-            y = mx.where(kept[:, None, None], y, 0.0)
+            live = mask[:, t]
+            stepped = mx.where(live[:, None, None, None], stepped, state)
+            y = mx.where(live[:, None, None], y, 0.0)
         state = stepped
         outputs.append(y)
     return mx.stack(outputs, axis=1).astype(q.dtype), state
@@ -49,7 +55,7 @@ def gated_delta_naive(
 def _step(
     state: mx.array, q: mx.array, k: mx.array, v: mx.array, gate: mx.array, beta: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """One token: state [B,H,Dv,Dk]; q, k [B,H,Dk]; v [B,H,Dv]; gate [B,H,Dk]; beta [B,H]."""
+    """Return the state and y after one token: state [B,H,Dv,Dk]; q, k, gate [B,H,Dk]; v, y [B,H,Dv]; beta [B,H]."""
     state = state * gate[..., None, :]
     predicted = (state * k[..., None, :]).sum(axis=-1)
     delta = beta[..., None] * (v - predicted)

@@ -1,17 +1,17 @@
-"""gated_delta by MLX's own operator, mx.fast.gated_delta_update, where it is there and fast."""
+"""gated_delta by MLX's own operator, mx.fast.gated_delta_update, where that is fast and has a gradient."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 from packaging.version import Version
 
-from ... import backend
+from ...machine import backend
 from .gates import effective_gates
 
 VERSION: str = mx.__version__  # type: ignore[attr-defined]
-# The first mlx whose operator has a gradient.
-SINCE = Version("0.32.4")
-# What its Metal kernels cover (mlx 0.32.4); everything else is a loop over tokens.
+# The first version of mlx whose operator has a gradient.
+FIRST_VERSION = Version("0.32.4")
+# Head size and (key heads, value heads) that its Metal kernels support in mlx 0.32.4; for others it loops over tokens.
 HEAD_SIZE = 128
 HEADS = {(16, 16), (16, 32), (16, 48), (16, 64), (24, 24), (32, 32)}
 
@@ -27,11 +27,14 @@ def gated_delta_native(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """MLX's operator; arguments and result as `gated_delta`. Masks and segments become gates and betas.
+    """Call MLX's operator, with mask and segments written into the gates and betas.
 
-    Raises ValueError for a call that it does not serve (`uncovered` says why).
+    Arguments and results are those of `gated_delta`.
+
+    Raises:
+        ValueError: The operator does not serve this call; the message is that of `unsupported`.
     """
-    reason = uncovered(k, v, log_g)
+    reason = unsupported(k, v, log_g)
     if reason:
         raise ValueError(f"gated_delta: MLX's own operator does not serve this call: {reason}.")
     log_g, beta = effective_gates(log_g, beta, mask, segments)
@@ -44,12 +47,13 @@ def gated_delta_native(
     return y.astype(q.dtype), state.astype(mx.float32)
 
 
-def uncovered(k: mx.array, v: mx.array, log_g: mx.array) -> str | None:
-    """Why the operator cannot serve a call that has the contract's shapes; None where it can."""
-    if Version(VERSION) < SINCE or not hasattr(mx.fast, "gated_delta_update"):
-        return f"mlx {VERSION} has none with a gradient, which came with {SINCE}"
+def unsupported(k: mx.array, v: mx.array, log_g: mx.array) -> str | None:
+    """Return why the operator cannot serve a call with these arguments, or None where it can."""
+    if Version(VERSION) < FIRST_VERSION or not hasattr(mx.fast, "gated_delta_update"):
+        return f"mlx {VERSION} has no gated_delta_update with a gradient, which came with mlx {FIRST_VERSION}"
     if log_g.ndim == 4:
-        return "log_g has a gate per key channel, and it knows one per head, unchecked"
+        # It would take such gates as if there were one per head, without an error.
+        return "log_g has a gate per key channel, and MLX's operator supports one gate per head only"
     heads, sizes = (k.shape[2], v.shape[2]), {k.shape[3], v.shape[3]}
     if backend.device() == "metal" and (heads not in HEADS or sizes != {HEAD_SIZE}):
         return f"{heads[0]}/{heads[1]} heads of {k.shape[3]} x {v.shape[3]} would run as a loop over tokens"

@@ -1,4 +1,7 @@
-"""gated_delta(): the checked entry point; choice.py finds the implementation behind it."""
+"""The public operator `gated_delta`.
+
+It checks its arguments and hands them to the implementation that choice.py selects for the call.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,42 @@ def gated_delta(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The gated delta rule over a sequence, differentiable in every floating-point argument.
+    """Run the gated delta rule over a sequence, differentiable in every floating-point argument.
 
-    For each token: S = S diag(exp(log_g)); d = beta (v - S k); S = S + d k^T; y = S q.
+    Each token updates a state S and reads it:
+    S = S diag(exp(log_g)); d = beta (v - S k); S = S + d k^T; y = S q.
 
-    Arguments:
-        q, k: [B, T, Hk, Dk], fp32, fp16 or bf16; q arrives scaled. T >= 1.
-        v: [B, T, Hv, Dv], Hv a multiple of Hk; value head h reads key head h // (Hv / Hk).
-        log_g: [B, T, Hv], or [B, T, Hv, Dk] for a gate per key channel; natural logarithms in [-inf, 0].
-        beta: [B, T, Hv], in [0, 2].
-        initial_state: [B, Hv, Dv, Dk] before the first token; zeros when None. Feeds the first segment only.
-        mask: [B, T] bool; a False step leaves the state as it was and gives y = 0. Its inputs must be finite.
-        segments: [B, T] integers, non-decreasing along T; the state restarts from zero where they change.
+    Args:
+        q: Queries [B, T, Hk, Dk] in fp32, fp16 or bf16, already scaled (usually by Dk^-0.5). T is at least 1.
+        k: Keys [B, T, Hk, Dk].
+        v: Values [B, T, Hv, Dv]. Hv is a multiple of Hk, and value head h reads key head h // (Hv / Hk).
+        log_g: Natural logarithms of the gates, in [-inf, 0]: [B, T, Hv] for one gate per head, or [B, T, Hv, Dk] for
+            one gate per key channel.
+        beta: Writing strengths [B, T, Hv], in [0, 2].
+        initial_state: The state [B, Hv, Dv, Dk] before the first token of the first segment. None means zeros.
+        mask: [B, T] booleans. A step that is False leaves the state unchanged and gives y = 0; its inputs must be
+            finite.
+        segments: [B, T] integers that never decrease along T. The state restarts from zero wherever they change.
 
-    Returns y [B, T, Hv, Dv] in q's dtype, and the final state [B, Hv, Dv, Dk] in fp32.
+    Returns:
+        y [B, T, Hv, Dv] in q's dtype, and the final state [B, Hv, Dv, Dk] in fp32.
 
-    Raises ValueError, naming the argument, for a wrong shape or dtype; NotImplementedError when a second derivative
-    is taken. The values of log_g, beta and segments are not checked. Where the fused kernels serve, mx.vmap is refused
-    with a ValueError: fold the mapped axis into B, or force chunk.
+    Raises:
+        ValueError: An argument has a wrong shape or dtype (the message names it), or mx.vmap maps a call that the fused
+            kernels serve. The values of log_g, beta and segments are not checked.
+        NotImplementedError: A second derivative is taken.
+        UserError: DELTATUNE_GATED_DELTA forces an implementation that cannot serve this call.
 
-    Source: arXiv 2412.06464 (scalar gates), arXiv 2510.26692 (a gate per channel); README.md beside this file.
+    Source:
+        arXiv 2412.06464 (one gate per head), arXiv 2510.26692 (a gate per key channel), and README.md in this folder.
+
+    Example:
+        >>> q, k, v = (mx.random.normal((1, 8, 2, 16)) for _ in range(3))
+        >>> k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
+        >>> log_g, beta = mx.full((1, 8, 2), -0.1), mx.full((1, 8, 2), 0.5)
+        >>> y, state = gated_delta(q * 16**-0.5, k, v, log_g, beta)
+        >>> y.shape, state.shape
+        ((1, 8, 2, 16), (1, 2, 16, 16))
     """
     _check(q, k, v, log_g, beta, initial_state, mask, segments)
     _, function = choose(Call(q, k, v, log_g, mask is not None, segments is not None))
@@ -64,7 +83,9 @@ def _check(
     if length < 1:
         raise ValueError("gated_delta: k must hold at least one token (T >= 1), got T = 0")
     if min(batch, key_heads, key_size, value_heads, value_size) < 1:
-        raise ValueError(f"gated_delta: empty arguments, got k {list(k.shape)} and v {list(v.shape)}")
+        raise ValueError(
+            f"gated_delta: no size may be 0 (empty arguments), got k {list(k.shape)} and v {list(v.shape)}"
+        )
     if value_heads % key_heads:
         raise ValueError(f"gated_delta: v must have a multiple of k's {key_heads} heads, got {value_heads}")
     _check_shape("q", q, (batch, length, key_heads, key_size))

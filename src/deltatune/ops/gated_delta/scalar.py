@@ -1,4 +1,7 @@
-"""One group of chunks with one gate per head and token: forward, and the backward of README.md, section 3."""
+"""The chunks of a group with one gate per head: the formulas of README.md, sections 2 and 3.
+
+chunk.py calls the functions of this module where log_g is [B, T, Hv], and those of channel.py otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,26 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .across import backward_across, forward_across
-from .group import Gradients, Group, over_value_heads
+from .group import Gradients, Group, sum_over_value_heads
 from .triangular import unit_lower_inverse
 
 
-class _Inside(NamedTuple):
-    """What a chunk knows without its incoming state."""
+class _Chunks(NamedTuple):
+    """What can be computed of n chunks without the states before them."""
 
     from_start: mx.array  # [n, B, K, R, C]: decay from the chunk's start to after each step
     to_end: mx.array  # [n, B, K, R, C]: decay from after each step to the chunk's end
     total: mx.array  # [n, B, K, R, 1, 1]: decay over the whole chunk
-    decay: mx.array  # [n, B, K, R, 2C, C]: over every span, lower above strictly lower
-    gram: mx.array  # [n, B, K, R, 2C, C]: q k^T above k k^T, decayed
-    inverse: mx.array  # [n, B, K, R, C, C]: of I + beta times the lower half of gram
-    written: mx.array  # [n, B, K, R, C, Dv]: the deltas had the state been zero
-    removed: mx.array  # [n, B, K, R, C, Dk]: what the incoming state takes off them
-    kept_k: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
+    decay: mx.array  # [n, B, K, R, 2C, C]: decay from column to row; lower triangular, stacked above strictly lower
+    gram: mx.array  # [n, B, K, R, 2C, C]: q k^T stacked above k k^T, times decay
+    inverse: mx.array  # [n, B, K, R, C, C]: the inverse of I + beta times the decayed k k^T
+    u: mx.array  # [n, B, K, R, C, Dv]: the deltas that a zero state before the chunk would give
+    w: mx.array  # [n, B, K, R, C, Dk]: what multiplies the state before the chunk in the deltas
+    k_end: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
 def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """from_start, to_end and decay, each a product of the gates of its span alone: exact zeros, no cancelling."""
+    """Return from_start, to_end and decay: products of the gates of their own spans, so that a gate of 0 is exact."""
     size = log_g.shape[-1]
     gate = mx.exp(log_g)
     lower = mx.tri(size)
@@ -36,71 +38,69 @@ def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return mx.cumprod(gate, axis=-1), products[..., -1, :], mx.flatten(decay, -3, -2)
 
 
-def _inside(group: Group) -> _Inside:
+def without_state(group: Group) -> _Chunks:
+    """Compute everything about the chunks of a group that does not depend on a state."""
     from_start, to_end, decay = _decays(group.log_g)
     gram = (group.qk @ group.k.swapaxes(-1, -2)) * decay
     inverse = unit_lower_inverse(group.beta[..., None] * gram[..., group.v.shape[-2] :, :])
     solve = inverse * group.beta[..., None, :]
-    removed = (solve * from_start[..., None, :]) @ group.k
-    return _Inside(
+    return _Chunks(
         from_start=from_start,
         to_end=to_end,
         total=from_start[..., -1:, None],
         decay=decay,
         gram=gram,
         inverse=inverse,
-        written=solve @ group.v,
-        removed=removed,
-        kept_k=group.k * to_end[..., None],
+        u=solve @ group.v,
+        w=(solve * from_start[..., None, :]) @ group.k,
+        k_end=group.k * to_end[..., None],
     )
 
 
-def forward(group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """y [n, B, K, R, C, Dv], the states before each chunk [n, B, K, R, Dv, Dk], and the state after the last."""
-    inside = _inside(group)
-    before, delta, state = forward_across(inside.written, inside.removed, inside.kept_k, inside.total, state)
-    recalled = (group.q @ before.swapaxes(-1, -2)) * inside.from_start[..., None]
-    return mx.addmm(recalled, inside.gram[..., : group.v.shape[-2], :], delta), before, state
+def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) -> mx.array:
+    """Return y [n, B, K, R, C, Dv] from the states before each chunk and the deltas."""
+    y_state = (group.q @ states.swapaxes(-1, -2)) * chunks.from_start[..., None]
+    return mx.addmm(y_state, chunks.gram[..., : group.v.shape[-2], :], delta)
 
 
-def backward(group: Group, before: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
-    """From dy [n, B, K, R, C, Dv] and the gradient of the state after the group."""
-    inside = _inside(group)
-    delta = mx.addmm(inside.written, inside.removed, before.swapaxes(-1, -2), alpha=-1.0)
-    from_y = inside.gram[..., : dy.shape[-2], :].swapaxes(-1, -2) @ dy
-    recalled = (dy * inside.from_start[..., None]).swapaxes(-1, -2) @ group.q
-    ddelta, dafter, dstate = backward_across(from_y, recalled, inside.removed, inside.kept_k, inside.total, dstate)
-    return _inside_backward(group, inside, before, delta, dy, ddelta, dafter)._replace(state=dstate)
+def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
+    """Return what the deltas and the states before each chunk receive from dy [n, B, K, R, C, Dv]."""
+    ddelta_y = chunks.gram[..., : dy.shape[-2], :].swapaxes(-1, -2) @ dy
+    dstate_y = (dy * chunks.from_start[..., None]).swapaxes(-1, -2) @ group.q
+    return ddelta_y, dstate_y
 
 
-def _inside_backward(
+def input_gradients(
     group: Group,
-    inside: _Inside,
-    before: mx.array,
+    chunks: _Chunks,
+    states: mx.array,
     delta: mx.array,
     dy: mx.array,
     ddelta: mx.array,
-    dafter: mx.array,
+    dstates_after: mx.array,
+    dstate: mx.array,
 ) -> Gradients:
+    """Return the gradients of the group from those of its deltas and states; m and z are M and Z of README.md."""
     size = dy.shape[-2]
-    dr = inside.inverse.swapaxes(-1, -2) @ ddelta
-    rows = mx.concatenate([dy, -dr], axis=-2)
-    by_state = rows @ before
-    by_gram = rows @ delta.swapaxes(-1, -2)
-    by_end = delta @ dafter
+    d_right = chunks.inverse.swapaxes(-1, -2) @ ddelta
+    rows = mx.concatenate([dy, -d_right], axis=-2)
+    z = rows @ states
+    m = rows @ delta.swapaxes(-1, -2)
+    dk_end = delta @ dstates_after
 
     beta_rows = mx.concatenate([mx.ones_like(group.beta), group.beta], axis=-1)
-    start_rows = mx.concatenate([inside.from_start, inside.from_start], axis=-1)
-    weights = over_value_heads(by_gram * inside.decay * beta_rows[..., None])
-    dqk = mx.addmm(over_value_heads(by_state * (start_rows * beta_rows)[..., None]), weights, group.k)
-    dk = mx.addmm(over_value_heads(by_end * inside.to_end[..., None]), weights.swapaxes(-1, -2), group.qk)
+    start_rows = mx.concatenate([chunks.from_start, chunks.from_start], axis=-1)
+    weights = sum_over_value_heads(m * chunks.decay * beta_rows[..., None])
+    dqk = mx.addmm(sum_over_value_heads(z * (start_rows * beta_rows)[..., None]), weights, group.k)
+    dk = mx.addmm(sum_over_value_heads(dk_end * chunks.to_end[..., None]), weights.swapaxes(-1, -2), group.qk)
 
-    # Every term's share in the gates it decayed through: from the start, to the end, all across, and between pairs.
-    starts = (by_state * group.qk).sum(axis=-1) * start_rows
-    ends = (by_end * group.k).sum(axis=-1) * inside.to_end
-    across = (dafter * before).sum(axis=-1).sum(axis=-1) * inside.from_start[..., -1]
-    pairs = by_gram * inside.gram
-    dbeta = (dr * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
+    # log g receives the sum of the terms whose span contains it: from the chunk's start, to its end, across all of it,
+    # and between two positions.
+    starts = (z * group.qk).sum(axis=-1) * start_rows
+    ends = (dk_end * group.k).sum(axis=-1) * chunks.to_end
+    across = (dstates_after * states).sum(axis=-1).sum(axis=-1) * chunks.from_start[..., -1]
+    pairs = m * chunks.gram
+    dbeta = (d_right * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
     starts = starts[..., :size] + group.beta * starts[..., size:]
     pairs = pairs[..., :size, :] + group.beta[..., None] * pairs[..., size:, :]
     dlog_g = mx.cumsum(starts, axis=-1, reverse=True) + mx.cumsum(ends, axis=-1, inclusive=False)
@@ -108,15 +108,18 @@ def _inside_backward(
     return Gradients(
         q=dqk[..., :size, :],
         k=dqk[..., size:, :] + dk,
-        v=dr * group.beta[..., None],
+        v=d_right * group.beta[..., None],
         log_g=dlog_g,
         beta=dbeta,
-        state=dafter,
+        state=dstate,
     )
 
 
 def _spanning(pairs: mx.array) -> mx.array:
-    """[.., C, C] -> [.., C]: at t, the sum over i >= t > j. Sums only what spans t: a difference would cancel."""
+    """Return [..., C]: at t, the sum of pairs [..., C, C] over i >= t > j.
+
+    It adds only terms that span t. A difference of two running sums would lose them where the gate is tiny.
+    """
     size = pairs.shape[-1]
     earlier = mx.cumsum(pairs, axis=-1, inclusive=False)
     return mx.where(mx.arange(size)[None, :] <= mx.arange(size)[:, None], earlier, 0.0).sum(axis=-2)

@@ -1,6 +1,7 @@
-"""The inverse of a unit lower-triangular matrix by forward substitution in blocks.
+"""The inverse of a unit lower-triangular matrix, by forward substitution in blocks.
 
-Never by repeated squaring of the strict part: its powers explode when keys repeat, as they do in real text.
+Repeated squaring of the strict part would take fewer steps, but its powers explode when keys repeat, as they do in real
+text. So it is not used.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ BLOCK = 16
 
 
 def unit_lower_inverse(strict: mx.array) -> mx.array:
-    """(I + strict)^-1 for strict [..., C, C], strictly lower triangular, fp32; C is 16 times a power of two.
+    """Return (I + strict)^-1.
 
-    Diagonal blocks of 16 by substitution; then two neighbours L, M with the block A below become
-    [[L^-1, 0], [-M^-1 A L^-1, M^-1]]. On a CPU LAPACK's strtri, itself a blocked substitution, does all of it.
+    On a CPU, LAPACK's strtri computes it, which is itself a blocked substitution; elsewhere `blocked_inverse` does.
 
-    Source: Golub and Van Loan, Matrix Computations, 3.1; LAPACK strtri.
+    Args:
+        strict: [..., C, C] in fp32, strictly lower triangular, where C is 16 times a power of two.
+
+    Source:
+        Golub and Van Loan, Matrix Computations, 3.1; LAPACK strtri.
     """
     size = strict.shape[-1]
     identity = mx.eye(size)
@@ -26,7 +30,11 @@ def unit_lower_inverse(strict: mx.array) -> mx.array:
 
 
 def blocked_inverse(strict: mx.array) -> mx.array:
-    """The same from array operations alone, for devices without a LAPACK."""
+    """Return the same as `unit_lower_inverse` from array operations alone, for devices without LAPACK.
+
+    Diagonal blocks of 16 are inverted by substitution. Then two neighbouring blocks L and M, with the block A below L
+    and left of M, merge into one whose inverse is [[L^-1, 0], [-M^-1 A L^-1, M^-1]], until one block is left.
+    """
     inverse = _substitute(_diagonal_blocks(strict, BLOCK))
     width = BLOCK
     while width < strict.shape[-1]:
@@ -40,14 +48,14 @@ def blocked_inverse(strict: mx.array) -> mx.array:
 
 
 def _diagonal_blocks(matrix: mx.array, width: int) -> mx.array:
-    """[..., C, C] -> [..., C / width, width, width]."""
+    """Return the diagonal blocks [..., C / width, width, width] of a matrix [..., C, C]."""
     size = matrix.shape[-1]
     blocks = [matrix[..., start : start + width, start : start + width] for start in range(0, size, width)]
     return mx.stack(blocks, axis=-3)
 
 
 def _substitute(strict: mx.array) -> mx.array:
-    """Column by column: once row j of the inverse is known, it is taken out of every row below."""
+    """Invert blocks by substitution: once row j of the inverse is known, it is eliminated from every row below."""
     size = strict.shape[-1]
     inverse = mx.broadcast_to(mx.eye(size), strict.shape)
     for j in range(size - 1):

@@ -1,4 +1,7 @@
-"""Kernels for NVIDIA GPUs, built once a machine: mx.fast.cuda_kernel builds each in every process, 1.6 s apiece."""
+"""Kernels for NVIDIA GPUs that are compiled once per machine and kept as cubins in the cache folder.
+
+mx.fast.cuda_kernel would compile each kernel anew in every process, which takes 1.6 s per kernel.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ... import environment, kept, nvidia
+from ...machine import atomic_files, environment, nvidia
 from . import nvrtc
 
 logger = logging.getLogger(__name__)
@@ -29,13 +32,20 @@ _DIGEST = hashlib.sha256().digest_size
 Constants = Sequence[tuple[str, int | bool | mx.Dtype]]
 
 
-# Compared by identity: launch.py makes one for each text.
+# Kernels are compared by identity (eq=False): launch.py makes one for each text.
 @dataclass(frozen=True, eq=False)
-class Kernel:
-    """The text between the braces of a kernel, which may read an input's shape as NAME_shape, and what goes before it.
+class CubinKernel:
+    """A kernel for NVIDIA GPUs, called with the arguments of a kernel of mx.fast.cuda_kernel.
 
-    Called as mx.fast.cuda_kernel's kernels are. `threads`: how many a block has, where its registers are to be shared
-    out among them; 0 leaves the compiler what a thread may have at most.
+    Attributes:
+        name: The kernel's name.
+        inputs: The names of its inputs.
+        outputs: The names of its outputs.
+        source: The text between the kernel's braces, which may read the shape of input NAME as NAME_shape.
+        header: The text before the kernel.
+        shared_memory: Bytes of shared memory per block.
+        threads: Threads per block, for a kernel whose groups share out registers among them; else 0, and the compiler
+            gives a thread what it asks for.
     """
 
     name: str
@@ -56,15 +66,15 @@ class Kernel:
         threadgroup: tuple[int, int, int],
         template: Constants,
     ) -> list[mx.array]:
-        shaped = [array.shape if wanted else () for array, wanted in zip(inputs, _shaped(self), strict=True)]
-        dtypes, axes = tuple(array.dtype for array in inputs), tuple(map(len, shaped))
+        shapes = [array.shape if read else () for array, read in zip(inputs, _shapes_read(self), strict=True)]
+        dtypes, axes = tuple(array.dtype for array in inputs), tuple(map(len, shapes))
         return mx.fast.precompiled_cuda_kernel(
             name=self.name,
             compiled_source=_built(self, tuple(template), dtypes, axes, tuple(output_dtypes)),
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
-            scalars=[size for shape in shaped for size in shape],
+            scalars=[size for shape in shapes for size in shape],
             grid=grid,
             threadgroup=threadgroup,
             shared_memory=self.shared_memory,
@@ -74,15 +84,22 @@ class Kernel:
     def text(
         self, constants: Constants, dtypes: Sequence[mx.Dtype], axes: Sequence[int], results: Sequence[mx.Dtype]
     ) -> str:
-        """The whole text, for inputs of `dtypes` and outputs of `results`; `axes` counts those of the shapes read."""
+        """Return the whole text of the kernel.
+
+        Args:
+            constants: Names and values of the compile-time constants.
+            dtypes: The dtype of each input.
+            axes: For each input, the number of axes of its shape, or 0 where `source` does not read the shape.
+            results: The dtype of each output.
+        """
         sizes = [
             (name, [f"{name}_{axis}" for axis in range(count)]) for name, count in zip(self.inputs, axes, strict=True)
         ]
         parameters = [f"const {_TYPES[dtype]}* {name}" for name, dtype in zip(self.inputs, dtypes, strict=True)]
         parameters += [f"{_TYPES[dtype]}* {name}" for name, dtype in zip(self.outputs, results, strict=True)]
-        parameters += [f"const int {size}" for _, each in sizes for size in each]
+        parameters += [f"const int {size}" for _, names in sizes for size in names]
         lines = [_constant(*constant) for constant in constants]
-        lines += [f"const int {name}_shape[] = {{{', '.join(each)}}};\n" for name, each in sizes if each]
+        lines += [f"const int {name}_shape[] = {{{', '.join(names)}}};\n" for name, names in sizes if names]
         bounds = f"__launch_bounds__({self.threads}, 1) " if self.threads else ""
         start = f'extern "C" __global__ void {bounds}{self.name}({", ".join(parameters)}) {{\n'
         return "".join([_PROLOGUE, self.header, start, *lines, self.source, "}\n"])
@@ -95,32 +112,33 @@ def _constant(name: str, value: int | bool | mx.Dtype) -> str:
 
 
 @cache
-def _shaped(kernel: Kernel) -> tuple[bool, ...]:
+def _shapes_read(kernel: CubinKernel) -> tuple[bool, ...]:
+    """Return for each input whether the source reads its shape."""
     return tuple(f"{name}_shape" in kernel.source for name in kernel.inputs)
 
 
 @cache
-def _built(kernel: Kernel, *kind: tuple) -> bytes:
+def _built(kernel: CubinKernel, *kind: tuple) -> bytes:
     return code_of(kernel.name, kernel.text(*kind))
 
 
 def code_of(name: str, text: str) -> bytes:
-    """The cubin of this text for MLX's device: from the cache folder, else built now and kept there."""
+    """Return the cubin of a kernel's text for MLX's device, from the cache folder or else compiled and stored there."""
     key = hashlib.sha256(f"{architecture()} {nvrtc.version()} {text}".encode()).hexdigest()
     path = environment.cache_directory() / "cubins" / f"{key[:32]}.cubin"
-    code = _found(path)
+    code = _read(path)
     if code is not None:
         return code
     code = nvrtc.compiled(text, name, architecture())
     try:
-        kept.write(path, hashlib.sha256(code).digest() + code)
+        atomic_files.write(path, hashlib.sha256(code).digest() + code)
     except OSError as error:
-        logger.warning("%s cannot be kept (%s): it is built again in every process", name, error)
+        logger.warning("the cubin of %s cannot be stored (%s): every process compiles it again", name, error)
     return code
 
 
-def _found(path: Path) -> bytes | None:
-    """The code kept at `path`, unless it is damaged: loading that would end a training."""
+def _read(path: Path) -> bytes | None:
+    """Return the code stored at `path`, or None where it is missing or damaged (loading damaged code ends a run)."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -130,6 +148,9 @@ def _found(path: Path) -> bytes | None:
 
 
 def architecture() -> str:
-    """Of MLX's device, as the compiler calls it: sm_90a. The a admits what belongs to that generation alone."""
-    found = nvidia.generation()
-    return f"sm_{found}{'a' if found >= nvidia.HOPPER else ''}"
+    """Return the compiler's name for the architecture of MLX's device, such as sm_90a.
+
+    The suffix a allows instructions that only this generation has.
+    """
+    generation = nvidia.generation()
+    return f"sm_{generation}{'a' if generation >= nvidia.HOPPER else ''}"

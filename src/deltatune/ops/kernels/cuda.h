@@ -1,7 +1,9 @@
-// The vocabulary of the kernel bodies on CUDA: Metal's names, and 16x16 tiles on the tensor cores.
-// bf16 inputs are exact operands. What the kernels compute is held as a pair of bf16 (high and low part, 16 bits of
-// mantissa), so a product with it takes two or three instructions and keeps near-fp32 accuracy; where one part is
-// enough (Rough, Saved), one. fp16 inputs are pairs throughout; fp32 inputs use FMA.
+// The words that the kernel bodies use, defined for CUDA. metal.h defines the same words for Metal and explains them;
+// the comments here say what is particular to CUDA. A group is a warp, and products of 16x16 tiles run on the tensor
+// cores. bf16 inputs are exact operands. What a kernel computes is held as a pair of bf16, a high and a low part with
+// 16 bits of mantissa together, so a product with it takes two or three instructions and is nearly as accurate as fp32.
+// Where the high part is enough (Rough, Saved), a product takes one. fp16 inputs are pairs throughout; fp32 inputs use
+// FMA.
 
 #define GLOBAL
 #define threadgroup
@@ -24,7 +26,7 @@
 
 #define barrier() __syncthreads()
 #define group_barrier() __syncwarp()
-// The two groups of a strip.
+// A barrier of the two groups that share a strip: named barrier 1 + strip, of 64 threads.
 #define pair_barrier(strip) asm volatile("bar.sync %0, 64;" :: "r"(1 + (strip)) : "memory")
 
 using bf16 = __nv_bfloat16;
@@ -37,6 +39,7 @@ inline unsigned pack(float low, float high) {
 inline float unpack_low(unsigned r) { return __uint_as_float(r << 16); }
 inline float unpack_high(unsigned r) { return __uint_as_float(r & 0xffff0000u); }
 
+// A matrix of fp32, of bf16, and of pairs of bf16 whose parts are two planes of `count` elements.
 struct PlainFloat {
   static constexpr int bytes = 4, planes = 0;
   float* elements;
@@ -83,7 +86,7 @@ inline Store shared_at(char* memory, int offset, int count) {
   place(s, memory + offset, count);
   return s;
 }
-// Block number `block` of `count` elements in device memory, stored as Store stores them.
+// Block number `block` of `count` elements in device memory, in the form of Store.
 template <typename Store, typename P>
 inline Store stored_at(P* p, long block, int count) {
   Store s;
@@ -91,7 +94,7 @@ inline Store stored_at(P* p, long block, int count) {
   return s;
 }
 
-// What rough products read of a block stored as Wide: its high plane alone, for bf16.
+// The part of a Wide matrix that rough products read: for bf16, its high plane.
 template <typename In> struct UpperOf { using type = Wide<In>; };
 template <> struct UpperOf<bf16> { using type = Single; };
 template <typename In> using Upper = typename UpperOf<In>::type;
@@ -151,7 +154,8 @@ inline void multiply_accumulate(float* c, const unsigned (&a)[4], unsigned b0, u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Operands of a 16x16x16 product. On the left, from shared memory or from a tile; on the right, from shared memory.
+// The operands of a 16x16x16 product. A left one comes from shared memory or from a tile, a right one from shared
+// memory.
 template <int Planes>
 struct Left {
   static constexpr int planes = Planes;
@@ -193,7 +197,7 @@ inline void hold(LeftFloat& a, const Tile& t) {
   for (int e = 0; e < 8; ++e) a.x[e] = t.x[e];
 }
 
-// Registers 0 to 3: rows 0-7 and 8-15 of the first eight columns, then of the last eight.
+// Loads a left operand. Registers 0 to 3 hold rows 0-7 and 8-15 of the first eight columns, then of the last eight.
 template <typename View, int Planes>
 inline void left_of(Left<Planes>& a, View v, int lane) {
   static_assert(Planes == View::store_type::planes, "as many planes as the matrix has");
@@ -221,7 +225,8 @@ inline typename LeftFor<typename View::store_type>::type left(View v, int lane) 
   return a;
 }
 
-// Registers 0, 1: k 0-7 and 8-15 of the first eight columns; 2, 3: of the last eight.
+// Loads a right operand. Registers 0 and 1 hold rows 0-7 and 8-15 of the first eight columns, 2 and 3 of the last
+// eight.
 template <typename View, bool Float = View::store_type::planes == 0>
 struct RightOf {
   using type = Right<View::store_type::planes>;
@@ -249,7 +254,8 @@ inline typename RightOf<View>::type right(View v, int lane) {
   return RightOf<View>::of(v, lane);
 }
 
-// tile += a b. Smallest products first; low times low is below fp32's last place of the sum.
+// Adds the product a b to a tile, the smallest partial products first. Low times low is left out: it is below the last
+// place of the sum in fp32.
 template <int PlanesA, int PlanesB>
 inline void multiply(Tile& tile, const Left<PlanesA>& a, const Right<PlanesB>& b, int) {
 #pragma unroll
@@ -281,7 +287,8 @@ inline void multiply(Tile& tile, const LeftFloat& a, const LazyRight<View>& b, i
   }
 }
 
-// A lane's share of the sums of products of two operands' elements: by row of left ones, of all of right ones.
+// A lane's share of the sum of products of the elements of two operands: by row of left operands, or of all elements of
+// right operands.
 template <int Planes>
 inline float row_element(const Left<Planes>& a, int i, bool high) {
   float x = high ? unpack_high(a.r[0][i]) : unpack_low(a.r[0][i]);
@@ -292,7 +299,8 @@ template <int PlanesA, int PlanesB>
 inline void add_row_dots(float (&sums)[2], const Left<PlanesA>& a, const Left<PlanesB>& b, int) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    sums[i & 1] += row_element(a, i, false) * row_element(b, i, false) + row_element(a, i, true) * row_element(b, i, true);
+    sums[i & 1] +=
+        row_element(a, i, false) * row_element(b, i, false) + row_element(a, i, true) * row_element(b, i, true);
 }
 inline void add_row_dots(float (&sums)[2], const LeftFloat& a, const LeftFloat& b, int) {
 #pragma unroll
@@ -344,7 +352,8 @@ inline Tile tile_of(View v, int lane) {
   return t;
 }
 
-// A tile into a matrix (shared or stored) from `offset` on; unless Full, rows and columns past the given ones stay out.
+// Writes a tile to a matrix in shared or device memory from `offset` on; unless Full, except rows from `rows` and
+// columns from `columns` on.
 template <bool Even, bool Full, typename Store>
 inline void put_tile(Store s, long offset, int stride, const Tile& t, int rows, int columns, int lane) {
   const int first_row = tile_row(0, lane), first_column = tile_column(0, lane);
@@ -371,9 +380,8 @@ inline void put_tile(Store s, long offset, int stride, const Tile& t, int rows, 
   }
 }
 
-// Tails: the Bits of each element of a state that come after those its bf16 keeps. Read as a signed number they say
-// where in the bf16's last place the element stood, give or take 2^-Bits of half of it. A lane's 16 bytes stand in the
-// padding of 16 rows of u or R, 2 Bytes a tile for two bits (even elements in the first), one for one.
+// Tails are explained in metal.h. With two bits a lane's tails take two bytes per tile, those of even elements in the
+// first; with one bit they take one byte.
 inline unsigned second_bytes(const Tile& t, int i) {
   return __byte_perm(__float_as_uint(t.x[2 * i]), __float_as_uint(t.x[2 * i + 1]), 0x0051);
 }
@@ -390,7 +398,7 @@ inline unsigned tail_bits(const Tile& t) {
   for (int e = 0; e < 8; ++e) tail |= (__float_as_uint(t.x[e]) >> 15 & 1) << e;
   return tail;
 }
-// Those of `Count` tiles from tile `from` of a strip on.
+// Stores the tails of `Count` tiles from tile `from` of a strip on.
 template <int Bits, int Count, typename Store>
 inline void keep_tails(Store s, int offset, int stride, const Tile* tiles, int from, int lane) {
   if constexpr (Bits > 0) {
@@ -409,7 +417,8 @@ inline void keep_tails(Store s, int offset, int stride, const Tile* tiles, int f
     }
   }
 }
-// The tail of tile `m` of a strip, and the low halves that it stands for: of two elements, half a last place too much.
+// tail_at loads a lane's tails of tile `m` of a strip. low_halves returns the low 16 bits that they stand for, of two
+// elements, each half a last place too large; with_low_half joins one to its bf16 and subtracts that excess.
 template <int Bits, typename Store>
 inline unsigned tail_at(Store s, int offset, int stride, int m, int lane) {
   if constexpr (Bits == 0) {
@@ -428,8 +437,8 @@ inline unsigned low_halves(unsigned tail, int i) {
 inline float with_low_half(unsigned low, unsigned high, unsigned which) {
   return __uint_as_float(__byte_perm(low, high, which) - 0x8000u);
 }
-// A lane's share of the sum of products of two tiles' elements, tails added. (A zero that was rounded to from just half
-// a bf16's smallest number comes out as NaN: then without them.)
+// A lane's share of the sum of products of two tiles' elements with their tails. An element of half the smallest bf16,
+// which is rounded to zero, becomes NaN with its tail; then the sum is taken without tails.
 template <int Bits, typename V, typename W>
 inline float kept_dot(V v, W w, unsigned tail_v, unsigned tail_w, int lane) {
   float sum = 0.0f;
@@ -452,7 +461,7 @@ inline float kept_dot(V v, W w, unsigned tail_v, unsigned tail_w, int lane) {
   return sum;
 }
 
-// The transpose of a tile into a shared matrix.
+// Writes the transpose of a tile to a shared matrix.
 template <typename Store>
 inline void put_turned(Store s, int offset, int stride, const Tile& t, int lane) {
   if constexpr (Store::planes == 1) {
@@ -467,15 +476,16 @@ inline void put_turned(Store s, int offset, int stride, const Tile& t, int lane)
   }
 }
 
-// Copies from device to shared memory run on by themselves. Whole blocks go in bulk and report to a barrier of the stage
-// that they fill; rows go in pieces of 16 bytes. (A bulk copy a row costs more: its instruction serves one lane.)
+// Copies from device to shared memory are asynchronous. Whole blocks are copied in bulk and report to a barrier of the
+// stage that they fill. Rows are copied in pieces of 16 bytes: a bulk copy per row is slower, since one lane issues it.
 struct Arrival {
   unsigned barrier, bytes;
 };
 inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
 
-// Piece number `at` of an array, eight elements: inputs may start anywhere, outputs are MLX's own.
+// Loads (take) or stores (give) piece number `at` of an array, which is eight elements. Inputs may be unaligned;
+// outputs are allocated by MLX and aligned.
 template <typename T>
 struct alignas(16) Eight {
   T x[8];
@@ -501,7 +511,7 @@ inline void give(T* to, long at, const float (&from)[8]) {
   *reinterpret_cast<Eight<T>*>(to + at * 8) = made;
 }
 
-// Barriers of up to two stages; every thread calls.
+// Starts the barriers of up to two stages. Every thread calls it.
 inline void arrivals_start(char* p, int index) {
   if (index == 0) {
 #pragma unroll
@@ -516,14 +526,14 @@ inline void copies_sent(const Arrival& a, int index) {
   if (index == 0)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(a.barrier), "r"(a.bytes) : "memory");
 }
-// `round` counts a stage's fillings from 0.
+// Waits until a stage is filled. `round` counts how often the stage was filled before.
 inline void copies_wait(const Arrival& a, int round) {
   asm volatile("cp.async.wait_all;" ::: "memory");
   asm volatile(
-      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\n"
-      "DONE:\n}" :: "r"(a.barrier), "r"(round & 1) : "memory");
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\n"
+      "bra WAIT;\nDONE:\n}" :: "r"(a.barrier), "r"(round & 1) : "memory");
 }
-// Between ordinary writes to shared memory and bulk copies over them or from them.
+// Orders ordinary accesses to shared memory before bulk copies to or from the same place.
 inline void copies_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 inline void copy_bulk(void* to, const void* from, unsigned bytes, const Arrival& a) {
@@ -541,7 +551,7 @@ inline void copy_floats(float* to, const float* from, Arrival& a, int index) {
   a.bytes += Count * 4;
 }
 
-// The next `Count` elements of a stored block, from `offset` on, in every plane.
+// Copies `Count` elements of every plane of a matrix in device memory, from `offset` on, to shared memory.
 template <int Count, int Threads, typename Store>
 inline void copy_block(Store s, Store from, long offset, Arrival& a, int index) {
   if constexpr (Store::planes == 0) {
@@ -560,8 +570,8 @@ template <> struct SameBits<Single, bf16> { static constexpr bool value = true; 
 template <> struct SameBits<PlainFloat, float> { static constexpr bool value = true; };
 
 template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
-__device__ __noinline__ void copy_elements(Store s, int stride, const Source* from, int row_stride, int width, Live live,
-                                           int index) {
+__device__ __noinline__ void copy_elements(Store s, int stride, const Source* from, int row_stride, int width,
+                                           Live live, int index) {
   for (unsigned i = index; i < Rows * Columns; i += Threads) {
     const int row = i / Columns, column = i % Columns;
     const bool on = column < width && live(row);
@@ -569,7 +579,7 @@ __device__ __noinline__ void copy_elements(Store s, int stride, const Source* fr
   }
 }
 
-// Rows of an input, zeros where a row is not live or a column lies past `width`.
+// Copies rows of an input to shared memory. Rows that are not live and columns from `width` on become zeros.
 template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
 inline void copy_rows(Store s, int stride, const Source* from, int row_stride, int width, Live live, Arrival& a,
                       int index) {
@@ -577,7 +587,7 @@ inline void copy_rows(Store s, int stride, const Source* from, int row_stride, i
     constexpr int each = 16 / sizeof(Source);
     if (row_stride % each == 0 && aligned16(from)) {
       constexpr int vectors = Columns / each, step = Threads / vectors;
-      // The usual case keeps its addresses: a thread stays in its column.
+      // In the usual case a thread stays in its column, so its addresses differ by constants.
       if constexpr (!Live::masked && Threads % vectors == 0 && Rows % (step > 0 ? step : 1) == 0) {
         if (live.left >= Rows && width >= Columns) {
           const int row = (unsigned)index / vectors, column = (unsigned)index % vectors * each;
@@ -604,7 +614,7 @@ inline void copy_rows(Store s, int stride, const Source* from, int row_stride, i
   copy_elements<Rows, Columns, Threads>(s, stride, from, row_stride, width, live, index);
 }
 
-// An operand into a shared matrix, as the products will read it.
+// Writes a left operand to a shared matrix, in the form in which `left` reads it.
 template <int Planes, typename Store>
 inline void keep(Store s, int offset, int stride, const Left<Planes>& a, int lane) {
   static_assert(Planes == Store::planes, "as many planes as the matrix has");
@@ -620,8 +630,8 @@ inline void keep(PlainFloat s, int offset, int stride, const LeftFloat& a, int l
   for (int e = 0; e < 8; ++e) s.put(offset + tile_row(e, lane) * stride + tile_column(e, lane), a.x[e]);
 }
 
-// `Count` elements of a shared matrix out to a stored block, from `offset` on, the planes that the block has. One lane
-// sends; writes_left() by that lane, then a barrier, before the matrix is written again.
+// Writes `Count` elements of each plane that `to` has from a shared matrix to device memory, from `offset` on. One lane
+// starts the copies. It calls writes_left(), and a barrier follows, before the shared matrix is written again.
 template <int Count, typename To, typename Store>
 inline void write_strip(To to, long offset, Store s, int lane) {
   if (lane != 0) return;
@@ -638,11 +648,11 @@ inline void write_strip(To to, long offset, Store s, int lane) {
 }
 inline void writes_left() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// A group's row of tiles, 16 rows of `stride` elements, out to a stored block. Its last write is waited for first.
-// With them the tails of the group's `Kept` tiles of the state.
+// Writes a group's row of tiles, 16 rows of `stride` elements, to device memory by way of `staging`, with the tails of
+// the group's `Kept` tiles of the state. It first waits for the group's write before this one.
 template <int Count, int Bits, int Kept, typename Store>
-inline void write_tiles_and_tails(Store to, long offset, int stride, const Tile* tiles, const Tile* state, char* staging,
-                                  int lane) {
+inline void write_tiles_and_tails(Store to, long offset, int stride, const Tile* tiles, const Tile* state,
+                                  char* staging, int lane) {
   if constexpr (Store::planes == 0) {
 #pragma unroll
     for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
@@ -688,7 +698,7 @@ inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, ch
 }
 inline void writes_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
+// Writes rows of a shared matrix to an array of the inputs' type. `Threads` threads call it.
 template <int Rows, int Columns, int Threads, typename Store, typename Target>
 __device__ __noinline__ void write_elements(Store s, int offset, int stride, Target* to, int row_stride, int rows,
                                             int columns, int index) {
@@ -717,7 +727,7 @@ inline void write_rows(Store s, int offset, int stride, Target* to, int row_stri
   write_elements<Rows, Columns, Threads>(s, offset, stride, to, row_stride, rows, columns, index);
 }
 
-// A shared matrix out to a stored block, as it stands.
+// Copies a shared matrix to a matrix in device memory of the same form.
 template <int Count, int Threads, typename Store>
 inline void write_block(Store to, Store s, int index) {
   constexpr int bytes = Count * Store::bytes;
@@ -727,7 +737,7 @@ inline void write_block(Store to, Store s, int index) {
         *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(s.elements) + i);
 }
 
-// Bytes a row of a group's tiles takes on its way out: one plane of a state, or what u takes.
+// Bytes of shared memory per row of a group's tiles on its way out: the larger of a state's and of u's.
 template <typename In>
 __host__ __device__ constexpr int staged(int state, int chunk) {
   constexpr int saved = Saved<In>::planes * 2, wide = Wide<In>::planes * 2;

@@ -1,8 +1,11 @@
-// Products of rows sorted by expert with their expert's matrix, and the gradients of those matrices. `ends` [E] counts
-// the rows of the experts up to each, so expert e has the rows ends[e - 1] to ends[e].
+// Two kernels for rows that are sorted by expert: the product of every row with its expert's matrix, and the gradients
+// of those matrices. ends[e] is the number of rows of the experts 0..e, so expert e has the rows ends[e - 1] to
+// ends[e]. A group of 32 lanes holds 16x16 tiles of the result in fp32. While it multiplies, the next rows are copied
+// to shared memory.
 
-// Tiles of ROWS rows, each of one expert: expert e's first has the number start / ROWS + e. So each has as many numbers
-// as it can need, those of the experts follow each other, and one look at `ends` tells whose a number is.
+// Returns the expert of a tile of ROWS rows. Every tile belongs to one expert. If expert e's rows start at `start`, its
+// first tile has the number start / ROWS + e. So every expert has enough numbers for its rows, the experts' numbers are
+// in order, and `ends` alone decides whose a number is. Some numbers have no rows.
 template <int ROWS, typename PE>
 inline int expert_of(int tile, PE ends, int experts, int lane) {
   int before = 0;
@@ -10,18 +13,21 @@ inline int expert_of(int tile, PE ends, int experts, int lane) {
   return (int)lane_sum((float)before);
 }
 
+// The view from (row, column) of a view on.
 template <typename Store, bool Transposed>
 inline View<Store, Transposed> moved(View<Store, Transposed> v, int row, int column) {
   return View<Store, Transposed>{v.store, v.offset + (Transposed ? column * v.stride + row : row * v.stride + column),
                                  v.stride};
 }
 
+// How many tiles of 16, at most `most`, are needed for so many elements.
 inline int tiles_within(int elements, int most) {
   const int tiles = (elements + 15) / 16;
   return tiles < 0 ? 0 : tiles < most ? tiles : most;
 }
 
-// sums += l r for a group's DOWN x OVER tiles, DEPTH deep; unless WHOLE, only `down` of them, `over` and `deep`.
+// Adds the product l r to a group's DOWN x OVER tiles, over DEPTH elements. Unless WHOLE, only the first `down` x
+// `over` tiles and `deep` tiles of the depth are there.
 template <bool WHOLE, int DOWN, int OVER, int DEPTH, typename L, typename R>
 inline void add_product(thread Tile* sums, L l, R r, int down, int over, int deep, int lane) {
   const int end = WHOLE ? DEPTH : deep * 16;
@@ -42,7 +48,8 @@ inline void add_product(thread Tile* sums, L l, R r, int down, int over, int dee
   }
 }
 
-// The same for a stage, with `rest` of the depth from its start on, and `down` and `over` of the group's tiles there.
+// Adds the product of a stage to a group's tiles, of which `down` x `over` are there; `rest` elements of the depth
+// remain from the stage's start on.
 template <int DOWN, int OVER, int DEPTH, typename L, typename R>
 inline void add_stage(thread Tile* sums, L l, R r, int down, int over, int rest, int lane) {
   const int deep = tiles_within(rest, DEPTH / 16);
@@ -58,14 +65,16 @@ struct ExpertProductMemory {
   static constexpr constant int weight = ROWS * stride_of(DEPTH) * Exact<In>::bytes;
   static constexpr constant int stage =
       weight + (TRANSPOSED ? COLUMNS * stride_of(DEPTH) : DEPTH * stride_of(COLUMNS)) * Exact<In>::bytes;
-  // The results leave through the stages' room.
+  // The results are written out through the memory of the stages.
   static constexpr constant int results = ROWS * stride_of(COLUMNS) * Exact<In>::bytes;
   static constexpr constant int arrivals = 2 * stage > results ? 2 * stage : results;
   static constexpr constant int bytes = arrivals + 16;
 };
 
-// out [R, outputs] = scale * rows [R, inputs] times its expert's matrix, plus `onto` where ADDED. The matrices are
-// [E, outputs, inputs] where TRANSPOSED, else [E, inputs, outputs]. Grid: tiles of COLUMNS, R / ROWS + E tiles of rows.
+// Computes out [R, outputs] = scale * rows [R, inputs] times the matrix of each row's expert, plus `onto` [R, outputs]
+// where ADDED. The matrices are [E, outputs, inputs] where TRANSPOSED, else [E, inputs, outputs]; scale is one fp32
+// number. Each block computes a tile of ROWS x COLUMNS of one expert, DEPTH inputs at a time; the grid is (tiles of
+// columns, R / ROWS + E tiles of rows). ACROSS groups lie side by side, and each has as many tiles of the result.
 template <typename In, int ROWS, int COLUMNS, int DEPTH, int GROUPS, int ACROSS, bool TRANSPOSED, bool ADDED,
           typename PX, typename PW, typename PE, typename PS, typename PO>
 inline void expert_product(Place at, threadgroup char* memory, int inputs, int outputs, int experts, PX rows, PW weight,
@@ -156,8 +165,10 @@ struct ExpertGradientMemory {
   static constexpr constant int bytes = arrivals + 16;
 };
 
-// out [E, height, width] = scale * the sum over each expert's rows of left [R, height]^T right [R, width], in the order of
-// rows, plus `total` where ADDED. Grid: tiles of COLUMNS, tiles of ROWS, experts.
+// Computes out [E, height, width] in fp32: scale times the sum over each expert's rows of left [R, height]^T right
+// [R, width], plus `total` [E, height, width] where ADDED. Rows are summed in their order, so the bits never vary.
+// Each block computes a tile of ROWS x COLUMNS of one expert's gradient, DEPTH rows of left and right at a time; the
+// grid is (tiles of columns, tiles of rows, experts). Groups share the tile as in expert_product.
 template <typename In, int ROWS, int COLUMNS, int DEPTH, int GROUPS, int ACROSS, bool ADDED, typename PL, typename PR,
           typename PE, typename PS, typename PT>
 inline void expert_gradient(Place at, threadgroup char* memory, int height, int width, PL left_rows, PR right_rows,

@@ -1,68 +1,75 @@
-// gated_delta with a gate for every key channel; the scans are those of gated_delta.h, over G K, G Q and E K.
-//   G_i, E_i, D_ij are vectors over channels c; P_ij = sum_c q_ic D_ij,c k_jc, and N_ij likewise from k_i.
-// Chunks have one or two tiles of 16 positions. Between the tiles D is a product of two factors, each <= 1: of the gates
-// from the later tile's start to i (prefix_i), and of those from j + 1 to the earlier tile's end (suffix_j). Within a tile
-// pairs are summed directly. Nothing is divided by a gate, and sums are of terms that span their gate alone.
+// The gated delta rule with a gate per key channel: prepare and gradients are here. The two scans are those of
+// gated_delta.h, which multiply with G K, G Q and E K in place of K and Q. The notation is that of gated_delta.h.
+//   G_i, E_i and D_ij are vectors over channels c; P_ij = sum_c q_ic D_ij,c k_jc, and N_ij likewise with k_ic.
+// A chunk has one or two tiles of 16 positions. Between the two tiles D is a product of two factors, each at most 1: of
+// the gates from the later tile's start to i (prefix_i), and of those from j + 1 to the earlier tile's end (suffix_j).
+// Within a tile, pairs are summed one by one. Nothing is divided by a gate, and the gradient of a gate is a sum of
+// terms whose span contains it.
 
-template <typename In, int C, int DK, bool FAR>
+template <typename In, int C, int DK, bool UNSTAGED>
 struct ChannelPrepareMemory {
-  static constexpr constant int across = C / 16 - 1;
+  static constexpr constant int second_tile = C / 16 - 1;
   static constexpr constant int k = 0;
-  static constexpr constant int q = k + room_of<FAR, Exact<In>, C, DK>();
-  static constexpr constant int gate = q + room_of<FAR, Exact<In>, C, DK>();
-  // Where there are two tiles: prefix q and prefix k of the later, suffix k of the earlier.
+  static constexpr constant int q = k + room_of<UNSTAGED, Exact<In>, C, DK>();
+  static constexpr constant int gate = q + room_of<UNSTAGED, Exact<In>, C, DK>();
+  // With two tiles: prefix times q and prefix times k of the later tile, and suffix times k of the earlier one.
   static constexpr constant int later_q = gate + C * padded(DK) * 4;
-  static constexpr constant int later_k = later_q + across * 16 * stride_of(DK) * Wide<In>::bytes;
-  static constexpr constant int earlier_k = later_k + across * 16 * stride_of(DK) * Wide<In>::bytes;
-  static constexpr constant int z = earlier_k + across * 16 * stride_of(DK) * Wide<In>::bytes;
-  static constexpr constant int waiting = z + packed_offset(C / 16) * Wide<In>::bytes;
-  static constexpr constant int n = waiting + C * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int on_q = n + C * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int on_k = on_q + C * 17 * 4;
-  static constexpr constant int rate = on_k + C * 17 * 4;
+  static constexpr constant int later_k = later_q + second_tile * 16 * stride_of(DK) * Wide<In>::bytes;
+  static constexpr constant int earlier_k = later_k + second_tile * 16 * stride_of(DK) * Wide<In>::bytes;
+  static constexpr constant int z = earlier_k + second_tile * 16 * stride_of(DK) * Wide<In>::bytes;
+  static constexpr constant int scratch = z + packed_offset(C / 16) * Wide<In>::bytes;
+  static constexpr constant int n = scratch + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int tile_qk = n + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int tile_kk = tile_qk + C * 17 * 4;
+  static constexpr constant int rate = tile_kk + C * 17 * 4;
   static constexpr constant int arrivals = rate + C * 4;
   static constexpr constant int bytes = arrivals + 16;
 };
 
-// solve and scores as for one gate a head; factors [B,Hv,chunks] blocks of beta [C], then the chunk's gates' product [Dk];
-// blocks [C,Dk], rows padded: queries G Q, keys G K, ends E K. Grid: chunks, Hv, B.
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool FAR, bool MASKED, bool SEGMENTED, typename PQ,
-          typename PK, typename PL, typename PB, typename PM, typename PZ, typename OQ>
+// Computes what the scans need of each chunk and what does not depend on its state. Each block does one chunk; the grid
+// is (chunks, HV, B).
+// Inputs: q, k [B,T,HK,DK]; log_g [B,T,HV,DK]; beta [B,T,HV]; mask and segments [B,T], or Nothing.
+// Outputs, for each of [B,HV,chunks]: solve, the packed Z; scores, the packed P; factors, which are beta [C] and then
+// the product of the chunk's gates [DK]; and, [C,DK] with padded rows, queries G Q, keys G K and ends E K.
+// One thread per channel goes along the positions to scale Q and K. For pairs within a tile, each group takes some
+// columns j, each lane some channels. The pairs between the two tiles are matrix products.
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
+          typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ, typename OQ>
 inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
                                         PM mask, PZ segments, GLOBAL float* solve, GLOBAL float* scores,
                                         GLOBAL float* factors, OQ queries_out, GLOBAL float* keys_out,
                                         GLOBAL float* ends_out) {
-  using Memory = ChannelPrepareMemory<In, C, DK, FAR>;
+  using Memory = ChannelPrepareMemory<In, C, DK, UNSTAGED>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
   constexpr int triangle = packed_offset(blocks), numbers = C + columns, shares = GROUPS / blocks;
   constexpr int each = (columns + 31) / 32;
   static_assert(blocks <= 2 && GROUPS % blocks == 0, "one or two tiles a chunk");
   const int chunks = (length + C - 1) / C, t0 = at.x * C, lane = at.lane;
   const long chunk = ((long)at.z * HV + at.y) * chunks + at.x;
-  const Exact<In> near_k = shared_at<Exact<In>>(memory, Memory::k, C * stride);
-  const Exact<In> near_q = shared_at<Exact<In>>(memory, Memory::q, C * stride);
+  const Exact<In> staged_k = shared_at<Exact<In>>(memory, Memory::k, C * stride);
+  const Exact<In> staged_q = shared_at<Exact<In>>(memory, Memory::q, C * stride);
   const Wide<In> later_q = shared_at<Wide<In>>(memory, Memory::later_q, 16 * stride);
   const Wide<In> later_k = shared_at<Wide<In>>(memory, Memory::later_k, 16 * stride);
   const Wide<In> earlier_k = shared_at<Wide<In>>(memory, Memory::earlier_k, 16 * stride);
   const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, triangle);
-  const Wide<In> waiting = shared_at<Wide<In>>(memory, Memory::waiting, C * square);
+  const Wide<In> scratch = shared_at<Wide<In>>(memory, Memory::scratch, C * square);
   const Wide<In> n = shared_at<Wide<In>>(memory, Memory::n, C * square);
   const auto scores_out = stored_at<Wide<In>>(scores, chunk, triangle);
   const auto scaled_q = stored_at<Saved<In>>(queries_out, chunk, C * stride);
   const auto scaled_k = stored_at<Wide<In>>(keys_out, chunk, C * stride);
   const auto end_k = stored_at<Wide<In>>(ends_out, chunk, C * stride);
   threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::gate);
-  threadgroup float* on_q = reinterpret_cast<threadgroup float*>(memory + Memory::on_q);
-  threadgroup float* on_k = reinterpret_cast<threadgroup float*>(memory + Memory::on_k);
+  threadgroup float* tile_qk = reinterpret_cast<threadgroup float*>(memory + Memory::tile_qk);
+  threadgroup float* tile_kk = reinterpret_cast<threadgroup float*>(memory + Memory::tile_kk);
   threadgroup float* rate = reinterpret_cast<threadgroup float*>(memory + Memory::rate);
   const auto live = alive<MASKED>(mask, at.z, t0, length);
 
   const long from = (((long)at.z * length + t0) * HK + at.y / (HV / HK)) * DK;
   arrivals_start(memory + Memory::arrivals, at.index);
   Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
-  if (!FAR) {
-    copy_rows<C, columns, threads>(near_k, stride, k + from, HK * DK, DK, live, arrival, at.index);
-    copy_rows<C, columns, threads>(near_q, stride, q + from, HK * DK, DK, live, arrival, at.index);
+  if (!UNSTAGED) {
+    copy_rows<C, columns, threads>(staged_k, stride, k + from, HK * DK, DK, live, arrival, at.index);
+    copy_rows<C, columns, threads>(staged_q, stride, q + from, HK * DK, DK, live, arrival, at.index);
   }
   copies_sent(arrival, at.index);
   for (int i = at.index; i < C * columns; i += threads) {
@@ -75,8 +82,8 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
         on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
     factors[chunk * numbers + at.index] = rate[at.index];
   }
-  const auto keys = Choice<FAR>::of(far_rows<DK>(k, from, HK * DK, live), near_k);
-  const auto queries = Choice<FAR>::of(far_rows<DK>(q, from, HK * DK, live), near_q);
+  const auto keys = Choice<UNSTAGED>::of(unstaged_rows<DK>(k, from, HK * DK, live), staged_k);
+  const auto queries = Choice<UNSTAGED>::of(unstaged_rows<DK>(q, from, HK * DK, live), staged_q);
   copies_wait(arrival, 0);
   barrier();
   for (int c = at.index; c < columns; c += threads) {
@@ -108,7 +115,7 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
     }
     factors[chunk * numbers + C + c] = all;
   }
-  // Pairs within a tile: a lane some channels, a group every so many columns.
+  // Pairs within a tile: each group takes every `shares`-th column, and each of its lanes some channels.
   const int tile = (unsigned)at.group % blocks, share = (unsigned)at.group / blocks;
   for (int j = share; j < 16; j += shares) {
     float product[each];
@@ -133,8 +140,8 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
         of_k = lane_sum(of_k);
       }
       if (lane == 0) {
-        on_q[r * 17 + j] = of_q;
-        on_k[r * 17 + j] = i > j ? of_k : 0.0f;
+        tile_qk[r * 17 + j] = of_q;
+        tile_kk[r * 17 + j] = i > j ? of_k : 0.0f;
       }
     }
   }
@@ -154,67 +161,75 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   }
   for (int i = at.index; i < C * 16; i += threads) {
     const int row = (unsigned)i / 16, b = row / 16;
-    scores_out.put(packed_offset(b) + (row & 15) * packed_stride(b) + b * 16 + (i & 15), on_q[row * 17 + (i & 15)]);
+    scores_out.put(packed_offset(b) + (row & 15) * packed_stride(b) + b * 16 + (i & 15), tile_qk[row * 17 + (i & 15)]);
   }
-  solve_triangle<C, GROUPS>(at, z, waiting, n, on_k, rate);
+  solve_triangle<C, GROUPS>(at, z, scratch, n, tile_kk, rate);
   write_block<triangle, threads>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);
 }
 
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool FAR,
-          bool MASKED, typename PV, typename PM, typename PQ, typename PK, typename PI, typename OY, typename OS>
+// The scans of gated_delta.h, with the outputs of the prepare kernel above in place of q and k.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
+          bool UNSTAGED, bool MASKED, typename PV, typename PM, typename PQ, typename PK, typename PI, typename OY,
+              typename OS>
 inline void gated_delta_channel_scan(Place at, threadgroup char* memory, int length, PV v, PM mask, PQ queries, PK keys,
-                                     PK ends, PI initial, bool started, PK solve, PK scores, PK factors, OY y, OS states,
+                                     PK ends, PI initial, bool has_initial, PK solve, PK scores, PK factors, OY y,
+                                         OS states,
                                      GLOBAL float* u, GLOBAL float* last) {
-  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, FAR, MASKED, true>(
-      at, memory, length, queries, keys, ends, v, mask, initial, started, solve, scores, factors, y, states, u, last);
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, UNSTAGED, MASKED, true>(
+      at, memory, length, queries, keys, ends, v, mask, initial, has_initial, solve, scores, factors, y, states, u,
+          last);
 }
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT, bool FAR,
-          bool MASKED, typename PY, typename PM, typename PQ, typename PK, typename PE, typename OS, typename OR, typename OV>
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
+          bool UNSTAGED, bool MASKED, typename PY, typename PM, typename PQ, typename PK, typename PE, typename OS,
+              typename OR, typename OV>
 inline void gated_delta_channel_reverse(Place at, threadgroup char* memory, int length, PY dy, PM mask, PQ queries,
                                         PK keys, PK ends, PE d_last, PK solve, PK scores, PK factors, OS d_states,
                                         OR d_right, OV dv, GLOBAL float* d_initial) {
-  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, FAR, MASKED, true>(
+  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, UNSTAGED, MASKED, true>(
       at, memory, length, queries, keys, ends, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv,
       d_initial);
 }
 
-template <typename In, int C, int DK, int SLICE, int STAGES, bool FAR>
+template <typename In, int C, int DK, int SLICE, int STAGES, bool UNSTAGED>
 struct ChannelGradientMemory {
-  // Far: one tile a chunk, and the products come so many channels at a time, four groups of 32 lanes.
-  static constexpr constant int span = FAR ? 128 : padded(DK);
-  static constexpr constant int across = C / 16 - 1, wide = span + 4;
+  // With UNSTAGED a chunk has one tile, and the products are in shared memory 128 channels at a time.
+  static constexpr constant int span = UNSTAGED ? 128 : padded(DK);
+  static constexpr constant int second_tile = C / 16 - 1, product_stride = span + 4;
   static constexpr constant int state = 0;
-  static constexpr constant int d_state = state + room_of<FAR, Saved<In>, SLICE, DK>();
-  static constexpr constant int u = d_state + room_of<FAR, Saved<In>, SLICE, DK>();
+  static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
+  static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int dy = right + SLICE * (C + 8) * Wide<In>::bytes;
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
-  // Once the slices are done with: products with the states, and between the tiles; [position, channel] in fp32.
+  // Once the slices are done, their memory holds the products with the states and those between the tiles, in fp32 by
+  // position and channel.
   static constexpr constant int from_y = 0;
-  static constexpr constant int from_right = from_y + C * wide * 4;
-  static constexpr constant int from_end = from_right + C * wide * 4;
-  static constexpr constant int over_y = from_end + C * wide * 4;
-  static constexpr constant int over_right = over_y + across * 16 * wide * 4;
-  static constexpr constant int over_end = over_right + across * 16 * wide * 4;
-  static constexpr constant int products_end = over_end + across * 16 * wide * 4;
+  static constexpr constant int from_right = from_y + C * product_stride * 4;
+  static constexpr constant int from_end = from_right + C * product_stride * 4;
+  static constexpr constant int over_y = from_end + C * product_stride * 4;
+  static constexpr constant int over_right = over_y + second_tile * 16 * product_stride * 4;
+  static constexpr constant int over_end = over_right + second_tile * 16 * product_stride * 4;
+  static constexpr constant int products_end = over_end + second_tile * 16 * product_stride * 4;
   static constexpr constant int later_q = STAGES * stage > products_end ? STAGES * stage : products_end;
-  static constexpr constant int later_k = later_q + across * 16 * stride_of(DK) * Wide<In>::bytes;
-  static constexpr constant int earlier_k = later_k + across * 16 * stride_of(DK) * Wide<In>::bytes;
-  static constexpr constant int pair_y = earlier_k + across * 16 * stride_of(DK) * Wide<In>::bytes;
-  static constexpr constant int pair_right = pair_y + across * 16 * 24 * Wide<In>::bytes;
-  static constexpr constant int tiles_y = pair_right + across * 16 * 24 * Wide<In>::bytes;
+  static constexpr constant int later_k = later_q + second_tile * 16 * stride_of(DK) * Wide<In>::bytes;
+  static constexpr constant int earlier_k = later_k + second_tile * 16 * stride_of(DK) * Wide<In>::bytes;
+  static constexpr constant int pair_y = earlier_k + second_tile * 16 * stride_of(DK) * Wide<In>::bytes;
+  static constexpr constant int pair_right = pair_y + second_tile * 16 * 24 * Wide<In>::bytes;
+  static constexpr constant int tiles_y = pair_right + second_tile * 16 * 24 * Wide<In>::bytes;
   static constexpr constant int tiles_right = tiles_y + C * 17 * 4;
   static constexpr constant int rate = tiles_right + C * 17 * 4;
-  static constexpr constant int on_rate = rate + C * 4;
-  // The tiles' whole products, what each tile gives the other's gates, and the states' product, by channel.
-  static constexpr constant int whole = on_rate + C * 4 * 4;
-  static constexpr constant int cross = whole + (FAR ? 1 : 2) * padded(DK) * 4;
-  static constexpr constant int on_all = cross + (FAR ? 0 : 2) * padded(DK) * 4;
-  static constexpr constant int arrivals = on_all + padded(DK) * 4;
+  static constexpr constant int rate_sums = rate + C * 4;
+  // By channel: the product of each tile's gates, the terms that each tile adds to the gates of the other, and the
+  // inner product of the states.
+  static constexpr constant int totals = rate_sums + C * 4 * 4;
+  static constexpr constant int cross = totals + (UNSTAGED ? 1 : 2) * padded(DK) * 4;
+  static constexpr constant int state_dots = cross + (UNSTAGED ? 0 : 2) * padded(DK) * 4;
+  static constexpr constant int arrivals = state_dots + padded(DK) * 4;
   static constexpr constant int bytes = arrivals + 16;
 };
 
-// A channel's gates, queries and keys at `Count` positions from `first` on; zeros where a step is not live.
+// Loads a channel's gates, queries and keys at `Count` positions from `first` on: zeros and gates of 1 where a step is
+// not live.
 template <int DK, bool SEGMENTED, int Count, typename Live, typename PQ, typename PK, typename PL, typename PZ>
 inline void load_channel(thread float* gate, thread float* query, thread float* key, int c, int first, Live live, PQ q,
                          PK k, PL log_g, PZ segments, int row, int head, int heads, int key_stride, long key_offset,
@@ -233,36 +248,41 @@ inline void load_channel(thread float* gate, thread float* query, thread float* 
                      : 1.0f;
 }
 
-// A tile of the products with the states, at its row and column, into shared memory.
+// Writes a tile of the products with the states to its row and column in shared memory, times what beta gives it.
 inline void put_products(threadgroup float* from_y, threadgroup float* from_right, threadgroup float* from_end,
-                         thread const Tile& y, thread const Tile& rest, thread const Tile& end,
-                         threadgroup const float* rate, int row, int column, int wide, int lane) {
+                         thread const Tile& y, thread const Tile& right_gradient, thread const Tile& end,
+                         threadgroup const float* rate, int row, int column, int product_stride, int lane) {
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) {
-    const int i = row * 16 + tile_row(e, lane), to = i * wide + column + tile_column(e, lane);
+    const int i = row * 16 + tile_row(e, lane), to = i * product_stride + column + tile_column(e, lane);
     from_y[to] = y.get(e);
-    from_right[to] = -rate[i] * rest.get(e);
+    from_right[to] = -rate[i] * right_gradient.get(e);
     from_end[to] = rate[i] * end.get(e);
   }
 }
 
-// Gradients of q, k, log_g and beta. First as for one gate a head: a group owns 16 positions and a part of Dk. Then a lane
-// owns a channel of a tile, and goes along its positions. Grid: chunks, Hk, B.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool FAR,
+// Computes the gradients of q, k, log_g and beta from what the two scans wrote. Inputs, outputs, blocks and the grid
+// are those of gated_delta_gradients, but log_g and d_log_g are [B,T,HV,DK].
+// First a group owns the 16 positions of a tile and a part of the columns of DK, and multiplies with the states. Then a
+// lane owns a channel of a tile and goes along the tile's 16 positions.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool UNSTAGED,
           bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF,
           typename PT, typename PR, typename PY, typename OQ, typename OK>
 inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
                                           PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right,
                                           PY dy_in, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
-  using Memory = ChannelGradientMemory<In, C, DK, SLICE, STAGES, FAR>;
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, thin = SLICE + 8, blocks = C / 16;
-  constexpr int columns = padded(DK), across = columns / 16, parts = GROUPS / blocks, wide = Memory::wide;
-  constexpr int mine = (across + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts, members = HV / HK;
+  using Memory = ChannelGradientMemory<In, C, DK, SLICE, STAGES, UNSTAGED>;
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, slice_stride = SLICE + 8,
+      blocks = C / 16;
+  constexpr int columns = padded(DK), key_tiles = columns / 16, parts = GROUPS / blocks,
+      product_stride = Memory::product_stride;
+  constexpr int column_tiles = (key_tiles + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts,
+      repeats = HV / HK;
   constexpr int tasks = ((columns + 31) / 32 + parts - 1) / parts, numbers = C + columns;
   constexpr int each = (columns + threads - 1) / threads;
   static_assert(GROUPS % blocks == 0 && parts <= 4 && blocks <= 2, "groups share the columns of a row of tiles");
-  static_assert(padded(DV) % SLICE == 0, "whole slices");
-  static_assert(!FAR || (blocks == 1 && parts * 32 == Memory::span), "a span of channels at a time");
+  static_assert(padded(DV) % SLICE == 0, "SLICE divides the rows");
+  static_assert(!UNSTAGED || (blocks == 1 && parts * 32 == Memory::span), "a span of channels at a time");
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
@@ -280,10 +300,10 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
   threadgroup float* tiles_y = reinterpret_cast<threadgroup float*>(memory + Memory::tiles_y);
   threadgroup float* tiles_right = reinterpret_cast<threadgroup float*>(memory + Memory::tiles_right);
   threadgroup float* rate = reinterpret_cast<threadgroup float*>(memory + Memory::rate);
-  threadgroup float* on_rate = reinterpret_cast<threadgroup float*>(memory + Memory::on_rate);
-  threadgroup float* whole = reinterpret_cast<threadgroup float*>(memory + Memory::whole);
+  threadgroup float* rate_sums = reinterpret_cast<threadgroup float*>(memory + Memory::rate_sums);
+  threadgroup float* totals = reinterpret_cast<threadgroup float*>(memory + Memory::totals);
   threadgroup float* cross = reinterpret_cast<threadgroup float*>(memory + Memory::cross);
-  threadgroup float* on_all = reinterpret_cast<threadgroup float*>(memory + Memory::on_all);
+  threadgroup float* state_dots = reinterpret_cast<threadgroup float*>(memory + Memory::state_dots);
   const auto live = alive<MASKED>(mask, at.z, t0, length);
 
   float dq_sums[tasks][16], dk_sums[tasks][16];
@@ -294,19 +314,19 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
   }
   arrivals_start(memory + Memory::arrivals, at.index);
   int loads = 0;
-  for (int member = 0; member < members; ++member) {
-    const int hv = at.y * members + member;
+  for (int repeat = 0; repeat < repeats; ++repeat) {
+    const int hv = at.y * repeats + repeat;
     const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
     barrier();
     if (STAGES > 1) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, loads & 1);
-      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, FAR, MASKED>(at, memory + (loads & 1) * Memory::stage, arrival,
-                                                                   states, d_states, u_in, d_right, dy_in, mask, length,
+      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED>(at, memory + (loads & 1) * Memory::stage,
+          arrival, states, d_states, u_in, d_right, dy_in, mask, length,
                                                                    hv, chunk, 0);
       copies_sent(arrival, at.index);
     }
     if (at.index < C) rate[at.index] = factors[chunk * numbers + at.index];
-    // A thread a channel of a tile; what it reads comes together, then it goes along the positions.
+    // Each thread takes a channel of a tile. It loads all that it needs, then goes along the positions.
     for (int item = at.index; item < blocks * columns; item += threads) {
       const int b = (unsigned)item / columns, c = (unsigned)item % columns;
       float gate[16], query[16], key[16];
@@ -329,12 +349,12 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
           }
         }
       }
-      whole[b * columns + c] = product;
+      totals[b * columns + c] = product;
     }
 
-    Tile y_sums[mine], right_sums[mine], end_sums[mine], dp[own_pairs], da[own_pairs];
+    Tile y_sums[column_tiles], right_sums[column_tiles], end_sums[column_tiles], dp[own_pairs], da[own_pairs];
     DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) {
+    for (int m = 0; m < column_tiles; ++m) {
       tile_clear(y_sums[m]);
       tile_clear(right_sums[m]);
       tile_clear(end_sums[m]);
@@ -355,8 +375,8 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       barrier();
       if (coming * SLICE < DV) {
         Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, FAR, MASKED>(at, memory + turn * Memory::stage, arrival, states,
-                                                                     d_states, u_in, d_right, dy_in, mask, length, hv,
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED>(at, memory + turn * Memory::stage,
+            arrival, states, d_states, u_in, d_right, dy_in, mask, length, hv,
                                                                      chunk, coming * SLICE);
         copies_sent(arrival, at.index);
       }
@@ -365,14 +385,14 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
         barrier();
       }
       ++loads;
-      const auto state = Choice<FAR>::of(stored_at<Saved<In>>(states + n * SLICE * stride, chunk, padded(DV) * stride),
-                                         shared_at<Saved<In>>(slice, Memory::state, SLICE * stride));
-      const auto d_state = Choice<FAR>::of(
+      const auto state = Choice<UNSTAGED>::of(stored_at<Saved<In>>(states + n * SLICE * stride, chunk,
+          padded(DV) * stride), shared_at<Saved<In>>(slice, Memory::state, SLICE * stride));
+      const auto d_state = Choice<UNSTAGED>::of(
           stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
           shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
       const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
-      const Wide<In> rest = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
-      const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * thin);
+      const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
+      const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * slice_stride);
       DELTATUNE_UNROLL
       for (int m = 0; m < each; ++m) {
         const int c = at.index + m * threads;
@@ -381,14 +401,14 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       }
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
-        const auto left_y = left(straight(dy, thin, row * 16, s), lane);
-        const auto left_right = left(turned(rest, square, row * 16, s), lane);
+        const auto left_y = left(straight(dy, slice_stride, row * 16, s), lane);
+        const auto left_right = left(turned(right_gradient, square, row * 16, s), lane);
         const auto left_u = left(turned(u, square, row * 16, s), lane);
         if (s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
-        for (int m = 0; m < mine; ++m) {
-          const int column = (part * mine + m) * 16;
-          if (across % parts != 0 && column >= columns) continue;
+        for (int m = 0; m < column_tiles; ++m) {
+          const int column = (part * column_tiles + m) * 16;
+          if (key_tiles % parts != 0 && column >= columns) continue;
           const auto b = right(straight(state, stride, s, column), lane);
           multiply(y_sums[m], left_y, b, lane);
           multiply(right_sums[m], left_right, b, lane);
@@ -407,19 +427,20 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     barrier();
     DELTATUNE_UNROLL
     for (int m = 0; m < each; ++m)
-      if (at.index + m * threads < columns) on_all[at.index + m * threads] = all[m];
+      if (at.index + m * threads < columns) state_dots[at.index + m * threads] = all[m];
     DELTATUNE_UNROLL
-    for (int m = 0; m < mine; ++m) {
-      const int column = (part * mine + m) * 16;
-      if (across % parts != 0 && column >= columns) continue;
-      if (FAR && column >= Memory::span) continue;
-      put_products(from_y, from_right, from_end, y_sums[m], right_sums[m], end_sums[m], rate, row, column, wide, lane);
+    for (int m = 0; m < column_tiles; ++m) {
+      const int column = (part * column_tiles + m) * 16;
+      if (key_tiles % parts != 0 && column >= columns) continue;
+      if (UNSTAGED && column >= Memory::span) continue;
+      put_products(from_y, from_right, from_end, y_sums[m], right_sums[m], end_sums[m], rate, row, column,
+                   product_stride, lane);
     }
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
       const int e = side * tile_second;
       const float sum = row_sum(rates[side]);
-      if (tile_column(e, lane) == 0) on_rate[(row * 16 + tile_row(e, lane)) * 4 + part] = sum;
+      if (tile_column(e, lane) == 0) rate_sums[(row * 16 + tile_row(e, lane)) * 4 + part] = sum;
     }
     DELTATUNE_UNROLL
     for (int m = 0; m < own_pairs; ++m) {
@@ -442,7 +463,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     }
     barrier();
     if (blocks == 2) {
-      for (int t = at.group; t < across; t += GROUPS) {
+      for (int t = at.group; t < key_tiles; t += GROUPS) {
         Tile y, r, end;
         tile_clear(y);
         tile_clear(r);
@@ -451,10 +472,11 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
         multiply(y, left(straight(pair_y, 24, 0, 0), lane), b, lane);
         multiply(r, left(straight(pair_right, 24, 0, 0), lane), b, lane);
         multiply(end, left(turned(pair_y, 24, 0, 0), lane), right(straight(later_q, stride, 0, t * 16), lane), lane);
-        multiply(end, left(turned(pair_right, 24, 0, 0), lane), right(straight(later_k, stride, 0, t * 16), lane), lane);
+        multiply(end, left(turned(pair_right, 24, 0, 0), lane), right(straight(later_k, stride, 0, t * 16), lane),
+                 lane);
         DELTATUNE_UNROLL
         for (int e = 0; e < 8; ++e) {
-          const int to = tile_row(e, lane) * wide + t * 16 + tile_column(e, lane);
+          const int to = tile_row(e, lane) * product_stride + t * 16 + tile_column(e, lane);
           over_y[to] = y.get(e);
           over_right[to] = r.get(e);
           over_end[to] = end.get(e);
@@ -466,36 +488,36 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     DELTATUNE_UNROLL
     for (int m = 0; m < tasks; ++m) {
       const int c = (part + m * parts) * 32 + lane, first = row * 16;
-      if (FAR && m > 0) {
+      if (UNSTAGED && m > 0) {
         barrier();
         DELTATUNE_UNROLL
-        for (int n = 0; n < mine; ++n) {
-          const int column = (part * mine + n) * 16 - m * Memory::span;
+        for (int n = 0; n < column_tiles; ++n) {
+          const int column = (part * column_tiles + n) * 16 - m * Memory::span;
           if (column < 0 || column >= Memory::span || column + m * Memory::span >= columns) continue;
-          put_products(from_y, from_right, from_end, y_sums[n], right_sums[n], end_sums[n], rate, row, column, wide,
-                       lane);
+          put_products(from_y, from_right, from_end, y_sums[n], right_sums[n], end_sums[n], rate, row, column,
+                       product_stride, lane);
         }
         barrier();
       }
       DELTATUNE_UNROLL
       for (int i = 0; i < 16; ++i) on_gate[m][i] = 0.0f;
       if (c >= DK) continue;
-      const int cell = c - (FAR ? m * Memory::span : 0);
+      const int cell = c - (UNSTAGED ? m * Memory::span : 0);
       float gate[16], query[16], key[16];
       load_channel<DK, SEGMENTED, 16>(gate, query, key, c, first, live, q, k, log_g, segments, at.z, hv, HV, HK * DK,
                                       key_offset, t0, length);
-      const float lead = row == 1 ? whole[c] : 1.0f, tail = blocks == 2 && row == 0 ? whole[columns + c] : 1.0f;
-      // Rows: what reaches position i from before its tile; a gate gets the rows from it on.
+      const float lead = row == 1 ? totals[c] : 1.0f, tail = blocks == 2 && row == 0 ? totals[columns + c] : 1.0f;
+      // Rows: terms that reach position i from before its tile. A gate receives those of the rows from its own on.
       float prefix = 1.0f, given = 0.0f, sum = 0.0f, before[16];
       DELTATUNE_UNROLL
       for (int i = 0; i < 16; ++i) {
         prefix *= gate[i];
-        const int of = (first + i) * wide + cell;
+        const int of = (first + i) * product_stride + cell;
         float y_part = lead * prefix * from_y[of], k_part = lead * prefix * from_right[of];
         given += query[i] * y_part + key[i] * k_part;
         if (row == 1) {
-          y_part += prefix * over_y[i * wide + c];
-          k_part += prefix * over_right[i * wide + c];
+          y_part += prefix * over_y[i * product_stride + c];
+          k_part += prefix * over_right[i * product_stride + c];
         }
         before[i] = query[i] * y_part + key[i] * k_part;
         dq_sums[m][i] += y_part;
@@ -507,14 +529,14 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
         on_gate[m][i] += sum;
       }
       if (row == 1) cross[c] = given;
-      // Columns: what position j gives past its tile; a gate gets the columns before it.
+      // Columns: terms that position j gives beyond its tile. A gate receives those of the columns before its own.
       float suffix = 1.0f;
       given = 0.0f;
       DELTATUNE_UNROLL
       for (int j = 15; j >= 0; --j) {
-        float end_part = suffix * tail * from_end[(first + j) * wide + cell];
+        float end_part = suffix * tail * from_end[(first + j) * product_stride + cell];
         given += key[j] * end_part;
-        if (blocks == 2 && row == 0) end_part += suffix * over_end[j * wide + c];
+        if (blocks == 2 && row == 0) end_part += suffix * over_end[j * product_stride + c];
         before[j] = key[j] * end_part;
         dk_sums[m][j] += end_part;
         suffix *= gate[j];
@@ -554,7 +576,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     for (int m = 0; m < tasks; ++m) {
       const int c = (part + m * parts) * 32 + lane;
       if (c >= DK) continue;
-      float common = on_all[c] * whole[c] * (blocks == 2 ? whole[columns + c] : 1.0f);
+      float common = state_dots[c] * totals[c] * (blocks == 2 ? totals[columns + c] : 1.0f);
       if (blocks == 2) common += row == 0 ? cross[c] : cross[columns + c];
       DELTATUNE_UNROLL
       for (int i = 0; i < 16; ++i) {
@@ -566,7 +588,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     }
     if (at.index < C && t0 + at.index < length) {
       float sum = 0.0f;
-      for (int p = 0; p < parts; ++p) sum += on_rate[at.index * 4 + p];
+      for (int p = 0; p < parts; ++p) sum += rate_sums[at.index * 4 + p];
       d_beta[((long)at.z * length + t0 + at.index) * HV + hv] = live(at.index) ? sum : 0.0f;
     }
     copies_fence();

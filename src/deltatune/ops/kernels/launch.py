@@ -1,4 +1,8 @@
-"""One launch of a kernel body: what Metal, CUDA and the host machine of the tests all need to know."""
+"""One launch of a kernel body, described once for Metal, for CUDA and for the tests' host machine.
+
+A body is a function template in one of the .h files here. The kernel that MLX runs is a few lines of text (`source`)
+that reserve shared memory and call the body with its compile-time values; the text of the files goes before them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
 ATTENTION = ("attention.h",)
 # Kernels whose groups of warps share out a multiprocessor's registers among them.
 HOPPER = "attention_hopper"
+# Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
 PLACE = (
     "const Place at{(int)threadgroup_position_in_grid.x, (int)threadgroup_position_in_grid.y, "
     "(int)threadgroup_position_in_grid.z, (int)thread_index_in_threadgroup, (int)simdgroup_index_in_threadgroup, "
     "(int)thread_index_in_simdgroup};\n"
 )
-
 
 Arrays = dict[str, mx.array]
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
@@ -31,11 +35,21 @@ Values = dict[str, int | bool | mx.Dtype]
 
 @dataclass(frozen=True)
 class Launch:
-    """A body's name, its inputs and outputs, compile-time values, and the blocks, groups of 32 lanes, and bytes.
+    """One call of a kernel body.
 
-    `order` lists the compile-time values the body takes, `memory` the struct that lays out its shared memory;
-    `arguments` the text of the body's arguments, where they are not the inputs and the outputs as they stand; `sizes`
-    that of the sizes before them, where it is not the sequence's length.
+    Attributes:
+        name: The name of the body, a function template.
+        memory: The name of the struct template that lays out the body's shared memory.
+        inputs: The input arrays by name.
+        outputs: The shapes and dtypes of the outputs by name.
+        values: The compile-time values by name.
+        order: The names of the values that the body takes, in its order.
+        memory_order: The names of the values that the struct takes, in its order.
+        blocks: The grid, in blocks.
+        bytes: The shared memory of a block.
+        groups: Groups of 32 lanes per block.
+        arguments: The text of the body's arguments; by default the names of the inputs and of the outputs.
+        sizes: The text of the sizes that the body takes before its arguments; by default the sequence's length.
     """
 
     name: str
@@ -53,13 +67,13 @@ class Launch:
 
     @property
     def source(self) -> str:
-        """The text between the braces of the kernel, the same on every machine."""
+        """Return the text between the braces of the kernel, which is the same on every machine."""
         sizes = self.sizes or (next(f"{name}_shape[1]" for name in ("q", "v", "dy") if name in self.inputs),)
         arguments = self.arguments or (*self.inputs, *self.outputs)
         return _source(self.name, self.order, arguments, sizes, self.memory, self.memory_order, self.bytes)
 
     def run(self) -> list[mx.array]:
-        """Launch on the default device: Metal or CUDA."""
+        """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
         names = tuple(self.inputs), tuple(self.outputs)
         threads = self.groups * 32 if self.name.startswith(HOPPER) else 0
         kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads)
@@ -69,7 +83,7 @@ class Launch:
 def launched(
     kernel: Any, inputs: Arrays, outputs: Outputs, blocks: tuple[int, int, int], groups: int, values: Values
 ) -> list[mx.array]:
-    """The outputs of `kernel`, one of kernel_of's, on so many blocks of `groups` x 32 lanes."""
+    """Return the outputs of `kernel`, made by `kernel_of`, on a grid of `blocks` with `groups` x 32 lanes each."""
     x, y, z = blocks
     threads = groups * 32
     shapes, dtypes = zip(*outputs.values(), strict=True)
@@ -85,8 +99,8 @@ def launched(
 
 @cache
 def numbers(*values: float) -> mx.array:
-    """fp32 for kernels to read: `values`, zeros up to three; the same array for all that ask."""
-    # Up to 8 bytes MLX keeps in memory that the host shares: on CUDA each lane's read would cross the bus.
+    """Return `values` as an fp32 array, with zeros up to three elements: the same array at every call."""
+    # MLX keeps arrays of up to 8 bytes in memory shared with the host, where every lane's read would cross the bus.
     return mx.array([*values, *[0.0] * (3 - len(values))], mx.float32)
 
 
@@ -105,17 +119,17 @@ def _source(
     memory_order: tuple[str, ...],
     size: int,
 ) -> str:
-    whole = ", ".join(f"(int){size}" for size in sizes)
+    size_arguments = ", ".join(f"(int){text}" for text in sizes)
     return (
         f"static_assert({memory}<{', '.join(memory_order)}>::bytes == {size}, "
-        f'"launch and body lay out shared memory alike");\n'
+        f'"launch and body lay out shared memory in the same way");\n'
         f"DELTATUNE_SHARED(memory, {size});\n{PLACE}"
-        f"{name}<{', '.join(order)}>(at, memory, {whole}, {', '.join(arguments)});\n"
+        f"{name}<{', '.join(order)}>(at, memory, {size_arguments}, {', '.join(arguments)});\n"
     )
 
 
 def _bodies(name: str) -> tuple[str, ...]:
-    """The files that the body `name` needs: those for gates a channel only where asked."""
+    """Return the files that hold the body `name` and what it calls."""
     if name.startswith("expert"):
         return ("expert_product.h",)
     if name.startswith("attention"):
@@ -125,7 +139,7 @@ def _bodies(name: str) -> tuple[str, ...]:
 
 @cache
 def header(machine: str, bodies: tuple[str, ...] = GATED_DELTA) -> str:
-    """The vocabulary of `machine` (metal or cuda), and the bodies."""
+    """Return the text before a kernel of `machine` (metal or cuda): the words that differ, then the bodies."""
     return "".join((FOLDER / name).read_text() for name in (f"{machine}.h", "tiles.h", *bodies))
 
 
@@ -140,13 +154,13 @@ def kernel_of(
     size: int,
     threads: int = 0,
 ) -> Any:
-    """The kernel of `source`, which calls a body of the files `bodies` and has `size` bytes of shared memory.
+    """Return the kernel of `source`, which calls a body in the files `bodies` and has `size` bytes of shared memory.
 
-    `threads`: as cubin.Kernel has it.
+    `threads` is that of CubinKernel.
     """
     text = header(machine, bodies)
     if machine == "cuda":
-        return cubin.Kernel(name, inputs, outputs, source, text, size, threads)
-    # MLX knows within a process what it built by this name.
+        return cubin.CubinKernel(name, inputs, outputs, source, text, size, threads)
+    # Within a process MLX finds a kernel that it built by its name, so different texts need different names.
     name = f"{name}_{crc32((text + source).encode()):08x}"
     return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)

@@ -1,12 +1,14 @@
-// The vocabulary of the kernel bodies on Metal: 16x16 tiles of fp32 held by one simdgroup, and shared matrices.
-// Names of address spaces, positions and barriers are Metal's own; cuda.h gives them a meaning on CUDA, and host.h
-// (tests only) stands in for metal_stdlib so that this very text is compiled and run on a CPU.
-// Not yet run on Apple hardware.
+// The words that the kernel bodies use, defined for Metal. cuda.h defines the same words for CUDA.
+// A group is a simdgroup of 32 lanes, and a block is a threadgroup. A group holds 16x16 tiles of fp32, eight elements
+// per lane. Matrices are in threadgroup memory (Matrix) or in device memory (Stored).
+// The names of address spaces, positions and barriers are Metal's own. cuda.h defines them for CUDA, and the tests'
+// host.h stands in for Metal's library, so that this same text is compiled and run on a CPU. Not yet run on Apple
+// hardware.
 
 #ifndef DELTATUNE_SHARED
 #define DELTATUNE_SHARED(name, bytes) alignas(16) threadgroup char name[bytes]
 #endif
-// CUDA keeps the word `device` for itself.
+// Device memory; the word `device` itself has another meaning on CUDA.
 #define GLOBAL device
 #define DELTATUNE_EXP(x) metal::exp(x)
 #define DELTATUNE_EXP2(x) metal::exp2(x)
@@ -15,10 +17,11 @@
 
 #define barrier() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define group_barrier() simdgroup_barrier(mem_flags::mem_threadgroup)
-// The two groups of a strip; here all of the block's.
+// A barrier of the two groups that share a strip; on Metal, of all groups of the block.
 #define pair_barrier(strip) barrier()
 
-// Matrices in shared memory: the inputs' own type, what is computed in fp32, and what is saved between kernels.
+// A matrix in shared memory. Exact<In> holds inputs, Wide<In> what is computed in fp32, and Saved<In> what kernels hand
+// to one another.
 template <typename Element>
 struct Matrix {
   using element = Element;
@@ -27,7 +30,7 @@ struct Matrix {
   void put(int i, float x) const { elements[i] = static_cast<Element>(x); }
   float get(int i) const { return static_cast<float>(elements[i]); }
 };
-// The same in device memory.
+// A matrix in device memory.
 template <typename Element>
 struct Stored {
   static constexpr constant int bytes = sizeof(Element);
@@ -41,22 +44,25 @@ template <typename In> using Exact = Matrix<In>;
 template <typename In> using Wide = Matrix<float>;
 template <typename In> using Saved = Matrix<typename SavedElement<In>::type>;
 
+// The matrix at byte `offset` of shared memory.
 template <typename Store>
 Store shared_at(threadgroup char* memory, int offset, int) {
   return Store{reinterpret_cast<threadgroup typename Store::element*>(memory + offset)};
 }
+// Block number `block` of `count` elements in device memory.
 template <typename Store>
 Stored<typename Store::element> stored_at(const device typename Store::element* p, long block, int count) {
   return Stored<typename Store::element>{const_cast<device typename Store::element*>(p) + block * count};
 }
 
+// The part of a Wide matrix that rough products read: all of it on Metal.
 template <typename In> using Upper = Wide<In>;
 template <typename In>
 Stored<float> upper_at(const device float* p, long block, int count) {
   return stored_at<Wide<In>>(p, block, count);
 }
 
-// Where a lane's two elements of an 8x8 simdgroup matrix stand.
+// The row and the first column of a lane's two elements of an 8x8 simdgroup matrix.
 inline int fragment_row(int lane) {
   return ((lane >> 2) & 4) + ((lane >> 1) & 3);
 }
@@ -64,7 +70,7 @@ inline int fragment_column(int lane) {
   return ((lane >> 2) & 2) * 2 + (lane & 1) * 2;
 }
 
-// A 16x16 tile of fp32, eight elements a lane: get and set take 0 <= e < 8. Its four 8x8 parts hold two each.
+// A 16x16 tile of fp32. A lane holds elements e = 0 to 7, two of each of the tile's four 8x8 parts.
 struct Tile {
   float x[8];
   float get(int e) const { return x[e]; }
@@ -77,21 +83,24 @@ inline simdgroup_matrix<float, 8, 8> part_of(const thread Tile& t, int part) {
   return m;
 }
 
+// The row and column in the tile of a lane's element e.
 inline int tile_row(int e, int lane) {
   return (e >> 2) * 8 + fragment_row(lane);
 }
 inline int tile_column(int e, int lane) {
   return ((e >> 1) & 1) * 8 + fragment_column(lane) + (e & 1);
 }
-// A lane's elements stand in two rows: which of the two, and the first element of the second.
+// A lane's elements are in two rows: tile_side says in which of the two e is; tile_second is the first of the second
+// row.
 inline int tile_side(int e) {
   return e >> 2;
 }
 constant constexpr int tile_second = 4;
 
+// The value of x of the lane whose number differs in the bits of `mask`.
 #define lane_exchange(x, mask) simd_shuffle_xor(x, mask)
 
-// Piece number `at` of an array, eight elements.
+// Loads (take) or stores (give) piece number `at` of an array, which is eight elements.
 template <typename T>
 inline void take(thread float (&to)[8], const device T* from, long at) {
   for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from[at * 8 + i]);
@@ -101,6 +110,7 @@ inline void give(device T* to, long at, const thread float (&from)[8]) {
   for (int i = 0; i < 8; ++i) to[at * 8 + i] = static_cast<T>(from[i]);
 }
 
+// The sum over the lanes of a group.
 inline float lane_sum(float x) {
   return simd_sum(x);
 }
@@ -123,20 +133,23 @@ inline float column_sum(float x) {
   return x + simd_shuffle_xor(x, 16);
 }
 
-// Operands of a product are tiles here, from registers or from a view.
+// The operands of a product: Precise where rounding shows, Rough where it does not. On Metal both are tiles of fp32.
 template <typename In> using Precise = Tile;
 template <typename In> using Rough = Tile;
 
+// Makes a left operand of a tile.
 inline void hold(thread Tile& a, const thread Tile& t) {
   a = t;
 }
 
+// The tile at the start of a view.
 template <typename View>
 Tile tile_of(View view, int lane) {
   Tile t;
   for (int e = 0; e < 8; ++e) t.set(e, view.get(tile_row(e, lane), tile_column(e, lane)));
   return t;
 }
+// The left and the right operand of a product, from a view.
 template <typename View>
 Tile left(View view, int lane) {
   return tile_of(view, lane);
@@ -146,7 +159,7 @@ Tile right(View view, int lane) {
   return tile_of(view, lane);
 }
 
-// tile += a b.
+// Adds the product a b to a tile.
 inline void multiply(thread Tile& tile, const thread Tile& a, const thread Tile& b, int) {
   DELTATUNE_UNROLL
   for (int part = 0; part < 4; ++part) {
@@ -159,7 +172,8 @@ inline void multiply(thread Tile& tile, const thread Tile& a, const thread Tile&
   }
 }
 
-// A lane's share of the sums of products of two operands' elements: by row of left ones, of all of right ones.
+// A lane's share of the sum of products of the elements of two operands: by row of left operands, or of all elements of
+// right operands.
 inline void add_row_dots(thread float* sums, const thread Tile& a, const thread Tile& b, int) {
   for (int e = 0; e < 8; ++e) sums[tile_side(e)] += a.get(e) * b.get(e);
 }
@@ -169,16 +183,16 @@ inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
   return sum;
 }
 
-// Tails: the Bits of each element of a state that come after those its bf16 keeps. Read as a signed number they say
-// where in the bf16's last place the element stood, give or take 2^-Bits of half of it. A lane's 16 bytes stand in the
-// padding of 16 rows of u or R, Bits of them a tile.
+// The tail of an element of a state is the next Bits of its fp32 value after those that its bf16 holds. As a signed
+// number the tail says where within the last place of the bf16 the element was, to within 2^-Bits of half that place. A
+// lane's tails take 16 bytes, Bits of them per tile, in the padding of 16 rows of u or R.
 inline threadgroup uchar* tails_in(threadgroup float* rows, int stride, int lane) {
   return reinterpret_cast<threadgroup uchar*>(rows + (lane & 15) * stride + stride - 8 + (lane >> 4) * 4);
 }
 inline device uchar* tails_in(device float* rows, int stride, int lane) {
   return reinterpret_cast<device uchar*>(rows + (lane & 15) * stride + stride - 8 + (lane >> 4) * 4);
 }
-// Those of `Count` tiles from tile `from` of a strip on.
+// Stores the tails of `Count` tiles from tile `from` of a strip on.
 template <int Bits, int Count, typename Store>
 void keep_tails(Store s, long offset, int stride, const thread Tile* tiles, int from, int lane) {
   for (int m = 0; m < Count; ++m) {
@@ -188,7 +202,7 @@ void keep_tails(Store s, long offset, int stride, const thread Tile* tiles, int 
       tails_in(s.elements + offset, stride, lane)[(from + m) * Bits + i] = static_cast<uchar>(tail >> (8 * i));
   }
 }
-// The tail of tile `m` of a strip, and an element with its own.
+// tail_at loads a lane's tails of tile `m` of a strip; with_tail returns element e with its tail added.
 template <int Bits, typename Store>
 uint tail_at(Store s, int offset, int stride, int m, int lane) {
   uint tail = 0;
@@ -200,8 +214,8 @@ inline float with_tail(float x, uint tail, int e) {
   const uint place = ((tail >> (Bits * e)) & ((1 << Bits) - 1)) ^ (1 << Bits >> 1);
   return as_type<float>(as_type<uint>(x) + (place << (16 - Bits)) + (0x8000 >> Bits) - 0x8000);
 }
-// A lane's share of the sum of products of two tiles' elements, tails added. (A zero that was rounded to from just half
-// a bf16's smallest number comes out as NaN: then without them.)
+// A lane's share of the sum of products of two tiles' elements with their tails. An element of half the smallest bf16,
+// which is rounded to zero, becomes NaN with its tail; then the sum is taken without tails.
 template <int Bits, typename V, typename W>
 float kept_dot(V v, W w, uint tail_v, uint tail_w, int lane) {
   const Tile a = tile_of(v, lane), b = tile_of(w, lane);
@@ -210,7 +224,8 @@ float kept_dot(V v, W w, uint tail_v, uint tail_w, int lane) {
   return sum == sum ? sum : right_dot(a, b, lane);
 }
 
-// A tile into a matrix (shared or stored) from `offset` on; rows and columns past the given ones stay out.
+// Writes a tile to a matrix in shared or device memory from `offset` on, except rows from `rows` and columns from
+// `columns` on.
 template <bool Even, bool Full, typename Store>
 void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, int columns, int lane) {
   for (int e = 0; e < 8; ++e) {
@@ -219,13 +234,13 @@ void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, 
   }
 }
 
-// The transpose of a tile into a shared matrix.
+// Writes the transpose of a tile to a shared matrix.
 template <typename Store>
 void put_turned(Store s, int offset, int stride, const thread Tile& t, int lane) {
   for (int e = 0; e < 8; ++e) s.put(offset + tile_column(e, lane) * stride + tile_row(e, lane), t.get(e));
 }
 
-// Copies are done where they are called; CUDA's run on by themselves.
+// Copies to shared memory are asynchronous on CUDA. On Metal they are done when the call returns, so these do nothing.
 struct Arrival {};
 inline void arrivals_start(threadgroup char*, int) {}
 inline Arrival arrival_at(threadgroup char*, int) {
@@ -237,19 +252,20 @@ inline void copies_fence() {}
 inline void writes_done() {}
 inline void writes_left() {}
 
+// Copies `Count` floats to shared memory.
 template <int Count>
 void copy_floats(threadgroup float* to, const device float* from, thread Arrival&, int index) {
   if (index < 32)
     for (int i = index; i < Count; i += 32) to[i] = from[i];
 }
 
-// The next `Count` elements of a stored block, from `offset` on.
+// Copies `Count` elements of a matrix in device memory, from `offset` on, to shared memory.
 template <int Count, int Threads, typename Store, typename From>
 void copy_block(Store s, From from, long offset, thread Arrival&, int index) {
   for (int i = index; i < Count; i += Threads) s.elements[i] = from.elements[offset + i];
 }
 
-// Rows of an input, zeros where a row is not live or a column lies past `width`.
+// Copies rows of an input to shared memory. Rows that are not live and columns from `width` on become zeros.
 template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
 void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live live, thread Arrival&, int index) {
   for (int i = index; i < Rows * Columns; i += Threads) {
@@ -259,13 +275,13 @@ void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live
   }
 }
 
-// A group's row of tiles out to a stored block.
+// Writes a group's row of tiles to a matrix in device memory.
 template <int Count, typename Store>
 void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, threadgroup char*, int lane) {
   for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
 }
 
-// With the tails of the group's `Kept` tiles of the state.
+// Does the same, and stores the tails of the group's `Kept` tiles of the state in the rows' padding.
 template <int Count, int Bits, int Kept, typename Store>
 void write_tiles_and_tails(Store to, long offset, int stride, const thread Tile* tiles, const thread Tile* state,
                            threadgroup char* staging, int lane) {
@@ -273,19 +289,19 @@ void write_tiles_and_tails(Store to, long offset, int stride, const thread Tile*
   keep_tails<Bits, Kept>(to, offset, stride, state, 0, lane);
 }
 
-// An operand into a shared matrix, as the products will read it.
+// Writes a left operand to a shared matrix, in the form in which `left` reads it.
 template <typename Store>
 void keep(Store s, int offset, int stride, const thread Tile& a, int lane) {
   put_tile<true, true>(s, offset, stride, a, 16, 16, lane);
 }
 
-// `Count` elements of a shared matrix out to a stored block, from `offset` on, by one group.
+// Writes `Count` elements of a shared matrix to a matrix in device memory, from `offset` on. One group calls it.
 template <int Count, typename To, typename Store>
 void write_strip(To to, long offset, Store s, int lane) {
   for (int i = lane; i < Count; i += 32) to.put(offset + i, s.get(i));
 }
 
-// Rows of a shared matrix out to an array of inputs' type, by `Threads` threads.
+// Writes rows of a shared matrix to an array of the inputs' type. `Threads` threads call it.
 template <int Rows, int Columns, int Threads, typename Store, typename Target>
 void write_rows(Store s, int offset, int stride, device Target* to, int row_stride, int rows, int columns, int index) {
   for (int i = index; i < Rows * Columns; i += Threads) {
@@ -295,13 +311,13 @@ void write_rows(Store s, int offset, int stride, device Target* to, int row_stri
   }
 }
 
-// A shared matrix out to a stored block, as it stands.
+// Copies a shared matrix to a matrix in device memory of the same form.
 template <int Count, int Threads, typename To, typename Store>
 void write_block(To to, Store s, int index) {
   for (int i = index; i < Count; i += Threads) to.elements[i] = s.elements[i];
 }
 
-// Tiles go straight out here.
+// Bytes of shared memory per row of tiles on its way out: none, since tiles are written directly to device memory.
 template <typename In>
 inline constexpr int staged(int, int) {
   return 0;

@@ -1,4 +1,4 @@
-"""NVIDIA's runtime compiler, the library that MLX links: text of CUDA C++ to machine code."""
+"""NVIDIA's runtime compiler, the library that MLX links: it compiles CUDA C++ text to machine code."""
 
 from __future__ import annotations
 
@@ -9,35 +9,47 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-# By CUDA's release, the folders of NVIDIA's packages with the library and with headers.
+# For each release of CUDA, the folders of NVIDIA's packages that hold the library and the headers.
 _RELEASES = {13: ("cu13", "cu13"), 12: ("cuda_nvrtc", "cuda_runtime")}
 
 
 def compiled(text: str, name: str, architecture: str) -> bytes:
-    """The cubin of `text` for `architecture` (sm_90a). Raises RuntimeError with the compiler's words."""
+    """Compile a kernel.
+
+    Args:
+        text: The CUDA C++ text.
+        name: The name that the compiler's messages give the text.
+        architecture: The compiler's name for the GPU's architecture, such as sm_90a.
+
+    Returns:
+        The cubin.
+
+    Raises:
+        RuntimeError: The text does not compile (the message contains the compiler's), or the compiler is not installed.
+    """
     program = ctypes.c_void_p()
     _call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
     try:
-        wanted = [f"--gpu-architecture={architecture}", "--device-as-default-execution-space", "--disable-warnings"]
-        wanted.append(f"--include-path={_headers()}")
-        given = (ctypes.c_char_p * len(wanted))(*(option.encode() for option in wanted))
-        if _library().nvrtcCompileProgram(program, len(wanted), given):
-            said = _read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
-            raise RuntimeError(f"{name} does not compile for {architecture}: {said}")
+        options = [f"--gpu-architecture={architecture}", "--device-as-default-execution-space", "--disable-warnings"]
+        options.append(f"--include-path={_headers()}")
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if _library().nvrtcCompileProgram(program, len(options), arguments):
+            log = _read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"{name} does not compile for {architecture}: {log}")
         return _read("nvrtcGetCUBIN", program)
     finally:
         _library().nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def version() -> tuple[int, int]:
-    """Of the compiler."""
+    """Return the compiler's version as (major, minor)."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
 
 
 def _packages() -> Iterator[Path]:
-    """NVIDIA's folders among the installed packages."""
+    """Yield NVIDIA's folders among the installed packages."""
     spec = importlib.util.find_spec("nvidia")
     yield from map(Path, (spec.submodule_search_locations or ()) if spec else ())
 
@@ -45,15 +57,18 @@ def _packages() -> Iterator[Path]:
 @cache
 def _library() -> ctypes.CDLL:
     names = {f"libnvrtc.so.{release}": inner for release, (inner, _) in _RELEASES.items()}
-    places = [str(folder / inner / "lib" / name) for folder in _packages() for name, inner in names.items()]
-    # First what is in this process: the one that MLX links, whose code its driver loads.
+    paths = [str(folder / inner / "lib" / name) for folder in _packages() for name, inner in names.items()]
+    # A library that is already loaded comes first: MLX links it, so the driver can load the code that it compiles.
     for mode in (os.RTLD_NOLOAD, ctypes.DEFAULT_MODE):
-        for place in (*names, *places):
+        for path in (*names, *paths):
             try:
-                return ctypes.CDLL(place, mode)
+                return ctypes.CDLL(path, mode)
             except OSError:
                 continue
-    raise RuntimeError(f"NVIDIA's runtime compiler was not found: expected one of {', '.join(names)}, as MLX links.")
+    raise RuntimeError(
+        f"NVIDIA's runtime compiler was not found: expected one of {', '.join(names)}, which MLX links. "
+        "Install deltatune with its CUDA packages: pip install 'deltatune[cuda13]' (or cuda12)."
+    )
 
 
 @cache
@@ -65,7 +80,10 @@ def _headers() -> Path:
     for root in roots:
         if (root / "include" / "cuda_bf16.h").is_file():
             return root / "include"
-    raise RuntimeError(f"CUDA's headers were not found in {', '.join(map(str, roots))}: set CUDA_HOME.")
+    raise RuntimeError(
+        f"CUDA's headers were not found: expected include/cuda_bf16.h in one of {', '.join(map(str, roots))}. "
+        "Set CUDA_HOME to the folder of a CUDA toolkit."
+    )
 
 
 def _read(name: str, program: ctypes.c_void_p) -> bytes:

@@ -1,18 +1,21 @@
-// What stands around the recurrence, element by element or row by row: one pass over memory each, for every machine.
-// A lane holds eight elements next to one another, number `at` of `count`; a row of them is held by LANES lanes.
+// The kernels for what surrounds the recurrence in a layer, and for the optimizer: each computes element by element or
+// row by row in one pass over memory. ops/pointwise launches them.
+// Unless its comment says otherwise, a lane loads and stores one piece of eight neighbouring elements, number `at` of
+// `count`, and computes in fp32. Where rows are normed, LANES lanes share a row of 8 LANES elements.
 
 inline float sigmoid_of(float x) {
   return 1.0f / (1.0f + DELTATUNE_EXP(-x));
 }
-// Of silu, from x and its sigmoid.
+// The derivative of silu(x), from x and its sigmoid.
 inline float silu_slope(float x, float sigmoid) {
   return sigmoid * (1.0f + x * (1.0f - sigmoid));
 }
-// log(1 + x) with the digits of a small x (W. Kahan's).
+// log(1 + x) without losing the digits of a small x (W. Kahan's method).
 inline float log_one_plus(float x) {
   const float sum = 1.0f + x, kept = sum - 1.0f;
   return kept == 0.0f ? x : metal::log(sum) * (x / kept);
 }
+// The inner product of two rows.
 template <int LANES>
 inline float row_dot(const thread float (&a)[8], const thread float (&b)[8]) {
   float sum = 0.0f;
@@ -22,12 +25,13 @@ inline float row_dot(const thread float (&a)[8], const thread float (&b)[8]) {
   for (int step = 1; step < LANES; step *= 2) sum += lane_exchange(sum, step);
   return sum;
 }
+// 1 / sqrt(mean(x^2) + eps) of a row.
 template <int LANES>
 inline float inverse_of(const thread float (&x)[8], float eps) {
   return metal::rsqrt(row_dot<LANES>(x, x) / (8 * LANES) + eps);
 }
 
-// y = silu(gate) x.
+// Computes y = silu(gate) x for gate, x and y of `count` pieces.
 template <typename T>
 inline void swiglu_forward(long at, long count, const GLOBAL T* gate, const GLOBAL T* x, GLOBAL T* y) {
   if (at >= count) return;
@@ -38,6 +42,7 @@ inline void swiglu_forward(long at, long count, const GLOBAL T* gate, const GLOB
   for (int i = 0; i < 8; ++i) g[i] *= sigmoid_of(g[i]) * other[i];
   give(y, at, g);
 }
+// Computes dgate and dx from gate, x and dy.
 template <typename T>
 inline void swiglu_backward(long at, long count, const GLOBAL T* gate, const GLOBAL T* x, const GLOBAL T* dy,
                             GLOBAL T* dgate, GLOBAL T* dx) {
@@ -56,7 +61,8 @@ inline void swiglu_backward(long at, long count, const GLOBAL T* gate, const GLO
   give(dx, at, d);
 }
 
-// y = x / rms(x) weight silu(gate), row by row. Lanes past the end repeat the last eight: sums need every lane.
+// Computes y = x / rms(x) weight silu(gate) row by row, with weight [8 LANES]. Lanes past the end compute the last
+// piece again without storing it, because the sums need every lane of a group.
 template <int LANES, typename T, typename W>
 inline void gated_norm_forward(long at, long count, float eps, const GLOBAL T* x, W weight, const GLOBAL T* gate,
                                GLOBAL T* y) {
@@ -70,7 +76,7 @@ inline void gated_norm_forward(long at, long count, float eps, const GLOBAL T* x
     h[i] *= inverse * static_cast<float>(weight[from % LANES * 8 + i]) * g[i] * sigmoid_of(g[i]);
   if (at < count) give(y, at, h);
 }
-// With u = dy weight silu(gate): dx = (u - x <u, x> / (width rms^2)) / rms.
+// Computes dx and dgate. With u = dy weight silu(gate), dx = (u - x <u, x> / (width rms^2)) / rms.
 template <int LANES, typename T, typename W>
 inline void gated_norm_backward(long at, long count, float eps, const GLOBAL T* x, W weight, const GLOBAL T* gate,
                                 const GLOBAL T* dy, GLOBAL T* dx, GLOBAL T* dgate) {
@@ -96,7 +102,8 @@ inline void gated_norm_backward(long at, long count, float eps, const GLOBAL T* 
   }
 }
 
-// y = factor x / sqrt(mean(x^2) + eps), row by row; `numbers` are factor and eps, so that one kernel serves q and k.
+// Computes y = factor x / sqrt(mean(x^2) + eps) row by row. `numbers` holds factor and eps, so that one compiled kernel
+// serves q and k.
 template <int LANES, typename N, typename T>
 inline void norm_forward(long at, long count, N numbers, const GLOBAL T* x, GLOBAL T* y) {
   const long from = at < count ? at : count - 1;
@@ -107,6 +114,7 @@ inline void norm_forward(long at, long count, N numbers, const GLOBAL T* x, GLOB
   for (int i = 0; i < 8; ++i) h[i] *= by;
   if (at < count) give(y, at, h);
 }
+// Computes dx from x and dy.
 template <int LANES, typename N, typename T>
 inline void norm_backward(long at, long count, N numbers, const GLOBAL T* x, const GLOBAL T* dy, GLOBAL T* dx) {
   const long from = at < count ? at : count - 1;
@@ -120,7 +128,8 @@ inline void norm_backward(long at, long count, N numbers, const GLOBAL T* x, con
   if (at < count) give(dx, at, d);
 }
 
-// log_g = -exp(A_log) softplus(a + dt_bias) and beta = most sigmoid(b), an element a lane; `heads` of them a token.
+// Computes log_g = -exp(A_log) softplus(a + dt_bias) and beta = most sigmoid(b). a and b are [tokens, heads], A_log and
+// dt_bias [heads]. A lane computes one element.
 template <typename T, typename A, typename D>
 inline void gates_forward(long at, long count, int heads, float most, const GLOBAL T* a, const GLOBAL T* b, A A_log,
                           D dt_bias, GLOBAL float* log_g, GLOBAL float* beta) {
@@ -131,6 +140,7 @@ inline void gates_forward(long at, long count, int heads, float most, const GLOB
   log_g[at] = -DELTATUNE_EXP(static_cast<float>(A_log[head])) * softplus;
   beta[at] = most * sigmoid_of(static_cast<float>(b[at]));
 }
+// Computes da and db; the gradients of A_log and dt_bias are summed elsewhere.
 template <typename T, typename A, typename D>
 inline void gates_backward(long at, long count, int heads, float most, const GLOBAL T* a, const GLOBAL T* b, A A_log,
                            D dt_bias, const GLOBAL float* dlog_g, const GLOBAL float* dbeta, GLOBAL T* da,
@@ -143,7 +153,7 @@ inline void gates_backward(long at, long count, int heads, float most, const GLO
   db[at] = static_cast<T>(dbeta[at] * most * s * (1.0f - s));
 }
 
-// Rows of x in the order of `index`; a row is `width` lanes wide.
+// Copies the rows of x named by `index` to y. A row has `width` pieces.
 template <typename T, typename I>
 inline void rows_taken(long at, long count, int width, const GLOBAL T* x, I index, GLOBAL T* y) {
   if (at >= count) return;
@@ -152,7 +162,8 @@ inline void rows_taken(long at, long count, int width, const GLOBAL T* x, I inde
   take(h, x, (long)index[row] * width + piece);
   give(y, at, h);
 }
-// For each token the sum of its K rows, which stand at `place` in x, times their weights.
+// Computes for each token the sum of K rows of x, those that `place` [tokens, K] names, times their weights [tokens, K]
+// where WEIGHTED.
 template <int K, int WEIGHTED, typename T, typename I, typename W, typename Y>
 inline void rows_combined(long at, long count, int width, const GLOBAL T* x, I place, W weights, GLOBAL Y* y) {
   if (at >= count) return;
@@ -169,8 +180,10 @@ inline void rows_combined(long at, long count, int width, const GLOBAL T* x, I p
   give(y, at, sum);
 }
 
-// A step of Adam on one number. fixed: beta1, 1 - beta1, beta2, 1 - beta2, eps. moving: the rate over m's bias, one over
-// the root of v's, what weight decay leaves, what multiplies the gradient, and 0 for a step that is not to be made.
+// Makes a step of Adam. A lane computes one parameter.
+// fixed holds beta1, 1 - beta1, beta2, 1 - beta2 and eps. moving holds the learning rate divided by m's bias
+// correction, 1 / sqrt of v's bias correction, the factor of weight decay, the factor of the gradient, and 0 if the
+// step is skipped.
 template <typename F, typename M, typename X>
 inline void adam_step(long at, long count, F fixed, M moving, X parameter, X gradient, X m, X v,
                       GLOBAL float* new_parameter, GLOBAL float* new_m, GLOBAL float* new_v) {
@@ -187,7 +200,8 @@ inline void adam_step(long at, long count, F fixed, M moving, X parameter, X gra
   new_v[at] = second;
 }
 
-// Arrays end to end, as fp32: element `at` of all of them, from the first that reaches so far.
+// Concatenates arrays as fp32. A lane copies element `at` of the concatenation: from the first array if that has so
+// many elements, else from the others.
 inline void end_to_end(long, long, GLOBAL float*) {}
 template <typename X, typename... Rest>
 inline void end_to_end(long at, long place, GLOBAL float* y, X x, int size, Rest... rest) {
@@ -198,8 +212,11 @@ inline void end_to_end(long at, long place, GLOBAL float* y, X x, int size, Rest
   end_to_end(at - size, place, y, rest...);
 }
 
-// The causal convolution of a layer with its silu: rows of x are the state's TAPS - 1, then a token's each. A lane has
-// eight channels of ROWS tokens. A tap counts where it stays in its document; the state is the first one's.
+// The causal depthwise convolution of a layer, followed by silu. x is [batch, rows, channels], whose first TAPS - 1
+// rows are the convolution's state and each other row is a token. A lane computes eight channels of ROWS tokens. A tap
+// that would reach into an earlier document contributes nothing; the state belongs to the first document.
+
+// The batch row, first row and piece of channels of a lane.
 struct Lanes {
   int b, row, piece;
 };
@@ -209,24 +226,27 @@ inline Lanes lanes_at(long at, int rows, int pieces) {
   const long rest = at / pieces;
   return Lanes{(int)(rest / blocks), (int)(rest % blocks) * ROWS, (int)(at % pieces)};
 }
+// Whether token `from` (the state where negative) is in the same document as token t.
 inline bool together(Nothing, long, int, int) { return true; }
 template <typename S>
 inline bool together(const GLOBAL S* segments, long start, int from, int t) {
   return segments[start + (from < 0 ? 0 : from)] == segments[start + t];
 }
+// Loads the taps of eight channels from weight [channels, TAPS].
 template <int TAPS, typename W>
 inline void take_taps(thread float (&to)[TAPS][8], W weight, int piece) {
   DELTATUNE_UNROLL
   for (int j = 0; j < TAPS; ++j)
     for (int i = 0; i < 8; ++i) to[j][i] = static_cast<float>(weight[(piece * 8 + i) * TAPS + j]);
 }
+// Moves the rows of a window one up; the last is to be written next.
 template <int TAPS>
 inline void make_room(thread float (&window)[TAPS][8]) {
   DELTATUNE_UNROLL
   for (int j = 0; j + 1 < TAPS; ++j)
     for (int i = 0; i < 8; ++i) window[j][i] = window[j + 1][i];
 }
-// The sums of token t, whose rows stand in `window`.
+// Computes the convolution at token t, whose rows are in `window`.
 template <int TAPS, typename S>
 inline void convolve(thread float (&sum)[8], const thread float (&window)[TAPS][8], const thread float (&w)[TAPS][8],
                      S segments, long start, int t) {
@@ -238,6 +258,7 @@ inline void convolve(thread float (&sum)[8], const thread float (&window)[TAPS][
   }
 }
 
+// Computes y [batch, tokens, channels] from x and weight.
 template <int TAPS, int ROWS, typename T, typename W, typename S>
 inline void conv_silu_forward(long at, long batch, int rows, int channels, const GLOBAL T* x, W weight, S segments,
                               GLOBAL T* y) {
@@ -260,7 +281,8 @@ inline void conv_silu_forward(long at, long batch, int rows, int channels, const
     give(y, (start + t) * pieces + own.piece, sum);
   }
 }
-// Row s of x was read by tokens s - TAPS + 1 to s, whose sums are made again.
+// Computes dx [batch, rows, channels]. Row s of x is read by the tokens s - TAPS + 1 to s, whose convolutions are
+// computed again.
 template <int TAPS, int ROWS, typename T, typename W, typename S>
 inline void conv_silu_backward(long at, long batch, int rows, int channels, const GLOBAL T* x, W weight, S segments,
                                const GLOBAL T* dy, GLOBAL T* dx) {

@@ -1,12 +1,16 @@
-// What bodies share beyond a machine's vocabulary: where a block stands, views of matrices, which rows are there.
+// What all bodies share and no machine does differently: the place of a lane, views of matrices, sizes with padding,
+// and which positions are live.
 
+// The block's position in the grid (x, y, z), the thread's index in the block, its group of 32 lanes, and its lane
+// there.
 struct Place {
   int x, y, z, index, group, lane;
 };
-// In place of a mask or segments that a call leaves out.
+// What a body receives in place of a mask or segments that the call does not have.
 struct Nothing {
   inline int operator[](long) const { return 1; }
 };
+// A matrix in shared or device memory, or its transpose: `offset` is its first element, `stride` the distance of rows.
 template <typename Store, bool Transposed>
 struct View {
   using store_type = Store;
@@ -17,7 +21,8 @@ struct View {
     return store.get(offset + (Transposed ? column * stride + row : row * stride + column));
   }
 };
-// The matrix as stored, from (row, column) on; and its transpose, from (row, column) of the transpose on.
+// `straight` views a matrix as stored, from (row, column) on; `turned` views its transpose, from (row, column) of that
+// on.
 template <typename Store>
 inline View<Store, false> straight(Store store, int stride, int row, int column) {
   return View<Store, false>{store, row * stride + column, stride};
@@ -32,10 +37,12 @@ inline void tile_clear(thread Tile& tile) {
   for (int e = 0; e < 8; ++e) tile.set(e, 0.0f);
 }
 
+// Rounds up to whole tiles of 16.
 inline constexpr int padded(int n) {
   return (n + 15) / 16 * 16;
 }
-// Eight elements more a row: 16-byte rows that start in different banks.
+// The distance of rows of n elements: eight elements of padding keep rows aligned to 16 bytes and start them in
+// different banks of shared memory.
 inline constexpr int stride_of(int n) {
   return padded(n) + 8;
 }
@@ -43,7 +50,7 @@ inline constexpr int align16(int n) {
   return (n + 15) / 16 * 16;
 }
 
-// Whether a chunk's position lies inside the sequence and the mask.
+// Whether position i of a chunk is live: inside the sequence and, with Masked, not masked.
 template <bool Masked, typename M>
 struct Alive {
   static constexpr constant bool masked = Masked;
@@ -57,6 +64,7 @@ inline Alive<Masked, M> alive(M mask, int row, int t0, int length) {
   return Alive<Masked, M>{mask, (long)row * length + t0, length - t0};
 }
 
+// Returns one of two values of different types; if constexpr would, but Metal is C++14.
 template <bool Condition> struct Choice {
   template <typename X, typename Y> static inline X of(X x, Y) { return x; }
 };

@@ -1,4 +1,8 @@
-"""What stands around the recurrence, in one pass over memory each: for CUDA, where mx.compile fuses nothing."""
+"""Elementwise and row-wise operations of training, each as one kernel, for CUDA, where mx.compile fuses nothing.
+
+They are the norms, gates, activation and convolution of a gated-delta layer, Adam's update, and choosing and summing
+the rows of experts. Each is compared with MLX's operations before its first use on a machine (passes.py).
+"""
 
 from .conv import conv_silu
 from .gating import gates, log_gate

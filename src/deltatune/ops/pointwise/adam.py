@@ -1,4 +1,4 @@
-"""Adam and AdamW in one pass over a parameter and its moments, where MLX's operations are fifteen."""
+"""The update of Adam and AdamW, as one kernel over a parameter and its moments in the place of fifteen operations."""
 
 from __future__ import annotations
 
@@ -9,66 +9,72 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers
 
-from ... import backend
+from ...machine import backend
+from .. import trial
 from ..kernels.launch import Arrays, Outputs, numbers
-from .launch import Execute, Pass
-from .passes import apart, judged, random_arrays
+from .pass_launch import Execute, Pass
 
-# Of the largest element: MLX's operations round each of fifteen results, the pass fewer.
+# The largest allowed difference over the largest element: MLX rounds each of fifteen results, the kernel fewer.
 _BOUND = 1e-6
 
 
 @dataclass(frozen=True)
-class Step:
-    """What all parameters of one step share: `fixed` and `moving` as kernels/pointwise.h has them, fp32."""
+class AdamStep:
+    """The numbers that all parameters of one optimizer step share, as adam_step in kernels/pointwise.h takes them."""
 
+    # [5] fp32, the same in every step: beta1, 1 - beta1, beta2, 1 - beta2, eps.
     fixed: mx.array
+    # [5] fp32: the rate, the factor of sqrt(v), the factor that weight decay leaves, the gradients' factor, `healthy`.
     moving: mx.array
     execute: Execute = Pass.run
 
     @staticmethod
-    def of(optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array) -> Step | None:
-        """The step that `optimizer` has begun, its gradients to be multiplied with `scale`; none made if not `healthy`.
+    def of(optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array) -> AdamStep | None:
+        """Make the numbers for the step that an optimizer has begun.
 
-        None for other optimizers than MLX's Adam and AdamW, and where the pass does not serve.
+        Args:
+            optimizer: its learning rate and step number are those of the step.
+            scale: a factor of the gradients, [] fp32, or None.
+            healthy: [] bool; where it is False, parameters and moments stay as they are.
+
+        Returns:
+            None for other optimizers than MLX's Adam and AdamW, and where the kernel is not to be used.
         """
         kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW)
-        if backend.device() != "cuda" or type(optimizer) not in kinds or not _proven():
+        if backend.device() != "cuda" or type(optimizer) not in kinds or not _passes_trial():
             return None
         return _step(optimizer, scale, healthy, Pass.run)
 
     def __call__(self, parameter: mx.array, gradient: mx.array, m: mx.array, v: mx.array) -> list[mx.array]:
-        """The new parameter, m and v, for arrays of one shape, fp32."""
+        """Return the new parameter, m and v, for fp32 arrays of one shape."""
         shape = parameter.shape
         inputs: Arrays = {"fixed": self.fixed, "moving": self.moving}
         given = {"parameter": parameter, "gradient": gradient, "m": m, "v": v}
         inputs |= {name: array.reshape(-1) for name, array in given.items()}
-        kind = ((parameter.size,), mx.float32)
-        outputs: Outputs = dict.fromkeys(("new_parameter", "new_m", "new_v"), kind)
+        outputs: Outputs = dict.fromkeys(("new_parameter", "new_m", "new_v"), ((parameter.size,), mx.float32))
         arguments = ("(long)parameter_shape[0]", *inputs, *outputs)
-        made = self.execute(Pass("adam_step", inputs, outputs, arguments, parameter.size))
-        return [array.reshape(shape) for array in made]
+        updated = self.execute(Pass("adam_step", inputs, outputs, arguments, parameter.size))
+        return [array.reshape(shape) for array in updated]
 
 
-def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute) -> Step:
+def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute) -> AdamStep:
     b1, b2 = optimizer.betas
     rate, bias, one = optimizer.learning_rate.astype(mx.float32), mx.array(1.0), mx.array(1.0)
-    kept = one
+    decayed = one
     if isinstance(optimizer, mlx.optimizers.AdamW):
-        kept = 1 - rate * optimizer.weight_decay
+        decayed = 1 - rate * optimizer.weight_decay
     if optimizer.bias_correction:
         rate, bias = rate / (1 - b1**optimizer.step), mx.rsqrt(1 - b2**optimizer.step)
-    moving = [rate, bias, kept, one if scale is None else scale, healthy]
-    return Step(
-        numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps), mx.stack([each.astype(mx.float32) for each in moving]), execute
-    )
+    moving = [rate, bias, decayed, one if scale is None else scale, healthy]
+    fixed = numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps)
+    return AdamStep(fixed, mx.stack([number.astype(mx.float32) for number in moving]), execute)
 
 
 @cache
-def _proven(execute: Execute = Pass.run) -> bool:
+def _passes_trial(execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         shape = (3, 131)
-        parameter, gradient, m, v = random_arrays([(shape, mx.float32)] * 4)
+        parameter, gradient, m, v = trial.random_arrays([(shape, mx.float32)] * 4)
         found, expected = [], []
         for corrected in (True, False):
             optimizer = mlx.optimizers.AdamW(0.1, bias_correction=corrected)
@@ -80,6 +86,6 @@ def _proven(execute: Execute = Pass.run) -> bool:
                 new = dict(state)
                 moved = optimizer.apply_single(gradient * scale, parameter, new)
                 expected += [moved, new["m"], new["v"]] if healthy else [parameter, *state.values()]
-        return apart(found, expected)
+        return trial.largest_error(found, expected)
 
-    return judged("Adam's step", difference, _BOUND)
+    return trial.passes("Adam's step", difference, _BOUND)

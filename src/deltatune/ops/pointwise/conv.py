@@ -1,4 +1,4 @@
-"""The short causal convolution of a layer with its silu, in one pass."""
+"""The short causal convolution of a gated-delta layer, together with the silu that follows it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ import mlx.core as mx
 
 from ..causal_conv import causal_conv
 from ..kernels.launch import Outputs
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
-# Tokens a lane goes through.
+# How many tokens one lane computes.
 ROWS = 8
+# The filter lengths K that the kernels support.
 TAPS = (2, 3, 4)
 
 
 def conv_silu(
     x: mx.array, weight: mx.array, segments: mx.array | None = None, *, execute: Execute = Pass.run
 ) -> mx.array:
-    """silu of the depthwise causal convolution, in one pass forward and one backward.
+    """Return silu of the depthwise causal convolution, computed in fp32, with one kernel forward and one backward.
 
     Args:
         x: [B, K - 1 + T, C] floats, C a multiple of 8: the state of K - 1 inputs, oldest first, then the tokens.
         weight: [C, K], K from 2 to 4.
-        segments: [B, T] integers, non-decreasing along T; no tap reaches across a change. The state is the first one's.
+        segments: [B, T] integers, non-decreasing along T; an output depends on inputs of its own segment only. The
+            state counts as part of the first segment.
+        execute: runs a launch; tests run it on the host machine.
 
-    Returns [B, T, C] in x's dtype; computed in fp32. Raises ValueError for arrays that do not fit.
+    Returns:
+        [B, T, C], in x's dtype.
+
+    Raises:
+        ValueError: `covers` refuses the arrays.
     """
     if not covers(x, weight):
         raise ValueError(f"conv_silu: x must be [B, K - 1 + T, 8 n], weight [8 n, K], got {x.shape}, {weight.shape}.")
@@ -35,19 +42,19 @@ def conv_silu(
 
 
 def covers(x: mx.array, weight: mx.array) -> bool:
-    """Whether the passes can serve these arrays."""
+    """Whether the kernels can compute with arrays of these shapes and dtypes."""
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in TAPS:
         return False
     return mx.issubdtype(x.dtype, mx.floating) and x.shape[2] % 8 == 0 and x.shape[1] >= weight.shape[1] and x.size > 0
 
 
-def proven(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> bool:
-    """Whether the passes cover these arrays, are worth it, and are right on this machine."""
+def serves(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> bool:
+    """Whether `conv_silu` is to be used: the kernels cover these arrays, are faster, and were found right here."""
     if x.size < LEAST or not covers(x, weight):
         return False
     taps, batch, channels, length = weight.shape[1], 3, 24, 2 * ROWS + 5
     documents = mx.broadcast_to(mx.arange(length) // 7, (batch, length))
-    return _passes(segments is not None).proven(
+    return _passes(segments is not None).passes_trial(
         ((batch, taps - 1 + length, channels), x.dtype),
         ((channels, taps), weight.dtype),
         others=[] if segments is None else [documents],
@@ -55,8 +62,8 @@ def proven(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> b
 
 
 def _plain(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> Arrays:
-    before = weight.shape[1] - 1
-    y, _ = causal_conv(x[:, before:], weight, initial_state=x[:, :before], segments=segments)
+    history = weight.shape[1] - 1
+    y, _ = causal_conv(x[:, history:], weight, initial_state=x[:, :history], segments=segments)
     return [y * mx.sigmoid(y)]
 
 
@@ -66,7 +73,7 @@ def _passes(segmented: bool) -> Passes:
     first = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else "Nothing{}")
 
     def launch(name: str, arrays: Arrays, more: dict[str, mx.array], out: str, rows: int) -> Pass:
-        """Of the body `name`, which gives `out` [B, rows, C]."""
+        """Describe the launch of the kernel body `name`, whose output `out` is [B, rows, C]."""
         x, weight, *_ = arrays
         inputs = dict(zip(names, arrays, strict=True)) | more
         outputs: Outputs = {out: ((x.shape[0], rows, x.shape[2]), x.dtype)}

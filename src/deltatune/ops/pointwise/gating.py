@@ -1,4 +1,4 @@
-"""The gate and beta of a gated-delta layer, from what its projections give."""
+"""The gate and the beta of a gated-delta layer, computed from the outputs of its projections."""
 
 from __future__ import annotations
 
@@ -7,53 +7,80 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import Arrays, Passes
 
-# What counts is launches, a dozen less, so few elements are worth it.
+# The fewest elements for which the kernel is used: it saves a dozen launches, which few elements are enough for.
 LEAST = 2**10
 
 
 def gates(
-    a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, most: float = 1.0, *, execute: Execute = Pass.run
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    largest_beta: float = 1.0,
+    *,
+    execute: Execute = Pass.run,
 ) -> tuple[mx.array, mx.array]:
-    """log_g = -exp(A_log) softplus(a + dt_bias) and beta = most sigmoid(b), in one pass forward and one backward.
+    """Return log_g = -exp(A_log) softplus(a + dt_bias) and beta = largest_beta * sigmoid(b), with one kernel each way.
 
     Args:
-        a, b: [..., H] floats of one dtype.
-        A_log, dt_bias: [H].
+        a: [..., H] floats.
+        b: [..., H] floats of the same dtype.
+        A_log: [H].
+        dt_bias: [H].
+        largest_beta: the factor of beta.
+        execute: runs a launch; tests run it on the host machine.
 
-    Returns log_g and beta [..., H], fp32. Raises ValueError for arrays that `covers` refuses.
+    Returns:
+        log_g and beta, [..., H] fp32.
+
+    Raises:
+        ValueError: `covers` refuses the arrays.
+
     Source: `compute_g` in mlx_lm/models/gated_delta.py.
     """
     if not covers(a, b, A_log, dt_bias):
         raise ValueError(
             f"gates: a {a.shape}, b {b.shape}, A_log {A_log.shape} and dt_bias {dt_bias.shape} do not fit."
         )
-    log_g, beta = _passes(a.shape[-1], float(most))(a.reshape(-1), b.reshape(-1), A_log, dt_bias, execute=execute)
+    passes = _passes(a.shape[-1], float(largest_beta))
+    log_g, beta = passes(a.reshape(-1), b.reshape(-1), A_log, dt_bias, execute=execute)
     return log_g.reshape(a.shape), beta.reshape(a.shape)
 
 
 def covers(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> bool:
-    """Whether the passes can serve these arrays: one gate a head."""
+    """Whether the kernels can compute with arrays of these shapes and dtypes, which have one gate per head."""
     heads = a.shape[-1:]
     fits = a.shape == b.shape and a.dtype == b.dtype and A_log.shape == dt_bias.shape == heads
     return fits and a.size > 0 and mx.issubdtype(a.dtype, mx.floating)
 
 
-def proven(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, most: float = 1.0) -> bool:
-    """Whether the passes cover these arrays, are worth it, and are right on this machine."""
+def serves(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, largest_beta: float = 1.0) -> bool:
+    """Whether `gates` is to be used: the kernels cover these arrays, are faster, and were found right here."""
     if a.size < LEAST or not covers(a, b, A_log, dt_bias):
         return False
     heads = a.shape[-1]
     kinds = [((12 * heads,), a.dtype)] * 2 + [(x.shape, x.dtype) for x in (A_log, dt_bias)]
-    return _passes(heads, float(most)).proven(*kinds)
+    return _passes(heads, float(largest_beta)).passes_trial(*kinds)
 
 
 def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float | None = None) -> mx.array:
-    """Log of the decay, fp32, shaped as `a` [B, T, Hv] or [B, T, Hv, Dk] (mlx-lm: compute_g, compute_lower_bound_g).
+    """Return the logarithm of the decay, by MLX's operations.
 
-    -exp(A_log) softplus(a + dt_bias), or with `lower_bound` (<= 0) lower_bound sigmoid(exp(A_log) (a + dt_bias)).
+    It is -exp(A_log) softplus(a + dt_bias), or with a lower bound lower_bound * sigmoid(exp(A_log) (a + dt_bias)).
+
+    Args:
+        A_log: broadcastable to `a`.
+        a: [B, T, Hv] or [B, T, Hv, Dk].
+        dt_bias: broadcastable to `a`.
+        lower_bound: the smallest value of the result, 0 or less, or None.
+
+    Returns:
+        fp32 of the shape of `a`.
+
+    Source: `compute_g` and `compute_lower_bound_g` in mlx_lm/models/gated_delta.py.
     """
     rate = mx.exp(A_log.astype(mx.float32))
     step = a.astype(mx.float32) + dt_bias.astype(mx.float32)
@@ -63,8 +90,8 @@ def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float
 
 
 @cache
-def _passes(heads: int, most: float) -> Passes:
-    numbers = ("(long)a_shape[0]", str(heads), f"{most!r}f")
+def _passes(heads: int, largest_beta: float) -> Passes:
+    numbers = ("(long)a_shape[0]", str(heads), f"{largest_beta!r}f")
 
     def forward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Pass:
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
@@ -72,7 +99,7 @@ def _passes(heads: int, most: float) -> Passes:
         return Pass("gates_forward", inputs, outputs, (*numbers, *inputs, *outputs), a.shape[0])
 
     def backward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, *cotangents: mx.array) -> Pass:
-        d = dict(zip(("dlog_g", "dbeta"), (each.astype(mx.float32) for each in cotangents), strict=True))
+        d = dict(zip(("dlog_g", "dbeta"), (d.astype(mx.float32) for d in cotangents), strict=True))
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, **d}
         outputs = dict.fromkeys(("da", "db"), (a.shape, a.dtype))
         return Pass("gates_backward", inputs, outputs, (*numbers, *inputs, *outputs), a.shape[0])
@@ -80,11 +107,11 @@ def _passes(heads: int, most: float) -> Passes:
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         a, _, A_log, dt_bias = primals
         a, d = a.reshape(-1, heads), cotangents[0].reshape(-1, heads).astype(mx.float32)
-        _, found = mx.vjp(lambda *given: [log_gate(given[0], a, given[1])], [A_log, dt_bias], [d])
-        return found
+        _, gradients = mx.vjp(lambda A_log, dt_bias: [log_gate(A_log, a, dt_bias)], [A_log, dt_bias], [d])
+        return gradients
 
     def plain(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Arrays:
         shape = (-1, heads)
-        return [log_gate(A_log, a.reshape(shape), dt_bias).reshape(-1), most * mx.sigmoid(b)]
+        return [log_gate(A_log, a.reshape(shape), dt_bias).reshape(-1), largest_beta * mx.sigmoid(b)]
 
-    return Passes(f"gates of {heads} heads (beta to {most})", forward, backward, plain, parameters)
+    return Passes(f"gates of {heads} heads (beta up to {largest_beta})", forward, backward, plain, parameters)

@@ -1,4 +1,7 @@
-"""Arrays end to end in one launch: MLX's concatenate copies each by itself, and a step of small ones waits for that."""
+"""Joins many small arrays in one launch, where mx.concatenate makes one launch for each of them.
+
+train/bundles.py joins the parameters and gradients of a step with it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,24 @@ from functools import cache
 
 import mlx.core as mx
 
-from ... import backend
-from .launch import Execute, Pass
-from .passes import judged
+from ...machine import backend
+from .. import trial
+from .pass_launch import Execute, Pass
 
-# Arrays of a launch: each is a step of a recursion in the kernel's text. Metal would have buffers for 15.
+# The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)
 MOST = 64
 
 
 def end_to_end(arrays: Sequence[mx.array], *, execute: Execute | None = None) -> mx.array:
-    """The arrays' numbers one after another, [n] fp32; no gradients."""
-    kinds = {array.dtype for array in arrays}
+    """Return the numbers of all arrays one after another, [n] fp32; there is no gradient.
+
+    Args:
+        arrays: arrays of any shape; of several dtypes, mx.concatenate joins them.
+        execute: runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
+    """
+    dtypes = {array.dtype for array in arrays}
     if execute is None:
-        if backend.device() != "cuda" or len(arrays) == 1 or len(kinds) > 1 or not _proven(*kinds):
+        if backend.device() != "cuda" or len(arrays) == 1 or len(dtypes) > 1 or not _passes_trial(*dtypes):
             return mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
         execute = Pass.run
     parts = [_joined(arrays[start : start + MOST], execute) for start in range(0, len(arrays), MOST)]
@@ -34,10 +42,10 @@ def _joined(arrays: Sequence[mx.array], execute: Execute) -> mx.array:
 
 
 @cache
-def _proven(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
+def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         arrays = [mx.arange(start, start + size).astype(dtype) for start, size in ((0, 130), (7, 1), (40, 33))]
         found = end_to_end(arrays, execute=execute)
         return float(mx.abs(found - mx.concatenate(arrays).astype(mx.float32)).max())
 
-    return judged(f"{dtype} end to end", difference, 0.0)
+    return trial.passes(f"{dtype} end to end", difference, 0.0)

@@ -1,4 +1,4 @@
-"""Norms over the last axis: x / rms(x) times a factor, and times a weight and silu of a gate."""
+"""RMS norms over the last axis: one with a constant factor, and one with a weight and the silu of a gate."""
 
 from __future__ import annotations
 
@@ -7,59 +7,80 @@ from functools import cache
 import mlx.core as mx
 
 from ..kernels.launch import numbers
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
-# Widths that a power of two of lanes holds, eight elements each, within one group.
+# The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
 WIDTHS = (8, 16, 32, 64, 128, 256)
 _COUNT = "(long)x_shape[0]"
 
 
 def norm(x: mx.array, factor: float, eps: float, *, execute: Execute = Pass.run) -> mx.array:
-    """factor x / sqrt(mean(x^2) + eps) over the last axis, in one pass forward and one backward.
+    """Return factor * x / sqrt(mean(x^2) + eps), computed in fp32, with one kernel forward and one backward.
 
     Args:
         x: [..., W] floats, W one of WIDTHS.
+        factor: a constant.
+        eps: what is added to the mean of the squares.
+        execute: runs a launch; tests run it on the host machine.
 
-    Returns x's shape and dtype; computed in fp32. Raises ValueError for another W.
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        ValueError: the kernels do not support W.
     """
     passes = _norm(_width(x), float(factor), float(eps))
     return passes(x.reshape(-1, 8), execute=execute)[0].reshape(x.shape)
 
 
 def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float, *, execute: Execute = Pass.run) -> mx.array:
-    """x / sqrt(mean(x^2) + eps) weight silu(gate) over the last axis, in one pass forward and one backward.
+    """Return x / sqrt(mean(x^2) + eps) * weight * silu(gate), computed in fp32, with one kernel each way.
 
     Args:
-        x, gate: [..., W] floats of one dtype, W one of WIDTHS.
+        x: [..., W] floats, W one of WIDTHS.
         weight: [W].
+        gate: floats of the shape and dtype of x.
+        eps: what is added to the mean of the squares.
+        execute: runs a launch; tests run it on the host machine.
 
-    Returns x's shape and dtype; computed in fp32. Raises ValueError for shapes or dtypes that do not fit.
-    Source: `RMSNormGated` of mlx_lm/models/qwen3_next.py and of transformers, which round the norm before the weight.
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+
+    Source: `RMSNormGated` of mlx_lm/models/qwen3_next.py and of transformers, which round the norm before they
+    multiply it by the weight.
     """
     if gate.shape != x.shape or gate.dtype != x.dtype or weight.shape != x.shape[-1:]:
-        raise ValueError(f"gated_norm: x {x.shape} {x.dtype}, gate {gate.shape} {gate.dtype}, weight {weight.shape}.")
+        raise ValueError(
+            f"gated_norm: x {x.shape} {x.dtype}, gate {gate.shape} {gate.dtype} and weight {weight.shape} do not fit; "
+            "expected a gate like x, and a weight of x's last axis."
+        )
     passes = _gated(_width(x), float(eps))
     return passes(x.reshape(-1, 8), gate.reshape(-1, 8), weight, execute=execute)[0].reshape(x.shape)
 
 
 def covers(x: mx.array, *others: mx.array) -> bool:
-    """Whether the passes can serve x, and a gate with it."""
-    alike = all(other.shape == x.shape and other.dtype == x.dtype for other in others)
-    return alike and x.size > 0 and mx.issubdtype(x.dtype, mx.floating) and x.shape[-1] in WIDTHS
+    """Whether the kernels can compute with x, and with a gate if one is given."""
+    match = all(other.shape == x.shape and other.dtype == x.dtype for other in others)
+    return match and x.size > 0 and mx.issubdtype(x.dtype, mx.floating) and x.shape[-1] in WIDTHS
 
 
-def norm_proven(x: mx.array, factor: float, eps: float) -> bool:
-    """Whether `norm` covers x, is worth it, and is right on this machine."""
-    return x.size >= LEAST and covers(x) and _norm(_width(x), float(factor), float(eps)).proven(((96, 8), x.dtype))
+def norm_serves(x: mx.array, factor: float, eps: float) -> bool:
+    """Whether `norm` is to be used: the kernels cover x, are faster, and were found right on this machine."""
+    return (
+        x.size >= LEAST and covers(x) and _norm(_width(x), float(factor), float(eps)).passes_trial(((96, 8), x.dtype))
+    )
 
 
-def gated_norm_proven(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> bool:
-    """Whether `gated_norm` does, and is."""
+def gated_norm_serves(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> bool:
+    """Whether `gated_norm` is to be used: the kernels cover these arrays, are faster, and were found right here."""
     return (
         x.size >= LEAST
         and covers(x, gate)
-        and _gated(_width(x), float(eps)).proven(*[((96, 8), x.dtype)] * 2, (weight.shape, weight.dtype))
+        and _gated(_width(x), float(eps)).passes_trial(*[((96, 8), x.dtype)] * 2, (weight.shape, weight.dtype))
     )
 
 
@@ -69,7 +90,7 @@ def _width(x: mx.array) -> int:
     return x.shape[-1]
 
 
-def _inverse(x: mx.array, eps: float) -> mx.array:
+def _inverse_rms(x: mx.array, eps: float) -> mx.array:
     return mx.rsqrt(mx.square(x.astype(mx.float32)).mean(axis=-1, keepdims=True) + eps)
 
 
@@ -87,7 +108,7 @@ def _norm(width: int, factor: float, eps: float) -> Passes:
 
     def plain(x: mx.array) -> Arrays:
         rows = x.reshape(-1, width)
-        return [(factor * rows * _inverse(rows, eps)).reshape(x.shape)]
+        return [(factor * rows * _inverse_rms(rows, eps)).reshape(x.shape)]
 
     return Passes(f"norm of {width} ({factor}, {eps})", forward, backward, plain)
 
@@ -108,11 +129,11 @@ def _gated(width: int, eps: float) -> Passes:
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, gate, dy = (array.reshape(-1, width).astype(mx.float32) for array in (*primals[:2], cotangents[0]))
-        each = dy * gate * mx.sigmoid(gate) * x * _inverse(x, eps)
-        return [each.sum(axis=0).astype(primals[2].dtype)]
+        d_weight = dy * gate * mx.sigmoid(gate) * x * _inverse_rms(x, eps)
+        return [d_weight.sum(axis=0).astype(primals[2].dtype)]
 
     def plain(x: mx.array, gate: mx.array, weight: mx.array) -> Arrays:
         rows, gates = x.reshape(-1, width), gate.reshape(-1, width)
-        return [(rows * _inverse(rows, eps) * weight * gates * mx.sigmoid(gates)).reshape(x.shape)]
+        return [(rows * _inverse_rms(rows, eps) * weight * gates * mx.sigmoid(gates)).reshape(x.shape)]
 
     return Passes(f"gated norm of {width} ({eps})", forward, backward, plain, parameters)

@@ -1,37 +1,40 @@
-"""A function as one pass over memory and its gradient as another, proven on this machine before its first use."""
+"""A function that one kernel computes, and whose gradient a second one computes, after a trial on this machine."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 
-from ...errors import first_line
-from .launch import Execute, Pass
+from .. import trial
+from .pass_launch import Execute, Pass
 
-logger = logging.getLogger(__name__)
-
-# Elements that make a pass worth building its kernels, and proving them in each process: none for decoding.
+# The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
 LEAST = 2**16
 
 Arrays = Sequence[mx.array]
-Kind = tuple[tuple[int, ...], mx.Dtype]
-# Of the largest element: a few roundings of the dtype's own.
+# The largest error that a trial allows, over the largest element: a few roundings of the dtype.
 BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-8, mx.bfloat16: 2.0**-5}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """One function of arrays whose gradients the backward pass gives, then of parameters, then of `fixed` others.
+    """A function of arrays with a kernel for its value and one for its gradients.
 
-    forward: the launch for the primals. backward: for the primals and the cotangents; its outputs are gradients.
-    parameters: gradients of the parameters, by MLX's operations, computed only if they are wanted.
-    plain: the same function by MLX's operations.
+    Its arguments are first the arrays whose gradients the backward kernel gives, then parameters, then `fixed` arrays
+    without gradients.
+
+    Args:
+        name: the function's name for messages, different for each set of constants.
+        forward: describes the launch for the arguments.
+        backward: describes the launch for the arguments and the cotangents, whose outputs are gradients.
+        plain: the same function by MLX's operations.
+        parameters: the parameters' gradients by MLX's operations, from the arguments and the cotangents. MLX computes
+            them only if something uses them.
+        fixed: the number of arguments without gradients.
     """
 
     name: str
@@ -44,16 +47,22 @@ class Passes:
     def __call__(self, *arrays: mx.array, execute: Execute = Pass.run) -> list[mx.array]:
         return list(_function(self, execute)(*arrays))
 
-    def proven(self, *kinds: Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
-        """Whether both passes run here and agree with `plain` on random arrays of these shapes and dtypes, followed by
-        `others`; looked at once a process for each name and kinds."""
+    def passes_trial(self, *kinds: trial.Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
+        """Whether both kernels run here and agree with `plain`, which is tried once in a process for each kind.
+
+        Args:
+            kinds: the shapes and dtypes of random arguments.
+            others: the arguments after them.
+            execute: runs a launch; tests run it on the host machine.
+        """
         key = (self.name, kinds, len(others), execute)
-        if key not in _known:
-            _known[key] = _proven(self, kinds, others, execute)
-        return _known[key]
+        if key not in _trials:
+            _trials[key] = _passes_trial(self, kinds, others, execute)
+        return _trials[key]
 
 
-_known: dict[Any, bool] = {}
+# The results of the trials of this process.
+_trials: dict[Any, bool] = {}
 
 
 @cache
@@ -62,8 +71,8 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
     backward: Any = mx.custom_function(lambda *arrays: execute(passes.backward(*arrays)))
 
     def vjp(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
-        # MLX gives what is alone as it is.
-        given, d = ([each] if isinstance(each, mx.array) else list(each) for each in (primals, cotangents))
+        # MLX passes a single array by itself, and several as a list.
+        given, d = ([group] if isinstance(group, mx.array) else list(group) for group in (primals, cotangents))
         fixed = [mx.zeros_like(array) for array in given[len(given) - passes.fixed :]]
         return [*backward(*given, *d), *passes.parameters(given, d), *fixed]
 
@@ -75,51 +84,16 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
     return cast(Callable[..., Arrays], forward)
 
 
-def _proven(passes: Passes, kinds: Sequence[Kind], others: Arrays, execute: Execute) -> bool:
-    drawn = random_arrays(kinds)
-    return judged(passes.name, lambda: _difference(passes, drawn, others, execute), BOUNDS[kinds[0][1]])
+def _passes_trial(passes: Passes, kinds: Sequence[trial.Kind], others: Arrays, execute: Execute) -> bool:
+    arrays = trial.random_arrays(kinds)
+    return trial.passes(passes.name, lambda: _error(passes, arrays, others, execute), BOUNDS[kinds[0][1]])
 
 
-def random_arrays(kinds: Sequence[Kind]) -> list[mx.array]:
-    """Normal numbers of these shapes and dtypes."""
-    keys = mx.random.split(mx.random.key(7), len(kinds))
-    return [mx.random.normal(shape, key=key).astype(dtype) for (shape, dtype), key in zip(kinds, keys, strict=True)]
-
-
-def judged(name: str, difference: Callable[[], float], bound: float) -> bool:
-    """Whether the largest difference over the largest element is within `bound`; says so where not, or if none runs."""
-    try:
-        worst = difference()
-    except (RuntimeError, ValueError) as error:
-        said = first_line(error)[:300]
-        logger.warning("%s does not run on this GPU, MLX's operations serve instead: %s", name, said)
-        return False
-    if not worst <= bound:
-        logger.warning(
-            "%s is off by %.1e of the largest element on this GPU (%.1e allowed): MLX's operations serve instead.",
-            name,
-            worst,
-            bound,
-        )
-    return bool(worst <= bound)
-
-
-def apart(found: Arrays, expected: Arrays) -> float:
-    """The largest, over the arrays, of the largest difference over the largest element; NaN counts."""
-    worst = 0.0
-    for ours, theirs in zip(found, expected, strict=True):
-        one, other = (np.array(array.astype(mx.float32)) for array in (ours, theirs))
-        worst = float(np.maximum(worst, np.abs(one - other).max() / np.abs(other).max()))
-    return worst
-
-
-def _difference(passes: Passes, arrays: list[mx.array], others: Arrays, execute: Execute) -> float:
-    """From `plain`, over outputs and gradients."""
-    made = passes(*arrays, *others, execute=execute)
-    cotangents = [mx.random.normal(y.shape, key=mx.random.key(i)).astype(y.dtype) for i, y in enumerate(made)]
-    wide = [array.astype(mx.float32) for array in arrays]
-    _, found = mx.vjp(lambda *given: passes(*given, *others, execute=execute), arrays, cotangents)
-    expected, wanted = mx.vjp(
-        lambda *given: list(passes.plain(*given, *others)), wide, [c.astype(mx.float32) for c in cotangents]
-    )
-    return apart([*made, *found], [*expected, *wanted])
+def _error(passes: Passes, arrays: list[mx.array], others: Arrays, execute: Execute) -> float:
+    """The largest error of the outputs and gradients, compared with those of `plain` in fp32."""
+    outputs = passes(*arrays, *others, execute=execute)
+    cotangents = [mx.random.normal(y.shape, key=mx.random.key(i)).astype(y.dtype) for i, y in enumerate(outputs)]
+    _, gradients = mx.vjp(lambda *given: passes(*given, *others, execute=execute), arrays, cotangents)
+    arrays, cotangents = ([array.astype(mx.float32) for array in group] for group in (arrays, cotangents))
+    expected = mx.vjp(lambda *given: list(passes.plain(*given, *others)), arrays, cotangents)
+    return trial.largest_error([*outputs, *gradients], [*expected[0], *expected[1]])

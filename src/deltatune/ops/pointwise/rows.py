@@ -1,7 +1,7 @@
-"""Rows chosen by number, and each token's rows summed with weights: between a token's order and that of experts.
+"""Takes rows by index, and sums each token's rows with weights, as the expert block does between two orders of rows.
 
-MLX's gather on CUDA goes element by element, at a sixth of what memory gives; and a weighted sum over chosen rows would
-be four passes more. No gradients: the expert block, which calls these, takes its own.
+MLX's gather on CUDA copies element by element, at a sixth of the memory's speed, and a weighted sum of rows would take
+four more passes over memory. These functions have no gradients, since the expert block computes its own.
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ from functools import cache
 
 import mlx.core as mx
 
-from ... import backend
+from ...machine import backend
+from .. import trial
 from ..kernels.launch import Arrays, Outputs
-from .launch import Execute, Pass
-from .passes import BOUNDS, LEAST, apart, judged, random_arrays
+from .pass_launch import Execute, Pass
+from .passes import BOUNDS, LEAST
 
+# How many elements one lane holds.
 _LANE = 8
 _WIDTH = f"(x_shape[1] / {_LANE})"
 
 
-def taken(x: mx.array, index: mx.array, *, execute: Execute | None = None) -> mx.array:
-    """x[index] for x [N, D] and integers [R]."""
+def take_rows(x: mx.array, index: mx.array, *, execute: Execute | None = None) -> mx.array:
+    """Return x[index], [R, D].
+
+    Args:
+        x: [N, D].
+        index: integers [R].
+        execute: runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
+    """
     if execute is None:
-        if not proven(x, index.size):
+        if not serves(x, index.size):
             return x[index]
         execute = Pass.run
     inputs: Arrays = {"x": x, "index": index}
@@ -31,56 +39,62 @@ def taken(x: mx.array, index: mx.array, *, execute: Execute | None = None) -> mx
     return execute(Pass("rows_taken", inputs, outputs, arguments, index.size * x.shape[1] // _LANE))[0]
 
 
-def combined(
+def sum_rows(
     x: mx.array,
-    place: mx.array,
+    index: mx.array,
     weights: mx.array | None = None,
     dtype: mx.Dtype | None = None,
     *,
     execute: Execute | None = None,
 ) -> mx.array:
-    """sum over k of weights[n, k] x[place[n, k]] for x [R, D], place [N, k] integers, weights fp32: [N, D].
+    """Return the sum over k of weights[n, k] x[index[n, k]], [N, D], with fp32 sums.
 
-    Sums are fp32; the result is of `dtype` (that of x). Without weights they are 1.
+    Args:
+        x: [R, D].
+        index: integers [N, k].
+        weights: [N, k] fp32; None means 1.
+        dtype: that of the result; None means that of x.
+        execute: runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
     """
-    kind = dtype or x.dtype
+    dtype = dtype or x.dtype
     if execute is None:
-        if not proven(x, place.size):
-            return _combined(x, place, weights).astype(kind)
+        if not serves(x, index.size):
+            return _sum_rows_with_mlx(x, index, weights).astype(dtype)
         execute = Pass.run
-    tokens, k = place.shape
-    inputs: Arrays = {"x": x, "place": place} | ({} if weights is None else {"weights": weights})
-    outputs: Outputs = {"y": ((tokens, x.shape[1]), kind)}
+    tokens, k = index.shape
+    inputs: Arrays = {"x": x, "place": index} | ({} if weights is None else {"weights": weights})
+    outputs: Outputs = {"y": ((tokens, x.shape[1]), dtype)}
     last = "place" if weights is None else "weights"
     arguments = (f"(long)place_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x", "place", last, "y")
     lanes = tokens * x.shape[1] // _LANE
     return execute(Pass("rows_combined", inputs, outputs, arguments, lanes, (k, int(weights is not None))))[0]
 
 
-def proven(x: mx.array, rows: int) -> bool:
-    """Whether `rows` rows of x are worth a pass on CUDA, in pieces of eight, and both passes are right there."""
+def serves(x: mx.array, rows: int) -> bool:
+    """Whether the kernels are to be used for so many rows of x: they cover them, are faster, and were found right."""
     if backend.device() != "cuda":
         return False
-    return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and _proven(x.dtype)
+    return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and _passes_trial(x.dtype)
 
 
-def _combined(x: mx.array, place: mx.array, weights: mx.array | None) -> mx.array:
-    """In fp32."""
-    rows = x[place]
+def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -> mx.array:
+    """The same sum by MLX's operations, in fp32."""
+    rows = x[index]
     if weights is not None:
         rows = rows * weights[..., None].astype(rows.dtype)
     return rows.astype(mx.float32).sum(axis=1)
 
 
 @cache
-def _proven(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
+def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
-        (x, weights) = random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
+        (x, weights) = trial.random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
         order = mx.argsort(mx.random.normal((90,), key=mx.random.key(1)))
-        place = order.reshape(30, 3)
-        found = [taken(x, order, execute=execute)]
-        found += [combined(x, place, each, mx.float32, execute=execute) for each in (None, weights)]
+        index = order.reshape(30, 3)
+        found = [take_rows(x, order, execute=execute)]
+        found += [sum_rows(x, index, factors, mx.float32, execute=execute) for factors in (None, weights)]
         wide = x.astype(mx.float32)
-        return apart(found, [x[order], *(_combined(wide, place, each) for each in (None, weights))])
+        expected = [x[order], *(_sum_rows_with_mlx(wide, index, factors) for factors in (None, weights))]
+        return trial.largest_error(found, expected)
 
-    return judged(f"rows of {dtype}", difference, BOUNDS[dtype])
+    return trial.passes(f"rows of {dtype}", difference, BOUNDS[dtype])

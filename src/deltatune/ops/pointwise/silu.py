@@ -1,36 +1,42 @@
-"""silu(gate) x, as MLPs and experts have it."""
+"""The activation silu(gate) * x of MLPs and experts."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from .launch import Execute, Pass
+from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
 
 def swiglu(gate: mx.array, x: mx.array, *, execute: Execute = Pass.run) -> mx.array:
-    """silu(gate) x, in one pass forward and one backward.
+    """Return silu(gate) * x, computed in fp32, with one kernel forward and one backward.
 
     Args:
-        gate, x: floats of one shape and dtype, a multiple of 8 of them.
+        gate: floats of any shape, whose number of elements is a multiple of 8.
+        x: floats of the same shape and dtype.
+        execute: runs a launch; tests run it on the host machine.
 
-    Returns the same shape and dtype; computed in fp32. Raises ValueError for arrays that `covers` refuses.
+    Returns:
+        The same shape and dtype.
+
+    Raises:
+        ValueError: `covers` refuses the arrays.
     """
     if not covers(gate, x):
-        found = f"{list(gate.shape)} {gate.dtype} and {list(x.shape)} {x.dtype}"
-        raise ValueError(f"swiglu: gate and x must be floats of one shape and dtype, a multiple of 8, got {found}.")
+        given = f"{list(gate.shape)} {gate.dtype} and {list(x.shape)} {x.dtype}"
+        raise ValueError(f"swiglu: gate and x must be floats of one shape and dtype, a multiple of 8, got {given}.")
     return _PASSES(gate.reshape(-1, 8), x.reshape(-1, 8), execute=execute)[0].reshape(gate.shape)
 
 
 def covers(gate: mx.array, x: mx.array) -> bool:
-    """Whether the passes can serve these arrays."""
-    alike = gate.shape == x.shape and gate.dtype == x.dtype
-    return alike and mx.issubdtype(gate.dtype, mx.floating) and gate.size > 0 and gate.size % 8 == 0
+    """Whether the kernels can compute with arrays of these shapes and dtypes."""
+    match = gate.shape == x.shape and gate.dtype == x.dtype
+    return match and mx.issubdtype(gate.dtype, mx.floating) and gate.size > 0 and gate.size % 8 == 0
 
 
-def proven(gate: mx.array, x: mx.array) -> bool:
-    """Whether the passes cover these arrays, are worth it, and are right on this machine."""
-    return gate.size >= LEAST and covers(gate, x) and _PASSES.proven(*[((96, 8), gate.dtype)] * 2)
+def serves(gate: mx.array, x: mx.array) -> bool:
+    """Whether `swiglu` is to be used: the kernels cover these arrays, are faster, and were found right here."""
+    return gate.size >= LEAST and covers(gate, x) and _PASSES.passes_trial(*[((96, 8), gate.dtype)] * 2)
 
 
 def _plain(gate: mx.array, x: mx.array) -> Arrays:

@@ -1,0 +1,66 @@
+"""Train adapters on the experts of a mixture-of-experts model, and see which experts moved.
+
+`expert_updates="active"` leaves an expert that got no token in a step as it is: adapters, moments and weight decay.
+The default, `dense`, moves all of them, as AdamW is written.
+
+    python examples/expert_adapters.py
+"""
+
+import json
+from pathlib import Path
+
+# Import deltatune before mlx: on a Linux CPU it gives MLX a fast BLAS.
+from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, load, load_datasets
+from deltatune.demo.assets import MODEL  # A tiny mixture of 16 experts a layer. Put your own model here.
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+OUTPUT = Path("example-out/expert_adapters")
+LINES = [
+    {"prompt": "What is in the oven?", "completion": "Bread."},
+    {"prompt": "Who brings the bread?", "completion": "The baker."},
+    {"prompt": "When does the café open?", "completion": "At eight."},
+    {"prompt": "Is the milk gone?", "completion": "Yes."},
+]
+
+
+def main() -> None:
+    """Adapt the experts alone, train a few steps, and count the experts that have changed."""
+    data = OUTPUT / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, LINES)) + "\n", encoding="utf-8")
+
+    config = TrainConfig(
+        model=str(MODEL),
+        data=str(data),
+        adapter_path=str(OUTPUT / "adapters"),
+        # Patterns are matched against a module's full path, or its path within its layer.
+        lora_parameters=LoraConfig(rank=4, scale=2.0, keys=["mlp.switch_mlp.*"]),
+        num_layers=1,
+        expert_updates="active",
+        optimizer="adamw",
+        optimizer_config={"adamw": {"weight_decay": 0.01}},
+        learning_rate=1e-3,
+        batch_size=1,
+        iters=3,
+        steps_per_report=1,
+        max_seq_length=64,
+    )
+    mx.random.seed(config.seed)
+    loaded = load(MODEL)
+    report = convert_to_lora(loaded.model, config.lora_parameters, num_layers=config.num_layers)
+    print("Adapted:", *report.converted, sep="\n  ")
+
+    before = dict(tree_flatten(loaded.model.trainable_parameters()))
+    splits = load_datasets(config, loaded.tokenizer)
+    Trainer(loaded.model, loaded.tokenizer, config, splits).run()
+
+    # The first axis of every expert adapter counts the experts.
+    for name, now in tree_flatten(loaded.model.trainable_parameters()):
+        moved = mx.any(now != before[name], axis=(1, 2)).sum().item()
+        print(f"{name}: {moved} of {len(now)} experts moved")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Parts of the documentation that are made from the code when the site is built: options and flags.
+
+MkDocs calls `on_page_markdown` for every page (`hooks` in mkdocs.yml). A line `<!-- made here: NAME -->` in a page is
+replaced by what `PARTS[NAME]` returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from deltatune.cli import parser
+from deltatune.config import TrainConfig
+
+MARKER = re.compile(r"^<!-- made here: (\w+) -->$", re.MULTILINE)
+
+
+def options() -> str:
+    """A table of options for each group of TrainConfig, in the order of the dataclass."""
+    groups: dict[str, list[str]] = {}
+    for field in dataclasses.fields(TrainConfig):
+        about = field.metadata["help"] + ("" if field.metadata["flag"] else ". YAML only")
+        row = f"| `{field.name}` | {_default(field)} | {_cell(about)}. |"
+        groups.setdefault(field.metadata["group"], []).append(row)
+    head = "| option | default | meaning |\n|---|---|---|\n"
+    return "\n\n".join(f"## {_title(group)}\n\n{head}" + "\n".join(rows) for group, rows in groups.items())
+
+
+def flags() -> str:
+    """The flags of every command but train and plan, whose flags are the options."""
+    parts = []
+    for name, command in commands().items():
+        rows = [_flag(action) for action in command._actions if not isinstance(action, argparse._HelpAction)]
+        if name in ("train", "plan"):
+            rows = [row for row in rows if row is not None and not _is_option(row)]
+        text = "\n".join(row for row in rows if row is not None)
+        if text:
+            parts.append(f"### deltatune {name}\n\n| flag | meaning |\n|---|---|\n{text}")
+    return "\n\n".join(parts)
+
+
+PARTS: dict[str, Callable[[], str]] = {"options": options, "flags": flags}
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, by its name."""
+    for action in parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    raise LookupError("the command line has no commands")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace every marker of a page."""
+    return MARKER.sub(lambda match: PARTS[match[1]](), markdown)
+
+
+def _title(group: str) -> str:
+    return group[0].upper() + group[1:]
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is dataclasses.MISSING:
+        return "see above" if field.name == "lora_parameters" else "`{}`"
+    if field.default is None:
+        return "none"
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    return f"`{field.default}`"
+
+
+def _flag(action: argparse.Action) -> str | None:
+    name = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
+    if action.nargs == argparse.REMAINDER:
+        return None
+    return f"| {name} | {_cell((action.help or '').replace('%%', '%'))} |"
+
+
+def _is_option(row: str) -> bool:
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    found = re.search(r"`--(?:no-)?([\w-]+)`", row)
+    return found is not None and found[1].replace("-", "_") in names
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

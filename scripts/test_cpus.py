@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Run the numeric tests with the BLAS kernels of other CPUs than this one.
+
+OpenBLAS carries kernels for several families of CPUs and takes those of the machine; OPENBLAS_CORETYPE forces others,
+where the CPU has their instructions. The plain suite runs this machine's own kernels, so those are left out here.
+
+usage: scripts/test_cpus.py [NAME ...]      NAME: a core type below; those named are run, this machine's own too.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# What goes through the BLAS. Tests that do not, although they stand there, carry the marker `any_blas`.
+FOLDERS = ("tests/ops", "tests/patches", "tests/oracle")
+# Kernel texts run on the host machine, beside float64.
+NOT = ("tests/ops/kernels", "tests/ops/pointwise")
+PROBE = "from deltatune.machine import blas; print(blas.status().kernels)"
+
+
+@dataclass(frozen=True)
+class CoreType:
+    """A value of OPENBLAS_CORETYPE, the CPU flags that it needs, and the kernels that a smaller build has for it."""
+
+    name: str
+    flags: tuple[str, ...]
+    stand_ins: tuple[str, ...] = ()
+
+
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+CORE_TYPES = (
+    CoreType("Nehalem", ("sse4_2",)),
+    CoreType("Sandybridge", ("avx",)),
+    CoreType("Haswell", ("avx2", "fma")),
+    CoreType("Zen", ("avx2", "fma"), ("Haswell",)),
+    CoreType("SkylakeX", _AVX512),
+    CoreType("Cooperlake", (*_AVX512, "avx512_bf16"), ("SkylakeX",)),
+    CoreType("SapphireRapids", (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"), ("Cooperlake", "SkylakeX")),
+)
+
+
+def main(names: list[str]) -> int:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        print(f"Nothing to run: core types are tried on x86-64 Linux, and this is {sys.platform} {platform.machine()}.")
+        return 0
+    unknown = sorted(set(names) - {core.name for core in CORE_TYPES})
+    if unknown:
+        print(f"{', '.join(unknown)}: not known; expected one of {', '.join(core.name for core in CORE_TYPES)}.")
+        return 2
+    own = kernels(None)
+    if own == "None":
+        print("MLX does not run on OpenBLAS here (deltatune doctor says why), so there are no kernels to choose from.")
+        return 1
+    chosen, wrong = choose(names, own)
+    if not chosen:
+        print("No other kernels to test." if not wrong else "")
+        return int(wrong)
+    print(f"Running {', '.join(chosen)}, one process each with one BLAS thread.", flush=True)
+    return int(any([wrong, *(code != 0 for code in run(chosen))]))
+
+
+def choose(names: list[str], own: str) -> tuple[list[str], bool]:
+    """The core types to run, and whether one that this CPU can run was not given; prints what becomes of each."""
+    flags, chosen, wrong = cpu_flags(), [], False
+    tested = {} if names else {own: "this machine's own, which `make test` runs"}
+    for core in CORE_TYPES:
+        if names and core.name not in names:
+            continue
+        missing = [flag for flag in core.flags if flag not in flags]
+        answer = None if missing else kernels(core.name)
+        if missing:
+            said = f"cannot run: this CPU has no {', '.join(missing)}"
+        elif answer not in (core.name, *core.stand_ins):
+            said, wrong = f"WRONG: OpenBLAS answers with the kernels of {answer}", True
+        elif answer in tested:
+            stands = "" if answer == core.name else f"{answer}'s kernels in this OpenBLAS: "
+            said = f"not again: {stands}{tested[answer]}"
+        else:
+            said, tested[answer] = "runs" if answer == core.name else f"runs as {answer}", "run above"
+            chosen.append(answer)
+        print(f"{core.name:15} {said}")
+    return chosen, wrong
+
+
+def cpu_flags() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def kernels(core: str | None) -> str:
+    """Whose kernels OpenBLAS runs in a new process that asks for those of `core`; None asks for none."""
+    command = [sys.executable, "-c", PROBE]
+    return subprocess.run(command, env=environment(core), capture_output=True, text=True, check=True).stdout.strip()
+
+
+def environment(core: str | None) -> dict[str, str]:
+    env = {**os.environ, "DELTATUNE_THREADS": "1"}
+    if core is not None:
+        env["OPENBLAS_CORETYPE"] = core
+    return env
+
+
+def run(chosen: list[str]) -> list[int]:
+    """All side by side, each with its output in a file that is printed at its end."""
+    ignored = [f"--ignore={folder}" for folder in NOT]
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for core in chosen:
+            output = Path(folder) / core
+            command = [sys.executable, "-m", "pytest", *FOLDERS, *ignored, "-m", "not any_blas", "--kernels", core]
+            with output.open("w") as file:
+                process = subprocess.Popen(command, cwd=ROOT, env=environment(core), stdout=file, stderr=file)
+            started.append((core, process, output))
+        codes = []
+        for core, process, output in started:
+            codes.append(process.wait())
+            print(f"\n{core}: {'passed' if codes[-1] == 0 else f'FAILED (pytest ends with {codes[-1]})'}")
+            print(output.read_text(), flush=True)
+    return codes
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

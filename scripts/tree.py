@@ -1,0 +1,131 @@
+"""Print the groups of src/deltatune from top to bottom, each with the groups that it imports (`make tree`).
+
+Exit code 1, with the lines that do it, where an import goes up or in a circle. tests/test_imports.py looks at the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "deltatune"
+# From bottom to top: a group imports only groups before it. A group is a folder, or a file beside the folders.
+ORDER = ["errors", "config", "machine", "ops", "layers", "lora", "patches", "models", "data", "train", "plan", "doctor"]
+ORDER += ["demo", "selftest", "commands", "cli", "__main__"]
+
+
+@dataclass(frozen=True)
+class Import:
+    """A line of `importer` that imports from `imported`: dotted names of modules; `imported` may be of any package."""
+
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}, line {self.line}, imports {self.imported}"
+
+
+def modules(source: Path = SOURCE) -> dict[str, Path]:
+    """Every module of the package by its dotted name, without the package's own in front; the package itself is ''."""
+    found = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def group_of(module: str) -> str:
+    """The group that a module is in."""
+    return module.partition(".")[0]
+
+
+def imports(source: Path = SOURCE) -> list[Import]:
+    """Every import of the package, those inside functions too; modules of its own without its name in front."""
+    known = modules(source)
+    return [each for name, path in known.items() for each in _imports_of(name, path, known)]
+
+
+def _imports_of(name: str, path: Path, known: dict[str, Path]) -> list[Import]:
+    package = ["deltatune", *name.split(".")] if name else ["deltatune"]
+    if path.stem != "__init__":
+        package = package[:-1]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            base = base if node.level else str(node.module)
+            targets = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [Import(name, _module(target, known), node.lineno) for target in targets]
+    return found
+
+
+def _module(target: str, known: dict[str, Path]) -> str:
+    """The module that a dotted name is, or is defined in; of another package, the name itself."""
+    if target != "deltatune" and not target.startswith("deltatune."):
+        return target
+    own = target.removeprefix("deltatune").removeprefix(".")
+    return own if own in known else own.rpartition(".")[0]
+
+
+def upward(found: list[Import]) -> list[Import]:
+    """The imports that go up, or that are of a group or from a group that ORDER does not have."""
+    known = modules()
+
+    def goes_up(each: Import) -> bool:
+        if each.imported not in known or not each.importer:
+            return False
+        groups = group_of(each.importer), group_of(each.imported)
+        return not set(groups) <= set(ORDER) or ORDER.index(groups[1]) > ORDER.index(groups[0])
+
+    return [each for each in found if goes_up(each)]
+
+
+def circles(found: list[Import]) -> list[list[str]]:
+    """Modules that import one another, in whatever number of steps: one list for each such set."""
+    known = modules()
+    graph: dict[str, set[str]] = defaultdict(set)
+    for each in found:
+        # A package's __init__ names what is in it; what is in it does not import the package.
+        if each.imported in known and each.imported != each.importer:
+            graph[each.importer].add(each.imported)
+    reached = {name: _reached(name, graph) for name in known}
+    together = {frozenset(other for other in reached[name] if name in reached[other]) for name in known}
+    return sorted(sorted(each) for each in together if len(each) > 1)
+
+
+def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for other in graph[waiting.pop()] - found:
+            found.add(other)
+            waiting.append(other)
+    return found
+
+
+def main() -> int:
+    found, known = imports(), modules()
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for each in found:
+        if each.imported in known and each.importer:
+            arrows[group_of(each.importer)].add(group_of(each.imported))
+    for group in [group for group in reversed(ORDER) if group in {group_of(name) for name in known}]:
+        paths = [path for name, path in known.items() if group_of(name) == group]
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        below = [other for other in reversed(ORDER) if other in arrows[group] - {group}]
+        print(f"{group:9} {len(paths):3} files {lines:6,} lines  ->  {', '.join(below) or 'nothing'}")
+    wrong = [str(each) for each in upward(found)] + [f"a circle: {', '.join(each)}" for each in circles(found)]
+    print("\n".join(wrong) or "No import goes up, and none goes in a circle.")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands of `deltatune`: one file each, with its flags beside its work."""

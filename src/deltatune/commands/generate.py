@@ -1,0 +1,176 @@
+"""`deltatune generate`: let a model, with or without an adapter, answer a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from mimetypes import guess_type
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from .flags import add_adapter
+
+if TYPE_CHECKING:
+    from ..data.vision.videos import Clip
+    from ..models.load import Loaded
+
+
+def add(commands: Any) -> None:
+    """The command and its flags."""
+    parser = commands.add_parser("generate", help="let a model, with or without an adapter, answer a prompt")
+    add = parser.add_argument
+    add("--model", required=True, metavar="TEXT", help="folder of the model, or its name on the Hugging Face hub")
+    add_adapter(parser)
+    add("--prompt", "-p", required=True, metavar="TEXT", help="the user's message; - reads it from the input")
+    add("--system-prompt", metavar="TEXT", help="system message for the chat template")
+    add("--prefill-response", metavar="TEXT", help="how the answer begins")
+    add("--max-tokens", "-m", type=int, metavar="N", help="longest answer, in tokens (default: 100)")
+    add("--temp", type=float, metavar="X", help="sampling temperature; 0 takes the likeliest token (default: 0)")
+    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens of this total probability")
+    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
+    add("--top-k", type=int, metavar="N", help="sample from so many of the likeliest tokens")
+    add("--seed", type=int, metavar="N", help="seed of the sampling")
+    add("--ignore-chat-template", action="store_true", help="take the prompt as it is")
+    add("--chat-template-config", metavar="JSON", help='options of the chat template, as {"enable_thinking": false}')
+    add(
+        "--image",
+        nargs="+",
+        metavar="FILE",
+        help="images before the prompt, for a model with a vision tower",
+    )
+    add("--video", nargs="+", metavar="FILE", help="videos before the prompt, or the images that are the frames of one")
+    add("--fps", type=float, metavar="X", help="frames a second to take from --video; default: the model's own")
+    add("--video-max-frames", type=int, metavar="N", help="most frames to take of --video; default: the model's own")
+    add("--extra-eos-token", nargs="+", metavar="TEXT", help="more tokens that end an answer")
+    add("--verbose", type=lambda text: text.lower() not in ("false", "f"), metavar="BOOL", help="speeds after the text")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model or tokenizer")
+    parser.set_defaults(call=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate as the arguments say."""
+    known = {field.name for field in dataclasses.fields(GenerateOptions)}
+    given = {key: value for key, value in vars(arguments).items() if key in known and value is not None}
+    generate(GenerateOptions(**given))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """The options of `generate`, by mlx_lm.generate's names."""
+
+    model: str
+    prompt: str
+    adapter_path: str | None = None
+    system_prompt: str | None = None
+    prefill_response: str | None = None
+    max_tokens: int = 100
+    temp: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_chat_template: bool = False
+    chat_template_config: str | None = None
+    extra_eos_token: tuple[str, ...] = ()
+    image: tuple[str, ...] = ()
+    video: tuple[str, ...] = ()
+    fps: float | None = None
+    video_max_frames: int | None = None
+    verbose: bool = True
+    trust_remote_code: bool = False
+
+
+def generate(options: GenerateOptions) -> str:
+    """Print, as it comes, what the model answers; returns it."""
+    import mlx.core as mx
+
+    from ..data.vision.videos import video_texts, with_features
+    from ..models.generate import Sampling, prompt_tokens, stream
+    from ..models.vision.generate import stream_with_images, stream_with_videos
+    from ..models.vision.split import vision_spec
+    from ..train.setup import load_with_adapter
+
+    if options.seed is not None:
+        mx.random.seed(options.seed)
+    template_options = _template_options(options.chat_template_config)
+    shown = _shown(options)
+    trusted = options.trust_remote_code
+    loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=shown)
+    for token in options.extra_eos_token:
+        loaded.tokenizer.add_eos_token(token)
+    clips = _clips(options, loaded) if options.video else []
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    tokens = prompt_tokens(
+        loaded.tokenizer,
+        prompt.replace("\\n", "\n").replace("\\t", "\t"),
+        system_prompt=options.system_prompt,
+        prefill_response=options.prefill_response,
+        chat_template=not options.ignore_chat_template,
+        template_options=template_options,
+        images=len(options.image),
+        videos=video_texts(loaded.tokenizer, clips, vision_spec(loaded.model)) if clips else (),
+    )
+    if not tokens:
+        raise UserError("--prompt: nothing is left of it after the chat template; give a text.")
+    sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
+    if options.image:
+        answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
+    elif clips:
+        tokens = with_features(tokens, clips, vision_spec(loaded.model))
+        pictures = [clip.picture for clip in clips]
+        answer = stream_with_videos(loaded, tokens, pictures, options.max_tokens, sampling)
+    else:
+        answer = stream(loaded, tokens, options.max_tokens, sampling)
+    parts, last = [], None
+    for last in answer:
+        print(last.text, end="", flush=True)
+        parts.append(last.text)
+    print()
+    if options.verbose and last is not None:
+        print(
+            f"[{last.prompt_tokens} prompt tokens at {last.prompt_tps:.1f}/s; {last.generation_tokens} generated at "
+            f"{last.generation_tps:.1f}/s; peak memory {last.peak_memory:.2f} GB]"
+        )
+    return "".join(parts)
+
+
+def _shown(options: GenerateOptions) -> str | None:
+    """The first image or video, as messages name it."""
+    for flag, names in (("--image", options.image), ("--video", options.video)):
+        for name in names:
+            if not Path(name).is_file():
+                raise UserError(f"{flag} {name}: no such file.")
+    if options.image and options.video:
+        raise UserError("--image and --video: give one of them.")
+    if options.video:
+        return f"--video {options.video[0]}"
+    return f"--image {options.image[0]}" if options.image else None
+
+
+def _clips(options: GenerateOptions, loaded: Loaded) -> list[Clip]:
+    """The videos in patches. Several images are the frames of one."""
+    from ..data.vision.videos import Video, VideoReader
+
+    names = options.video
+    framed = [(guess_type(name)[0] or "").startswith("image/") for name in names]
+    if any(framed) and not all(framed):
+        raise UserError("--video: images beside videos; give video files, or the images that are the frames of one.")
+    processor = getattr(loaded.processor, "video_processor", None)
+    reader = VideoReader(processor, Path(), {}, options.fps, options.video_max_frames)
+    return [reader.clip(Video(value), "--video") for value in ([list(names)] if all(framed) else names)]
+
+
+def _template_options(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--chat-template-config: not JSON ({error}).") from error
+    if not isinstance(options, dict):
+        raise UserError(f"--chat-template-config: expected a JSON object, got {text!r}.")
+    return options

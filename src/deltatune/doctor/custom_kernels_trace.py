@@ -1,0 +1,136 @@
+"""The process in which doctor.custom_kernels traces: stand-ins for kernels first, the model's modules after them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+
+_LENGTH = 8
+_GRID = (1, 4, 4)
+
+# name -> [caller, calls, whether backward came]
+_found: dict[tuple[str, str], list[Any]] = {}
+
+
+def main() -> None:
+    """Read a request from the standard input, write the kernels found to the standard output, as JSON."""
+    _install()
+    request = pickle.loads(sys.stdin.buffer.read())
+    from deltatune.patches import patched
+
+    model = getattr(importlib.import_module(request["module"]), request["class"])(request["arguments"])
+    model.set_dtype(getattr(mx, request["dtype"]))
+    model.train()
+    _found.clear()
+    with patched() if request["patches"] else nullcontext():
+        _trace(model, request["arguments"])
+    kernels = [
+        {"name": name, "caller": caller, "calls": calls, "differentiable": not asked}
+        for (name, caller), (calls, asked) in _found.items()
+    ]
+    print("\n" + json.dumps(kernels))
+
+
+def _install() -> None:
+    # Compiled functions would be built for this machine, which takes many times as long as the trace.
+    mx.disable_compile()
+    for name in ("metal_kernel", "cuda_kernel", "precompiled_cuda_kernel"):
+        if hasattr(mx.fast, name):
+            setattr(mx.fast, name, _stand_in)
+    mx.metal.is_available = lambda: True
+    mx.default_device = lambda: mx.Device(mx.gpu, 0)
+    about = {"architecture": "applegpu_g15s", "max_recommended_working_set_size": 2**34, "memory_size": 2**34}
+    about |= {"resource_limit": 499_000, "max_buffer_length": 2**33, "device_name": "Apple M3"}
+    for owner in (mx, mx.metal):
+        owner.device_info = lambda *_: about  # type: ignore[attr-defined]
+
+
+def _stand_in(*positional: Any, **options: Any) -> Callable[..., list[mx.array]]:
+    """In place of a kernel: outputs of the shapes and types asked for, and a gradient that notes that it was asked."""
+    name = str(options.get("name") or positional[0])
+
+    def kernel(*arguments: Any, **keywords: Any) -> list[mx.array]:
+        inputs = [each for each in keywords.get("inputs") or arguments[0] if isinstance(each, mx.array)]
+        shapes, dtypes = keywords["output_shapes"], keywords["output_dtypes"]
+        entry = _found.setdefault((name, _caller()), [0, False])
+        entry[0] += 1
+
+        def forward(*given: mx.array) -> list[mx.array]:
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+        def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+            entry[1] = True
+            return [mx.zeros_like(given) for given in primals]
+
+        if not inputs:
+            return forward()
+        call: Any = mx.custom_function(forward)
+        call.vjp(backward)
+        return call(*inputs)
+
+    return kernel
+
+
+def _caller() -> str:
+    """Module and function of the first frame that is neither this file nor MLX."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("mlx.", __name__)):
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+
+
+def _trace(model: Any, config: Any) -> None:
+    tokens: list[int] = [0] * _LENGTH
+    more: dict[str, Any] = {}
+    vision = getattr(config, "vision_config", None)
+    if vision is not None:
+        # Some models have no default for it.
+        more = {"pixel_values": None}
+        if hasattr(config, "media_placeholder_token_id"):
+            tokens, more = _moonvit(config, vision)
+        elif hasattr(vision, "in_channels") and hasattr(config, "image_token_id"):
+            tokens, more = _patches(config, vision)
+    rows = mx.array([tokens])
+
+    def loss(parameters: Any) -> mx.array:
+        model.update(parameters)
+        output = model(rows, **more)
+        return (output if isinstance(output, mx.array) else output.logits).astype(mx.float32).sum()
+
+    mx.value_and_grad(loss)(model.parameters())
+
+
+def _patches(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
+    """An image in flat patches of several frames: Qwen3-VL, Qwen3.5, GLM-5-Next."""
+    frames, height, width = _GRID
+    image_tokens = frames * height * width // vision.spatial_merge_size**2
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    # Models that find places by the token before them name it in one of two ways.
+    start, end = (
+        getattr(config, f"vision_{which}_token_id", None) or getattr(config, f"image_{which}_token_id")
+        for which in ("start", "end")
+    )
+    pixels = mx.zeros((frames * height * width, patch))
+    tokens = [1, start, *([config.image_token_id] * image_tokens), end, 1]
+    return tokens, {"pixel_values": pixels, "image_grid_thw": mx.array([_GRID])}
+
+
+def _moonvit(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
+    """An image in square patches: the Kimi family."""
+    _, height, width = _GRID
+    down, across = vision.merge_kernel_size
+    image_tokens = height * width // (down * across)
+    pixels = mx.zeros((height * width, 3, vision.patch_size, vision.patch_size))
+    tokens = [1, *([config.media_placeholder_token_id] * image_tokens), 1]
+    return tokens, {"pixel_values": pixels, "image_grid_hws": mx.array([[height, width]])}
+
+
+if __name__ == "__main__":
+    main()

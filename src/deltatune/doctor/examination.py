@@ -1,0 +1,162 @@
+"""All that the doctor looks at, as data."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import mlx.nn as nn
+
+from ..errors import UserError
+from ..layers import LayerInfo, describe
+from ..machine import backend
+from ..models.load import locate, to_train_on
+from ..patches import PATCHES, patched, reached
+from . import implementations, inventory, probes
+from .custom_kernels import ReachedKernel, sweep, without_gradient
+from .implementations import Finding
+from .probes import Fault
+
+
+@dataclass
+class Patched:
+    """A patch in force: what, of which package, and the modules that hold it."""
+
+    name: str
+    package: str
+    holders: list[str]
+    reason: str
+
+
+@dataclass
+class Patches:
+    """What the patches reach in the packages that are installed, and what they leave alone."""
+
+    applied: list[Patched] = field(default_factory=list)
+    left_alone: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Forward:
+    """A training forward on `data`, text or images, of a package's model. `delta`: layers of gated delta; `unreached`:
+    those that do not call deltatune's; `kernels`: custom ones that it reaches; `untrainable`: a sentence for each that
+    stops training; `untraced`: why the kernels are not known, where they are not."""
+
+    data: str
+    package: str
+    delta: int
+    unreached: list[str]
+    kernels: list[ReachedKernel] = field(default_factory=list)
+    untrainable: list[str] = field(default_factory=list)
+    untraced: str | None = None
+
+
+@dataclass
+class Layers:
+    """A model's layers by kind, and what training it runs; `left_out`: what was not looked at, and why."""
+
+    path: str
+    kinds: dict[str, int]
+    experts: int
+    forwards: list[Forward]
+    left_out: list[str]
+
+
+@dataclass
+class Examination:
+    """All that the doctor found. `wrong`: whether training here would compute wrong numbers, or the model cannot be
+    trained; `untrainable` says the second."""
+
+    versions: dict[str, str]
+    machine: dict[str, str]
+    gated_delta: str
+    findings: list[Finding]
+    faults: list[Fault]
+    patches: Patches
+    model: Layers | None = None
+
+    @property
+    def wrong(self) -> bool:
+        measured = [finding.wrong for finding in self.findings] + [fault.wrong for fault in self.faults]
+        return any(measured) or bool(self.untrainable)
+
+    @property
+    def untrainable(self) -> list[str]:
+        return [] if self.model is None else [line for each in self.model.forwards for line in each.untrainable]
+
+
+def examine(model: str | None = None) -> Examination:
+    """Look at everything; some seconds, more where kernels are compiled for the first time.
+
+    UserError where `model` cannot be loaded.
+    """
+    layers = None if model is None else _layers(model)
+    names, why = backend.gated_delta_candidates()
+    with _patched() as patches:
+        return Examination(
+            versions=inventory.versions(),
+            machine=inventory.machine(),
+            gated_delta=f"{', then '.join(names)} ({why})",
+            findings=implementations.findings(),
+            faults=probes.faults(),
+            patches=patches,
+            model=layers,
+        )
+
+
+def _layers(path: str) -> Layers:
+    models, left_out = to_train_on(locate(path))
+    found: list[LayerInfo] = describe(next(iter(models.values())))
+    kinds = {kind: sum(layer.kind == kind for layer in found) for kind in sorted({layer.kind for layer in found})}
+    forwards = [_forward(data, model) for data, model in models.items()]
+    return Layers(path, kinds, sum(layer.experts for layer in found), forwards, left_out)
+
+
+def _forward(data: str, model: nn.Module) -> Forward:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with patched():
+            calls = reached(model)
+    package = type(model).__module__.partition(".")[0].replace("_", "-")
+    unreached = [name for name, ours in calls.items() if not ours]
+    forward = Forward(data, package, len(calls), unreached)
+    try:
+        forward.kernels = sweep(model)
+    except UserError as error:
+        forward.untraced = str(error)
+    forward.untrainable = without_gradient(forward.kernels)
+    return forward
+
+
+@contextmanager
+def _patched() -> Iterator[Patches]:
+    """As a training would have it: what the patches reach, while they are in force, and what they leave alone."""
+    found = Patches()
+    defining = {patch.module for patch in PATCHES}
+    for module in sorted(defining.union(*(patch.holders for patch in PATCHES))):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            # A holder that is missing is another version's.
+            if module in defining:
+                found.absent.append(f"{module} is not installed ({error})")
+        except RuntimeError as error:
+            # mlx-vlm 0.6.2 builds a Metal kernel when it is imported.
+            found.absent.append(f"{module} cannot be imported on this machine ({error})")
+    with ExitStack() as stack:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                report = stack.enter_context(patched())
+            found.left_alone += report.left_alone
+            for each in report.applied:
+                package = f"{each.patch.package} {each.version}"
+                found.applied.append(Patched(each.patch.name, package, list(each.holders), each.patch.reason))
+        except UserError as error:
+            # A patch tries its replacement, and the implementation that is forced may refuse to run.
+            found.left_alone.append(str(error))
+        yield found

@@ -1,0 +1,90 @@
+"""Whether each implementation of gated_delta that may serve a call here computes what it should, measured now."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from ..machine import backend
+from ..ops.gated_delta import choice, gated_delta_chunk, machine_trial
+from ..ops.gated_delta.choice import Call, Candidate
+from ..ops.gated_delta.machine_trial import ShapeClass, Verdict
+from ..ops.gated_delta.tolerances import TF32
+
+# chunk against the recurrence, small; the others against chunk, in shapes that models have.
+_CHUNK = (
+    ShapeClass(2, 4, 64, 64, "float32"),
+    ShapeClass(2, 4, 64, 64, "bfloat16", masked=True, segmented=True),
+    ShapeClass(2, 2, 32, 32, "float32", per_channel=True),
+)
+_MODELS = (
+    ShapeClass(16, 16, 128, 128, "bfloat16"),
+    ShapeClass(16, 32, 128, 128, "bfloat16", segmented=True),
+    ShapeClass(16, 16, 128, 128, "float32", masked=True),
+    ShapeClass(32, 32, 128, 128, "bfloat16", per_channel=True),
+)
+
+
+@dataclass
+class Finding:
+    """One implementation on one class of shapes: `status` right, TF32, wrong, refused or not covered; why."""
+
+    implementation: str
+    shape: str
+    status: str
+    detail: str
+    errors: dict[str, float] = field(default_factory=dict)
+    bound: float | None = None
+
+    @property
+    def wrong(self) -> bool:
+        return self.status == "wrong"
+
+
+def findings() -> list[Finding]:
+    """Of chunk against the recurrence, and of each faster implementation against chunk."""
+    names, _ = backend.gated_delta_candidates()
+    found = [_chunk(shape) for shape in _CHUNK]
+    for name in ("fused", "native"):
+        if name in names or backend.device() != "cpu":
+            found += [_fast(name, shape, forced=names == (name,)) for shape in _MODELS]
+    return found
+
+
+def _chunk(shape: ShapeClass) -> Finding:
+    found = machine_trial.measure("chunk", gated_delta_chunk, shape, by_recurrence=True)
+    finding = _finding(found, "right" if found.passed else "wrong")
+    if not found.passed and backend.device() == "cuda" and max(found.errors.values(), default=math.inf) <= TF32:
+        finding.status = "TF32"
+        finding.detail += "; MLX multiplies fp32 in TF32 on this GPU unless MLX_ENABLE_TF32=0 is set"
+    return finding
+
+
+def _fast(name: str, shape: ShapeClass, forced: bool) -> Finding:
+    candidate = choice.CANDIDATES[name](_call(shape))
+    if isinstance(candidate, str):
+        return Finding(name, str(shape), "not covered", candidate)
+    return _checked(name, candidate, forced)
+
+
+def _checked(name: str, candidate: Candidate, forced: bool) -> Finding:
+    """One that fails is not used, unless it is forced: then training does not start."""
+    if candidate.shape is None or candidate.checked is None:
+        raise AssertionError(f"{name} has a check")
+    found = machine_trial.again(name, candidate.checked, candidate.shape)
+    return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
+
+
+def _finding(found: Verdict, status: str) -> Finding:
+    return Finding(found.implementation, found.shape, status, str(found), found.errors, found.bound)
+
+
+def _call(shape: ShapeClass) -> Call:
+    """Arguments of one token in this class."""
+    dtype = getattr(mx, shape.dtype)
+    q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
+    v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)
+    gates = (1, 1, shape.value_heads, shape.key_size) if shape.per_channel else (1, 1, shape.value_heads)
+    return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented)

@@ -1,0 +1,87 @@
+"""What runs here and on what: packages, chip, system, device, BLAS and how fast it is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..machine import backend, blas, blas_fault, environment
+from ..ops.gated_delta import machine_trial
+
+PACKAGES = ("deltatune", "mlx", "mlx-lm", "mlx-vlm", "numpy", "transformers")
+_SIDE, _TIMES, _SECONDS = 768, 4, 0.5
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those that are installed and decide the numbers."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Name -> fact, in the order in which a person asks."""
+    about = machine_trial.machine()
+    cores = environment.cores()
+    found = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
+    found["system"] = f"{_system()}, Python {platform.python_version()}"
+    here = backend.device()
+    found["device"] = here if here == "cpu" else f"{here}: {about['device']} {about['driver']}".rstrip()
+    found["BLAS"] = str(blas.status())
+    found["BLAS file"] = blas_fault.probe().library or "not found"
+    found["BLAS speed"] = f"{speed():,.1f} GFLOP/s on fp32 matrices of {_SIDE} x {_SIDE}"
+    found["fp32"] = _fp32(here)
+    return found
+
+
+def speed() -> float:
+    """GFLOP/s of one fp32 product on the CPU, the best of as many as half a second holds."""
+    a = mx.random.normal((_SIDE, _SIDE), key=mx.random.key(0), stream=mx.cpu)
+    mx.eval(a)
+    best, begun = float("inf"), time.perf_counter()
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        mx.eval(mx.matmul(a, a, stream=mx.cpu))
+        best = min(best, time.perf_counter() - start)
+        if time.perf_counter() - begun > _SECONDS:
+            break
+    return 2 * _SIDE**3 / best / 1e9
+
+
+def _fp32(device: str) -> str:
+    if device != "cuda":
+        return "products in full fp32"
+    if environment.tf32():
+        return f"products in TF32, 10 bits of mantissa: {environment.TF32}=1 is set"
+    return f"products in full fp32 ({environment.TF32}=0)"
+
+
+def _chip() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if sys.platform == "darwin":
+        return str(mx.device_info().get("device_name", platform.processor()))
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _system() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    return f"{platform.system()} {platform.release()} {platform.machine()}"

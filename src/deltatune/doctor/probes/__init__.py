@@ -1,0 +1,33 @@
+"""Known faults of what deltatune stands on, each looked for on this machine rather than looked up by version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import first_line
+from . import fused_rotary, one_row_blas, ragged_gather, scatter_add, sorted_gather
+from .fault import PRESENT, Fault
+
+__all__ = ["Fault", "faults"]
+
+# In the order in which a training meets them.
+PROBES: tuple[tuple[str, Callable[[], Fault]], ...] = (
+    (one_row_blas.NAME, one_row_blas.find),
+    (scatter_add.NAME, scatter_add.find),
+    (sorted_gather.FORWARD, sorted_gather.find_forward),
+    (sorted_gather.GRADIENT, sorted_gather.find_gradient),
+    (sorted_gather.VIEWS, sorted_gather.find_views),
+    (ragged_gather.NAME, ragged_gather.find),
+    (fused_rotary.NAME, fused_rotary.find),
+)
+
+
+def faults() -> list[Fault]:
+    """What every probe found here. One that MLX cannot run at all is present, with what MLX said."""
+    found = []
+    for name, find in PROBES:
+        try:
+            found.append(find())
+        except RuntimeError as error:
+            found.append(Fault(name, PRESENT, f"MLX cannot compute it here: {first_line(error)[:200]}"))
+    return found

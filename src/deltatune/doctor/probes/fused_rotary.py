@@ -1,0 +1,32 @@
+"""mlx-vlm's fused rotary kernel without a gradient (mlx-vlm 0.6.2, Metal)."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ...models.vision.rotary import fused_rotary
+from ...ops.trial import relative_error
+from .fault import ABSENT, AVOIDED, BOUND, NOT_RUN, PRESENT, Fault
+
+NAME = "gradient of mlx-vlm's fused rotary kernel"
+
+
+def find() -> Fault:
+    """Its gradient against that of mlx-vlm's own array operations."""
+    pair = fused_rotary()
+    if isinstance(pair, str):
+        return Fault(NAME, NOT_RUN, pair)
+    queries, keys = (mx.random.normal((1, 2, 5, 32), key=mx.random.key(seed)) for seed in (0, 1))
+    cotangents = [mx.random.normal(queries.shape, key=mx.random.key(seed)) for seed in (2, 3)]
+    fused, plain = pair
+    expected = mx.vjp(plain, [queries, keys], cotangents)[1]
+    try:
+        found = mx.vjp(fused, [queries, keys], cotangents)[1]
+        mx.eval(found)
+    except (RuntimeError, ValueError) as refusal:
+        # It raises, so nothing trains wrong.
+        return Fault(NAME, AVOIDED, f"it has none and raises; set fused_apply = False on rotary modules ({refusal})")
+    error = max(relative_error(f, e) for f, e in zip(found, expected, strict=True))
+    if error <= BOUND:
+        return Fault(NAME, ABSENT, "agrees with array operations", error)
+    return Fault(NAME, PRESENT, "differs from array operations: set fused_apply = False on rotary modules", error)

@@ -1,0 +1,25 @@
+"""Products of one row that keep a NaN from the memory they are written into (mlx issue 3200)."""
+
+from __future__ import annotations
+
+from ...machine import backend, blas_fault
+from ...patches.tables.one_row_products import in_force
+from .fault import ABSENT, AVOIDED, NOT_RUN, PRESENT, Fault
+
+NAME = "NaN in products of one row (BLAS)"
+
+
+def find() -> Fault:
+    """Of the CPU's BLAS, whatever device MLX computes on; the patches as they are in force now."""
+    found = blas_fault.probe()
+    if found.library is None:
+        return Fault(NAME, NOT_RUN, str(found))
+    if not found.wrong:
+        return Fault(NAME, ABSENT, str(found))
+    if not found.mendable:
+        return Fault(NAME, PRESENT, f"{found}; two rows are no way around it")
+    if backend.device() != "cpu":
+        return Fault(NAME, AVOIDED, f"{found}; MLX computes on the GPU here")
+    if not in_force():
+        return Fault(NAME, PRESENT, f"{found}; MLX's functions could not be replaced, see the patches")
+    return Fault(NAME, AVOIDED, f"{found}; deltatune computes them as two rows")

@@ -1,0 +1,188 @@
+"""`deltatune doctor`: what runs here, on what, and whether its gradients are right, on one screen or as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from .examination import Examination, Forward, Layers, Patches, examine
+from .implementations import Finding
+from .probes import Fault
+
+_GOOD, _MIND, _BAD, _SKIPPED = ("✓", "green"), ("!", "yellow"), ("✗", "bold red"), ("–", "dim")
+_MARKS = {
+    "right": _GOOD,
+    "TF32": _MIND,
+    "refused": _MIND,
+    "wrong": _BAD,
+    "not covered": _SKIPPED,
+    "absent": _GOOD,
+    "avoided": _MIND,
+    "present": _BAD,
+    "not run": _SKIPPED,
+}
+
+
+def run(machine_readable: bool = False, model: str | None = None) -> int:
+    """Examine, print, return the exit code: 1 if training here would compute wrong numbers or the model cannot be
+    trained. UserError as examine."""
+    if machine_readable:
+        found = examine(model)
+        print(as_json(found))
+    else:
+        console = Console(highlight=False)
+        with console.status("Looking at this machine: some seconds, the first time on a GPU a minute or two"):
+            found = examine(model)
+        console.print(screen(found))
+    return int(found.wrong)
+
+
+def as_json(found: Examination) -> str:
+    """All of it for a program; an error that is no number stands as a string."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        return [plain(each) for each in value] if isinstance(value, list) else value
+
+    return json.dumps(plain(asdict(found) | {"wrong": found.wrong}), indent=1, allow_nan=False)
+
+
+def screen(found: Examination) -> RenderableType:
+    """All of it for a person: sections of short lines, the verdict last, where the eye is."""
+    parts = [
+        _section("This machine", _facts(found.machine)),
+        _section("Versions", Text(", ".join(f"{name} {version}" for name, version in found.versions.items()))),
+        _section(
+            f"Gated delta: {found.gated_delta}", _marked(map(_finding, found.findings)), "error of what is allowed"
+        ),
+        _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
+        _section("Patches, and who holds them", _patches(found.patches)),
+    ]
+    if found.model is not None:
+        parts.append(_section(f"Model: {found.model.path}", _model(found.model)))
+    return Group(*parts, _verdict(found))
+
+
+def _section(title: str, body: RenderableType, note: str = "") -> RenderableType:
+    head = Text(title, style="bold").append(f"  {note}" if note else "", style="not bold dim")
+    return Group(head, Padding(body, (0, 0, 1, 2)))
+
+
+def _columns(*widths: int | None) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for width in widths:
+        table.add_column(width=width, overflow="fold")
+    return table
+
+
+def _facts(facts: dict[str, str]) -> Table:
+    table = _columns(None, None)
+    for name, value in facts.items():
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table
+
+
+Line = tuple[str, str, str]
+
+
+def _marked(lines: Iterable[Line]) -> Table:
+    """A mark by the status, then what, then the status and why in the lines below where it is not simply good."""
+    table = _columns(1, None)
+    for status, what, why in lines:
+        sign, style = _MARKS[status]
+        text = Text(what)
+        if (sign, style) == _GOOD:
+            text.append(f"  {why}", style="dim")
+        else:
+            text.append(f"  {status}", style=style)
+            text.append(f"\n{why}", style="dim" if style == "dim" else "")
+        table.add_row(Text(sign, style=style), text)
+    return table
+
+
+def _finding(finding: Finding) -> Line:
+    what = f"{finding.implementation}: {finding.shape}"
+    if finding.status == "right":
+        worst = max(finding.errors.values(), default=0.0)
+        return finding.status, what, f"{worst:.0e} of {finding.bound:.0e}"
+    return finding.status, what, finding.detail
+
+
+def _fault(fault: Fault) -> Line:
+    return fault.status, fault.name, "" if fault.status == "absent" else fault.detail
+
+
+def _patches(patches: Patches) -> RenderableType:
+    table = _columns(1, None)
+    for each in patches.applied:
+        text = Text(each.name)
+        text.append(f"  {each.package}", style="dim")
+        modules = [holder.rpartition(".")[2] for holder in each.holders]
+        if len(modules) > 1:
+            text.append(f"\nin {', '.join(modules)}", style="dim")
+        table.add_row(Text("✓", style="green"), text)
+    for message in patches.left_alone:
+        table.add_row(Text("!", style="yellow"), Text(message))
+    for message in patches.absent:
+        table.add_row(Text("–", style="dim"), Text(message, style="dim"))
+    if not table.row_count:
+        table.add_row(Text("–", style="dim"), Text("none applies", style="dim"))
+    return table
+
+
+def _model(layers: Layers) -> RenderableType:
+    table = _columns(1, None)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in layers.kinds.items())
+    experts = f"; experts in {layers.experts}" if layers.experts else ""
+    table.add_row(Text("✓", style="green"), Text(f"{sum(layers.kinds.values())} layers: {kinds}{experts}"))
+    for forward in layers.forwards:
+        _forward(table, forward)
+    for message in layers.left_out:
+        table.add_row(Text("–", style="dim"), Text(message, style="dim"))
+    return table
+
+
+def _forward(table: Table, forward: Forward) -> None:
+    """A line on who runs the gated-delta layers, and one for each custom kernel."""
+    through = f"  on {forward.data}, through {forward.package}"
+    ours = forward.delta - len(forward.unreached)
+    if forward.delta:
+        sign, style = _MIND if forward.unreached else _GOOD
+        text = Text(f"{ours} of {forward.delta} delta layers train with deltatune's").append(through, style="dim")
+        table.add_row(Text(sign, style=style), text)
+    for path in forward.unreached:
+        table.add_row("", Text(f"{path} runs other code: its speed, memory and gradients", style="yellow"))
+    if forward.untraced is not None:
+        text = Text("custom kernels: not known").append(through, style="dim").append(f"\n{forward.untraced}")
+        table.add_row(Text(_MIND[0], style=_MIND[1]), text)
+        return
+    kernels = [kernel for kernel in forward.kernels if kernel.differentiable]
+    if not forward.kernels:
+        table.add_row(Text("✓", style="green"), Text("reaches no custom kernel").append(through, style="dim"))
+    for kernel in kernels:
+        text = Text(f"kernel {kernel.name}: has a gradient, or needs none").append(through, style="dim")
+        table.add_row(Text("✓", style="green"), text.append(f"\n{kernel.caller}", style="dim"))
+    for message in forward.untrainable:
+        table.add_row(Text(_BAD[0], style=_BAD[1]), Text(message, style="red").append(through, style="dim"))
+
+
+def _verdict(found: Examination) -> RenderableType:
+    if found.untrainable:
+        stopped = f"This model cannot be trained on an Apple GPU: {len(found.untrainable)} kernels without a gradient."
+        return Group(Rule(style="red"), Text(stopped, style="bold red"))
+    if found.wrong:
+        marked = "Something here would train wrong: see ✗ above, and please report it with --json."
+        return Group(Rule(style="red"), Text(marked, style="bold red"))
+    return Group(Rule(style="green"), Text("Nothing here would train wrong.", style="bold green"))

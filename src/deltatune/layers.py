@@ -1,0 +1,102 @@
+"""Recognises kinds of layers by their parameters and the code that computes them, never by the model's name."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from .errors import UserError
+
+# The function of mlx-lm and mlx-vlm that computes the gated delta rule.
+ENTRY_POINT = "gated_delta_update"
+
+
+def holds_entry_point(cls: type) -> bool:
+    """Whether the Python module of a class, or of one of its bases, has a global named gated_delta_update."""
+    return any(ENTRY_POINT in vars(module) for base in cls.__mro__ if (module := sys.modules.get(base.__module__)))
+
+
+def is_gated_delta(module: nn.Module) -> bool:
+    """Whether a module is a gated-delta mixer.
+
+    It holds the parameters A_log and dt_bias, as Mamba's mixers do too, and calls gated_delta_update, as those do not.
+    """
+    return "A_log" in module and "dt_bias" in module and holds_entry_point(type(module))
+
+
+def gated_delta_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every gated-delta mixer in `model`, by its path."""
+    return {path: module for path, module in model.named_modules() if is_gated_delta(module)}
+
+
+def layer_kind(layer: nn.Module) -> str:
+    """Return "delta", "mamba", "attention" or "other", for a decoder layer.
+
+    A recurrent mixer holds the parameter A_log, and is Mamba's unless it is gated delta. An attention layer holds a
+    projection to keys.
+    """
+    modules = layer.modules()
+    for module in modules:
+        if "A_log" in module:
+            return "delta" if is_gated_delta(module) else "mamba"
+    names = {name for module in modules for name in module.children()}
+    return "attention" if any(_is_key_projection(name) for name in names) else "other"
+
+
+def _is_key_projection(name: str) -> bool:
+    return name in ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv") or name.startswith("kv_a_proj")
+
+
+def layer_paths(model: nn.Module) -> list[str]:
+    """Return the path of every layer in `model.layers`, in order.
+
+    Raises:
+        UserError: the model has no `layers`.
+    """
+    layers = getattr(model, "layers", None)
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no `layers`: not a model whose layers can be chosen for training.")
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [paths[id(layer)] for layer in layers if layer is not None]
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """What is known of a decoder layer."""
+
+    # The position in `model.layers`.
+    index: int
+    path: str
+    # "delta", "attention", "mamba" or "other", as from layer_kind.
+    kind: str
+    module: nn.Module
+    # Whether the layer routes tokens to experts.
+    experts: bool
+    # The path of its gated-delta mixer, if it has one.
+    delta: str | None = None
+
+
+def describe(model: nn.Module) -> list[LayerInfo]:
+    """Describe every decoder layer of `model.layers`, in order.
+
+    Raises:
+        UserError: the model has no `layers`.
+    """
+    modules = dict(model.named_modules())
+    mixers = list(gated_delta_layers(model))
+    layers = []
+    for index, path in enumerate(layer_paths(model)):
+        layer = modules[path]
+        delta = next((mixer for mixer in mixers if mixer.startswith(f"{path}.")), None)
+        layers.append(LayerInfo(index, path, layer_kind(layer), layer, has_experts(layer), delta))
+    return layers
+
+
+def has_experts(layer: nn.Module) -> bool:
+    """Whether a layer holds experts: a weight [experts, out, in] in a class that has the attribute num_experts."""
+    return any(
+        "weight" in module and module.weight.ndim == 3 and hasattr(type(module), "num_experts")
+        for module in layer.modules()
+    )

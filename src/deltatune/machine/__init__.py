@@ -1,0 +1,1 @@
+"""What deltatune knows of the computer under it: device, BLAS, drivers, environment variables, files."""

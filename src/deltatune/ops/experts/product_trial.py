@@ -1,0 +1,87 @@
+"""Decides whether the kernels of grouped.py are used: each kind is compared with float64 once in a process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+from .. import trial
+from ..kernels.launch import Launch
+from . import grouped
+from .grouped import TileShape
+from .tolerances import GROUPED, ON_TENSOR_CORES
+
+# How many rows each expert has: the first and the fourth none, the second more than a tile.
+_COUNTS = (0, 140, 1, 0, 27)
+# The sizes of matrices for which grouped.py chooses a narrow tile, a tile of little depth, and any other.
+_SMALL, _SHALLOW, _LARGE = 8, 24, 136
+_SCALE = 1.75
+
+
+def product_serves(rows: mx.array, weight: mx.array, transpose: bool, added: bool) -> bool:
+    """Whether `grouped.product` is to be used: it supports these arrays, and was found right on this machine."""
+    outputs, inputs = weight.shape[1:] if transpose else weight.shape[:0:-1]
+    if rows.dtype != weight.dtype or not grouped.supports(rows.dtype, inputs, outputs):
+        return False
+    return _product_passes(rows.dtype, transpose, added, grouped.product_tile(inputs, outputs))
+
+
+def gradient_serves(left: mx.array, right: mx.array) -> bool:
+    """Whether `grouped.gradient` is to be used: it supports these arrays, and was found right on this machine."""
+    sizes = left.shape[-1], right.shape[-1]
+    if left.dtype != right.dtype or not grouped.supports(left.dtype, *sizes):
+        return False
+    return _gradient_passes(left.dtype, grouped.gradient_tile(*sizes))
+
+
+@cache
+def _product_passes(dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape) -> bool:
+    outputs = _SMALL if tile[1] < _LARGE // 2 else _LARGE
+    inputs = _SHALLOW if tile == grouped.product_tile(_SHALLOW, outputs) else _LARGE
+    rows, onto, weight = _random_arrays(dtype, inputs, outputs)
+    products = [x @ w.T for x, w in zip(_by_expert(rows), _float64(weight), strict=True)]
+    expected = _SCALE * np.concatenate(products) + (_float64(onto) if added else 0.0)
+    matrices = weight if transpose else mx.contiguous(weight.swapaxes(-1, -2))
+    launch = grouped.product_launch(rows, matrices, _ends(), transpose, _SCALE, onto if added else None, tile)
+    return _agrees(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
+
+
+@cache
+def _gradient_passes(dtype: mx.Dtype, tile: TileShape) -> bool:
+    height, width = (_SMALL if size < _LARGE // 2 else _LARGE for size in tile[:2])
+    right, left, weight = _random_arrays(dtype, width, height)
+    total = weight.astype(mx.float32)
+    products = [a.T @ b for a, b in zip(_by_expert(left), _by_expert(right), strict=True)]
+    expected = _float64(total) + _SCALE * np.stack(products)
+    return _agrees(grouped.gradient_launch(total, left, right, _ends(), _SCALE, tile), expected, ON_TENSOR_CORES)
+
+
+def _random_arrays(dtype: mx.Dtype, inputs: int, outputs: int) -> list[mx.array]:
+    """Draw rows of inputs, rows of outputs, and a matrix for each expert."""
+    rows = sum(_COUNTS)
+    shapes = ((rows, inputs), (rows, outputs), (len(_COUNTS), outputs, inputs))
+    return trial.random_arrays([(shape, dtype) for shape in shapes])
+
+
+def _ends() -> mx.array:
+    return mx.array(np.cumsum(_COUNTS).astype(np.int32))
+
+
+def _float64(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32), dtype=np.float64)
+
+
+def _by_expert(rows: mx.array) -> list[np.ndarray]:
+    return np.split(_float64(rows), np.cumsum(_COUNTS)[:-1])
+
+
+def _agrees(launch: Launch, expected: np.ndarray, bound: float) -> bool:
+    def error() -> float:
+        (shape, dtype) = launch.outputs["out"]
+        # The output gets the memory of this array, so that an element that the kernel does not write is NaN.
+        mx.eval(mx.full(shape, np.nan, dtype))
+        return trial.relative_error(launch.run()[0], expected)
+
+    return trial.passes(launch.name, error, bound, "MLX's own products")

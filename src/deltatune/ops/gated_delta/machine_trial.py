@@ -1,0 +1,294 @@
+"""Checks once per machine whether an implementation computes what `chunk` computes, and stores the verdict.
+
+choice.py asks `of` before it uses a fast implementation for a class of shapes for the first time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ...machine import atomic_files, environment
+from ..trial import relative_error
+from .chunk import gated_delta_chunk
+from .naive import gated_delta_naive
+from .tolerances import EASY, ROUNDING, fused_bound
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("y", "state", "dq", "dk", "dv", "dlog_g", "dbeta", "dinitial_state")
+# The check runs two batch rows over more than two chunks of any implementation, the last of which lacks tokens.
+BATCH, LENGTH = 2, 150
+# The reference computes two key heads. The implementation gets as many as the class has, each a copy of one of the two,
+# chosen at random, so that a head which reads or writes the place of another gives a wrong result.
+_REFERENCE_HEADS = 2
+# The heads of each argument and cotangent: k for key heads on axis 2, v for value heads on axis 2, s for value heads on
+# axis 1 (a state's).
+_PRIMALS, _COTANGENTS = "kkvvvs", "vs"
+_PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+Implementation = Callable[..., tuple[mx.array, mx.array]]
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
+
+    `tiling` says how the implementation divides the work, where it has a choice.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    dtype: str
+    masked: bool = False
+    segmented: bool = False
+    per_channel: bool = False
+    tiling: str = ""
+
+    def __str__(self) -> str:
+        heads = f"{self.key_heads}/{self.value_heads} heads of {self.key_size} x {self.value_size}"
+        options = [name for name in ("masked", "segmented", "per_channel") if getattr(self, name)]
+        return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options)])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a check.
+
+    Attributes:
+        implementation: The name of the implementation.
+        shape: The class of shapes, as text.
+        bound: The largest error that is allowed.
+        errors: By name of an output or gradient, its largest error relative to the reference's largest element.
+        problem: The message of the error that stopped the check, if one did.
+        reference: The name of the implementation that it was compared with.
+    """
+
+    implementation: str
+    shape: str
+    bound: float
+    errors: dict[str, float] = field(default_factory=dict)
+    problem: str | None = None
+    reference: str = "chunk"
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and bool(self.errors) and all(x <= self.bound for x in self.errors.values())
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"{self.implementation} ({self.shape}) does not run: {self.problem}"
+        worst = max(self.errors, key=lambda name: self.errors[name])
+        relation = "agrees with" if self.passed else "differs from"
+        by = f"{worst} by {self.errors[worst]:.1e} of the largest, {self.bound:.1e} allowed"
+        return f"{self.implementation} ({self.shape}) {relation} {self.reference}: {by}"
+
+
+_known: dict[tuple[str, ShapeClass], Verdict] = {}
+
+
+def of(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
+    """Return the verdict on an implementation for a class of calls: the stored one, or else that of a check now.
+
+    The check has arrays of its own and evaluates them at once, so it may run while something else is being traced.
+
+    Args:
+        name: The name of the implementation.
+        function: Called as `gated_delta` is, on the check's small arrays.
+        shape: The class of calls.
+    """
+    key = (name, shape)
+    if key not in _known:
+        _known[key] = read(path_of(name, shape)) or again(name, function, shape)
+    return _known[key]
+
+
+def again(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
+    """Check now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
+    verdict = _known[(name, shape)] = measure(name, function, shape)
+    # A check that was stopped is not stored: the cause may be gone the next time.
+    if verdict.problem is None:
+        write(path_of(name, shape), verdict)
+    return verdict
+
+
+def forget() -> None:
+    """Forget the verdicts of this process. Those in the cache folder remain."""
+    _known.clear()
+
+
+def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurrence: bool = False) -> Verdict:
+    """Compare an implementation with the reference in fp32 on the CPU, forward and backward, with some gates of 0.
+
+    Args:
+        name, function, shape: As in `of`.
+        by_recurrence: Whether the reference is naive, and not chunk.
+    """
+    started = time.perf_counter()
+    case = _case(shape)
+    reference = gated_delta_naive if by_recurrence else gated_delta_chunk
+    bound = EASY + ROUNDING[shape.dtype] if by_recurrence else fused_bound(EASY, shape.dtype)
+    blank = Verdict(name, str(shape), bound, reference="naive" if by_recurrence else "chunk")
+    # On the CPU, because a GPU may multiply fp32 matrices in TF32.
+    with mx.stream(mx.cpu):
+        reference_results = _differentiate(reference, case.reference_primals, case.constants, case.reference_cotangents)
+    expected = _copy_heads(reference_results, _COTANGENTS + _PRIMALS, case)
+    reference_seconds = time.perf_counter() - started
+    try:
+        results = _differentiate(function, case.primals, case.constants, case.cotangents)
+    except (RuntimeError, ValueError) as error:
+        return replace(blank, problem=f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - started
+    logger.info(
+        "gated_delta: %s was checked in %.1f s, of which the reference took %.1f", name, seconds, reference_seconds
+    )
+    pairs = zip(NAMES, results, expected, strict=True)
+    return replace(blank, errors={name: relative_error(result, exact) for name, result, exact in pairs})
+
+
+def _differentiate(function: Implementation, primals: list, constants: dict, cotangents: list) -> list[np.ndarray]:
+    """Return y, the final state and the gradients of the six float arguments, in fp32."""
+
+    def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        return function(*arrays[:-1], initial_state=arrays[-1], **constants)
+
+    outputs, gradients = mx.vjp(call, primals, cotangents)
+    wide = [x.astype(mx.float32) for x in (*outputs, *gradients)]
+    mx.eval(wide)
+    return [np.array(x) for x in wide]
+
+
+class _Case(NamedTuple):
+    """The arguments of a check.
+
+    The implementation gets `primals` and `cotangents` in its dtype; the reference gets a few heads of them in fp32.
+    `key_heads` and `value_heads` say which of the reference's heads each of the implementation's copies.
+    """
+
+    primals: list[mx.array]
+    cotangents: list[mx.array]
+    reference_primals: list[mx.array]
+    reference_cotangents: list[mx.array]
+    constants: dict[str, mx.array | None]
+    key_heads: np.ndarray
+    value_heads: np.ndarray
+
+
+def _case(shape: ShapeClass) -> _Case:
+    """Draw the arguments with NumPy, because MLX's random state belongs to the training."""
+    draw = np.random.default_rng(0)
+    heads, repeats = min(_REFERENCE_HEADS, shape.key_heads), shape.value_heads // shape.key_heads
+    key_heads = np.concatenate([np.arange(heads), draw.integers(heads, size=shape.key_heads - heads)])
+    floats = _floats(draw, replace(shape, key_heads=heads, value_heads=heads * repeats))
+    dtype = getattr(mx, shape.dtype)
+    few = [mx.array(x.astype(np.float32)) for x in floats]
+    for index in (0, 1, 2, 6):
+        few[index] = few[index].astype(dtype)
+    mask = np.ones((BATCH, LENGTH), bool)
+    mask[0, LENGTH // 3 : LENGTH // 2], mask[1, :9] = False, False
+    segments = np.cumsum(draw.uniform(size=(BATCH, LENGTH)) < 0.03, axis=1).astype(np.int32)
+    constants = {
+        "mask": mx.array(mask) if shape.masked else None,
+        "segments": mx.array(segments) if shape.segmented else None,
+    }
+    value_heads = (key_heads[:, None] * repeats + np.arange(repeats)).reshape(-1)
+    wide = [x.astype(mx.float32) for x in few]
+    case = _Case([], [], wide[:6], wide[6:], constants, key_heads, value_heads)
+    copies = _copy_heads([np.array(x) for x in wide], _PRIMALS + _COTANGENTS, case)
+    arrays = [mx.array(x).astype(small.dtype) for x, small in zip(copies, few, strict=True)]
+    return case._replace(primals=arrays[:6], cotangents=arrays[6:])
+
+
+def _floats(draw: np.random.Generator, shape: ShapeClass) -> list[np.ndarray]:
+    """Return q, k, v, log_g, beta and the initial state, then the gradients of y and of the final state."""
+    keys, values = (
+        (BATCH, LENGTH, shape.key_heads, shape.key_size),
+        (BATCH, LENGTH, shape.value_heads, shape.value_size),
+    )
+    k = draw.normal(size=keys)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    gates = (*values[:3], shape.key_size) if shape.per_channel else values[:3]
+    kind = draw.uniform(size=gates)
+    usual = -np.exp(1.5 * draw.normal(size=gates) - 2.0)
+    log_g = np.select([kind < 0.02, kind < 0.05, kind < 0.3], [-np.inf, np.log(1e-12), 0.0], usual)
+    state = (BATCH, shape.value_heads, shape.value_size, shape.key_size)
+    floats = [draw.normal(size=keys) * shape.key_size**-0.5, k, draw.normal(size=values)]
+    floats += [log_g, draw.uniform(0.05, 0.95, size=values[:3]), draw.normal(size=state)]
+    return [*floats, draw.normal(size=values), draw.normal(size=state)]
+
+
+def _copy_heads(arrays: Sequence[np.ndarray], kinds: str, case: _Case) -> list[np.ndarray]:
+    """Return arrays of the reference's heads with all heads of the class. The gradient of a copy is a copy, too."""
+    heads = {"k": (case.key_heads, 2), "v": (case.value_heads, 2), "s": (case.value_heads, 1)}
+    return [np.take(x, *heads[kind]) for x, kind in zip(arrays, kinds, strict=True)]
+
+
+@cache
+def machine() -> dict[str, str]:
+    """Return what a verdict depends on: versions, the text of the kernels, the device and its driver."""
+    parts = {}
+    for name in (*_PACKAGES, "deltatune"):
+        try:
+            parts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    parts["mlx"] = mx.__version__  # type: ignore[attr-defined]
+    text = hashlib.sha256()
+    operators = files(__package__.rpartition(".")[0])
+    for folder in (operators / name for name in ("gated_delta", "attention", "kernels")):
+        for file in sorted(folder.iterdir(), key=lambda file: file.name):
+            if file.name.endswith((".py", ".h")):
+                text.update(file.name.encode() + file.read_bytes())
+    about = mx.device_info()
+    parts |= {"text": text.hexdigest()[:16], "device": str(about.get("device_name", about))}
+    parts |= {"system": platform.platform(), "driver": _driver()}
+    return parts
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver. Apple's is part of the system's version."""
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().partition("\n")[0] if path.is_file() else ""
+
+
+def path_of(name: str, shape: Any) -> Path:
+    """Where the verdict on implementation `name` for `shape`, a dataclass of an operator's own, is kept."""
+
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+    return environment.cache_directory() / "verdicts" / digest(machine()) / f"{name}-{digest(asdict(shape))}.json"
+
+
+def read(path: Path) -> Verdict | None:
+    """The verdict kept at `path`; None where there is none, or it is damaged."""
+    try:
+        return Verdict(**json.loads(path.read_text())["verdict"])
+    except FileNotFoundError:
+        return None
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        logger.info("%s cannot be read (%s): checking again", path, error)
+        return None
+
+
+def write(path: Path, verdict: Verdict) -> None:
+    """Store a verdict for later processes. Where the folder cannot be written, each of them checks again."""
+    text = json.dumps({"verdict": asdict(verdict), "machine": machine()}, indent=1)
+    try:
+        atomic_files.write(path, text.encode())
+    except OSError as error:
+        logger.warning("a verdict cannot be stored (%s): every process checks again", error)

@@ -1,0 +1,49 @@
+"""Rules for MLX's transforms of the custom functions in this folder: mx.vmap, and the gradient of a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+
+def refuse_second_derivative(*_: object) -> None:
+    """The vjp rule of a backward pass: raise NotImplementedError."""
+    raise NotImplementedError(
+        "gated_delta has no second derivative: its backward pass is written by hand. "
+        "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
+    )
+
+
+def over_batch(
+    function: Callable[..., Sequence[mx.array]], batch_in: Sequence[int], batch_out: Sequence[int]
+) -> Callable[..., tuple[list[mx.array], list[int]]]:
+    """Return a vmap rule for `function`, which folds the mapped axis into its batch axis.
+
+    Args:
+        function: Takes and returns arrays that each have a batch axis.
+        batch_in: The position of the batch axis in each input.
+        batch_out: The position of the batch axis in each output.
+
+    Returns:
+        A rule as `mx.custom_function.vmap` expects it: (inputs, mapped axes) -> (outputs, mapped axes).
+    """
+
+    def rule(inputs: Sequence[mx.array], axes: Sequence[int | None]) -> tuple[list[mx.array], list[int]]:
+        mapped = next(x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None)
+        folded = [_fold(x, axis, at, mapped) for x, axis, at in zip(inputs, axes, batch_in, strict=True)]
+        outputs = function(*folded)
+        unfolded = [mx.unflatten(x, at, (mapped, -1)) for x, at in zip(outputs, batch_out, strict=True)]
+        return unfolded, list(batch_out)
+
+    return rule
+
+
+def _fold(x: mx.array, axis: int | None, batch: int, mapped: int) -> mx.array:
+    """Merge the mapped axis into the batch axis. An array that is not mapped is repeated `mapped` times."""
+    if axis is None:
+        shape = (*x.shape[:batch], mapped, *x.shape[batch:])
+        x = mx.broadcast_to(mx.expand_dims(x, batch), shape)
+    else:
+        x = mx.moveaxis(x, axis, batch)
+    return mx.flatten(x, batch, batch + 1)

@@ -1,0 +1,61 @@
+"""One launch of a kernel body in kernels/pointwise.h, with a lane for each piece of work and 128 lanes per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ..kernels.launch import Arrays, Outputs, Values, kernel_of, launched
+
+BODIES = ("pointwise.h",)
+GROUPS = 4
+_LANES = GROUPS * 32
+_PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thread_index_in_threadgroup;\n"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A launch of one kernel body.
+
+    Args:
+        name: the name of the body in kernels/pointwise.h.
+        inputs: the input arrays by name.
+        outputs: the shapes and dtypes of the output arrays by name.
+        arguments: the body's arguments, as they are written in the kernel's text.
+        lanes: how many lanes the body needs.
+        constants: the body's compile-time constants.
+    """
+
+    groups: ClassVar[int] = GROUPS
+    # The kernel has no compile-time values of its own, since the constants are in its text.
+    values: ClassVar[Values] = {}
+
+    name: str
+    inputs: Arrays
+    outputs: Outputs
+    arguments: tuple[str, ...]
+    lanes: int
+    constants: tuple[int, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """The numbers of blocks along the three axes of the grid."""
+        return -(-self.lanes // _LANES), 1, 1
+
+    @property
+    def source(self) -> str:
+        """The text of the kernel's body, which is the same on every machine."""
+        constants = f"<{', '.join(map(str, self.constants))}>" if self.constants else ""
+        return f"{_PLACE}{self.name}{constants}(at, {', '.join(self.arguments)});\n"
+
+    def run(self) -> list[mx.array]:
+        """Launch the kernel on the CUDA device, and return its outputs."""
+        kernel = kernel_of("cuda", self.name, tuple(self.inputs), tuple(self.outputs), self.source, BODIES, 0)
+        return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
+
+
+# Runs a launch: Pass.run on a GPU, or the host machine in tests.
+Execute = Callable[[Pass], list[mx.array]]

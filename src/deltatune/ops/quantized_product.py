@@ -1,0 +1,129 @@
+"""Multiplies rows by a quantised matrix after unpacking it, for the many rows of a training step.
+
+mx.quantized_matmul is made for a row or two: it unpacks numbers one at a time on a CPU, and uses CUDA's tensor cores
+poorly. Here a large matrix is unpacked in slabs, and the backward pass unpacks it again, so that no unpacked matrix is
+kept between the passes. patches/tables/quantized_product.py puts this in the place of mx.quantized_matmul.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..machine import backend
+from .functional import is_floating, promoted
+
+# The number of rows from which unpacking first is faster; MLX's product on Metal has tiles of its own and is not slow.
+ROWS = {"cpu": 8, "cuda": 64}
+# The size of what is unpacked at a time.
+SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+
+
+class Quantization(NamedTuple):
+    """How a matrix [..., out, in] is quantised, and which of its axes is multiplied."""
+
+    # Whether the rows that are multiplied are [..., in], which gives [..., out], or the other way round.
+    transpose: bool
+    group_size: int | None
+    bits: int | None
+    mode: str
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """The keyword arguments of mx.dequantize."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
+    """Whether `packed_product` is to be used for these rows on this device.
+
+    Args:
+        x: [..., K].
+        w: the packed matrix, or [..., out, packed in] with a matrix for each of the leading indices of x.
+        scales: the matrix's scales.
+    """
+    device = backend.device()
+    fewest_rows = ROWS.get(device)
+    if device == "cuda" and scales.shape[-1] == 1:
+        fewest_rows = 1  # MLX's product there is wrong for a single group of 64 inputs, and refuses fewer inputs.
+    if fewest_rows is None or not is_floating(x) or x.ndim < 2 or x.size == 0:
+        return False
+    if w.ndim == 2:
+        return math.prod(x.shape[:-1]) >= fewest_rows
+    lead = tuple(w.shape[:-2])
+    return x.shape[-2] >= fewest_rows and tuple(x.shape[:-2])[-len(lead) :] == lead
+
+
+def packed_product(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, quantization: Quantization
+) -> mx.array:
+    """Return what mx.quantized_matmul(x, w, scales, biases, *quantization) returns, in the same dtype.
+
+    The unpacked matrix is multiplied in fp32 on a CPU, and in the result's dtype on a GPU. Gradients reach x, and the
+    scales and biases where they are floats.
+    """
+    stored = [scales] if biases is None else [scales, biases]
+
+    def forward(x: mx.array, w: mx.array, *stored: mx.array) -> mx.array:
+        return _times(x, w, stored, quantization, quantization.transpose)
+
+    def backward(primals: Any, dy: mx.array, _output: mx.array) -> list[mx.array]:
+        x, w, *stored = primals
+        dx = _times(dy, w, stored, quantization, not quantization.transpose)
+        rest = [mx.zeros_like(array) for array in stored]
+        if is_floating(stored[0]):
+            # MLX is lazy: these gradients are computed only if something uses them.
+            _, rest = mx.vjp(lambda *stored: [forward(x, w, *stored)], stored, [dy])
+        return [dx.astype(x.dtype), mx.zeros_like(w), *rest]
+
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    return function(x, w, *stored)
+
+
+def _times(x: mx.array, w: mx.array, stored: Any, quantization: Quantization, transpose: bool) -> mx.array:
+    """Multiply x by the matrix, of which one slab of rows is unpacked after another."""
+    result_dtype = promoted(x.dtype, stored[0].dtype) if is_floating(stored[0]) else x.dtype
+    dtype = mx.float32 if backend.device() == "cpu" else result_dtype
+    rows = x.astype(dtype)
+    stored = [array.astype(dtype) if is_floating(array) else array for array in stored]
+    inputs = w.shape[-1] * 32 // quantization.bits if quantization.bits else 8 * w.shape[-1]
+    slab_rows = max(1, SLAB_BYTES[backend.device()] // (dtype.size * inputs)) if w.ndim == 2 else w.shape[-2]
+    # Columns of the result, one array per slab; without `transpose`, the sum so far.
+    results: list[mx.array] = []
+    for start, stop in pairwise([*range(0, w.shape[-2], slab_rows), w.shape[-2]]):
+        slab = [array[..., start:stop, :] for array in (w, *stored)]
+        if results:
+            slab = mx.depends(slab, [results[-1]])
+        matrix = unpacked(*slab, dtype=dtype, **quantization.storage)
+        if transpose:
+            results.append(rows @ matrix.swapaxes(-1, -2))
+        else:
+            y = rows[..., start:stop] @ matrix
+            results = [results[0] + y] if results else [y]
+    return (results[0] if len(results) == 1 else mx.concatenate(results, axis=-1)).astype(result_dtype)
+
+
+def unpacked(
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    global_scale: mx.array | None = None,
+    *,
+    dtype: mx.Dtype | None = None,
+    **packing: Any,
+) -> mx.array:
+    """Return mx.dequantize of one or several matrices; `global_scale` [E] gives each of E matrices a scale of its own.
+
+    mx.dequantize takes one global scale per call.
+    """
+    if global_scale is None:
+        return mx.dequantize(w, scales, biases, dtype=dtype, **packing)
+    matrices = [
+        mx.dequantize(w[i], scales[i], None, global_scale=global_scale[i], dtype=dtype, **packing)
+        for i in range(w.shape[0])
+    ]
+    return mx.stack(matrices)

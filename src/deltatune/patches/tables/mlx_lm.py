@@ -1,0 +1,186 @@
+"""The patches for mlx-lm, as a table. Versions read: 0.31.3, 0.32.0, 0.32.1, 0.32.2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ...machine import backend
+from ...ops import segments
+from ...ops.causal_conv import causal_conv
+from .. import recurrence
+from ..patch import Function, Patch
+from . import pointwise
+
+UPDATE_PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
+UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
+
+LOOP = (
+    "Training these layers then runs upstream's loop over tokens: right, but slow and hungry for memory, "
+    "and packed documents cannot be kept apart in them."
+)
+_PACKING = "Packed documents cannot be kept apart then; training on unpacked rows is not touched."
+
+
+def same_update(options: list[dict[str, Any]]) -> Any:
+    """A check that ours computes what the installed function computes, gate by gate, on three tokens."""
+
+    def check(upstream: Function, ours: Function) -> str | None:
+        def draw(seed: int, *shape: int) -> mx.array:
+            return mx.random.normal(shape, key=mx.random.key(seed)) * 0.5
+
+        q, k, v = draw(0, 1, 3, 1, 4), draw(1, 1, 3, 1, 4), draw(2, 1, 3, 2, 3)
+        gates = [draw(3, 1, 3, 2), draw(4, 1, 3, 2), draw(5, 2), draw(6, 2)]
+        channels = [draw(3, 1, 3, 2, 4), draw(4, 1, 3, 2), draw(5, 2, 1), draw(6, 2, 4)]
+        for a, b, A_log, dt_bias in (gates, channels):
+            for option in options:
+                arguments = (q, k, v, a, b, A_log, dt_bias)
+                with recurrence.trace():  # Not the user's calls: not counted.
+                    expected, actual = (f(*arguments, use_kernel=False, **option) for f in (upstream, ours))
+                worst = max(float(mx.abs(e - g).max()) for e, g in zip(expected, actual, strict=True))
+                if not worst < 1e-5:
+                    return f"on a small case with {option} it differs from deltatune's by {worst:.1e}."
+        return None
+
+    return check
+
+
+def _attention_mask(upstream: Function) -> Function:
+    def create_attention_mask(
+        h: mx.array, cache: Any = None, window_size: int | None = None, return_array: bool = False
+    ) -> Any:
+        documents = segments.current()
+        if documents is None:
+            return upstream(h, cache, window_size, return_array)
+        if cache is not None:
+            raise ValueError("create_attention_mask: packed documents are for training; pass no cache with segments.")
+        if documents.shape[1] != h.shape[1]:
+            raise ValueError(f"segments are for {documents.shape[1]} positions, and the model runs {h.shape[1]}.")
+        return segments.attention_mask(documents, window_size)
+
+    return create_attention_mask
+
+
+def _conv1d(upstream: Function) -> Function:
+    def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
+        documents = segments.current()
+        before = self.weight.shape[1] - 1
+        plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
+        causal = plain and before > 0 and self.groups == self.weight.shape[0] == x.shape[-1]
+        if documents is None:
+            y = _taps(self, x) if causal and self.training and backend.device() == "cpu" else upstream(self, x)
+            return pointwise.convolved(self, x, y) if causal else y
+        if before == 0:
+            return upstream(self, x)
+        if not (causal and x.shape[1] == documents.shape[1] + before):
+            raise ValueError(
+                f"packed documents cannot be kept apart in {self!r} on input {x.shape}: only causal depthwise "
+                "convolutions on [state, x] know how to restart. Train this model without packing."
+            )
+        # The rows before the first token are the empty state; each document starts from zeros of its own.
+        y, _ = causal_conv(x[:, before:], self.weight[..., 0], _bias(self), segments=documents)
+        return pointwise.convolved(self, x, y, documents)
+
+    return __call__
+
+
+def _taps(conv: Any, x: mx.array) -> mx.array:
+    """The same sums as conv(x) [B, T, C], in fewer passes over memory than MLX's grouped convolution on a CPU."""
+    before = conv.weight.shape[1] - 1
+    return causal_conv(x[:, before:], conv.weight[..., 0], _bias(conv), initial_state=x[:, :before])[0]
+
+
+def _bias(conv: Any) -> mx.array | None:
+    return conv.bias if "bias" in conv else None
+
+
+def _fresh_product(*caches: str) -> Any:
+    """A replacement that forgets the attributes `caches` before each call, so that they follow the weights."""
+
+    def replacement(upstream: Function) -> Function:
+        def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:  # noqa: N807
+            if self.use_attn_res:
+                for name in caches:
+                    setattr(self, name, None)
+            return upstream(self, *arguments, **keywords)
+
+        return __call__
+
+    return replacement
+
+
+_RESIDUAL_RECORD: dict[str, Any] = {
+    "package": "mlx_lm",
+    "versions": ">=0.32.0,<=0.32.2",
+    "module": "mlx_lm.models.kimi_k3",
+    "holders": (),
+    "reason": "out of training, a product of weights is kept from the last training forward: one step old, no gradient",
+    "without": "An evaluation between training steps then uses residual weights that are one step old, and a forgotten "
+    "model.train() loses their gradient.",
+}
+
+_UPDATE_RECORD: dict[str, Any] = {
+    "package": "mlx_lm",
+    "module": "mlx_lm.models.gated_delta",
+    "name": "gated_delta_update",
+    "without": LOOP,
+}
+
+PATCHES = (
+    Patch(
+        **_UPDATE_RECORD,
+        versions="==0.31.3",
+        signature=f"({UPDATE_PLAIN})",
+        holders=tuple(f"mlx_lm.models.{name}" for name in ("qwen3_5", "qwen3_next", "kimi_linear")),
+        reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
+        replacement=recurrence.update,
+        check=same_update([{}]),
+    ),
+    Patch(
+        **_UPDATE_RECORD,
+        versions=">=0.32.0,<=0.32.2",
+        signature=f"({UPDATE_PLAIN.replace('use', '*, use')}, lower_bound=None, allow_neg_eigval=False)",
+        holders=tuple(
+            f"mlx_lm.models.{name}"
+            for name in ("qwen3_5", "qwen3_next", "kimi_linear", "kimi_k3", "bailing_moe_v3", "olmo_hybrid")
+        ),
+        reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
+        replacement=recurrence.update,
+        check=same_update([{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}]),
+    ),
+    Patch(
+        package="mlx_lm",
+        versions=">=0.31.3,<=0.32.2",
+        module="mlx_lm.models.base",
+        name="create_attention_mask",
+        signature="(h, cache=None, window_size=None, return_array=False)",
+        holders=(),
+        reason="packed documents must not attend to one another",
+        without=_PACKING,
+        replacement=_attention_mask,
+    ),
+    Patch(
+        package="mlx",
+        versions=">=0.31.2,<0.33",
+        module="mlx.nn.layers.convolution",
+        name="Conv1d.__call__",
+        signature="(self, x)",
+        holders=(),
+        reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
+        without=_PACKING,
+        replacement=_conv1d,
+    ),
+    Patch(
+        **_RESIDUAL_RECORD,
+        name="KimiK3DecoderLayer.__call__",
+        signature="(self, x, mask=None, cache=None, blocks=None)",
+        replacement=_fresh_product("_attn_res_w_eff", "_mlp_res_w_eff"),
+    ),
+    Patch(
+        **_RESIDUAL_RECORD,
+        name="KimiK3TextModel.__call__",
+        signature="(self, inputs, cache=None)",
+        replacement=_fresh_product("_output_res_w_eff"),
+    ),
+)

@@ -1,0 +1,85 @@
+"""mlx-vlm's routers before 0.7.5: the chosen indices stay in the graph, and MLX >= 0.32.1 refuses gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from ..patch import Function, Patch
+from . import LOWEST_MLX_VLM
+from .experts import weighted_block
+
+
+def _route(self: Any, x: mx.array) -> tuple[mx.array, mx.array]:
+    """Indices of the chosen experts, out of the graph, and their shares before normalisation, [..., k] both."""
+    shares = mx.softmax(self.gate(x), axis=-1, precise=True)
+    chosen = mx.stop_gradient(mx.argpartition(shares, kth=-self.top_k, axis=-1)[..., -self.top_k :])
+    return chosen, mx.take_along_axis(shares, chosen, axis=-1)
+
+
+def _with_shared_expert(share: Callable[[Any, mx.array], mx.array], always_normalised: bool) -> Any:
+    """`share` gives the shared expert's weight; versions differ in where it is and in who heeds norm_topk_prob."""
+
+    def replacement(upstream: Function) -> Function:
+        def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
+            verifying = any(arguments) or any(keywords.values())
+            if verifying or (not always_normalised and self.sharding_group is not None):
+                return upstream(self, x, *arguments, **keywords)
+            chosen, scores = _route(self, x)
+            if always_normalised or self.norm_topk_prob:
+                scores = scores / scores.sum(axis=-1, keepdims=True)
+            y = (self.switch_mlp(x, chosen) * scores[..., None]).sum(axis=-2)
+            shared = self.shared_expert(x)
+            return y + share(self, x) * shared
+
+        return __call__
+
+    return replacement
+
+
+def _gate(self: Any, x: mx.array) -> mx.array:
+    return mx.sigmoid(self.shared_expert_gate(x))
+
+
+def _scale(self: Any, x: mx.array) -> mx.array:
+    return self._shared_expert_scale(x)
+
+
+def _experts_alone(upstream: Function) -> Function:
+    def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
+        if getattr(self, "sharding_group", None) is not None:
+            return upstream(self, x)
+        chosen, scores = _route(self, x)
+        if self.norm_topk_prob:
+            scores = scores / mx.sum(scores, axis=-1, keepdims=True)
+        return (self.switch_mlp(x, chosen) * scores[..., None]).sum(axis=-2)
+
+    return __call__
+
+
+def _record(versions: str, module: str, name: str, signature: str, replacement: Any) -> Patch:
+    return Patch(
+        package="mlx_vlm",
+        versions=versions,
+        settled=">=0.7.5",
+        module=f"mlx_vlm.models.{module}.language",
+        name=f"{name}.__call__",
+        signature=signature,
+        holders=(),
+        reason="the indices of the chosen experts are not cut off from the gradient, which mlx >= 0.32.1 refuses",
+        without="Training these experts then fails with mlx >= 0.32.1, and is upstream's own before it.",
+        replacement=lambda upstream: weighted_block(replacement(upstream)),
+    )
+
+
+_PLAIN, _QWEN3_5 = "(self, x)", ("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock")
+
+PATCHES = (
+    _record(f">={LOWEST_MLX_VLM},<0.7.1", *_QWEN3_5, _PLAIN, _with_shared_expert(_gate, True)),
+    _record(">=0.6.2,<0.6.17", *_QWEN3_5, "(self, x, target_verify=False)", _with_shared_expert(_gate, True)),
+    _record(">=0.7.1,<0.7.5", *_QWEN3_5, _PLAIN, _with_shared_expert(_scale, True)),
+    _record(f">={LOWEST_MLX_VLM},<0.7.5", "qwen3_vl_moe", "Qwen3VLMoESparseMoeBlock", _PLAIN, _experts_alone),
+    _record(">=0.6.8,<0.7.5", "qwen3_next", "Qwen3NextSparseMoeBlock", _PLAIN, _with_shared_expert(_gate, False)),
+)

@@ -1,0 +1,268 @@
+"""Keeps one-row products away from a BLAS that fails the probe (machine/blas_fault.py), upstream's own layers included.
+
+Every dimension that is 1 becomes 2 with zeros, so that neither a product nor the products of its gradient, whatever
+order MLX's backward pass takes the factors in, call sgemm with one row. The records are of MLX's own functions, which
+nn.Linear, attention, convolutions and expert layers all call. In force on a CPU only, and only where the probe fails.
+`mx.einsum` and products made inside C++ (mx.linalg) are not reached.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...errors import UserError
+from ...machine import backend
+from ...machine.blas_fault import ProbeResult, probe
+from .. import patch
+from ..patch import Function, Patch, PatchWarning
+
+Check = Function
+
+_WITHOUT = "One-row products of this kind can return NaN on this machine."
+_told: set[str] = set()
+
+
+def records() -> tuple[Patch, ...]:
+    """PATCHES where MLX computes on a CPU whose BLAS fails the probe, else none. Tells the user, once a process.
+
+    UserError where two rows come out wrong as well: nothing computed here could be trusted.
+    """
+    if backend.device() != "cpu":
+        return ()
+    found = probe()
+    if not found.wrong:
+        return ()
+    if not found.mendable:
+        raise UserError(
+            f"The BLAS that MLX uses computes wrong products: {found}. Nothing trained on it would be right: update "
+            "it (on macOS, the system), unset DELTATUNE_BLAS, or train on a GPU."
+        )
+    _tell(found)
+    return PATCHES
+
+
+def in_force() -> bool:
+    """Whether every one of PATCHES is."""
+    return all(patch.in_force(record.target) is not None for record in PATCHES)
+
+
+def _tell(found: ProbeResult) -> None:
+    if str(found) in _told:
+        return
+    _told.add(str(found))
+    warnings.warn(
+        f"Products of one row come out wrong here: {found}. deltatune computes them as two rows; programs without "
+        "deltatune may see NaN. An update of the BLAS (on macOS, of the system) mends it.",
+        PatchWarning,
+        stacklevel=5,
+    )
+
+
+def _widen(x: mx.array, axes: Sequence[int]) -> mx.array:
+    """`x` with a row of zeros added along each of `axes` that has one row only."""
+    widths = [(0, 0)] * x.ndim
+    for axis in axes:
+        widths[axis] = (0, int(x.shape[axis] == 1))
+    return mx.pad(x, widths) if any(after for _, after in widths) else x
+
+
+def _narrow(x: mx.array, rows: int, columns: int) -> mx.array:
+    return x if x.shape[-2:] == (rows, columns) else x[..., :rows, :columns]
+
+
+def _matmul(upstream: Function) -> Function:
+    def matmul(a: Any, b: Any, /, *, stream: Any = None) -> Any:
+        return _product(upstream, a, b, {} if stream is None else {"stream": stream})
+
+    return matmul
+
+
+def _operator(upstream: Function) -> Function:
+    def __matmul__(self: mx.array, other: Any) -> Any:  # noqa: N807
+        return _product(upstream, self, other, {})
+
+    return __matmul__
+
+
+def _product(upstream: Function, a: Any, b: Any, options: dict[str, Any]) -> Any:
+    """a @ b [..., M, K] x [..., K, N], vectors included, with no dimension of 1 in what reaches `upstream`."""
+    if not (isinstance(a, mx.array) and isinstance(b, mx.array)) or 0 in (a.ndim, b.ndim):
+        return upstream(a, b, **options)
+    if a.ndim == 1:
+        return _product(upstream, a[None], b, options).squeeze(-2 if b.ndim > 1 else 0)
+    if b.ndim == 1:
+        return _product(upstream, a, b[:, None], options).squeeze(-1)
+    if a.ndim > 2 and b.ndim == 2:
+        # MLX multiplies all rows at once then: one row means one in all.
+        return mx.unflatten(_product(upstream, a.flatten(0, -2), b, options), 0, a.shape[:-1])
+    rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+    if 1 not in (rows, inner, columns) or inner != b.shape[-2]:
+        return upstream(a, b, **options)
+    return _narrow(upstream(_widen(a, (-2, -1)), _widen(b, (-2, -1)), **options), rows, columns)
+
+
+def _addmm(upstream: Function) -> Function:
+    def addmm(c: Any, a: Any, b: Any, /, alpha: float = 1.0, beta: float = 1.0, *, stream: Any = None) -> Any:
+        options = {"alpha": alpha, "beta": beta} | ({} if stream is None else {"stream": stream})
+        if not all(isinstance(x, mx.array) for x in (a, b, c)) or 0 in (a.ndim, b.ndim):
+            return upstream(c, a, b, **options)
+        if a.ndim == 1:
+            return addmm(c if b.ndim > 1 else c[..., None], a[None], b, **options).squeeze(-2 if b.ndim > 1 else 0)
+        if b.ndim == 1:
+            return addmm(c[..., None], a, b[:, None], **options).squeeze(-1)
+        rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+        if a.ndim > 2 and b.ndim == 2:
+            rows = math.prod(a.shape[:-1])
+        if 1 not in (rows, inner, columns) or inner != b.shape[-2]:
+            return upstream(c, a, b, **options)
+        shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], columns)
+        c = mx.broadcast_to(c, shape)
+        if a.ndim > 2 and b.ndim == 2:
+            a, c = a.flatten(0, -2), c.flatten(0, -2)
+        wide = (_widen(x, (-2, -1)) for x in (c, a, b))
+        return _narrow(upstream(*wide, **options), *c.shape[-2:]).reshape(shape)
+
+    return addmm
+
+
+def _gather_mm(upstream: Function) -> Function:
+    def gather_mm(
+        a: Any, b: Any, /, lhs_indices: Any = None, rhs_indices: Any = None, *, sorted_indices: bool = False,
+        stream: Any = None,
+    ) -> Any:  # fmt: skip
+        options = {"sorted_indices": sorted_indices} | ({} if stream is None else {"stream": stream})
+        if a.ndim < 2 or b.ndim < 2 or 1 not in (*a.shape[-2:], b.shape[-1]):
+            return upstream(a, b, lhs_indices, rhs_indices, **options)
+        rows, columns = a.shape[-2], b.shape[-1]
+        wide = (_widen(a, (-2, -1)), _widen(b, (-2, -1)))
+        return _narrow(upstream(*wide, lhs_indices, rhs_indices, **options), rows, columns)
+
+    return gather_mm
+
+
+def _segmented_mm(upstream: Function) -> Function:
+    def segmented_mm(a: Any, b: Any, /, segments: Any, *, stream: Any = None) -> Any:
+        options = {} if stream is None else {"stream": stream}
+        product = upstream(_widen(a, (-2,)), b, segments, **options)
+        return _narrow(product, a.shape[-2], b.shape[-1])
+
+    return segmented_mm
+
+
+def _attention(upstream: Function) -> Function:
+    def scaled_dot_product_attention(q: Any, k: Any, v: Any, *, scale: float, **options: Any) -> Any:
+        if 1 not in (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]):
+            return upstream(q, k, v, scale=scale, **options)
+        return attention(q, k, v, scale, options.get("mask"), options.get("sinks"))
+
+    return scaled_dot_product_attention
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    """mx.fast.scaled_dot_product_attention from array operations: the same arguments, masks and rounding as on a CPU.
+
+    q [B, H, T, D]; k [B, G, S, D]; v [B, G, S, E], H a multiple of G; returns [B, H, T, E].
+    """
+    heads, groups, length, keys = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    q = mx.unflatten(q * scale, 1, (groups, heads // groups))
+    k, v = k[:, :, None], v[:, :, None]
+    scores = mx.matmul(q, k.swapaxes(-1, -2))
+    if isinstance(mask, str):
+        mask = mx.arange(keys - length, keys)[:, None] >= mx.arange(keys)
+    if mask is not None:
+        if mask.ndim >= 3:
+            per_head = mask.shape[-3] != 1
+            mask = mx.unflatten(mask, -3, (groups, heads // groups)) if per_head else mx.expand_dims(mask, -3)
+        if mask.dtype == mx.bool_:
+            scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+        else:
+            scores = scores + mask
+    if sinks is not None:
+        first = mx.broadcast_to(sinks.reshape(1, groups, heads // groups, 1, 1), (*scores.shape[:-1], 1))
+        scores = mx.concatenate([first.astype(scores.dtype), scores], -1)
+    weights = mx.softmax(scores, -1, precise=True)
+    return mx.matmul(weights if sinks is None else weights[..., 1:], v).flatten(1, 2)
+
+
+def _inner(upstream: Function) -> Function:
+    def inner(a: Any, b: Any, /, *, stream: Any = None) -> Any:
+        options = {} if stream is None else {"stream": stream}
+        if 0 in (a.ndim, b.ndim) or a.shape[-1] != b.shape[-1]:
+            return upstream(a, b, **options)
+        product = mx.matmul(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]).T, **options)
+        return product.reshape((*a.shape[:-1], *b.shape[:-1]))
+
+    return inner
+
+
+def _convolution(upstream: Function) -> Function:
+    def convolution(x: Any, weight: Any, /, *arguments: Any, **options: Any) -> Any:
+        y = upstream(x, weight, *arguments, **options)
+        # One position in one example is one row of the product inside; nothing evaluates the first y then.
+        return y if math.prod(y.shape[:-1]) != 1 else upstream(_widen(x, (0,)), weight, *arguments, **options)[:1]
+
+    return convolution
+
+
+def _agrees(call: Function) -> Check:
+    """A check that `call(function, x)` [2, ...] gives upstream's two rows when ours is given them one by one."""
+
+    def check(upstream: Function, ours: Function) -> str | None:
+        x = mx.random.normal((2, 3), key=mx.random.key(0))
+        both = call(upstream, x)
+        single = mx.concatenate([call(ours, x[:1]), call(ours, x[1:])])
+        close = bool((mx.abs(both - single) < 1e-5).all()) and bool((mx.abs(call(ours, x) - both) < 1e-5).all())
+        return None if close else "on a small case deltatune's replacement computes something else."
+
+    return check
+
+
+def _weight(*shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(1))
+
+
+def _record(name: str, replacement: Function, call: Function) -> Patch:
+    reason = "the BLAS of this machine leaves NaN in products of one row"
+    return patch.core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT)
+
+
+def _gathered(function: Function, x: mx.array) -> mx.array:
+    return function(x[None], _weight(2, 3, 4), rhs_indices=mx.array([1]))[0]
+
+
+def _attended(function: Function, x: mx.array) -> mx.array:
+    q = mx.stack([x, x + 1])[None]
+    k, v = _weight(1, 1, 4, 3), _weight(1, 1, 4, 3) + 1
+    return function(q, k, v, scale=0.5).swapaxes(1, 2).reshape(len(x), -1)
+
+
+def _segmented(function: Function, x: mx.array) -> mx.array:
+    return function(x, _weight(3, 4), mx.array([[0, 3]], mx.uint32))[0]
+
+
+def _slid(*extent: int) -> Function:
+    def call(function: Function, x: mx.array) -> mx.array:
+        return function(x.reshape(len(x), *extent, 3), _weight(4, *extent, 3)).reshape(len(x), -1)
+
+    return call
+
+
+PATCHES = (
+    _record("matmul", _matmul, lambda f, x: f(x, _weight(3, 4))),
+    _record("array.__matmul__", _operator, lambda f, x: f(x, _weight(3, 4))),
+    _record("array.__imatmul__", _operator, lambda f, x: f(x + 0, _weight(3, 3))),
+    _record("addmm", _addmm, lambda f, x: f(_weight(4), x, _weight(3, 4), 0.5, 2.0)),
+    _record("inner", _inner, lambda f, x: f(x, _weight(4, 3))),
+    _record("gather_mm", _gather_mm, _gathered),
+    _record("segmented_mm", _segmented_mm, _segmented),
+    _record("fast.scaled_dot_product_attention", _attention, _attended),
+    _record("conv1d", _convolution, _slid(1)),
+    _record("conv2d", _convolution, _slid(1, 1)),
+    _record("conv3d", _convolution, _slid(1, 1, 1)),
+)

@@ -1,0 +1,144 @@
+"""Activations and norms in one pass over memory, for NVIDIA GPUs, where mx.compile fuses nothing.
+
+Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...machine import backend
+from ...ops.pointwise import conv, norms, silu
+from ..patch import Function, Patch
+
+_SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
+
+
+class _Convolved(NamedTuple):
+    """An output of a causal convolution in training, and what made it."""
+
+    y: mx.array
+    x: mx.array
+    weight: mx.array
+    segments: mx.array | None
+
+
+_last: _Convolved | None = None
+
+
+def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | None = None) -> mx.array:
+    """y, noted: if nn.silu gets this very array next, both are one pass over x, and y itself is never computed."""
+    global _last
+    serves = backend.device() == "cuda" and layer.training and "bias" not in layer
+    _last = _Convolved(y, x, layer.weight[..., 0], segments) if serves else None
+    return y
+
+
+def _silu(upstream: Function) -> Function:
+    def ours(x: mx.array) -> mx.array:
+        global _last
+        found, _last = _last, None
+        if found is not None and found.y is x and conv.serves(*found[1:]):
+            return conv.conv_silu(*found[1:])
+        return upstream(x)
+
+    return ours
+
+
+def _is_silu(upstream: Function, _ours: Function) -> str | None:
+    x = mx.random.normal((2, 8), key=mx.random.key(0))
+    worst = float(mx.abs(upstream(x) - x * mx.sigmoid(x)).max())
+    return None if worst < 1e-5 else f"on a small case it differs from x sigmoid(x) by {worst:.1e}."
+
+
+def _swiglu(upstream: Function) -> Function:
+    def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+        return silu.swiglu(gate, x) if silu.serves(gate, x) else upstream(gate, x)
+
+    return swiglu
+
+
+def _normalize_qk(upstream: Function) -> Function:
+    def normalize_qk(q: mx.array, k: mx.array, *, inv_scale: float, eps: float) -> tuple[mx.array, mx.array]:
+        # As upstream: mean(x^2) for sum(x^2), so 1 / sqrt(width) and eps are scaled.
+        numbers = [(inv_scale**2, eps * inv_scale**2), (inv_scale, eps * inv_scale**2)]
+        pairs = list(zip((q, k), numbers, strict=True))
+        if not all(norms.norm_serves(x, *number) for x, number in pairs):
+            return upstream(q, k, inv_scale=inv_scale, eps=eps)
+        return norms.norm(q, *numbers[0]), norms.norm(k, *numbers[1])
+
+    return normalize_qk
+
+
+def _gated_norm(upstream: Function) -> Function:
+    def __call__(self: Any, x: mx.array, gate: mx.array | None = None) -> mx.array:  # noqa: N807
+        if gate is not None and norms.gated_norm_serves(x, self.weight, gate, self.eps):
+            return norms.gated_norm(x, self.weight, gate, self.eps)
+        return upstream(self, x, gate)
+
+    return __call__
+
+
+def _is_swiglu(upstream: Function, _ours: Function) -> str | None:
+    gate, x = (mx.random.normal((2, 8), key=mx.random.key(i)) for i in range(2))
+    worst = float(mx.abs(upstream(gate, x) - gate * mx.sigmoid(gate) * x).max())
+    return None if worst < 1e-5 else f"on a small case it differs from silu(gate) x by {worst:.1e}."
+
+
+_RECORD: dict[str, Any] = {
+    "holders": (),
+    "reason": "several passes over memory on an NVIDIA GPU, forward and backward, where one will do",
+    "without": _SLOWER,
+}
+_MLX_LM: dict[str, Any] = {"package": "mlx_lm", **_RECORD}
+
+# nn.silu alone stays MLX's: mlx-lm calls it inside functions compiled for any shape, where no kernel of ours can be.
+PATCHES = (
+    Patch(
+        **_RECORD,
+        package="mlx",
+        versions=">=0.31.2,<0.33",
+        module="mlx.nn.layers.activations",
+        name="silu",
+        signature="",
+        replacement=_silu,
+        check=_is_silu,
+    ),
+    Patch(
+        **_MLX_LM,
+        versions=">=0.31.3,<=0.32.2",
+        module="mlx_lm.models.activations",
+        name="swiglu",
+        signature="",
+        replacement=_swiglu,
+        check=_is_swiglu,
+    ),
+    Patch(
+        **_MLX_LM,
+        versions=">=0.32.0,<=0.32.2",
+        module="mlx_lm.models.gated_delta",
+        name="normalize_qk",
+        signature="(q, k, *, inv_scale, eps)",
+        settled="==0.31.3",  # There each model has it in line.
+        replacement=_normalize_qk,
+    ),
+    Patch(
+        **_MLX_LM,
+        versions=">=0.31.3,<=0.32.2",
+        module="mlx_lm.models.qwen3_next",
+        name="Qwen3NextRMSNormGated.__call__",
+        signature="(self, hidden_states, gate=None)",
+        replacement=_gated_norm,
+    ),
+    Patch(
+        **_MLX_LM,
+        versions=">=0.31.3,<=0.32.2",
+        module="mlx_lm.models.olmo_hybrid",
+        name="RMSNormGated.__call__",
+        signature="(self, x, gate)",
+        replacement=_gated_norm,
+    ),
+)

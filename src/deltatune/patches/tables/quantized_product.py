@@ -1,0 +1,44 @@
+"""Products with packed matrices that unpack them first, wherever a model or a trainer calls mx.quantized_matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ...ops.quantized_product import ROWS, Quantization, packed_product, serves
+from ..patch import Function, core_record, differs
+
+
+def _quantized_matmul(upstream: Function) -> Function:
+    def quantized_matmul(
+        x: mx.array, w: mx.array, /, scales: mx.array, biases: Any = None, transpose: bool = True,
+        group_size: Any = None, bits: Any = None, mode: str = "affine", *, stream: Any = None,
+    ) -> mx.array:  # fmt: skip
+        if stream is None and serves(x, w, scales):
+            return packed_product(x, w, scales, biases, Quantization(transpose, group_size, bits, mode))
+        options = {} if stream is None else {"stream": stream}
+        return upstream(x, w, scales, biases, transpose, group_size, bits, mode, **options)
+
+    return quantized_matmul
+
+
+def _agrees(upstream: Function, ours: Function) -> str | None:
+    """As upstream computes it on a CPU, where no kernel has to be built, the first few rows."""
+    keys = mx.random.split(mx.random.key(0))
+    x, matrix = mx.random.normal((max(ROWS.values()), 128), key=keys[0]), mx.random.normal((128, 128), key=keys[1])
+    packed = mx.quantize(matrix, 32, 4)
+    both = [{"transpose": transpose, "group_size": 32, "bits": 4} for transpose in (True, False)]
+    expected = [upstream(x[:4], *packed, **options, stream=mx.cpu) for options in both]
+    return differs([ours(x, *packed, **options)[:4] for options in both], expected, 1e-4, "the unpacked product")
+
+
+PATCHES = (
+    core_record(
+        "quantized_matmul",
+        _quantized_matmul,
+        _agrees,
+        reason="made for a row or two: with a training step's rows many times as slow as unpacking first",
+        without="Training on packed (quantised) weights is many times slower then on this machine.",
+    ),
+)

@@ -1,0 +1,27 @@
+"""What mlx-lm itself computes where deltatune's patches are not in force, for comparisons."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.gated_delta import gated_delta_ops
+
+
+def gated_delta_loop(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_g: mx.array,
+    beta: mx.array,
+    *,
+    initial_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    segments: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """mlx-lm's loop over tokens, which its models train with; arguments and result as `gated_delta`.
+
+    Raises ValueError where segments are given, which it does not know.
+    Source: gated_delta_ops in mlx_lm/models/gated_delta.py.
+    """
+    if segments is not None:
+        raise ValueError("gated_delta_loop: mlx-lm's loop does not know segments; leave them out.")
+    return gated_delta_ops(q, k, v, mx.exp(log_g), beta, initial_state, mask)

@@ -1,0 +1,219 @@
+"""Where MLX keeps what describes a lazy array: offsets measured on arrays of which everything is known.
+
+MLX's Python has no way from an array to what it will be computed from: `mx.export_to_dot` gives names without shapes,
+`mx.export_function` refuses custom functions. The description itself (mlx/array.h, `ArrayDesc`) is in memory, so it is
+read there. No offset is believed that has not been found on this very MLX: where one cannot be, LayoutError.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+
+from .process_memory import LayoutError, Read, UnreadableError, reader, words
+
+# mlx/array.h: shape (SmallVector<int, 10>) and strides (SmallVector<int64_t, 10>) come first, then size and dtype.
+_SHAPE, _STRIDES, _ITEM_SIZE = 8, 80, 196
+_SEARCHED = 376
+# mlx/primitives.h: a primitive is its table of functions and its stream (20 bytes); what is its own follows.
+STATE = 24
+
+
+@dataclass(frozen=True)
+class Description:
+    """One array: addresses of its inputs, of its siblings (other outputs of the same primitive), of its primitive."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_size: int
+    primitive: int
+    inputs: tuple[int, ...]
+    siblings: tuple[int, ...]
+    position: int
+
+
+class ArrayLayout:
+    """Reads descriptions of lazy arrays. Make one with `ArrayLayout.measured()`."""
+
+    def __init__(self, read: Read, primitive: int, inputs: int, siblings: int):
+        self.read = read
+        self._primitive, self._inputs, self._siblings = primitive, inputs, siblings
+        self._length = max(primitive, inputs, siblings) + 32
+        self._kinds: dict[int, str] = {}
+
+    @classmethod
+    def measured(cls) -> ArrayLayout:
+        """The layout of the MLX that is loaded. LayoutError, saying what did not fit, where it is another."""
+        read = reader()
+        layout = cls(read, *_measure(read))
+        _verify(layout)
+        return layout
+
+    def address(self, array: mx.array) -> int:
+        """Where the description of `array` is: the same for every Python object of one lazy array."""
+        return address(self.read, array)
+
+    def describe(self, at: int) -> Description:
+        """What is known of the array whose description is at this address."""
+        data = self.read(at, self._length)
+        begin, end = struct.unpack_from("<2Q", data, _SHAPE)
+        shape = _integers(self.read, data, at, begin, end, "i")
+        begin, end = struct.unpack_from("<2Q", data, _STRIDES)
+        strides = _integers(self.read, data, at, begin, end, "q")
+        (primitive,) = struct.unpack_from("<Q", data, self._primitive)
+        inputs, siblings = self._arrays(data, self._inputs), self._arrays(data, self._siblings)
+        (position,) = struct.unpack_from("<I", data, self._siblings + 24)
+        return Description(shape, strides, data[_ITEM_SIZE], primitive, inputs, siblings, position)
+
+    def _arrays(self, data: bytes, offset: int) -> tuple[int, ...]:
+        begin, end = struct.unpack_from("<2Q", data, offset)
+        return words(self.read(begin, end - begin))[::2] if end > begin else ()
+
+    def kind(self, primitive: int) -> str:
+        """The primitive's class in MLX, such as `Matmul`."""
+        (table,) = words(self.read(primitive, 8))
+        if table not in self._kinds:
+            self._kinds[table] = _class_name(self.read, table)
+        return self._kinds[table]
+
+    def vector(self, primitive: int, offset: int = STATE) -> tuple[int, ...]:
+        """A std::vector<int> in a primitive."""
+        begin, end = words(self.read(primitive + offset, 16))
+        return struct.unpack(f"<{(end - begin) // 4}i", self.read(begin, end - begin)) if end > begin else ()
+
+    def small_vector(self, primitive: int, offset: int, item: str = "i") -> tuple[int, ...]:
+        """One of MLX's SmallVectors in a primitive: `item` i for shapes, q for strides."""
+        begin, end = words(self.read(primitive + offset + 8, 16))
+        size = struct.calcsize(item)
+        return struct.unpack(f"<{(end - begin) // size}{item}", self.read(begin, end - begin)) if end > begin else ()
+
+    def flag(self, primitive: int) -> bool:
+        """A bool that is a primitive's first own member."""
+        return bool(self.read(primitive + 20, 1)[0])
+
+
+def address(read: Read, array: Any) -> int:
+    """Of the description: the pointer inside the Python object, where nanobind says that it is."""
+    head = read(id(array), 24)
+    (offset,) = struct.unpack_from("<i", head, 16)
+    return words(read(id(array) + offset, 8))[0]
+
+
+def _integers(read: Read, data: bytes, at: int, begin: int, end: int, item: str) -> tuple[int, ...]:
+    if end <= begin:
+        return ()
+    count = (end - begin) // struct.calcsize(item)
+    if count > 1 << 10:
+        raise LayoutError(f"an array of {count} dimensions")
+    inside = begin - at
+    if 0 <= inside < len(data):
+        return struct.unpack_from(f"<{count}{item}", data, inside)
+    return struct.unpack(f"<{count}{item}", read(begin, end - begin))
+
+
+def _class_name(read: Read, table: int) -> str:
+    """Of the class whose table of functions this is: the last part of its name, `Add` of `N3mlx4core3AddE`."""
+    (information,) = words(read(table - 8, 8))
+    (name,) = words(read(information + 8, 8))
+    # Apple's ABI marks names that are not unique in the topmost bit.
+    rest = read(name & ~(1 << 63), 64).split(b"\0")[0].decode("ascii", "replace").removeprefix("N")
+    last = ""
+    while match := re.match(r"\d{1,2}(?=[A-Za-z_])", rest):
+        end = match.end() + int(match[0])
+        last, rest = rest[match.end() : end], rest[end:]
+    if not last:
+        raise LayoutError(f"a primitive of the class {rest!r}")
+    return last
+
+
+def _measure(read: Read) -> tuple[int, int, int]:
+    """Offsets of primitive, inputs and siblings in a description: where all of several arrays have what they must.
+
+    One array is not enough: unused room in a description holds what was there before, other arrays' pointers too.
+    """
+    first, second = mx.array([[1.0, 2.0, 3.0]] * 3), mx.array([[4.0, 5.0, 6.0]] * 3)
+    mx.eval(first, second)
+    given = (address(read, first), address(read, second))
+    operations: dict[str, Any] = {
+        "Add": mx.add,
+        "Multiply": mx.multiply,
+        "Matmul": mx.matmul,
+        "Maximum": mx.maximum,
+        "Less": mx.less,
+    }
+    made = {kind: operation(first, second) for kind, operation in operations.items()}
+    pairs = [mx.divmod(first, second) for _ in made]
+    at = {kind: address(read, array) for kind, array in made.items()}
+    primitives = [_primitives(read, where, kind) for kind, where in at.items()]
+    inputs = [_vectors(read, where, given) for where in at.values()]
+    siblings = [_vectors(read, address(read, one), (address(read, other),)) for one, other in pairs]
+    siblings += [_vectors(read, address(read, other), (address(read, one),)) for one, other in pairs]
+    names = ("primitive", "inputs", "siblings")
+    return tuple(  # type: ignore[return-value]
+        _only(sets, name) for sets, name in zip((primitives, inputs, siblings), names, strict=True)
+    )
+
+
+def _only(candidates: list[set[int]], name: str) -> int:
+    found = set.intersection(*candidates)
+    if len(found) != 1:
+        raise LayoutError(f"{len(found)} places for an array's {name}")
+    return found.pop()
+
+
+def _primitives(read: Read, at: int, kind: str) -> set[int]:
+    """Offsets of words in the description at `at` that point to a primitive of this kind."""
+    found = set()
+    for index, word in enumerate(words(read(at, _SEARCHED))):
+        try:
+            if _class_name(read, words(read(word, 8))[0]) == kind:
+                found.add(8 * index)
+        except LayoutError:
+            continue
+    return found
+
+
+def _vectors(read: Read, at: int, expected: tuple[int, ...]) -> set[int]:
+    """Offsets in the description at `at` of a std::vector of just these arrays."""
+    content, found = words(read(at, _SEARCHED)), set()
+    for index, (begin, end) in enumerate(pairwise(content)):
+        try:
+            if end - begin == 16 * len(expected) and words(read(begin, end - begin))[::2] == expected:
+                found.add(8 * index)
+        except UnreadableError:
+            continue
+    return found
+
+
+def _verify(layout: ArrayLayout) -> None:
+    """Everything that will be read, on arrays where it is known."""
+    base = mx.arange(24, dtype=mx.int16).reshape(2, 3, 4)
+    mx.eval(base)
+    checks: list[tuple[mx.array, str, tuple[int, ...], int]] = [
+        (base, "", (2, 3, 4), 2),
+        (base.transpose(2, 0, 1), "Transpose", (4, 2, 3), 2),
+        (base[:, ::2, 1:].astype(mx.float32), "AsType", (2, 2, 3), 4),
+        (mx.zeros((2,) * 12), "Full", (2,) * 12, 4),
+    ]
+    for array, kind, shape, item_size in checks:
+        found = layout.describe(layout.address(array))
+        seen = layout.kind(found.primitive) if found.primitive else ""
+        if (seen, found.shape, found.item_size) not in ((kind, shape, item_size), ("Broadcast", shape, item_size)):
+            raise LayoutError(f"expected {kind or 'a value'} {shape}, found {seen or 'a value'} {found.shape}")
+    turned = base.transpose(2, 0, 1)
+    sliced, strided = base[1:, ::2, 1:], mx.as_strided(base, (2, 2), (1, 3), 0)
+    plain, axes, piece, windowed = (layout.describe(layout.address(x)) for x in (base, turned, sliced, strided))
+    quotient, remainder = mx.divmod(base, base)
+    positions = [layout.describe(layout.address(each)).position for each in (quotient, remainder)]
+    expected = plain.strides == (12, 4, 1) and positions == [0, 1]
+    expected &= layout.vector(axes.primitive) == (2, 0, 1)
+    expected &= layout.small_vector(piece.primitive, STATE) == (1, 0, 1)
+    expected &= layout.small_vector(piece.primitive, STATE + 144) == (1, 2, 1)
+    expected &= layout.small_vector(windowed.primitive, STATE + 72, "q") == (1, 3)
+    if not expected:
+        raise LayoutError("axes, steps or strides were not where they are expected")

@@ -1,0 +1,54 @@
+"""What the device can hold: bytes, and on Metal buffers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..machine import backend
+
+# `[metal::malloc] Resource limit (499000) exceeded`: what Apple GPUs have reported.
+METAL_BUFFERS = 499_000
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """buffers: None where the device has no such limit. bytes: None where it is not known. Why, in words."""
+
+    buffers: int | None
+    bytes: int | None
+    why_buffers: str
+    why_bytes: str
+
+
+def device_limits() -> DeviceLimits:
+    """Of MLX's default device: Metal states both, CUDA its memory; for a CPU, the memory of machine or container."""
+    device = backend.device()
+    if device == "cpu":
+        size, why = _main_memory()
+        return DeviceLimits(None, size, f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
+    info = mx.device_info()
+    if device == "metal":
+        buffers = int(info.get("resource_limit", METAL_BUFFERS))
+        wired = int(info["max_recommended_working_set_size"])
+        return DeviceLimits(buffers, wired, "the GPU's resource limit", "the GPU's recommended working set")
+    total = info.get("total_memory")
+    why = f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}"
+    return DeviceLimits(None, int(total) if total else None, why, "the GPU's memory")
+
+
+def _main_memory() -> tuple[int | None, str]:
+    try:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None, "this system does not say"
+    why = "the machine's memory"
+    for path in map(Path, _CGROUPS):
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit() and int(text) < found:
+            found, why = int(text), "the container's memory"
+    return found, why

@@ -1,0 +1,141 @@
+"""`deltatune plan`, and the check before `deltatune train`: what is planned, what is said, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+
+from ..config import TrainConfig
+from ..data import Splits
+from ..data.vision.media import largest_batch
+from ..errors import UserError
+from ..lora.adapter import Adapter
+from ..lora.convert import adapters
+from ..lora.weights import dense_weight
+from ..train.setup import Run, load_model, prepare, ready
+from . import screen
+from .array_layout import ArrayLayout
+from .device_limits import DeviceLimits, device_limits
+from .forecast import Forecast, forecast_step
+from .process_memory import LayoutError
+from .search import Largest, RunForecast, fits, largest
+
+_LONGEST = 1 << 17
+_LENGTHS = 32
+_MOST_ROWS = 1024
+_MOST_RANK = 256
+
+
+def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForecast:
+    """Plan the run that `config` describes, and look for the largest that fits. Weights stay on the disk."""
+    try:
+        layout = ArrayLayout.measured()
+    except LayoutError as error:
+        raise UserError(
+            f"plan: this MLX keeps its graphs in a way that is not known here ({error}); deltatune train works without."
+        ) from error
+    limits = limits or device_limits()
+    run = ready(config, lazy=True)
+    run.prepare()
+    model, config = run.model, run.config
+    rows, length = shape(run)
+    planned = partial(_step, splits=run.splits, layout=layout)
+    first = planned(model, config, rows=rows, length=length)
+
+    def ranked(rank: int) -> Forecast:
+        changed = dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank))
+        other = load_model(changed, image=run.image, lazy=True).model
+        prepare(other, changed)
+        return planned(other, changed, rows=rows, length=length)
+
+    batch = largest(
+        lambda rows: planned(model, config, rows=rows, length=length),
+        limits, {rows: first}, step=1, most=max(rows, _MOST_ROWS), leap=_MOST_ROWS,
+    )  # fmt: skip
+    longest = largest(
+        lambda length: planned(model, config, rows=rows, length=length),
+        limits, {length: first}, step=_LENGTHS, most=max(length, _positions(run.loaded.config)),
+    )  # fmt: skip
+    rank = None
+    if config.fine_tune_type != "full":
+        now = config.lora_parameters.rank
+        most = max(now, min(_MOST_RANK, _widest(model)))
+        rank = largest(ranked, limits, {now: first}, step=1, most=most, leap=_MOST_RANK)
+    return RunForecast(first, limits, _times(batch, run.world.size), longest, rank)
+
+
+def check(run: Run, *, force: bool = False) -> str:
+    """One line on the prepared run that is about to start.
+
+    Args:
+        run: the run, its model prepared.
+        force: say that it does not fit in place of refusing it.
+
+    Raises:
+        UserError: with what would make it fit, where it cannot. Where this MLX cannot be looked into, the line says so.
+    """
+    rows, length = shape(run)
+    try:
+        layout = ArrayLayout.measured()
+        plan = _step(run.model, run.config, rows, length, run.splits, layout)
+    except LayoutError as error:
+        return f"Plan: none, since this MLX keeps its graphs in a way that is not known here ({error})."
+    limits = device_limits()
+    if fits(plan, limits):
+        return screen.line(plan, limits)
+    message = f"{screen.line(plan, limits)} {_remedy(run, plan, limits, layout)}"
+    if force:
+        return f"{message} Training all the same (--force)."
+    raise UserError(f"{message} --force trains all the same.")
+
+
+def shape(run: Run) -> tuple[int, int]:
+    """Rows and length of the run's largest batch, on one rank."""
+    return run.config.batch_size // run.world.size, run.order(run.splits.train).widths[-1]
+
+
+def _remedy(run: Run, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout) -> str:
+    """What would make the run fit: the least change first."""
+    config = run.config
+
+    def planned(config: TrainConfig, rows: int, length: int) -> Forecast:
+        return _step(run.model, config, rows, length, run.splits, layout)
+
+    words = ""
+    if not config.grad_checkpoint:
+        config = dataclasses.replace(config, grad_checkpoint=True)
+        if fits(planned(config, plan.rows, plan.length), limits):
+            return "It fits with --grad-checkpoint."
+        words = "--grad-checkpoint and "
+    found = largest(lambda rows: planned(config, rows, plan.length), limits, {}, step=1, most=plan.rows - 1)
+    if found.value:
+        return f"It fits with {words}--batch-size {found.value * run.world.size}."
+    found = largest(lambda length: planned(config, plan.rows, length), limits, {}, step=_LENGTHS, most=plan.length - 1)
+    if found.value:
+        return f"It fits with {words}--max-seq-length {found.value}."
+    return "No batch size or length makes it fit: take a smaller or a quantised model."
+
+
+def _step(
+    model: nn.Module, config: TrainConfig, rows: int, length: int, splits: Splits, layout: ArrayLayout
+) -> Forecast:
+    """The forecast of a step with the images of the data as they are, whatever the length."""
+    return forecast_step(model, config, rows, length, layout, largest_batch(splits.train, rows))
+
+
+def _widest(model: nn.Module) -> int:
+    """The largest rank that some adapted matrix can have."""
+    bases = [adapter.base for adapter in adapters(model).values() if isinstance(adapter, Adapter)]
+    return max((min(dense_weight(base).shape[-2:]) for base in bases), default=_MOST_RANK)
+
+
+def _positions(model_config: dict[str, Any]) -> int:
+    text = model_config.get("text_config") or model_config
+    return int(text.get("max_position_embeddings") or _LONGEST)
+
+
+def _times(found: Largest, world: int) -> Largest:
+    return dataclasses.replace(found, value=found.value * world)

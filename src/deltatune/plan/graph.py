@@ -1,0 +1,131 @@
+"""The graph behind lazy arrays, and the order in which MLX will evaluate it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from .array_layout import ArrayLayout
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One array: a leaf (kind empty) that exists already, or one of the outputs of a primitive of that kind.
+
+    strides: of a leaf. siblings: the primitive's other outputs; position: this one's place among them.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    item_size: int
+    kind: str = ""
+    primitive: int = 0
+    strides: tuple[int, ...] = ()
+    inputs: list[Node] = field(default_factory=list)
+    siblings: list[Node] = field(default_factory=list)
+    position: int = 0
+    size: int = 1
+
+    def outputs(self) -> list[Node]:
+        """All outputs of the primitive, in order."""
+        if not self.siblings:
+            return [self]
+        return sorted([self, *self.siblings], key=lambda node: node.position)
+
+
+def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[int]) -> list[Node]:
+    """The nodes of `outputs`, linked to all that they are computed from; `leaves`: addresses that count as values."""
+    found: dict[int, Node] = {}
+    starts = [layout.address(array) for array in outputs]
+    stack = list(starts)
+    links: list[tuple[Node, tuple[int, ...], tuple[int, ...]]] = []
+    while stack:
+        at = stack.pop()
+        if at in found:
+            continue
+        seen = layout.describe(at)
+        node = found[at] = Node(at, seen.shape, seen.item_size, strides=seen.strides, position=seen.position)
+        for length in seen.shape:
+            node.size *= length
+        if at in leaves or not seen.primitive:
+            continue
+        node.kind, node.primitive = layout.kind(seen.primitive), seen.primitive
+        links.append((node, seen.inputs, seen.siblings))
+        stack += seen.inputs
+        stack += seen.siblings
+    for node, inputs, siblings in links:
+        node.inputs = [found[at] for at in inputs]
+        node.siblings = [found[at] for at in siblings]
+    return [found[at] for at in starts]
+
+
+def evaluation_order(outputs: Sequence[Node], width: int) -> list[Node]:
+    """One output of every primitive, in the order of evaluation; width: MLX_BFS_MAX_WIDTH (20 unless set).
+
+    Source: eval_impl in mlx/transforms.cpp. A primitive is laid out when its last consumer has been, breadth first,
+    depth first where more than `width` are waiting; the layout is run backwards.
+    """
+    root = Node(0, (), 1, "Synchronizer", inputs=list(outputs))
+    degree = _degrees(root)
+    tape = [root]
+    stack: list[tuple[Node, int]] = []
+    index = 0
+    while degree and (index < len(tape) or stack):
+        start = 0
+        if index >= len(tape):
+            node, start = stack.pop()
+        else:
+            node = tape[index]
+            index += 1
+        for at in range(start, len(node.inputs)):
+            given = node.inputs[at]
+            if not given.kind:
+                continue
+            if len(tape) - index >= width:
+                stack.append((node, at))
+                break
+            degree[given] -= 1
+            if degree[given]:
+                for sibling in given.siblings:
+                    degree[sibling] -= 1
+                continue
+            del degree[given]
+            for sibling in given.siblings:
+                degree.pop(sibling, None)
+            tape.append(given)
+    return tape[:0:-1]
+
+
+def _degrees(root: Node) -> dict[Node, int]:
+    """How many inputs each array is; all outputs of a primitive together."""
+    degree: dict[Node, int] = {}
+    queue = deque([root])
+    while queue:
+        for given in queue.pop().inputs:
+            if given in degree:
+                degree[given] += 1
+            else:
+                degree[given] = 1
+                queue.append(given)
+                for sibling in given.siblings:
+                    degree[sibling] = 1
+                continue
+            for sibling in given.siblings:
+                degree[sibling] += 1
+    return degree
+
+
+def all_nodes(outputs: Sequence[Node]) -> list[Node]:
+    """Every array of the graph, leaves and siblings too, each once."""
+    found: dict[Node, None] = {}
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack += node.inputs
+            stack += node.siblings
+    return list(found)

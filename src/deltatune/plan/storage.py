@@ -1,0 +1,117 @@
+"""What an array becomes when it is evaluated: which buffer, with which strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """One allocation. references: arrays and queued operations that hold it."""
+
+    size: int
+    kind: str
+    born: int
+    references: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class StoredArray:
+    """An evaluated array: its buffer, strides in elements, elements of the buffer it spans, and MLX's three flags."""
+
+    buffer: Buffer
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_size: int
+    data_size: int
+    contiguous: bool
+    row: bool
+    column: bool
+
+    @property
+    def size(self) -> int:
+        return product(self.shape)
+
+
+def product(shape: Sequence[int]) -> int:
+    """The number of elements."""
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense array, last axis fastest."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def dense(buffer: Buffer, shape: tuple[int, ...], item_size: int) -> StoredArray:
+    """A row-contiguous array that fills the buffer."""
+    size = product(shape)
+    vector = size <= 1 or size == max(shape)
+    return StoredArray(buffer, shape, row_strides(shape), item_size, size, True, True, vector)
+
+
+def strided(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> StoredArray:
+    """An array that exists with these strides."""
+    spanned, row, column = contiguity(shape, strides)
+    high = 1 + sum(step * (length - 1) for step, length in zip(strides, shape, strict=True) if step > 0)
+    return StoredArray(buffer, shape, strides, item_size, high, spanned == high, row, column)
+
+
+def contiguity(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool, bool]:
+    """Elements without broadcast axes; row contiguous; column contiguous (mlx/backend/common/utils.h)."""
+    spanned, forward, backward, row, column = 1, 1, 1, True, True
+    last = len(shape) - 1
+    for axis in range(len(shape)):
+        opposite = last - axis
+        column &= strides[axis] == forward or shape[axis] == 1
+        row &= strides[opposite] == backward or shape[opposite] == 1
+        forward *= shape[axis]
+        backward *= shape[opposite]
+        if strides[axis] > 0:
+            spanned *= shape[axis]
+    return spanned, row, column
+
+
+def collapsed(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The same elements in as few axes as possible; axes of length 1 are dropped."""
+    lengths: list[int] = []
+    steps: list[int] = []
+    for length, step in zip(shape, strides, strict=True):
+        if length == 1:
+            continue
+        if lengths and steps[-1] == step * length:
+            lengths[-1] *= length
+            steps[-1] = step
+        else:
+            lengths.append(length)
+            steps.append(step)
+    return (lengths, steps) if lengths else ([1], [1])
+
+
+def reshaped(given: StoredArray, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides of a reshape that needs no copy, or None (prepare_reshape in mlx/backend/common/common.cpp)."""
+    if given.size == 0 or given.row:
+        return row_strides(shape)
+    if not given.shape:
+        return (0,) * len(shape)
+    lengths, steps = collapsed(given.shape, given.strides)
+    strides: list[int] = []
+    at = 0
+    for length in shape:
+        if at < len(lengths) and length and lengths[at] % length == 0:
+            lengths[at] //= length
+            strides.append(lengths[at] * steps[at])
+            at += lengths[at] == 1
+        elif length == 1:
+            strides.append(strides[-1])
+        else:
+            return None
+    return tuple(strides)

@@ -1,0 +1,136 @@
+"""Primitives that compute nothing: their outputs are other views of their inputs' buffers.
+
+Source: mlx/backend/common/common.cpp, slicing.cpp, broadcasting.cpp. A rule returns None where a copy is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .array_layout import STATE, ArrayLayout
+from .graph import Node
+from .storage import StoredArray, contiguity, reshaped
+
+View = Callable[[ArrayLayout, Node, Sequence[StoredArray]], "list[StoredArray] | None"]
+
+
+def _of(
+    given: StoredArray, node: Node, strides: tuple[int, ...], data_size: int, flags: tuple[bool, bool, bool]
+) -> StoredArray:
+    return StoredArray(given.buffer, node.shape, strides, node.item_size, data_size, *flags)
+
+
+def _flags(given: StoredArray) -> tuple[bool, bool, bool]:
+    return given.contiguous, given.row, given.column
+
+
+def _first(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    """Copy, StopGradient and Depends: outputs are the first inputs."""
+    outputs = node.outputs()
+    return [
+        _of(one, output, one.strides, one.data_size, _flags(one))
+        for one, output in zip(given[: len(outputs)], outputs, strict=True)
+    ]
+
+
+def _last(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    """CustomTransforms: outputs are the last inputs."""
+    outputs = node.outputs()
+    return [
+        _of(one, output, one.strides, one.data_size, _flags(one))
+        for one, output in zip(given[-len(outputs) :], outputs, strict=True)
+    ]
+
+
+def _broadcast(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    one = given[0]
+    missing = len(node.shape) - len(one.shape)
+    strides = tuple(0 if length == 1 else step for length, step in zip(one.shape, one.strides, strict=True))
+    grows = node.size > one.size
+    flags = (one.contiguous, one.row and not grows, one.column and not grows)
+    return [_of(one, node, (0,) * missing + strides, one.data_size, flags)]
+
+
+def _expand(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    strides = list(given[0].strides)
+    for axis in layout.vector(node.primitive):
+        strides.insert(axis, 1)
+    return [_of(given[0], node, tuple(strides), given[0].data_size, _flags(given[0]))]
+
+
+def _squeeze(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    axes = set(layout.vector(node.primitive))
+    strides = tuple(step for axis, step in enumerate(given[0].strides) if axis not in axes)
+    return [_of(given[0], node, strides, given[0].data_size, _flags(given[0]))]
+
+
+def _transpose(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    one = given[0]
+    strides = tuple(one.strides[axis] for axis in layout.vector(node.primitive))
+    flags = _flags(one)
+    if one.contiguous and one.data_size == one.size:
+        _, row, column = contiguity(node.shape, strides)
+        flags = (True, row, column)
+    return [_of(one, node, strides, one.data_size, flags)]
+
+
+def _slice(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
+    one = given[0]
+    if not node.size:
+        return None
+    # mlx/primitives.h: start, end and step follow each other, each a SmallVector<int, 10> of 72 bytes.
+    steps = layout.small_vector(node.primitive, STATE + 144)
+    strides = tuple(step * every for step, every in zip(one.strides, steps, strict=True))
+    data_size = 1 + sum(abs(step) * (length - 1) for step, length in zip(strides, node.shape, strict=True))
+    spanned, row, column = contiguity(node.shape, strides)
+    return [_of(one, node, strides, data_size, (spanned == data_size, row, column))]
+
+
+def _split(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    one = given[0]
+    found = []
+    for output in node.outputs():
+        data_size, row, column = contiguity(output.shape, one.strides)
+        contiguous = one.contiguous
+        if data_size == 1:
+            contiguous = True
+        elif data_size != one.data_size:
+            contiguous &= row or column
+        found.append(_of(one, output, one.strides, data_size, (contiguous, row, column)))
+    return found
+
+
+def _reshape(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
+    one = given[0]
+    strides = reshaped(one, node.shape)
+    if strides is None:
+        return None
+    flags = _flags(one)
+    if one.row:
+        flags = (one.contiguous, True, node.size <= 1 or node.size == max(node.shape))
+    return [_of(one, node, strides, one.data_size, flags)]
+
+
+def _view(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
+    one = given[0]
+    before, after = one.item_size, node.item_size
+    if not (before == after or (after < before and one.strides[-1] == 1) or one.row):
+        return None
+    strides = tuple(step * before // after for step in one.strides[:-1]) + one.strides[-1:]
+    return [_of(one, node, strides, one.data_size * before // after, _flags(one))]
+
+
+def _as_strided(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    strides = layout.small_vector(node.primitive, STATE + 72, "q")
+    data_size = 1 + sum(abs(step) * (length - 1) for step, length in zip(strides, node.shape, strict=True))
+    spanned, row, column = contiguity(node.shape, strides)
+    contiguous = spanned == data_size and all(step >= 0 for step in strides)
+    return [_of(given[0], node, strides, data_size, (contiguous, row, column))]
+
+
+VIEWS: dict[str, View] = {
+    "Copy": _first, "StopGradient": _first, "Depends": _first, "CustomTransforms": _last,
+    "Broadcast": _broadcast, "BroadcastAxes": _broadcast, "ExpandDims": _expand, "Squeeze": _squeeze,
+    "Transpose": _transpose, "Slice": _slice, "Split": _split, "Reshape": _reshape, "Flatten": _reshape,
+    "Unflatten": _reshape, "View": _view, "AsStrided": _as_strided,
+}  # fmt: skip

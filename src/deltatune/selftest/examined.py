@@ -1,0 +1,48 @@
+"""What the doctor finds, one check for each kind of finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+
+from ..doctor import probes
+from ..doctor.examination import Examination, examine
+from ..doctor.probes import Fault
+from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome
+
+_STATUSES = {"absent": PASSED, "avoided": PASSED, "present": FAILED, "not run": NOT_RUN}
+
+
+@cache
+def examination() -> Examination:
+    """The doctor's examination of this machine, made once."""
+    return examine()
+
+
+def _kernels() -> Outcome:
+    """Trials of the implementations; one that is refused is not used, and training goes on without it."""
+    found = examination().findings
+    counts = {status: sum(each.status == status for each in found) for status in dict.fromkeys(f.status for f in found)}
+    wrong = [each.detail for each in found if each.wrong]
+    detail = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return Outcome(FAILED if wrong else PASSED, "; ".join([detail, *wrong]))
+
+
+def _fault(name: str) -> Outcome:
+    found: Fault = next(fault for fault in examination().faults if fault.name == name)
+    detail = found.detail if found.status == "not run" else f"{found.status}: {found.detail}"
+    return Outcome(_STATUSES[found.status], detail)
+
+
+def _patches() -> Outcome:
+    found = examination().patches
+    detail = f"{len(found.applied)} in force"
+    return Outcome(FAILED if found.left_alone else PASSED, "; ".join([detail, *found.left_alone]))
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """The same whether `quick` or not: the doctor takes seconds."""
+    yield Check("doctor: kernels", _kernels)
+    for name, _ in probes.PROBES:
+        yield Check(f"doctor: {name}", partial(_fault, name))
+    yield Check("doctor: patches", _patches)

@@ -1,0 +1,166 @@
+"""The expert block against products in float64, expert by expert, with matrices as large as those of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..machine import backend
+from ..ops.experts import Projection, expert_block, grouped, product_trial
+from ..ops.experts.tolerances import EXACT, NARROW_NORM, ROUNDING
+from .measure import poison, relative_norm, wide
+from .outcome import FAILED, PASSED, Check, Outcome, judged, not_run
+
+PROJECTIONS, FACTORS = ("up", "down", "gate"), ("lora_a", "lora_b")
+_SCALE, _GROUP, _BITS = 1.5, 64, 4
+_Arrays = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sizes of a block with LoRA on every projection; `packed`: its matrices in 4 bits."""
+
+    name: str
+    tokens: int
+    top_k: int
+    experts: int
+    outer: int
+    inner: int
+    rank: int = 8
+    dtype: str = "float32"
+    packed: bool = False
+
+    def drawn(self) -> tuple[_Arrays, mx.array, mx.array]:
+        """x, scores and the parameters by name; the experts of each token; and the gradient of y."""
+        draw = np.random.default_rng(0)
+        kind = getattr(mx, self.dtype)
+
+        def normal(*shape: int, deviation: float = 1.0) -> mx.array:
+            return mx.array((draw.standard_normal(shape, np.float32)) * np.float32(deviation))
+
+        arrays = {"x": normal(self.tokens, self.outer).astype(kind)}
+        arrays["scores"] = mx.softmax(normal(self.tokens, self.top_k), axis=-1).astype(kind)
+        for name in PROJECTIONS:
+            ins, outs = (self.inner, self.outer) if name == "down" else (self.outer, self.inner)
+            arrays[f"{name}.weight"] = normal(self.experts, outs, ins, deviation=ins**-0.5).astype(kind)
+            arrays[f"{name}.lora_a"] = normal(self.experts, self.rank, ins, deviation=ins**-0.5)
+            arrays[f"{name}.lora_b"] = normal(self.experts, outs, self.rank, deviation=0.3)
+        chosen = np.argsort(draw.random((self.tokens, self.experts)), axis=1)[:, : self.top_k]
+        return arrays, mx.array(chosen.astype(np.int32)), normal(self.tokens, self.outer).astype(kind)
+
+
+def compare(mixture: Mixture) -> Outcome:
+    """y and every gradient of the block, NaN in the memory that it writes to, against float64."""
+    arrays, indices, dy = mixture.drawn()
+    stored = {name: _stored(arrays[f"{name}.weight"], mixture.packed) for name in PROJECTIONS}
+    trained = {name: array for name, array in arrays.items() if not name.endswith("weight")}
+    names = list(trained)
+
+    def block(*given: mx.array) -> mx.array:
+        named = dict(zip(names, given, strict=True))
+        up, down, gate = (
+            Projection(
+                **stored[name][0],
+                lora_a=named[f"{name}.lora_a"],
+                lora_b=named[f"{name}.lora_b"],
+                scale=_SCALE,
+                trains=FACTORS,
+            )
+            for name in PROJECTIONS
+        )
+        return expert_block(named["x"], indices, named["scores"], up, down, gate)
+
+    def differentiated() -> list[mx.array]:
+        outputs, gradients = mx.vjp(block, list(trained.values()), [dy])
+        results = [*outputs, *gradients]
+        mx.eval(results)
+        return results
+
+    poison(differentiated())
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    results = differentiated()
+    peak = mx.get_peak_memory() - held
+    exact = _truth(trained | {f"{name}.weight": stored[name][1] for name in PROJECTIONS}, indices, dy, names)
+    errors = {name: relative_norm(wide(x), exact[name]) for name, x in zip(("y", *names), results, strict=True)}
+    return judged(errors, dict.fromkeys(errors, _bound(mixture)), peak_bytes=peak)
+
+
+def _bound(mixture: Mixture) -> float:
+    """A sum of K products in fp32 ends about sqrt(K) roundings off; the matrices' sizes are the K here."""
+    if mixture.dtype != "float32" and backend.device() != "cpu":
+        return NARROW_NORM
+    sums = max(mixture.outer, mixture.inner) ** 0.5 * 2.0**-24
+    return EXACT + sums + ROUNDING[mixture.dtype]
+
+
+def _stored(weight: mx.array, packed: bool) -> tuple[dict[str, Any], mx.array]:
+    """How a projection holds its matrices, and the values that it computes with."""
+    if not packed:
+        return {"weight": weight}, weight
+    small, scales, biases = mx.quantize(weight, _GROUP, _BITS)
+    with mx.stream(mx.cpu):
+        values = mx.dequantize(small, scales.astype(mx.float32), biases.astype(mx.float32), _GROUP, _BITS)
+        mx.eval(values)
+    return {"weight": small, "scales": scales, "biases": biases, "group_size": _GROUP, "bits": _BITS}, values
+
+
+def _truth(arrays: _Arrays, indices: mx.array, dy: mx.array, names: list[str]) -> dict[str, np.ndarray]:
+    """y and the gradients for `names`, in float64 on the CPU: each expert on its own tokens, by autodiff."""
+    chosen = np.array(indices)
+    with mx.stream(mx.cpu):
+        exact = {name: array.astype(mx.float64) for name, array in arrays.items()}
+        fixed = {name: array for name, array in exact.items() if name not in names}
+
+        def block(*given: mx.array) -> mx.array:
+            named = fixed | dict(zip(names, given, strict=True))
+            y = mx.zeros(named["x"].shape, mx.float64)
+            for expert in range(named["up.weight"].shape[0]):
+                tokens, places = (mx.array(each.astype(np.int32)) for each in np.nonzero(chosen == expert))
+                if tokens.size:
+                    part = _expert(named, expert, named["x"][tokens])
+                    y = y.at[tokens].add(named["scores"][tokens, places][:, None] * part)
+            return y
+
+        outputs, gradients = mx.vjp(block, [exact[name] for name in names], [dy.astype(mx.float64)])
+        mx.eval(outputs, gradients)
+        return {name: np.array(x) for name, x in zip(("y", *names), [*outputs, *gradients], strict=True)}
+
+
+def _expert(arrays: _Arrays, expert: int, rows: mx.array) -> mx.array:
+    def linear(name: str, rows: mx.array) -> mx.array:
+        weight, a, b = (arrays[f"{name}.{leaf}"][expert] for leaf in ("weight", *FACTORS))
+        return rows @ weight.T + _SCALE * (rows @ a.T) @ b.T
+
+    gate = linear("gate", rows)
+    return linear("down", gate * mx.sigmoid(gate) * linear("up", rows))
+
+
+def grouped_kernels() -> Outcome:
+    """Whether the kernels for rows sorted by expert pass their trial here, for the shapes that LoRA has."""
+    if not grouped.supports(mx.bfloat16, 8):
+        return not_run("they are for NVIDIA GPUs, Hopper or newer; MLX's own products serve here")
+    refused = []
+    for inputs, outputs in ((2048, 512), (2048, 8), (8, 512)):
+        rows, weight = mx.zeros((64, inputs), mx.bfloat16), mx.zeros((4, outputs, inputs), mx.bfloat16)
+        if not all(product_trial.product_serves(rows, weight, True, added) for added in (False, True)):
+            refused.append(f"product of {inputs} by {outputs}")
+    for left, right in ((8, 2048), (512, 8)):
+        if not product_trial.gradient_serves(mx.zeros((64, left), mx.bfloat16), mx.zeros((64, right), mx.bfloat16)):
+            refused.append(f"gradient of {left} by {right}")
+    if refused:
+        return Outcome(FAILED, f"their trial against float64 refuses: {', '.join(refused)}")
+    return Outcome(PASSED, "their trial against float64 passes for five shapes")
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """The block in fp32, in bf16 and on packed matrices; and the kernels that serve some GPUs."""
+    sizes = (40, 2, 4, 128, 64) if quick else (512, 2, 8, 2048, 512)
+    for name, dtype, packed in (("fp32", "float32", False), ("bf16", "bfloat16", False), ("4 bits", "float32", True)):
+        yield Check(f"experts: {name}", partial(compare, Mixture(name, *sizes, dtype=dtype, packed=packed)))
+    yield Check("experts: kernels for sorted rows", grouped_kernels)

@@ -1,0 +1,128 @@
+"""The same run here: mlx-lm's model under deltatune's patches, its adapters, its compiled step and its loss."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ...config import LoraConfig, TrainConfig
+from ...data import Batch
+from ...lora import convert_to_lora
+from ...machine.compiling import without_kernels
+from ...models.head import split_head
+from ...models.load import load_model
+from ...patches import patched
+from ...train.distributed import World
+from ...train.optimizer import build_optimizer
+from ...train.step import Step, chunked_loss
+from ...train.tree import number
+from . import seeded
+from .cases import BETAS, EPS, GROUP_SIZE, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, ParityCase, ParityRun
+from .families import Config, Weights
+
+
+def quantise(model: nn.Module, bits: int) -> nn.Module:
+    """The model as `mlx_lm.convert -q` makes it: every matrix, by the family's own rules for the router."""
+
+    def chosen(path: str, module: nn.Module) -> bool | dict:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % GROUP_SIZE:
+            return False
+        return model.quant_predicate(path, module)
+
+    nn.quantize(model, GROUP_SIZE, bits, class_predicate=chosen)
+    return model
+
+
+def load(case: ParityCase, config: Config, weights: Weights) -> nn.Module:
+    """mlx-lm's model of a Hugging Face save, made readable; strict: no tensor missing or left over."""
+    config, weights = case.family.readable(config, weights)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        tensors = {name: mx.array(value) for name, value in weights.items()}
+        mx.save_safetensors(str(Path(folder) / "model.safetensors"), tensors, {"format": "pt"})
+        model, _ = load_model(Path(folder))
+    return model if case.bits is None else quantise(model, case.bits)
+
+
+def adapt(case: ParityCase, model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
+    """Convert by deltatune, on exactly these transformers paths, and set the initial values; path -> module."""
+    return installed(model, adapters, case.family.mlx_path, "dora" if case.dora else "lora")
+
+
+def installed(
+    model: nn.Module, adapters: Adapters, mlx_path: Callable[[str], str], kind: str = "lora"
+) -> dict[str, nn.Module]:
+    """The modules that deltatune adapts for `adapters`, by transformers' paths, with those initial values."""
+    paths = {path: mlx_path(path) for path in adapters}
+    lora = LoraConfig(rank=RANK, scale=SCALE, keys=list(paths.values()))
+    report = convert_to_lora(model, lora, fine_tune_type=kind)
+    if set(report.converted) != set(paths.values()):
+        raise ValueError(f"adapted {report.converted}, skipped {report.skipped}")
+    named = dict(model.named_modules())
+    modules = {path: named[mlx_path] for path, mlx_path in paths.items()}
+    for path, module in modules.items():
+        for key, value in adapters[path].items():
+            if module[key].shape != value.shape:
+                raise ValueError(f"{path}.{key}: {module[key].shape} here, {value.shape} there")
+            module[key] = mx.array(value)
+    return modules
+
+
+def _batch(rows: seeded.Rows) -> Batch:
+    inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
+    return Batch(inputs, targets, rows.counts, None, tuple(("",) for _ in inputs), tuple((0,) for _ in inputs))
+
+
+def _adapters(modules: dict[str, Any]) -> Adapters:
+    keys = ("lora_a", "lora_b", "m")
+    return {path: {key: np.array(m[key]) for key in keys if key in m} for path, m in modules.items()}
+
+
+def _inside(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree[int(part)] if part.isdigit() else tree[part]
+    return tree
+
+
+def train(case: ParityCase, model: nn.Module, modules: dict[str, nn.Module], plant: Callable[[], None]) -> ParityRun:
+    """The recipe, through deltatune's patches, step and loss. `plant` runs once the patches are in force."""
+    settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
+    config = TrainConfig(
+        optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=case.family.learning_rate
+    )
+    model.train()
+    losses: list[float] = []
+    first: Adapters = {}
+    with without_kernels(), patched(model) as report:
+        if not report.complete:
+            raise ValueError(str(report))
+        plant()
+        optimizer = build_optimizer(config)
+        backbone, head, reason = split_head(model)
+        if backbone is None or head is None:
+            raise ValueError(reason)
+        step = Step(model, optimizer, chunked_loss(backbone, head), World())
+        for index in range(STEPS):
+            total, weight, gradients = step.micro_batch(_batch(seeded.batch(index)), None)
+            norm = step.update(gradients, total, weight)
+            mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
+            losses.append(number(total) / number(weight))
+            if index == 0:
+                apart = step.bundles.part(gradients)
+                first = _adapters({path: _inside(apart, case.family.mlx_path(path)) for path in modules})
+    return ParityRun(losses, first, _adapters(modules))
+
+
+def run(
+    case: ParityCase, config: Config, weights: Weights, adapters: Adapters, plant: Callable[[], None] = lambda: None
+) -> ParityRun:
+    """The whole recipe, from a Hugging Face save."""
+    model = load(case, config, weights)
+    return train(case, model, adapt(case, model, adapters), plant)

@@ -1,0 +1,231 @@
+"""Parity on images and videos: what is compared, the tiny checkpoints, and the batches that both sides train on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from . import seeded
+from .cases import STEPS
+from .families import _ATTENTION, _COMMON, _DELTA, _ENCLOSED, _EXPERTS, Config, Weights
+
+START, END, IMAGE, VIDEO = 3, 4, 5, 6
+PATCH, MERGE, SIDE = 4, 2, 6
+VALUES = 3 * 2 * PATCH**2
+
+_TOKENS = {
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+}
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 36,
+    "intermediate_size": 40,
+    "num_heads": 3,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "num_position_embeddings": SIDE**2,
+    "initializer_range": 0.02,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+
+
+@dataclass(frozen=True)
+class VisionCase:
+    """text: options of the transformers text_config. deep: tower layers whose features the language model adds.
+
+    videos: trained on batches with videos beside the images.
+    """
+
+    model_type: str
+    text: Config
+    deep: tuple[int, ...] = ()
+    centred_norms: bool = False
+    learning_rate: float = 4e-3
+    draw: int = 0
+    videos: bool = False
+
+    @property
+    def options(self) -> Config:
+        vision: Config = _TOWER | {"out_hidden_size": self.text["hidden_size"]}
+        if self.deep:
+            vision["deepstack_visual_indexes"] = list(self.deep)
+        return {
+            "text_config": self.text,
+            "vision_config": vision,
+            "tie_word_embeddings": self.text.get("tie_word_embeddings", False),
+            **_TOKENS,
+        }
+
+    def weights(self, shapes: dict[str, tuple[int, ...]]) -> Weights:
+        """The checkpoint, in the names of a Hugging Face save."""
+        stream = f"vision {self.model_type} {self.draw}"
+        return {name: self._weight(stream, name, tuple(shape)) for name, shape in shapes.items()}
+
+    def _weight(self, stream: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if ".visual." not in name:
+            return seeded.weight(stream, name, shape, 0.5, self.centred_norms)
+        key = f"{stream} {name}"
+        if len(shape) == 1:
+            return seeded.spread(key, shape, 0.1, 0.0 if name.endswith("bias") else 1.0)
+        if "pos_embed" in name:
+            return seeded.spread(key, shape, 0.5)
+        return seeded.spread(key, shape, int(np.prod(shape[1:])) ** -0.5)
+
+    def readable(self, config: Config, weights: Weights) -> tuple[Config, Weights]:
+        """config.json and tensors as mlx-vlm 0.7.10 reads them: it takes those of qwen3_5 as they are saved."""
+        if "vl" not in self.model_type:
+            text = config["text_config"]
+            interval = text["layer_types"].index("full_attention") + 1
+            return {**config, "text_config": {**text, "full_attention_interval": interval}}, weights
+        rope = config["text_config"]["rope_parameters"]
+        tied = "lm_head.weight" not in weights
+        text = {**config["text_config"], "rope_theta": rope["rope_theta"], "tie_word_embeddings": tied}
+        text |= {"num_experts": text["num_local_experts"]} if "num_local_experts" in text else {}
+        text["rope_scaling"] = {"type": "default", "mrope_section": rope["mrope_section"]}
+        vision = {**config["vision_config"], "model_type": self.model_type}
+        # A released checkpoint has its experts' axes the other way round.
+        turned = {
+            name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
+            for name, value in weights.items()
+        }
+        return {**config, "text_config": text, "vision_config": vision}, turned
+
+
+_TEXT = {**_COMMON, **_ATTENTION, "num_hidden_layers": 3}
+_MIXED = {**_COMMON, **_ATTENTION, **_DELTA, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
+
+CASES: dict[str, VisionCase] = {
+    "qwen3_5": VisionCase("qwen3_5", {**_MIXED, **_ENCLOSED}, centred_norms=True, draw=4),
+    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **_ENCLOSED, **_EXPERTS}, centred_norms=True, draw=5),
+    "qwen3_vl": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1)),
+    "qwen3_vl_moe": VisionCase(
+        "qwen3_vl_moe",
+        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        deep=(0, 1),
+        learning_rate=1.3e-2,
+        draw=14,
+    ),
+    "qwen3_5-video": VisionCase(
+        "qwen3_5",
+        {**_MIXED, **_ENCLOSED},
+        centred_norms=True,
+        learning_rate=2.5e-3,
+        draw=4,
+        videos=True,
+    ),
+    "qwen3_5_moe-video": VisionCase(
+        "qwen3_5_moe",
+        {**_MIXED, **_ENCLOSED, **_EXPERTS},
+        centred_norms=True,
+        learning_rate=2.7e-3,
+        draw=41,
+        videos=True,
+    ),
+    "qwen3_vl-video": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1), videos=True),
+    "qwen3_vl_moe-video": VisionCase(
+        "qwen3_vl_moe",
+        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        deep=(0, 1),
+        learning_rate=1.3e-2,
+        draw=14,
+        videos=True,
+    ),
+}
+
+
+def mlx_path(path: str) -> str:
+    """mlx-vlm's path of a transformers module."""
+    path = re.sub(r"^model\.visual\.", "vision_tower.", path)
+    return re.sub(r"^model\.language_model\.", "language_model.model.", path)
+
+
+@dataclass(frozen=True)
+class VisionRows:
+    """One batch. tokens [B, T+1], counts [B, T], lengths; patches and grids of each row's images and videos.
+
+    A grid of more than one frame is a video's.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    lengths: tuple[int, ...]
+    patches: tuple[tuple[np.ndarray, ...], ...]
+    grids: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+# Grids of each row's images: none, one and several, wide and high.
+_GRIDS = (
+    (((1, 4, 6),), (), ((1, 2, 4), (1, 6, 2))),
+    (((1, 6, 6), (1, 4, 4)), ((1, 2, 2),)),
+    ((), ((1, 4, 2),), (), ((1, 2, 6), (1, 2, 2))),
+)
+
+
+# With videos: alone, beside an image before and behind them, of other lengths, and rows without.
+_VIDEO_GRIDS = (
+    (((3, 4, 2),), (), ((1, 2, 4), (2, 4, 4))),
+    (((2, 4, 6), (1, 4, 4)), ((4, 2, 2),)),
+    ((), ((2, 2, 2),), ((1, 4, 2),), ((2, 2, 4), (3, 2, 2))),
+)
+
+
+@cache
+def batch(step: int, videos: bool = False) -> VisionRows:
+    """seeded.batch with images put in after the first tokens of a row, and between the next; those do not count."""
+    table = _VIDEO_GRIDS if videos else _GRIDS
+    rows, grids = seeded.batch(step), table[step % len(table)]
+    draw = seeded.generator(f"videos {step}" if videos else f"images {step}")
+    tokens, counts, lengths, patches = [], [], [], []
+    for row, size in enumerate(rows.lengths):
+        words: list[int]
+        counted: list[float]
+        words, counted = rows.tokens[row, :size].tolist(), [0.0, *rows.counts[row, : size - 1].tolist()]
+        pictures, at = [], 1
+        for index, grid in enumerate(grids[row]):
+            count = int(np.prod(grid))
+            pictures.append(((draw.random((count, VALUES)) - 0.5) * 3).astype(np.float32))
+            block = _block(grid, draw)
+            # A video's block is longer than the images' distance.
+            at = at if videos else 1 + 12 * index
+            words[at:at], counted[at:at] = block, [0.0] * len(block)
+            at += len(block) + 6
+        tokens.append(words)
+        counts.append(counted)
+        lengths.append(len(words))
+        patches.append(tuple(pictures))
+    width = max(lengths)
+    padded = np.full((len(tokens), width), seeded.PAD, np.int32)
+    weights = np.zeros((len(tokens), width), np.float32)
+    for row, words in enumerate(tokens):
+        padded[row, : len(words)], weights[row, : len(words)] = words, counts[row]
+    return VisionRows(padded, weights[:, 1:], tuple(lengths), tuple(patches), grids)
+
+
+def _block(grid: tuple[int, int, int], draw: np.random.Generator) -> list[int]:
+    """What stands in a row for an image, or for a video: its frames one by one, each behind a time in two tokens."""
+    frames, height, width = grid
+    size = height * width // MERGE**2
+    if frames == 1:
+        return [START, *([IMAGE] * size), END]
+    times = [[7 + int(draw.random() * 200) for _ in range(2)] for _ in range(frames)]
+    return [token for time in times for token in (*time, START, *([VIDEO] * size), END)]
+
+
+def checksums(weights: Weights, videos: bool = False) -> dict[str, str]:
+    """What both sides start from: the checkpoint, and the batches with their images and videos."""
+    tensors: dict[str, Any] = {}
+    for step in range(STEPS):
+        rows = batch(step, videos)
+        tensors |= {f"{step}.tokens": rows.tokens, f"{step}.counts": rows.counts}
+        for row, pictures in enumerate(rows.patches):
+            tensors |= {f"{step}.{row}.{index}": picture for index, picture in enumerate(pictures)}
+    return {"checkpoint": seeded.checksum(weights), "batches": seeded.checksum(tensors)}

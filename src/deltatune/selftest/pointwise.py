@@ -1,0 +1,189 @@
+"""The passes around the recurrence against MLX's operations in float64, at the sizes of a model's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers
+import numpy as np
+
+from ..machine import backend
+from ..ops.pointwise import conv_silu, gated_norm, gates, norm, swiglu
+from ..ops.pointwise.adam import AdamStep
+from ..ops.pointwise.joining import end_to_end
+from ..ops.pointwise.pass_launch import Execute, Pass
+from ..ops.pointwise.rows import sum_rows, take_rows
+from .measure import poison, relative_norm, wide
+from .outcome import Check, Outcome, judged, not_run
+
+# Relative norms. A rounding to bf16 costs 1.7e-3; parameters' gradients go through MLX's operations in bf16, up to nine
+# roundings one after another, which add up to their root.
+BOUNDS = {mx.float32: 1e-6, mx.bfloat16: 3 * 1.7e-3}
+Shapes = list[tuple[int, ...]]
+_EPS = 1e-6
+
+
+def inverse_rms(x: mx.array, eps: float) -> mx.array:
+    """1 / sqrt(mean(x^2) + eps) over the last axis."""
+    return mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+
+
+def reference_gates(
+    a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, largest_beta: float = 1.0
+) -> tuple[mx.array, mx.array]:
+    """`gates` by its definition, in float64."""
+    return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.zeros((), mx.float64)), largest_beta * mx.sigmoid(b)
+
+
+def reference_conv(x: mx.array, weight: mx.array, length: int, owner: np.ndarray | None) -> mx.array:
+    """`conv_silu` as sums over taps; `owner` [T] says whose each token is, where no tap reaches across a change."""
+    taps = weight.shape[1]
+    total = mx.zeros((x.shape[0], length, x.shape[2]), mx.float64)
+    for tap in range(taps):
+        kept = np.ones(length)
+        if owner is not None:
+            before = np.maximum(0, np.arange(length) - (taps - 1 - tap))
+            kept = (owner[before] == owner).astype(np.float64)
+        # mx.array makes float32 of NumPy's float64; zeros and ones stay what they are.
+        total = total + x[:, tap : tap + length] * weight[:, tap] * mx.array(kept).astype(mx.float64)[:, None]
+    return total * mx.sigmoid(total)
+
+
+@dataclass(frozen=True)
+class PointwiseCase:
+    """A pass by name, the same function in float64, and the shapes of its arguments."""
+
+    name: str
+    ours: Callable[..., Any]
+    exact: Callable[..., Any]
+    shapes: Shapes
+
+
+def cases(quick: bool) -> list[PointwiseCase]:
+    """Every pass that has a gradient; `quick`: few elements."""
+    rows, heads, width = (6, 4, 64) if quick else (4096, 32, 128)
+    batch, length, channels, taps = (2, 19, 24, 4) if quick else (2, 2048, 2048, 4)
+    owner = np.arange(length) // 7 if quick else np.arange(length) // 300
+    inputs: Shapes = [(batch, taps - 1 + length, channels), (channels, taps)]
+
+    def convolved(segments: mx.array | None) -> Callable[..., mx.array]:
+        return lambda x, weight, execute: conv_silu(x, weight, segments, execute=execute)
+
+    documents = mx.broadcast_to(mx.array(owner.astype(np.int32)), (batch, length))
+    normed: Shapes = [(rows, heads, width)]
+    return [
+        PointwiseCase("swiglu", swiglu, lambda g, x: g * mx.sigmoid(g) * x, [(rows, heads * width)] * 2),
+        PointwiseCase("norm", partial(norm, factor=0.25, eps=_EPS), lambda x: 0.25 * x * inverse_rms(x, _EPS), normed),
+        PointwiseCase(
+            "gated norm",
+            lambda x, g, w, execute: gated_norm(x, w, g, _EPS, execute=execute),
+            lambda x, g, w: x * inverse_rms(x, _EPS) * w * g * mx.sigmoid(g),
+            [*normed * 2, (width,)],
+        ),
+        PointwiseCase("convolution", convolved(None), lambda x, w: reference_conv(x, w, length, None), inputs),
+        PointwiseCase(
+            "convolution of documents", convolved(documents), lambda x, w: reference_conv(x, w, length, owner), inputs
+        ),
+        PointwiseCase("gates", gates, reference_gates, [(rows, heads)] * 2 + [(heads,)] * 2),
+    ]
+
+
+def compare(case: PointwiseCase, dtype: mx.Dtype, execute: Execute = Pass.run) -> Outcome:
+    """Outputs and gradients of one pass, NaN in the memory that it writes to, against float64 on the CPU."""
+    keys = mx.random.split(mx.random.key(3), len(case.shapes))
+    arrays = [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(case.shapes, keys, strict=True)]
+    ours = _listed(partial(case.ours, execute=execute))
+    first = ours(*arrays)
+    cotangents = [mx.random.normal(y.shape, key=mx.random.key(5 + i)).astype(y.dtype) for i, y in enumerate(first)]
+
+    def differentiated() -> list[mx.array]:
+        outputs, gradients = mx.vjp(ours, arrays, cotangents)
+        results = [*outputs, *gradients]
+        mx.eval(results)
+        return results
+
+    poison(differentiated())
+    results = differentiated()
+    with mx.stream(mx.cpu):
+        given, d = ([array.astype(mx.float64) for array in each] for each in (arrays, cotangents))
+        outputs, gradients = mx.vjp(_listed(case.exact), given, d)
+        exact = [np.array(array) for array in (*outputs, *gradients)]
+    names = [f"output {i}" for i in range(len(first))] + [f"gradient {i}" for i in range(len(arrays))]
+    errors = {name: relative_norm(wide(x), truth) for name, x, truth in zip(names, results, exact, strict=True)}
+    return judged(errors, dict.fromkeys(names, BOUNDS[dtype]))
+
+
+def _listed(function: Callable[..., Any]) -> Callable[..., list[mx.array]]:
+    def call(*given: mx.array) -> list[mx.array]:
+        made = function(*given)
+        return list(made) if isinstance(made, tuple) else [made]
+
+    return call
+
+
+def rows_and_joins(quick: bool, execute: Execute = Pass.run) -> Outcome:
+    """Rows by number, weighted sums of rows, and arrays end to end: none of them has a gradient."""
+    tokens, top_k, width = (30, 3, 24) if quick else (2048, 8, 2048)
+    keys = mx.random.split(mx.random.key(1), 3)
+    x = mx.random.normal((tokens * top_k, width), key=keys[0])
+    weights = mx.random.normal((tokens, top_k), key=keys[1])
+    place = mx.argsort(mx.random.normal((tokens * top_k,), key=keys[2])).reshape(tokens, top_k)
+
+    def run() -> list[mx.array]:
+        index = place.reshape(-1)
+        results = [take_rows(x, index, execute=execute), sum_rows(x, place, weights, execute=execute)]
+        results.append(end_to_end([x[:7], weights, x[9]], execute=execute))
+        mx.eval(results)
+        return results
+
+    poison(run())
+    found = [wide(each) for each in run()]
+    rows = wide(x)[np.array(place)]
+    joined = np.concatenate([wide(x)[:7].ravel(), wide(weights).ravel(), wide(x)[9]])
+    exact = [rows.reshape(-1, width), (rows * wide(weights)[..., None]).sum(axis=1), joined]
+    names = ("rows taken", "rows combined", "end to end")
+    errors = {name: relative_norm(one, truth) for name, one, truth in zip(names, found, exact, strict=True)}
+    return judged(errors, dict.fromkeys(names, BOUNDS[mx.float32]))
+
+
+def adam(quick: bool) -> Outcome:
+    """A step of AdamW, its parameter and moments, against the formula in float64."""
+    optimizer = mlx.optimizers.AdamW(0.1, bias_correction=True)
+    optimizer.state["step"] = mx.array(3)
+    step = AdamStep.of(optimizer, mx.array(0.5), mx.array(True))
+    if step is None:
+        return not_run("its pass is for CUDA, and refused its trial" if backend.device() == "cuda" else _ON_CUDA)
+    shape = (37, 131) if quick else (4096, 1024)
+    keys = mx.random.split(mx.random.key(2), 4)
+    parameter, gradient, m, v = (mx.random.normal(shape, key=key) for key in keys)
+    v = v.square()
+    poison(step(parameter, gradient, m, v))
+    found = step(parameter, gradient, m, v)
+    p, g, m64, v64 = (wide(each) for each in (parameter, 0.5 * gradient, m, v))
+    (b1, b2), rate = optimizer.betas, 0.1
+    m64, v64 = b1 * m64 + (1 - b1) * g, b2 * v64 + (1 - b2) * g * g
+    moved = rate / (1 - b1**3) * m64 / (np.sqrt(v64 / (1 - b2**3)) + optimizer.eps)
+    exact = {"parameter": p * (1 - rate * optimizer.weight_decay) - moved, "m": m64, "v": v64}
+    errors = {name: relative_norm(wide(x), exact[name]) for name, x in zip(exact, found, strict=True)}
+    return judged(errors, dict.fromkeys(exact, BOUNDS[mx.float32]))
+
+
+_ON_CUDA = "these passes are for CUDA; MLX's operations serve here"
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """Each pass in fp32 and bf16, and those without a gradient."""
+    for case in cases(quick):
+        for dtype in BOUNDS:
+            name = f"passes: {case.name}, {'fp32' if dtype == mx.float32 else 'bf16'}"
+            yield Check(name, partial(_on_cuda, partial(compare, case, dtype)))
+    yield Check("passes: rows and joins", partial(_on_cuda, partial(rows_and_joins, quick)))
+    yield Check("passes: AdamW", partial(_on_cuda, partial(adam, quick)))
+
+
+def _on_cuda(run: Callable[[], Outcome]) -> Outcome:
+    return run() if backend.device() == "cuda" else not_run(_ON_CUDA)

@@ -1,0 +1,133 @@
+"""The file that the self-test leaves, and the line of docs/hardware.md that is made of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..doctor import inventory
+from ..machine import atomic_files, backend
+from ..ops.gated_delta import machine_trial
+from ..plan.device_limits import device_limits
+from .examined import examination
+from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome
+from .times import LOOP, NATIVE, OURS, Timing
+
+FILE = "deltatune-selftest.json"
+# Variables that change what is computed, or how fast: MLX's, deltatune's, and those of Metal's validation layers.
+_VARIABLES = ("MLX_", "DELTATUNE_", "MTL_", "METAL_", "OPENBLAS_", "OMP_")
+HEADER = (
+    "machine",
+    "memory",
+    "date",
+    "versions",
+    "checks",
+    "gated_delta, ms a call",
+    "peak memory of it",
+    "demo",
+)
+
+
+class SelftestRecord:
+    """What is known so far; written after every check, so that a machine that stops leaves what it had."""
+
+    def __init__(self, path: Path, quick: bool):
+        self.path = path
+        self.timings: list[Timing] = []
+        limit = device_limits()
+        self.content: dict[str, Any] = {
+            "what": "deltatune selftest",
+            "quick": quick,
+            "finished": False,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "versions": inventory.versions(),
+            "machine": inventory.machine(),
+            "device": backend.device(),
+            "driver": machine_trial.machine()["driver"],
+            "memory_bytes": limit.bytes,
+            "load_average": [round(each, 2) for each in os.getloadavg()],
+            "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+            "checks": [],
+        }
+
+    def add(self, section: str, check: Check, outcome: Outcome, seconds: float) -> None:
+        """Note the outcome of a check, and write everything."""
+        self.content["checks"].append(
+            {"section": section, "name": check.name} | asdict(outcome) | {"seconds": round(seconds, 2)}
+        )
+        self.write()
+
+    def finish(self, seconds: float) -> None:
+        """Note that the last check is done, with what the doctor found in full."""
+        self.content |= {"doctor": asdict(examination()), "finished": True, "seconds": round(seconds, 1)}
+        self.content["times"] = [asdict(timing) for timing in self.timings]
+        self.content["verdict"] = PASSED if self.passed else FAILED
+        self.content["line"] = hardware_line(self.content)
+        self.write()
+
+    def write(self) -> None:
+        """Put the file in place; OSError where it cannot be written."""
+        # A home folder's name is nobody's business, and an error that is no number stands as a string.
+        text = json.dumps(_plain(self.content), indent=1, allow_nan=False).replace(str(Path.home()), "~")
+        atomic_files.write(self.path, (text + "\n").encode())
+
+    @property
+    def passed(self) -> bool:
+        return not self.count(FAILED)
+
+    def count(self, status: str) -> int:
+        """How many checks ended so."""
+        return _count(self.content, status)
+
+
+def _count(content: dict[str, Any], status: str) -> int:
+    return sum(check["status"] == status for check in content["checks"])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def hardware_line(content: dict[str, Any]) -> str:
+    """The row of a record in docs/hardware.md: machine, versions, how the checks ended, times of the longest call."""
+    facts, versions = content["machine"], content["versions"]
+    device = facts["chip"] if content["device"] == "cpu" else facts["device"]
+    counts = [f"{_count(content, PASSED)} passed"]
+    counts += [f"**{_count(content, FAILED)} failed**"] if _count(content, FAILED) else []
+    counts += [f"{_count(content, NOT_RUN)} not for this machine"] if _count(content, NOT_RUN) else []
+    demo = next((c["detail"].partition(";")[0] for c in content["checks"] if c["name"] == "demo"), "not run")
+    size, times, peaks = _longest(content.get("times", []))
+    cells = (
+        f"{device}; {facts['system']}",
+        f"{content['memory_bytes'] / 2**30:.0f} GiB" if content["memory_bytes"] else "not known",
+        content["date"].partition(" ")[0],
+        ", ".join(f"{name} {versions[name]}" for name in ("deltatune", "mlx", "mlx-lm") if name in versions),
+        ", ".join(counts),
+        f"{size}: {times}" if size else "not measured",
+        peaks or "not measured",
+        demo,
+    )
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _longest(times: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """The longest size at which ours and another were measured (else ours alone): times and peaks, in words."""
+    measured = [each for each in times if each["milliseconds"] is not None]
+    lengths = {each["size"]: each["tokens"] for each in measured}
+    counted = [(sum(each["size"] == size for each in measured) > 1, lengths[size], size) for size in lengths]
+    if not counted:
+        return "", "", ""
+    size = max(counted)[2]
+    here = {each["implementation"]: each for each in measured if each["size"] == size}
+    order = [name for name in (OURS, LOOP, NATIVE) if name in here]
+    spent = ", ".join(f"{name} {here[name]['milliseconds']:,.1f}" for name in order)
+    return size, spent, ", ".join(f"{name} {here[name]['peak_bytes'] / 1e6:,.0f} MB" for name in order)

@@ -1,0 +1,50 @@
+"""The whole self-test: every check in turn, each printed and kept as it ends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from ..errors import UserError
+from .outcome import attempt
+from .record import FILE, SelftestRecord
+from .screen import SelftestScreen
+from .sections import sections
+
+
+def run_selftest(quick: bool = False, console: Console | None = None) -> int:
+    """Try everything on this machine; returns 0 where no check failed, else 1.
+
+    Args:
+        quick: small sizes, a replay for each kind of adapter, no demo: some twenty seconds.
+        console: where to print; the terminal by default.
+
+    Writes deltatune-selftest.json in the current folder. UserError where it cannot be written.
+    """
+    console = console or Console(highlight=False)
+    started = time.perf_counter()
+    record, screen = SelftestRecord(Path(FILE), quick), SelftestScreen(console)
+    try:
+        record.write()
+    except OSError as error:
+        raise UserError(
+            f"{FILE}: cannot be written here ({error.strerror}); change to a folder that you may write to."
+        ) from error
+    screen.start(record.content["machine"], record.content["versions"], FILE)
+    for title, checks in sections(quick, console, record.timings):
+        for index, check in enumerate(checks):
+            if index == 0:
+                screen.section(title)
+            begun = time.perf_counter()
+            with screen.working(check):
+                outcome = attempt(check)
+            seconds = time.perf_counter() - begun
+            record.add(title, check, outcome, seconds)
+            screen.outcome(check, outcome, seconds)
+        if title.endswith("time and memory"):
+            screen.times(record.timings)
+    record.finish(time.perf_counter() - started)
+    screen.end(record)
+    return 0 if record.passed else 1

@@ -1,0 +1,74 @@
+"""What a person sees of the self-test: a line a check as it ends, a table of times, the verdict."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+
+from rich.console import Console, Group
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome
+from .record import SelftestRecord
+from .times import Timing
+
+_MARKS = {PASSED: ("✓", "green"), FAILED: ("✗", "bold red"), NOT_RUN: ("–", "dim")}
+
+
+class SelftestScreen:
+    """Prints to `console`, and shows what is going on where that is a terminal."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def start(self, facts: dict[str, str], versions: dict[str, str], path: str) -> None:
+        """The first lines: what this machine is, and where the record goes."""
+        for name, value in (facts | {"versions": ", ".join(f"{n} {v}" for n, v in versions.items())}).items():
+            self.console.print(Text(f"{name:>10}  ", style="dim").append(value, style="not dim"))
+        self.console.print(Text(f"{'record':>10}  ", style="dim").append(path, style="not dim"))
+
+    def section(self, title: str) -> None:
+        """Begin a section."""
+        self.console.print()
+        self.console.print(Text(title, style="bold"))
+
+    def working(self, check: Check) -> AbstractContextManager:
+        """A spinner beside the check's name; nothing where the output is no terminal, or the check prints itself."""
+        if not self.console.is_terminal or check.name == "demo":
+            return nullcontext()
+        return self.console.status(Text(f"{check.name} …", style="dim"))
+
+    def outcome(self, check: Check, outcome: Outcome, seconds: float) -> None:
+        """The line of a check."""
+        sign, style = _MARKS[outcome.status]
+        text = Text.assemble((f"{sign} ", style), check.name)
+        text.append(f"  {outcome.detail}", style="red" if outcome.status == FAILED else "dim")
+        self.console.print(text.append(f"  {seconds:.1f} s", style="dim"))
+
+    def times(self, timings: list[Timing]) -> None:
+        """The table of times and memory."""
+        table = Table(box=None, padding=(0, 3, 0, 0))
+        for column in ("size", "implementation", "ms a call", "peak MB"):
+            right = column in ("ms a call", "peak MB")
+            table.add_column(column, justify="right" if right else "left", no_wrap=column == "size")
+        for size, group in groupby(sorted(timings, key=lambda each: each.tokens), key=lambda each: each.size):
+            for each in group:
+                figures: tuple[str | Text, str] = (Text(each.skipped or "", style="dim"), "")
+                if each.milliseconds is not None and each.peak_bytes is not None:
+                    figures = f"{each.milliseconds:,.1f}", f"{each.peak_bytes / 1e6:,.0f}"
+                table.add_row(size, each.implementation, *figures)
+        self.console.print(table)
+
+    def end(self, record: SelftestRecord) -> None:
+        """The verdict, the file, and the line for docs/hardware.md."""
+        passed, failed, skipped = (record.count(status) for status in (PASSED, FAILED, NOT_RUN))
+        style = "green" if record.passed else "red"
+        words = f"{passed} checks passed, {failed} failed, {skipped} are not for this machine or not installed."
+        said = "Training is right here." if record.passed else "Something here is wrong: see ✗ above."
+        self.console.print(Group(Rule(style=style), Text(f"{said} {words}", style=f"bold {style}")))
+        told = f"All of it is in {record.path}. Please send that file along with a report."
+        self.console.print(Text(told, style="dim"))
+        self.console.print(Text("The line for docs/hardware.md:", style="dim"))
+        self.console.print(record.content["line"], soft_wrap=True, markup=False, highlight=False)

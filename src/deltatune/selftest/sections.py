@@ -1,0 +1,30 @@
+"""Everything that the self-test tries, in its order: what is quick and what decides the most comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from . import controls, demonstration, examined, experts, gated_delta, pointwise, replays, times, training
+from .outcome import Check
+from .times import Timing
+
+
+def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[tuple[str, Iterator[Check]]]:
+    """Titles, and their checks in order. `timings` fills with what the checks of times measure."""
+    yield "Doctor", examined.checks(quick)
+    yield "Gated delta against float64", gated_delta.checks(quick)
+    yield "Experts against float64", experts.checks(quick)
+    yield "Passes around the recurrence against float64", pointwise.checks(quick)
+    yield "What upstream does alone", controls.checks(quick)
+    yield "gated_delta forward and backward: time and memory", times.checks(quick, timings)
+    yield "Thirty steps against transformers and PEFT", replays.checks(quick)
+    yield "Training", training.checks(quick)
+    yield "Demo", demonstration.checks(quick, console)
+
+
+def names(quick: bool = False) -> list[str]:
+    """The names of all checks; nothing is run."""
+    console = Console(quiet=True)
+    return [check.name for _, checks in sections(quick, console, []) for check in checks]

@@ -1,0 +1,159 @@
+"""Seconds and peak memory of gated_delta forward and backward, beside upstream's loop and MLX's own operator."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import mlx.core as mx
+
+from ..errors import first_line
+from ..machine import backend
+from ..ops.gated_delta import gated_delta, native
+from ..patches.unpatched import gated_delta_loop
+from ..plan.device_limits import device_limits
+from .gated_delta import NAMES, Workload, bounds, errors, truth_of
+from .outcome import FAILED, FAILURES, NOT_RUN, PASSED, Check, Outcome, judged, not_run
+
+OURS, LOOP, NATIVE = "deltatune", "mlx-lm's loop", "MLX's own operator"
+# Tokens of the comparison with float64 that comes before each time.
+_CHECKED = 150
+# What others' errors may be: a gate's logarithm is not what they take, so d(log_g) loses digits where a gate is 1e-12.
+_AGREES = {"float32": 1e-4, "bfloat16": 1e-2}
+# What is spent on the repetitions of one figure, and how many they are at most.
+_SECONDS, _CALLS = 2.0, 10
+# A loop's graph keeps about so many states of every token, in fp32, until the backward pass has read them.
+_KEPT_STATES = 5
+# Seconds that a call may take, judged by the size before.
+_LONGEST = 20.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One implementation on one size: the median of its calls, the peak of memory beyond its inputs, or why neither."""
+
+    implementation: str
+    size: str
+    tokens: int
+    milliseconds: float | None = None
+    peak_bytes: int | None = None
+    skipped: str | None = None
+
+
+def sizes(quick: bool) -> list[Workload]:
+    """Few heads in fp32 on a CPU, a model's heads in bf16 on a GPU; each size is four times the one before."""
+    if quick:
+        return [Workload("B1 T96 H2/2 D32 fp32", 96, 2, 2, 32)]
+    if backend.device() == "cpu":
+        return [_size(length, 4, 4, "float32") for length in (512, 2048)]
+    return [_size(length, 16, 32, "bfloat16") for length in (512, 2048, 8192)]
+
+
+def _size(length: int, key_heads: int, value_heads: int, dtype: str) -> Workload:
+    short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    return Workload(f"B1 T{length} H{key_heads}/{value_heads} D128 {short}", length, key_heads, value_heads, 128, dtype)
+
+
+def measure(name: str, function: Callable, quick: bool) -> list[Timing]:
+    """The times of one implementation, from the smallest size to the largest, after each class was found right."""
+    found: list[Timing] = []
+    a_token = 0.0
+    for workload in sizes(quick):
+        timing = partial(Timing, name, workload.name, workload.length)
+        reason = _too_much(name, workload, a_token)
+        if reason is not None:
+            found.append(timing(skipped=reason))
+            continue
+        try:
+            milliseconds, peak = _timed(function, workload)
+        except FAILURES as error:
+            found.append(timing(skipped=f"does not run: {first_line(error)[:200]}"))
+            break
+        a_token = milliseconds / 1e3 / workload.length
+        found.append(timing(milliseconds=milliseconds, peak_bytes=peak))
+    return found
+
+
+def _too_much(name: str, workload: Workload, a_token: float) -> str | None:
+    seconds = a_token * workload.length
+    if seconds > _LONGEST:
+        return f"would take about {seconds:.0f} s a call"
+    limit = device_limits().bytes
+    needed = workload.length * workload.value_heads * workload.head_size**2 * 4 * _KEPT_STATES
+    # Off Metal, MLX's own operator is such a loop as well.
+    loops = name == LOOP or (name == NATIVE and backend.device() != "metal")
+    if loops and limit is not None and needed > limit // 2:
+        return f"would need about {needed / 2**30:.0f} GiB"
+    return None
+
+
+def _timed(function: Callable, workload: Workload) -> tuple[float, int]:
+    """Milliseconds of a call, the median; bytes of its peak beyond the inputs."""
+    arrays = workload.arrays()
+    floats = [mx.array(arrays[name]).astype(workload.kind_of(name)) for name in ("q", "k", "v", "log_g", "beta")]
+    dy = mx.array(arrays["dy"]).astype(workload.kind_of("dy"))
+    mx.eval(floats, dy)
+
+    def call() -> None:
+        outputs, gradients = mx.vjp(lambda *given: function(*given)[0], floats, [dy])
+        mx.eval(outputs, gradients)
+
+    call()
+    mx.synchronize()
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    call()
+    mx.synchronize()
+    peak = mx.get_peak_memory() - held
+    begun = time.perf_counter()
+    seconds: list[float] = []
+    while len(seconds) < _CALLS and (not seconds or time.perf_counter() - begun < _SECONDS):
+        start = time.perf_counter()
+        call()
+        mx.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e3, peak
+
+
+def _checked(name: str, function: Callable, quick: bool, kept: list[Timing]) -> Outcome:
+    """No time without a comparison with float64 that passed."""
+    first = sizes(quick)[0]
+    short = Workload(first.name, min(_CHECKED, first.length), *_heads(first))
+    truth = truth_of(short)
+    allowed = bounds(short, truth[2], False) if name == OURS else dict.fromkeys(NAMES, _AGREES[short.dtype])
+    outcome = judged(errors(function, short, truth), allowed)
+    if outcome.status != PASSED:
+        kept += [Timing(name, size.name, size.length, skipped="wrong, so not timed") for size in sizes(quick)]
+        # Other projects' implementations are no fault of this machine's training.
+        status = FAILED if name == OURS else NOT_RUN
+        return Outcome(status, f"differs from float64: {outcome.detail}", outcome.errors, outcome.bounds)
+    timings = measure(name, function, quick)
+    kept += timings
+    facts = {"timings": [asdict(timing) for timing in timings]}
+    said = ", ".join(f"{t.milliseconds:,.1f} ms at {t.tokens} tokens" for t in timings if t.milliseconds is not None)
+    return Outcome(PASSED, said or timings[0].skipped or "", outcome.errors, outcome.bounds, facts)
+
+
+def _heads(size: Workload) -> tuple[int, int, int, str]:
+    return size.key_heads, size.value_heads, size.head_size, size.dtype
+
+
+def _native(quick: bool, kept: list[Timing]) -> Outcome:
+    size = sizes(quick)[0]
+    k, v = (mx.zeros((1, 1, heads, size.head_size)) for heads in (size.key_heads, size.value_heads))
+    reason = native.unsupported(k, v, mx.zeros((1, 1, size.value_heads)))
+    if reason is not None:
+        kept += [Timing(NATIVE, each.name, each.length, skipped=reason) for each in sizes(quick)]
+        return not_run(reason)
+    return _checked(NATIVE, native.gated_delta_native, quick, kept)
+
+
+def checks(quick: bool, kept: list[Timing]) -> Iterator[Check]:
+    """One for each implementation; the figures are added to `kept`."""
+    yield Check(f"times: {OURS}", partial(_checked, OURS, gated_delta, quick, kept))
+    yield Check(f"times: {NATIVE}", partial(_native, quick, kept))
+    yield Check(f"times: {LOOP}", partial(_checked, LOOP, gated_delta_loop, quick, kept))

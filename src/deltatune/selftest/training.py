@@ -1,0 +1,169 @@
+"""Short trainings of the demo's model: full fine-tuning, a run from scratch that is resumed, two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..config import LoraConfig, TrainConfig
+from ..data.datasets import load_datasets
+from ..demo import task
+from ..demo.assets import MODEL
+from ..machine import environment
+from ..models.load import load
+from ..train import Trainer
+from ..train.log import Screen
+from ..train.setup import prepare
+from ..train.tree import leaves
+from .measure import relative_norm, wide
+from .outcome import FAILED, PASSED, Check, Outcome, judged, not_run
+
+STEPS = 4
+# Of each loss, and of the way that training moved each weight: those of the replays.
+_LOSS, _MOVED = 1e-4, 1e-3
+_SECONDS = 300
+_Weights = dict[str, np.ndarray]
+
+
+def _trained(folder: Path, **changes: Any) -> tuple[list[float], _Weights]:
+    """The losses and the trained weights of a few steps on the demo's data, with its output in `folder`."""
+    data = folder.parent / "data"
+    if not data.exists():
+        task.write(data, train=64, valid=8, test=8)
+    config = TrainConfig(**_options(data, folder) | changes)
+    loaded = load(MODEL, from_scratch=config.from_scratch, seed=config.seed)
+    prepare(loaded.model, config)
+    splits = load_datasets(config, loaded.tokenizer)
+    screen = Screen(shown=False)
+    Trainer(loaded.model, loaded.tokenizer, config, splits, model_config=loaded.config, screen=screen).run()
+    return _losses(folder), {name: wide(leaf) for name, leaf in leaves(loaded.model.trainable_parameters())}
+
+
+def _options(data: Path, folder: Path) -> dict[str, Any]:
+    """Plain gradient descent: Adam would make a whole step of a gradient's rounding."""
+    return {
+        "model": str(MODEL),
+        "data": str(data),
+        "adapter_path": str(folder),
+        "iters": STEPS,
+        "batch_size": 4,
+        "max_seq_length": 128,
+        "num_layers": -1,
+        "lora_parameters": LoraConfig(rank=4, scale=2.0),
+        "optimizer": "sgd",
+        "learning_rate": 0.02,
+        "steps_per_report": 1,
+        "steps_per_eval": STEPS,
+        "val_batches": 1,
+        "save_every": STEPS,
+    }
+
+
+def _losses(folder: Path) -> list[float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["train_loss"] for record in records if "train_loss" in record]
+
+
+def _apart(found: tuple[list[float], _Weights], expected: tuple[list[float], _Weights], start: _Weights) -> Outcome:
+    """How far two trainings are from one another, loss by loss and weight by weight."""
+    loss = float(np.max(np.abs(np.subtract(found[0], expected[0]))))
+    moved = np.concatenate([(expected[1][name] - start[name]).ravel() for name in start])
+    off = np.concatenate([(found[1][name] - start[name]).ravel() for name in start])
+    return judged({"loss": loss, "weights": relative_norm(off, moved)}, {"loss": _LOSS, "weights": _MOVED})
+
+
+def _start(**changes: Any) -> _Weights:
+    """The weights that a training of these options starts from."""
+    config = TrainConfig(**_options(Path(), Path()) | changes)
+    model = load(MODEL, from_scratch=config.from_scratch, seed=config.seed).model
+    prepare(model, config)
+    return {name: wide(leaf) for name, leaf in leaves(model.trainable_parameters())}
+
+
+@contextmanager
+def _recurrence_on_cpu() -> Iterator[None]:
+    """Within it, MLX computes on the CPU and gated_delta token by token: the slowest way, and the truth."""
+    device, forced = mx.default_device(), os.environ.get(environment.GATED_DELTA)
+    mx.set_default_device(mx.Device(mx.cpu))
+    os.environ[environment.GATED_DELTA] = "naive"
+    try:
+        yield
+    finally:
+        mx.set_default_device(device)
+        del os.environ[environment.GATED_DELTA]
+        if forced is not None:
+            os.environ[environment.GATED_DELTA] = forced
+
+
+def full_fine_tuning() -> Outcome:
+    """Every weight trained on this device, against the same on the CPU by the recurrence."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = _trained(Path(folder) / "here", fine_tune_type="full")
+        with _recurrence_on_cpu():
+            start = _start(fine_tune_type="full")
+            expected = _trained(Path(folder) / "there", fine_tune_type="full")
+    return _apart(found, expected, start)
+
+
+def stopped_and_resumed() -> Outcome:
+    """A start from random weights, packed: two steps and two more after a resume, against four in one go."""
+    options = {"from_scratch": True, "fine_tune_type": "full", "pack": True}
+    with tempfile.TemporaryDirectory() as folder:
+        losses, whole = _trained(Path(folder) / "whole", **options)
+        _trained(Path(folder) / "parts", **options, iters=STEPS // 2)
+        _, parts = _trained(Path(folder) / "parts", **options, resume=True)
+        again = _losses(Path(folder) / "parts")
+    other = [name for name in whole if not np.array_equal(whole[name], parts[name])]
+    if other or again != losses:
+        return Outcome(FAILED, f"{len(other)} of {len(whole)} weights differ; losses {again}, in one go {losses}")
+    return Outcome(PASSED, f"the same bits in {len(whole)} weights and {len(losses)} losses")
+
+
+def two_ranks() -> Outcome:
+    """Two processes under mlx.launch, half the batch each, against one process with the whole batch."""
+    launcher = _launcher()
+    if launcher is None:
+        return not_run("mlx.launch is not installed beside this Python")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        expected = _trained(folder / "one")
+        options = _options(folder / "data", folder / "two")
+        (folder / "run.json").write_text(json.dumps(options | {"lora_parameters": {"rank": 4, "scale": 2.0}}))
+        program = folder / "program.py"
+        program.write_text("import sys\nfrom deltatune.cli import main\nsys.exit(main(['train', *sys.argv[1:]]))\n")
+        command = [launcher, "-n", "2", "--backend", "ring", "--python", sys.executable, str(program)]
+        command += ["-c", str(folder / "run.json")]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            return Outcome(FAILED, f"two ranks were not done after {_SECONDS} s")
+        if done.returncode:
+            return Outcome(FAILED, f"mlx.launch ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+        weights: Any = mx.load(str(folder / "two" / "adapters.safetensors"))
+        found = _losses(folder / "two"), {key: wide(weights[key]) for key in expected[1]}
+    return _apart(found, expected, _start())
+
+
+def _launcher() -> str | None:
+    beside = Path(sys.executable).with_name("mlx.launch")
+    return str(beside) if beside.is_file() else shutil.which("mlx.launch")
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """Left out by `quick`, but for the resumed run."""
+    if not quick:
+        yield Check("training: full fine-tuning", full_fine_tuning)
+    yield Check("training: from scratch, packed, stopped and resumed", stopped_and_resumed)
+    if not quick:
+        yield Check("training: two ranks", two_ranks)

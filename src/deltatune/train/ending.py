@@ -1,0 +1,157 @@
+"""How a run ends before its time: asked by a person, by an error, or because another rank is gone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from ..config import TrainConfig
+from ..errors import UserError
+from . import state
+from .distributed import World
+from .interrupt import StoppedError, StopRequest, leave
+from .log import Screen
+from .outputs import Outputs
+from .peers import Peers
+from .saving import Saving
+
+# Seconds: until the main thread has an answer from MLX after a second Ctrl-C; for a save by another thread than it; for
+# a dead rank to be known after the backend's error; the other ranks must end within 30.
+_ANSWER, _SAVE, _NEWS = 2.0, 12.0, 5.0
+
+
+class Ending:
+    """Within it, signals and dead ranks end the run with its state saved.
+
+    The main thread holds a lock, except where it waits for a batch's gradients (waiting()). There the parameters are
+    those of the last update, so that another thread can save them although the main thread may never return.
+    """
+
+    def __init__(self, saving: Saving, config: TrainConfig, outputs: Outputs, world: World, screen: Screen):
+        self._saving, self._config, self._outputs = saving, config, outputs
+        self._world, self._screen = world, screen
+        self.stop = StopRequest(self._answer, self._hurry)
+        self._peers = Peers(world, self._rank_ended)
+        self._whole = threading.Lock()
+        # That the main thread came back from MLX after a second signal.
+        self._returned = threading.Event()
+
+    def __enter__(self) -> Ending:
+        with ExitStack() as stack:
+            stack.enter_context(self._peers)
+            for rank in self._peers.missing:
+                self._screen.say(f"Note: rank {rank} cannot be reached over TCP, so it would not be missed if it died.")
+            stack.enter_context(self.stop)
+            self._whole.acquire()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._whole.release()
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def in_order(self) -> None:
+        """Say that every rank ends now, with the same error."""
+        self._peers.in_order()
+
+    def stopped(self) -> StoppedError:
+        """What is raised when the run was asked to stop, and has saved."""
+        return StoppedError(
+            f"stopped after iteration {self._saving.saved} of {self._config.iters}; the state is saved in "
+            f"{self._outputs.state.parent}. Run the same command with --resume to continue."
+        )
+
+    def check(self) -> None:
+        """Stop here if a second signal came. The run must be where no parameter has moved since the last update."""
+        if self.stop.hurried:
+            self._returned.set()
+            self._saving.save_last_update()
+            raise self.stopped()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around waiting for a batch's gradients, while no parameter moves."""
+        self.check()
+        self._whole.release()
+        try:
+            yield
+        finally:
+            self._whole.acquire()
+        self.check()
+
+    @contextmanager
+    def rescue(self) -> Iterator[None]:
+        """Save what the last update left on the way out of an error that is nobody's mistake."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            if self._world.size > 1:
+                # The backend fails where a rank is gone; then one message is enough.
+                self._whole.release()
+                self._peers.wait_for_end(_NEWS)
+                self._whole.acquire()
+            try:
+                self._saving.save_last_update()
+            except (UserError, RuntimeError) as second:
+                error.add_note(f"Nor could the state be saved: {second}")
+            else:
+                if not self._world.main:
+                    raise
+                error.add_note(
+                    f"The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}: "
+                    "go on with --resume."
+                )
+            raise
+
+    def _answer(self, name: str) -> None:
+        """In the thread of signals, at the first. A launcher sends SIGTERM to all where one rank ended."""
+        if not self._peers.dead:
+            self._screen.say(f"{name}: finishing this step, then saving. Once more saves what the last update left.")
+
+    def _hurry(self) -> None:
+        """In the thread of signals, at the second: save at once if the main thread waits; else it will see to it."""
+        if not self._whole.acquire(blocking=False):
+            return
+        try:
+            self._saving.save_last_update()
+        except UserError as error:
+            self._screen.say(str(error))
+            return
+        finally:
+            self._whole.release()
+        self._screen.stop()
+        # A notebook's process is not ours to end: there the run ends when MLX answers.
+        if not hasattr(sys, "ps1") and not self._returned.wait(_ANSWER):
+            leave(str(self.stopped()))
+
+    def _rank_ended(self, dead: list[int]) -> None:
+        """In the thread that watches the ranks: save what can be saved, say so once, end."""
+        saver = threading.Thread(target=self._save_beside, daemon=True)
+        saver.start()
+        saver.join(2 * _SAVE)
+        self._screen.stop()
+        lowest = min(set(range(self._world.size)) - set(dead))
+        leave(self._news(dead) if self._world.rank == lowest else "")
+
+    def _save_beside(self) -> None:
+        if self._world.main and self._whole.acquire(timeout=_SAVE):
+            try:
+                self._saving.save_last_update()
+            except (UserError, RuntimeError) as error:
+                self._screen.say(f"Nothing was saved at the end: {error}.")
+
+    def _news(self, dead: list[int]) -> str:
+        ended = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}"
+        folder = self._outputs.state.parent
+        found = state.peek(self._outputs.state)
+        saved = f"no state was saved yet in {folder}" if found is None else (
+            f"the state after iteration {found.iteration} is saved in {folder}"
+        )  # fmt: skip
+        return (
+            f"{ended} of {self._world.size} ended before the run did: killed, out of memory, or its machine is gone. "
+            f"What it printed may say why; {saved}. Run the same command with --resume to continue."
+        )

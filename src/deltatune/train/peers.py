@@ -1,0 +1,227 @@
+"""Notices a rank that ended before its time, so that the others do not wait for it for ever.
+
+A message between ranks waits inside MLX until every rank sends its part. Beside the backend's own connections, every
+two ranks therefore hold one TCP connection, on which nothing is said while both live. The system closes it with the
+process, and its keepalive finds out within 20 s where a whole machine or its network is gone. It answers for a process
+that is busy or stopped, so a slow rank is never taken for a dead one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import mlx.core as mx
+
+from ..machine import environment
+from .distributed import World
+
+# Seconds: to connect, and to learn of other ranks that ended in the same moment.
+_CONNECT, _GRACE = 10.0, 0.3
+# A greeting is the listener's secret number and the caller's rank. Other messages are a kind and a rank.
+_GREETING, _MESSAGE = struct.Struct("!QI"), struct.Struct("!cI")
+_GOODBYE, _ENDED = b"g", b"e"
+
+
+class Peers:
+    """Within it, this rank watches the others.
+
+    Args:
+        world: The ranks. With one rank nothing is watched.
+        ended: Called once, in a thread of its own, with the ranks that ended unexpectedly. Whether this rank is the
+            lowest of the others is `min(survivors) == world.rank`.
+
+    Leaving it without an error says goodbye, so that the others know that this rank's end is in order. After an
+    exception they are to notice, unless in_order() was called.
+    """
+
+    def __init__(self, world: World, ended: Callable[[list[int]], None]):
+        self._world, self._ended = world, ended
+        self._links: dict[int, socket.socket] = {}
+        self._gone: set[int] = set()
+        self._dead: set[int] = set()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._orderly = False
+
+    def __enter__(self) -> Peers:
+        if self._world.size == 1:
+            return self
+        self._listener = socket.create_server(("", 0), backlog=self._world.size)
+        self._secret = secrets.randbits(62)
+        self._waking, self._waker = socket.socketpair()
+        everyone = self._exchange()
+        self._thread = threading.Thread(target=self._watch, name="deltatune ranks", daemon=True)
+        self._thread.start()
+        for rank in range(self._world.rank):
+            self._call(rank, everyone[rank])
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._links) + len(self._gone) == self._world.size - 1, _CONNECT)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._world.size == 1:
+            return
+        if kind is None or self._orderly:
+            self._tell(_GOODBYE, [self._world.rank])
+        with self._changed:
+            self._closing = True
+        self._waker.send(b"x")
+        self._thread.join()
+        for link in (self._listener, self._waking, self._waker, *self._links.values()):
+            link.close()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that no connection was made with."""
+        with self._changed:
+            return sorted(set(range(self._world.size)) - {self._world.rank} - set(self._links) - self._gone)
+
+    @property
+    def dead(self) -> list[int]:
+        """Ranks that ended unexpectedly."""
+        with self._changed:
+            return sorted(self._dead)
+
+    def in_order(self) -> None:
+        """Say that every rank is about to end with the same error, so that none is missed."""
+        self._orderly = True
+
+    def wait_for_end(self, seconds: float) -> None:
+        """After an error of the backend: does not return where a rank's end is, or within `seconds` becomes, known."""
+        with self._changed:
+            if self._changed.wait_for(lambda: bool(self._dead), seconds):
+                # The watching thread ends the process.
+                self._changed.wait_for(lambda: False, 60)
+
+    def _exchange(self) -> list[tuple[int, int, list[str]]]:
+        """Of every rank: its secret number, its port, and the addresses under which it may be reached."""
+        host = socket.gethostname()
+        own = json.dumps([self._secret, self._listener.getsockname()[1], host, _addresses()]).encode()
+        room = int(self._world.largest(len(own)))
+        padded = mx.array(list(own.ljust(room)), mx.uint8)
+        found = []
+        for text in self._world.gather(padded).tolist():  # type: ignore[union-attr]
+            secret, port, name, addresses = json.loads(bytes(text))  # type: ignore[arg-type]
+            found.append((secret, port, ["127.0.0.1", *addresses] if name == host else addresses))
+        return found
+
+    def _call(self, rank: int, listener: tuple[int, int, list[str]]) -> None:
+        """Connect with a lower rank; what listens elsewhere on that port does not know the answer."""
+        secret, port, addresses = listener
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                link = socket.create_connection((address, port), timeout=_CONNECT / 2)
+                link.sendall(_GREETING.pack(secret, self._world.rank))
+                if _exactly(link, _MESSAGE.size) == _MESSAGE.pack(_GOODBYE, rank):
+                    self._add(rank, link)
+                    return
+                link.close()
+
+    def _accept(self) -> None:
+        link, _ = self._listener.accept()
+        link.settimeout(_CONNECT / 2)
+        with contextlib.suppress(OSError):
+            greeting = _exactly(link, _GREETING.size)
+            if len(greeting) == _GREETING.size:
+                secret, rank = _GREETING.unpack(greeting)
+                if secret == self._secret:
+                    link.sendall(_MESSAGE.pack(_GOODBYE, self._world.rank))
+                    self._add(rank, link)
+                    return
+        link.close()
+
+    def _add(self, rank: int, link: socket.socket) -> None:
+        _keep_alive(link)
+        link.settimeout(None)
+        with self._changed:
+            self._links[rank] = link
+            self._changed.notify_all()
+        self._waker.send(b"x")
+
+    def _watch(self) -> None:
+        """The thread: until this rank leaves, or another one is gone."""
+        until: float | None = None
+        while True:
+            with self._changed:
+                if self._closing and not self._dead:
+                    return
+                links = {rank: link for rank, link in self._links.items() if rank not in self._gone}
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            with selectors.DefaultSelector() as selector:
+                for source in (self._listener, self._waking, *links.values()):
+                    selector.register(source, selectors.EVENT_READ)
+                ready = {key.fileobj for key, _ in selector.select(left)}
+            if self._waking in ready:
+                self._waking.recv(64)
+            if self._listener in ready:
+                self._accept()
+            for rank in [rank for rank, link in links.items() if link in ready]:
+                self._hear(rank, links[rank])
+            if self._dead and until is None:
+                until = time.monotonic() + _GRACE
+        dead = self.dead
+        self._tell(_ENDED, dead)
+        self._ended(dead)
+
+    def _hear(self, rank: int, link: socket.socket) -> None:
+        """Read from a rank: its goodbye, that another one ended, or nothing: it ended itself."""
+        try:
+            message = _exactly(link, _MESSAGE.size)
+        except OSError:
+            message = b""
+        with self._changed:
+            self._gone.add(rank)
+            if len(message) < _MESSAGE.size:
+                self._dead.add(rank)
+            elif (told := _MESSAGE.unpack(message))[0] == _ENDED:
+                self._dead.add(told[1])
+            self._changed.notify_all()
+
+    def _tell(self, kind: bytes, ranks: Iterable[int]) -> None:
+        with self._changed:
+            links = [link for rank, link in self._links.items() if rank not in self._dead]
+        for link in links:
+            for rank in ranks:
+                with contextlib.suppress(OSError):
+                    link.sendall(_MESSAGE.pack(kind, rank))
+
+
+def _exactly(link: socket.socket, size: int) -> bytes:
+    """`size` bytes, or fewer where the other side closed the connection."""
+    found = b""
+    while len(found) < size and (more := link.recv(size - len(found))):
+        found += more
+    return found
+
+
+def _keep_alive(link: socket.socket) -> None:
+    """Let the system ask the other side every 5 s whether it is there, and give up after 20 s without an answer."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # macOS has its own name for the first.
+    for names, value in ((("TCP_KEEPIDLE", "TCP_KEEPALIVE"), 5), (("TCP_KEEPINTVL",), 5), (("TCP_KEEPCNT",), 3)):
+        for name in names:
+            if hasattr(socket, name):
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                break
+
+
+def _addresses() -> list[str]:
+    """IPv4 addresses at which other machines may reach this one: those that the launcher uses come first."""
+    found = environment.launched_addresses()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: connecting a datagram socket only chooses the interface.
+        probe.connect((environment.launched_host() or "10.255.255.255", 9))
+        found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    return list(dict.fromkeys(address for address in found if not address.startswith("127.")))

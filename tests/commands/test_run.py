@@ -1,0 +1,140 @@
+"""`deltatune run`: other people's programs, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import pytest
+
+from deltatune.commands import run as run_module
+from deltatune.commands.run import run_program
+from deltatune.errors import UserError
+from deltatune.patches import PatchReport
+
+START = "import deltatune, sys; from deltatune.commands.run import run_program; sys.exit(run_program(sys.argv[1:]))"
+
+TRAINER = """
+    import sys
+    import mlx.core as mx
+    import mlx.nn as nn
+    from neighbour import NAME
+
+    print(NAME, sys.argv, __name__, file=sys.stdout)
+    if "patch" in sys.argv:
+        from deltatune.patches import patched
+        with patched():
+            pass
+    if "train" in sys.argv:
+        from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
+        layer = GatedDeltaNet(TextModelArgs(hidden_size=16, linear_num_value_heads=2, linear_num_key_heads=2,
+                                            linear_key_head_dim=8, linear_value_head_dim=8))
+        loss, _ = nn.value_and_grad(layer, lambda layer, x: layer(x).sum())(layer, mx.ones((1, 5, 16)))
+        mx.eval(loss)
+    if "fail" in sys.argv:
+        def broken():
+            return 1 / 0
+        broken()
+    if "words" in sys.argv:
+        sys.exit("some words")
+    sys.exit(int(sys.argv[-1]))
+    """
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "neighbour.py").write_text("NAME = 'found beside it'")
+    path = tmp_path / "trainer.py"
+    path.write_text(textwrap.dedent(TRAINER))
+    return path
+
+
+def call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", START, *command], capture_output=True, text=True, cwd=cwd)
+
+
+def test_a_file_trains_with_our_gradients_and_keeps_its_exit_code(program):
+    done = call("--", "python", str(program), "train", "7", cwd=program.parent.parent)
+    assert done.returncode == 7
+    assert done.stdout == f"found beside it ['{program}', 'train', '7'] __main__\n"
+    said = done.stderr.splitlines()
+    *patched, last = said
+    assert all(line.startswith("deltatune: patched ") for line in patched)
+    assert any("gated_delta_update" in line for line in patched)
+    assert last.startswith("deltatune: 1 traced calls of gated_delta_update got deltatune's gradients")
+
+
+def test_a_program_that_enters_and_leaves_the_patches_itself_stays_patched(program):
+    done = call(program.name, "patch", "train", "0", cwd=program.parent)
+    assert "deltatune: 1 traced calls of gated_delta_update got deltatune's gradients" in done.stderr
+
+
+def test_a_program_that_is_not_reached_is_told_so(program):
+    done = call(program.name, "0", cwd=program.parent)
+    assert done.returncode == 0
+    assert "WARNING: no gated-delta layer was reached" in done.stderr
+
+
+def test_its_traceback_is_its_own(program):
+    done = call("--", str(program), "fail", cwd=program.parent)
+    plain = subprocess.run([sys.executable, str(program), "fail"], capture_output=True, text=True, cwd=program.parent)
+    assert done.returncode == plain.returncode == 1
+    traceback = done.stderr[done.stderr.index("Traceback") :]
+    assert traceback == plain.stderr
+    assert "ZeroDivisionError" in traceback
+
+
+def test_words_as_exit_code(program):
+    done = call(program.name, "words", cwd=program.parent)
+    assert done.returncode == 1
+    assert "some words" in done.stderr
+
+
+def test_a_module_and_a_console_script(program):
+    done = call("--", "python", "-m", "trainer", "3", cwd=program.parent)
+    assert (done.returncode, done.stdout.split(" ")[0]) == (3, "found")
+    assert str(program) in done.stdout
+    done = call("mlx_lm.lora", "--help", cwd=program.parent)
+    assert done.returncode == 0
+    assert "--adapter-path" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "no command"),
+        (["--"], "no command"),
+        (["no_such_program"], "'no_such_program' is no Python file, module or console script"),
+        (["ls"], "is no Python file"),
+        (["python", "missing.py"], "no such file: missing.py"),
+        (["python", "-m", "no_such_module"], "no module named 'no_such_module'"),
+        (["python", "-c", "1"], "give FILE.py or -m MODULE"),
+    ],
+)
+def test_what_is_no_python_program_is_refused(command, message):
+    with pytest.raises(UserError, match=message):
+        run_program(command)
+
+
+@pytest.mark.parametrize(("device", "mode"), [("cuda", ["without kernels", "back"]), ("metal", []), ("cpu", [])])
+def test_on_cuda_alone_programs_compile_without_kernels(program, monkeypatch, device, mode):
+    noted = []
+
+    @contextmanager
+    def without_kernels():
+        noted.append("without kernels")
+        yield
+        noted.append("back")
+
+    monkeypatch.setattr(run_module, "without_kernels", without_kernels)
+    monkeypatch.setattr(run_module.backend, "device", lambda: device)
+    monkeypatch.setattr(run_module, "patched", lambda announce: nullcontext(PatchReport()))
+    monkeypatch.syspath_prepend(program.parent)
+    assert run_program(["--", "python", str(program), "3"]) == 3
+    assert noted == mode

@@ -1,0 +1,241 @@
+"""Rows with images: the processor's own tokens and patches, masks, limits, and one message for each bad row."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import deltatune  # noqa: F401
+
+# isort: split
+import numpy as np
+import pytest
+from PIL import Image
+
+from deltatune.config import TrainConfig
+from deltatune.data import BatchOrder
+from deltatune.data.datasets import first_image, load_datasets
+from deltatune.data.reader import VisionProcessors
+from deltatune.errors import UserError
+from deltatune.models.load import load
+from deltatune.models.vision.inputs import padded_frames, padded_patches
+from deltatune.models.vision.split import vision_spec
+
+pytest.importorskip("mlx_vlm")
+
+IMAGE = 5
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_vision_checkpoint):
+    return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
+
+
+@pytest.fixture(scope="module")
+def processors(loaded):
+    return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    draw = np.random.default_rng(0)
+    for index, size in enumerate([(48, 32), (32, 64), (16, 16)]):
+        Image.fromarray(draw.integers(0, 255, (*size, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+    return tmp_path
+
+
+def chat(*images, user="what?", answer="an answer", **more):
+    return (
+        {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]}
+        | ({"images": list(images)} if images else {})
+        | more
+    )
+
+
+def write(folder, *rows):
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+
+
+def read(folder, loaded, processors, **options):
+    config = TrainConfig(data=str(folder), batch_size=1, **options)
+    return load_datasets(config, loaded.tokenizer, processors)
+
+
+def parts(*kinds):
+    return [{"type": "image", "image": kind} if kind else {"type": "text", "text": "see"} for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("row", "images"),
+    [
+        (chat("0.png", "1.png", user="a <image> and <image> b"), ["0.png", "1.png"]),
+        (chat("0.png"), ["0.png"]),
+        (chat(user=parts("1.png", None, "2.png")), ["1.png", "2.png"]),
+        (chat("2.png", user=[{"type": "text", "text": "x"}, {"type": "image"}]), ["2.png"]),
+        (chat(image="1.png"), ["1.png"]),
+        ({"prompt": "<image>?", "completion": "yes", "image": "0.png"}, ["0.png"]),
+        (chat(), []),
+    ],
+)
+def test_tokens_and_patches_are_the_processors_own(folder, loaded, processors, row, images):
+    write(folder, row)
+    (example,) = read(folder, loaded, processors).train
+    marked = example.tokens.copy()
+    # The processor expands the template's single image tokens itself.
+    single = loaded.tokenizer.decode([t for i, t in enumerate(marked) if t != IMAGE or marked[i - 1] != IMAGE])
+    opened = [Image.open(folder / name) for name in images]
+    expected = loaded.processor(text=[single], images=opened or None)
+    assert example.tokens.tolist() == np.asarray(expected["input_ids"])[0].tolist()
+    assert not example.targets[example.tokens == IMAGE].any()
+    assert example.targets.any()
+    batch = next(BatchOrder([example], 1, 2048))
+    if images:
+        held = zip(batch.images.patches, example.pictures.grids, strict=True)
+        patches = np.concatenate([patches[: np.prod(grid)] for patches, grid in held])
+        np.testing.assert_array_equal(patches, np.asarray(expected["pixel_values"]))
+    else:
+        assert batch.images.patches.shape[0] == 0
+
+
+def test_every_token_but_the_images_counts_without_mask_prompt(folder, loaded, processors):
+    write(folder, chat("0.png"))
+    (example,) = read(folder, loaded, processors, mask_prompt=False).train
+    assert (example.targets[1:] == (example.tokens[1:] != IMAGE)).all()
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_images_of_a_data_set_are_read_as_they_come(folder, loaded, processors, as_bytes):
+    from deltatune.data.vision.images import ImageReader
+
+    reader = ImageReader(processors.processor, folder, {})
+    image = Image.open(folder / "0.png")
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    value = {"bytes": content.getvalue(), "path": None} if as_bytes else image
+    picture = reader.picture(value, "row 0")
+    assert picture.grid == reader.picture("0.png", "row 0").grid
+    np.testing.assert_array_equal(picture.patches, reader.picture("0.png", "row 0").patches)
+    assert len(reader.digest(value, "row 0")) == 16
+
+
+def test_sizes_are_limited(folder, loaded, processors):
+    write(folder, chat("0.png"))
+    (free,) = read(folder, loaded, processors).train
+    (small,) = read(folder, loaded, processors, max_pixels=512).train
+    (large,) = read(folder, loaded, processors, min_pixels=6000, max_pixels=9000).train
+    areas = [rows * columns for example in (small, free, large) for _, rows, columns in example.pictures.grids]
+    assert areas == sorted(areas)
+    assert areas[0] < areas[1] < areas[2]
+
+
+def bad(name, content):
+    def make(folder):
+        (folder / name).write_bytes(content)
+        return chat(name)
+
+    return make
+
+
+def truncated(folder):
+    whole = (folder / "0.png").read_bytes()
+    return bad("cut.png", whole[: len(whole) // 2])(folder)
+
+
+def sixteen_bit(folder):
+    Image.fromarray(np.zeros((32, 32), np.uint16)).save(folder / "deep.png")
+    return chat("deep.png")
+
+
+def thin(folder):
+    Image.new("RGB", (2000, 4)).save(folder / "thin.png")
+    return chat("thin.png")
+
+
+BAD = {
+    "missing": (chat("none.png"), "image none.png: no such file"),
+    "truncated": (truncated, "cut.png: truncated or damaged"),
+    "not an image": (bad("text.png", b"no image"), "text.png: not an image"),
+    "mode": (sixteen_bit, "deep.png: of mode 'I;16'"),
+    "shape": (thin, "the model's image processor refuses it"),
+    "url": (chat("https://example.com/a.png"), "expected a path; download it"),
+    "number": (chat(7), "expected the path of an image, got int"),
+    "more placeholders": (chat("0.png", user="<image><image>"), "2 image placeholders, and 1 images"),
+    "fewer placeholders": (chat("0.png", "1.png", user="<image>"), "2 images, and 1 placeholders"),
+    "in two places": (chat("0.png", user=parts("1.png")), "give all of them in one place"),
+    "two columns": (chat("0.png", image="1.png"), "both 'image' and 'images'"),
+    "no list": (chat(images="0.png"), "expected a list of paths"),
+    "text line": ({"text": "x", "images": ["0.png"]}, "a text line has no place for an image"),
+    "own token": (chat("0.png", user="<image> <|image_pad|>"), "2 image tokens for 1 images"),
+    "video": (chat(video="a.mp4"), "video a.mp4: the model's processor reads no videos"),
+    "part": (chat("0.png", user=[{"type": "sound"}]), "message 1: expected parts"),
+    "no user": ({"messages": [{"role": "system", "content": "x"}], "images": ["0.png"]}, "no user message"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_is_one_message_with_file_and_line(folder, loaded, processors, case):
+    row, message = BAD[case]
+    write(folder, chat(), row(folder) if callable(row) else row)
+    with pytest.raises(UserError) as caught:
+        read(folder, loaded, processors)
+    assert str(caught.value).startswith(f"{folder / 'train.jsonl'}:2: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_image_is_cut_in_half(folder, loaded, processors):
+    write(
+        folder,
+        chat("0.png", user="<image>" + "long " * 8),
+        chat("0.png", "1.png", user="x <image> y <image> z"),
+        chat(),
+    )
+    whole = read(folder, loaded, processors).train
+    first, second = (len(example.tokens) for example in whole[:2])
+    assert first != second
+    halved = 0
+    for limit in range(4, max(first, second)):
+        splits = read(folder, loaded, processors, max_seq_length=limit, mask_prompt=False)
+        halved += check_whole(splits, processors)
+    assert halved > 10
+
+
+def check_whole(splits, processors):
+    """Every image that is left has all of its tokens, and those that were left out are counted."""
+    for example in splits.train:
+        marks = int((example.tokens == IMAGE).sum())
+        assert marks == sum(processors.spec.tokens(grid) for grid in example.pictures.grids)
+        next(BatchOrder([example], 1, 2048))
+    said = [note for note in splits.notes if "cut an image in half" in note]
+    assert len(said) == (len(splits.train) < 3)
+    return len(said)
+
+
+def test_the_first_image_is_found(folder):
+    write(folder, chat(user='say "image"'), chat(), chat("0.png"))
+    assert first_image(TrainConfig(data=str(folder))) == f"{folder / 'train.jsonl'}:3"
+    write(folder, chat(user='say "image"'))
+    assert first_image(TrainConfig(data=str(folder))) is None
+
+
+def test_another_image_of_the_same_size_is_other_data(folder, loaded, processors):
+    write(folder, chat("0.png"))
+    order = BatchOrder(read(folder, loaded, processors).train, 1, 2048)
+    state = order.state()
+    Image.new("RGB", (32, 48)).save(folder / "0.png")
+    with pytest.raises(UserError, match="training data was"):
+        BatchOrder(read(folder, loaded, processors).train, 1, 2048).restore(state)
+
+
+def test_packing_is_refused(folder, loaded, processors):
+    write(folder, chat("0.png"))
+    with pytest.raises(UserError, match="rows with images are not packed"):
+        read(folder, loaded, processors, pack=True)
+
+
+def test_shapes_come_again(processors):
+    assert [padded_frames(count) for count in (0, 1, 3, 4, 5, 9, 17, 100)] == [0, 1, 3, 4, 6, 12, 24, 128]
+    sizes = {padded_patches(count, processors.spec) for count in range(1, 16384)}
+    assert len(sizes) < 60
+    assert all(padded_patches(count, processors.spec) >= count for count in range(1, 16384))
+    assert all(padded_patches(count, processors.spec) <= 1.26 * count for count in range(512, 16384))

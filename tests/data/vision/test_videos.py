@@ -1,0 +1,349 @@
+"""Rows with videos: the processor's own tokens and patches, sampling, masks, limits, one message for each bad row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import deltatune  # noqa: F401
+
+# isort: split
+import numpy as np
+import pytest
+from PIL import Image
+
+from deltatune.config import TrainConfig
+from deltatune.data import BatchOrder
+from deltatune.data.datasets import first_image, load_datasets
+from deltatune.data.vision.videos import Video, VideoReader, sampled
+from deltatune.errors import UserError
+from deltatune.models.load import load
+from deltatune.train.setup import vision_processors
+
+pytest.importorskip("mlx_vlm", minversion="0.7")
+cv2 = pytest.importorskip("cv2")
+
+IMAGE, VIDEO = 5, 6
+FRAMES = [f"f{index}.png" for index in range(5)]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_vision_checkpoint):
+    return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
+
+
+@pytest.fixture(scope="module")
+def processors(loaded):
+    return vision_processors(loaded)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two videos (24 frames at 8 a second, 6 at 2), five frames, an image, and what is left of a video cut short."""
+    path = tmp_path_factory.mktemp("videos")
+    draw = np.random.default_rng(0)
+    for name, count, rate in (("a.avi", 24, 8), ("b.avi", 6, 2), ("one.avi", 1, 8)):
+        writer = cv2.VideoWriter(str(path / name), cv2.VideoWriter_fourcc(*"MJPG"), rate, (48, 32))
+        assert writer.isOpened()
+        for index in range(count):
+            writer.write(np.full((32, 48, 3), index * 10, np.uint8))
+        writer.release()
+    for name in (*FRAMES, "image.png"):
+        Image.fromarray(draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(path / name)
+    Image.new("RGB", (64, 32)).save(path / "wide.png")
+    Image.new("RGB", (8, 8)).save(path / "small.png")
+    (path / "cut.avi").write_bytes((path / "a.avi").read_bytes()[:8000])
+    (path / "text.mp4").write_bytes(b"no video")
+    return path
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    for file in made.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def chat(user="what?", answer="an answer", **more):
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]} | more
+
+
+def write(folder, *rows):
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+
+
+def read(folder, loaded, processors, **options):
+    config = TrainConfig(data=str(folder), batch_size=1, **options)
+    return load_datasets(config, loaded.tokenizer, processors)
+
+
+def part(kind, value=None, **more):
+    return {"type": kind} | ({kind: value} if value else {}) | more
+
+
+A = ("a.avi", 2.0)
+FRAMED = (FRAMES, 2.0)
+ROWS = [
+    (chat(videos=["a.avi"]), [A], []),
+    (chat(video="a.avi", fps=4), [("a.avi", 4.0)], []),
+    (chat(videos=[FRAMES]), [FRAMED], []),
+    (chat(video=FRAMES, fps=0.5), [(FRAMES, 0.5)], []),
+    (chat("see <video> and <video>: which?", videos=[FRAMES, "b.avi"]), [FRAMED, ("b.avi", 2.0)], []),
+    (chat([part("text") | {"text": "see"}, part("video", "a.avi", fps=1)]), [("a.avi", 1.0)], []),
+    (chat("a <image> b <video> c", image="image.png", video=FRAMES), [FRAMED], ["image.png"]),
+    (chat("b <video> c <image>", image="image.png", video=FRAMES), [FRAMED], ["image.png"]),
+    (chat([part("video", FRAMES), part("image")], images=["image.png"]), [FRAMED], ["image.png"]),
+    (chat(video=FRAMES, image="image.png"), [FRAMED], ["image.png"]),
+    ({"prompt": "<video>?", "completion": "yes", "video": "b.avi"}, [("b.avi", 2.0)], []),
+    (chat(), [], []),
+]
+
+
+def test_every_token_but_the_videos_counts_without_mask_prompt(folder, loaded, processors):
+    write(folder, chat(video="a.avi"))
+    (example,) = read(folder, loaded, processors, mask_prompt=False).train
+    assert (example.targets[1:] == (example.tokens[1:] != VIDEO)).all()
+
+
+def upstream(loaded, folder, text, videos, images):
+    """What mlx-vlm makes of a prompt with videos, from its own decoding on."""
+    from mlx_vlm.utils import VideoSampling, prepare_inputs
+
+    values, rates = [], []
+    for value, fps in videos:
+        rates.append(fps)
+        if isinstance(value, list):
+            values.append([np.asarray(Image.open(folder / name)) for name in value])
+        else:
+            values.append(str(folder / value))
+    more = {"videos": values, "fps": rates} if videos else {}
+    assert VideoSampling(fps=1).fps == 1
+    opened = [Image.open(folder / name) for name in images]
+    return prepare_inputs(loaded.processor, images=opened or None, prompts=[text], **more)
+
+
+@pytest.mark.parametrize("case", range(len(ROWS)))
+def test_tokens_and_patches_are_those_of_mlx_vlm(folder, loaded, processors, case):
+    row, videos, images = ROWS[case]
+    write(folder, row)
+    (example,) = read(folder, loaded, processors).train
+    # The processor writes times and tokens for the template's one token a video.
+    single = row.get("messages") or [{"role": "user", "content": row["prompt"]}, chat(answer="yes")["messages"][1]]
+    text = loaded.tokenizer.apply_chat_template(spelled(single, row), tokenize=False)
+    expected = upstream(loaded, folder, text, videos, images)
+    assert example.tokens.tolist() == np.asarray(expected["input_ids"])[0].tolist()
+    assert not example.targets[np.isin(example.tokens, (IMAGE, VIDEO))].any()
+    assert example.targets.any()
+    grids = [expected.get(name) for name in ("image_grid_thw", "video_grid_thw")]
+    positions, _ = loaded.model.language_model.get_rope_index(expected["input_ids"], *grids)
+    positions = np.broadcast_to(np.array(positions), (3, 1, len(example.tokens)))
+    np.testing.assert_array_equal(example.pictures.positions, positions[:, 0])
+    batch = next(BatchOrder([example], 1, 2048))
+    held = [example.pictures.reader.picture(value, "a test") for value in example.pictures.values]
+    assert batch.images.patches.shape[0] >= sum(picture.grid[0] for picture in held)
+    for kind, name in ((True, "pixel_values_videos"), (False, "pixel_values")):
+        ours = [p.patches for p, v in zip(held, example.pictures.values, strict=True) if isinstance(v, Video) == kind]
+        if ours:
+            np.testing.assert_array_equal(np.concatenate(ours), np.asarray(expected[name]))
+
+
+def spelled(messages, row):
+    """The messages with a part at each place, which is all that the template wants."""
+    content = messages[0]["content"]
+    if isinstance(content, str):
+        pieces = content.replace("<image>", "\0image\0").replace("<video>", "\0video\0").split("\0")
+        content = [part(p) if p in ("image", "video") else {"type": "text", "text": p} for p in pieces if p]
+        if len(content) == 1 and ("video" in row or "videos" in row):
+            content = [*([part("image")] if "image" in row else []), part("video"), *content]
+    return [{**messages[0], "content": content}, *messages[1:]]
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 5, 24, 100, 2000])
+@pytest.mark.parametrize(("fps", "least", "most"), [(2.0, 4, 768), (0.5, 4, 768), (8.0, 4, 16), (30.0, 5, 7)])
+def test_frames_are_taken_as_mlx_vlm_takes_them(total, fps, least, most, monkeypatch):
+    from mlx_vlm.utils import load_video
+
+    class Capture:
+        def __init__(self, _):
+            self.values = {cv2.CAP_PROP_FRAME_COUNT: total, cv2.CAP_PROP_FPS: 12.5}
+            self.values |= {cv2.CAP_PROP_FRAME_WIDTH: 4, cv2.CAP_PROP_FRAME_HEIGHT: 4}
+
+        def get(self, name):
+            return self.values[name]
+
+        isOpened = set = release = lambda *_: True  # noqa: N815
+
+        def read(self):
+            return True, np.zeros((4, 4, 3), np.uint8)
+
+    monkeypatch.setattr(cv2, "VideoCapture", Capture)
+    numbers = sampled(total, 12.5, fps, least, most)
+    if len(numbers) < 2:
+        with pytest.raises(ValueError, match="nframes must be in"):
+            load_video("x", fps=fps, min_frames=least, max_frames=most)
+    else:
+        assert numbers == load_video("x", fps=fps, min_frames=least, max_frames=most)[1].frames_indices
+
+
+@pytest.mark.parametrize(("count", "fps"), [(2, 2.0), (5, 0.5), (12, 24.0)])
+def test_times_are_those_of_transformers(made, processors, count, fps):
+    processing = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl")
+    frames = (FRAMES * 3)[:count]
+    clip = VideoReader(processors.videos, made, {}, fps=fps).clip(Video(frames), "x")
+    expected = processing.Qwen3VLProcessor._calculate_timestamps(None, list(range(count)), fps, 2)
+    assert clip.seconds == pytest.approx(expected)
+    numbers = [round(second) for second in np.linspace(0, 23, 6)]
+    clip = VideoReader(processors.videos, made, {}).clip(Video("a.avi"), "x")
+    assert clip.seconds == pytest.approx(processing.Qwen3VLProcessor._calculate_timestamps(None, numbers, 8.0, 2))
+
+
+def test_options_choose_frames_and_sizes(folder, loaded, processors):
+    write(folder, chat(video="a.avi"))
+    (free,) = read(folder, loaded, processors).train
+    (dense,) = read(folder, loaded, processors, fps=4.0).train
+    (few,) = read(folder, loaded, processors, fps=4.0, video_max_frames=4).train
+    assert [e.pictures.grids[0][0] for e in (free, dense, few)] == [3, 6, 2]
+    write(folder, chat(video=FRAMES[:2]))
+    limits = {}, {"max_pixels": 300}, {"min_pixels": 2000}
+    sized = [read(folder, loaded, processors, **each).train[0] for each in limits]
+    assert [e.pictures.grids[0][1:] for e in sized] == [(4, 4), (2, 2), (6, 6)]
+    write(folder, chat(video=FRAMES))
+    (few,) = read(folder, loaded, processors, video_max_frames=2).train
+    assert "<1.0 seconds>" in loaded.tokenizer.decode(few.tokens.tolist())
+    with pytest.raises(UserError, match="fps: expected a number above 0, got -1"):
+        read(folder, loaded, processors, fps=-1.0)
+    with pytest.raises(UserError, match="video_max_frames: expected 2 or more, got 1"):
+        read(folder, loaded, processors, video_max_frames=1)
+
+
+def test_frames_of_a_data_set_are_read_as_they_come(folder, processors):
+    reader = VideoReader(processors.videos, folder, {})
+    named = reader.clip(Video(FRAMES), "row 0")
+    opened = Video([Image.open(folder / name) for name in FRAMES])
+    stored = Video([{"bytes": (folder / name).read_bytes(), "path": None} for name in FRAMES])
+    for video in (opened, stored):
+        np.testing.assert_array_equal(reader.clip(video, "row 0").picture.patches, named.picture.patches)
+        assert len(reader.digest(video, "row 0")) == 16
+
+
+def test_a_count_that_is_a_little_too_high_is_forgiven(made, processors, monkeypatch):
+    reader = VideoReader(processors.videos, made, {})
+    whole = reader.clip(Video("a.avi"), "x")
+    capture = cv2.VideoCapture
+
+    class Overcounting:
+        def __init__(self, path):
+            self.inner = capture(path)
+
+        def get(self, name):
+            return self.inner.get(name) + (2 if name == cv2.CAP_PROP_FRAME_COUNT else 0)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    monkeypatch.setattr(cv2, "VideoCapture", Overcounting)
+    over = reader.clip(Video("a.avi"), "x")
+    assert over.picture.grid == whole.picture.grid
+    assert over.seconds[-1] == pytest.approx(whole.seconds[-1], abs=0.2)
+
+
+BAD = {
+    "missing": (chat(video="none.mp4"), "video none.mp4: no such file"),
+    "cut": (chat(video="cut.avi"), "video cut.avi: truncated or damaged: frame"),
+    "not a video": (chat(video="text.mp4"), "video text.mp4: no video, truncated"),
+    "an image": (chat(video="image.png"), "video image.png: no video"),
+    "one frame": (chat(video="one.avi"), "video one.avi: 1 frame; a video needs 2 or more"),
+    "one picture": (chat(video=["f0.png"]), "1 frame; a video needs 2 or more"),
+    "no frames": (chat(videos=[[]]), "a video with no frames"),
+    "missing frame": (chat(video=["f0.png", "g.png"]), "frame 2 of a video: image g.png: no such file"),
+    "sizes": (chat(video=["f0.png", "wide.png"]), "frames of 32x32 and 64x32 pixels; expected one size"),
+    "small": (chat(video=["small.png"] * 2), "the model's video processor refuses it: height:8"),
+    "url": (chat(video="https://example.com/a.mp4"), "expected a path; download it"),
+    "number": (chat(videos=[7]), "expected the path of a video, or a list of frames, got int"),
+    "no list": (chat(videos="a.avi"), "'videos': expected a list of paths"),
+    "two columns": (chat(video="a.avi", videos=["a.avi"]), "both 'video' and 'videos'"),
+    "in two places": (chat([part("video", "a.avi")], video="b.avi"), "give all of them in one place"),
+    "more placeholders": (chat("<video><video>", video="a.avi"), "2 video placeholders, and 1 videos"),
+    "fps": (chat(video="a.avi", fps=0), "'fps': expected a number of frames a second above 0, got 0"),
+    "own token": (chat("<video> <|video_pad|>", video="a.avi"), "4 video tokens for 3 pairs of frames"),
+    "text line": ({"text": "x", "video": "a.avi"}, "a text line has no place for a video"),
+    "no user": ({"messages": [{"role": "system", "content": "x"}], "video": "a.avi"}, "no user message"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_is_one_message_with_file_and_line(folder, loaded, processors, case):
+    row, message = BAD[case]
+    write(folder, chat(), row)
+    with pytest.raises(UserError) as caught:
+        read(folder, loaded, processors)
+    assert str(caught.value).startswith(f"{folder / 'train.jsonl'}:2: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_decoder_says_nothing_of_its_own(made):
+    program = f"""
+from pathlib import Path
+import deltatune
+from deltatune.data.vision.videos import Video, VideoReader
+reader = VideoReader(object(), Path({str(made)!r}), {{}})
+for name in ("text.mp4", "cut.avi"):
+    try:
+        reader.clip(Video(name), "here")
+    except deltatune.errors.UserError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert [line.split(":")[1] for line in done.stdout.splitlines()] == [" video text.mp4", " video cut.avi"]
+    assert done.stderr == ""
+
+
+def test_without_a_decoder_files_are_refused_and_frames_are_not(folder, loaded, processors, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    write(folder, chat(video=FRAMES))
+    assert len(read(folder, loaded, processors).train) == 1
+    write(folder, chat(video="a.avi"))
+    with pytest.raises(UserError, match=r"train.jsonl:1: video a.avi: .*pip install opencv-python; or give a list"):
+        read(folder, loaded, processors)
+
+
+def test_no_video_is_cut_in_half(folder, loaded, processors):
+    write(folder, chat("<video>" + "long " * 8, video=FRAMES), chat("x <image> y", image="image.png"), chat())
+    whole = read(folder, loaded, processors).train
+    marks = np.flatnonzero(whole[0].tokens == VIDEO)
+    inside = range(int(marks[0]) + 1, int(marks[-1]) + 2)
+    for limit in range(4, len(whole[0].tokens)):
+        splits = read(folder, loaded, processors, max_seq_length=limit, mask_prompt=False)
+        kept = [e for e in splits.train if e.source == whole[0].source]
+        assert bool(kept) == (limit not in inside)
+        for example in splits.train:
+            count = int(np.isin(example.tokens, (IMAGE, VIDEO)).sum())
+            assert count == sum(processors.spec.tokens(grid) for grid in example.pictures.grids)
+            next(BatchOrder([example], 1, 2048))
+        notes = [note for note in splits.notes if "a video in half" in note]
+        assert len(notes) == (limit in inside)
+        assert all("--video-max-frames" in note for note in notes)
+
+
+def test_the_first_video_is_found(folder):
+    write(folder, chat('say "video"'), chat(video="a.avi"))
+    assert first_image(TrainConfig(data=str(folder))) == f"{folder / 'train.jsonl'}:2, in a video"
+    write(folder, chat(), chat([part("video", FRAMES)]))
+    assert first_image(TrainConfig(data=str(folder))) == f"{folder / 'train.jsonl'}:2, in a video"
+
+
+@pytest.mark.parametrize("name", ["a.avi", "f3.png"])
+def test_another_video_of_the_same_size_is_other_data(folder, loaded, processors, name):
+    write(folder, chat(video=FRAMES if name in FRAMES else name))
+    order = BatchOrder(read(folder, loaded, processors).train, 1, 2048)
+    state = order.state()
+    content = bytearray((folder / name).read_bytes())
+    (folder / name).unlink()
+    if name in FRAMES:
+        Image.new("RGB", (32, 32)).save(folder / name)
+    else:
+        (folder / name).write_bytes(content + b" ")
+    with pytest.raises(UserError, match="training data was"):
+        BatchOrder(read(folder, loaded, processors).train, 1, 2048).restore(state)

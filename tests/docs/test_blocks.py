@@ -1,0 +1,115 @@
+"""The commands, options and Python in the documentation do what they say, against the code as it is."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+import yaml
+
+import deltatune
+from deltatune import config
+from deltatune.commands.flags import config_from
+from deltatune.demo.assets import MODEL
+from deltatune.machine import environment
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import DOCS, READ, ROOT, blocks
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import docs_pages
+
+# `deltatune ...` in a block, alone or behind a launcher; and in a sentence, where it stands in backticks.
+LINE = re.compile(r"^(?:mlx\.launch .*? )?(?:\.venv/bin/)?deltatune (.*)$", re.MULTILINE)
+INLINE = re.compile(r"`deltatune ([a-z][^`]*)`")
+
+
+def commands():
+    found = [(block.page, line) for block in blocks("", "bash") for line in LINE.findall(block.text)]
+    found += [(page, line) for page in READ for line in INLINE.findall(page.read_text(encoding="utf-8"))]
+    return [pytest.param(page, line, id=f"{page.stem}: {line}"[:80]) for page, line in found]
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_are_those_of_the_parser(page, line):
+    words = shlex.split(line.replace("\n", " "), comments=True)
+    command = docs_pages.commands()[words[0]]
+    if words[1:] in ([], ["--help"]):
+        return
+    for action in command._actions:
+        action.required = False  # A sentence may name a flag without what the command needs besides.
+    arguments = command.parse_args(words[1:])
+    if words[0] in ("train", "plan") and not arguments.config:
+        config_from(arguments)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_holds_known_options(block):
+    values = yaml.load(block.text, config._Loader)
+    config.build(config.TrainConfig, values, str(block))
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=str)
+def test_json_lines_are_json(block):
+    assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_runs_on_the_bundled_model(block, tmp_path):
+    line = {"prompt": "What is in the oven?", "completion": "Bread."}
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
+    q = k = v = mx.random.normal((1, 8, 2, 4)) / 4
+    names = {
+        "mx": mx,
+        "model": deltatune.load(MODEL).model,
+        "MODEL": str(MODEL),
+        "DATA": str(tmp_path),
+        "OUTPUT": str(tmp_path / "adapters"),
+    }
+    names |= {"q": q, "k": k, "v": v, "log_g": mx.zeros((1, 8, 2)), "beta": mx.ones((1, 8, 2))}
+    exec(compile(block.text, str(block.page), "exec"), names)
+    mx.eval([value for value in names.values() if isinstance(value, mx.array)])
+
+
+def test_the_environment_page_has_every_variable():
+    page = (DOCS / "reference/environment.md").read_text(encoding="utf-8")
+    read = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        read |= set(re.findall(r"\"(DELTATUNE_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
+    assert set(re.findall(r"`(DELTATUNE_\w+)`", page)) == read
+    assert f"`{environment.QUEUED}`" in page
+
+
+def test_every_public_name_is_on_the_python_page():
+    page = (DOCS / "reference/python.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    assert {f"deltatune.{name}" for name in deltatune.__all__} <= set(shown)
+    # What mkdocstrings is told of a name is indented below it; otherwise it would be a sentence of the page.
+    assert not re.search(r"^options:", page, re.MULTILINE)
+
+
+def test_every_command_is_on_the_commands_page():
+    page = (DOCS / "reference/commands.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `deltatune (\w+)", page, re.MULTILINE)
+    assert table == list(docs_pages.commands())
+
+
+def test_what_is_made_for_the_pages_is_complete():
+    """Every option with its default, every flag of every command, and no marker that nobody replaces."""
+    options, flags = docs_pages.options(), docs_pages.flags()
+    for field in docs_pages.dataclasses.fields(config.TrainConfig):
+        assert f"| `{field.name}` | " in options
+    for name, command in docs_pages.commands().items():
+        known = [string for action in command._actions for string in action.option_strings]
+        assert not [string for string in known if f"`{string}`" not in options + flags and not _is_help(name, string)]
+    markers = [name for page in DOCS.rglob("*.md") for name in docs_pages.MARKER.findall(page.read_text("utf-8"))]
+    assert sorted(markers) == sorted(docs_pages.PARTS)
+
+
+def _is_help(command, string):
+    """--help itself, and the flags of train and plan, which stand on the options page under the option's name."""
+    option = string.removeprefix("--").removeprefix("no-").replace("-", "_")
+    return string in ("-h", "--help") or (command in ("train", "plan") and hasattr(config.TrainConfig(), option))

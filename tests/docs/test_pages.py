@@ -1,0 +1,86 @@
+"""Links, paths and lines of the documentation, and the places in the code that name a page."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import DOCS, KEPT, LOG, PAGES, READ, ROOT, anchors, prose
+
+LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+# A path in backticks or after a command, beginning at the repository's root or at the package.
+NAMED = re.compile(r"`((?:src|tests|benchmarks|scripts|examples|docs|ops|patches)/[\w/.-]*\w|\w[\w/]*/\w+\.py)`")
+CODE = [path for folder in ("src", "tests", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")]
+
+
+def page_names(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [*READ, LOG], ids=page_names)
+def test_relative_links_and_anchors_resolve(page):
+    wrong = []
+    for link in LINK.findall(prose(page)):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", READ, ids=page_names)
+def test_paths_that_a_page_names_exist(page):
+    named = NAMED.findall(page.read_text(encoding="utf-8"))
+    assert not [path for path in named if not ((ROOT / path).exists() or (ROOT / "src/deltatune" / path).exists())]
+
+
+def test_the_way_through_the_code_names_what_is_there():
+    """Each row of how/code.md has a file and a function or class that stands in it."""
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \|", (DOCS / "how/code.md").read_text(encoding="utf-8"), re.M)
+    assert len(rows) > 20
+    wrong = []
+    for file, name in rows:
+        text = (ROOT / "src/deltatune" / file).read_text(encoding="utf-8")
+        if not re.search(rf"^(?:def|class) {name}\b", text, re.MULTILINE):
+            wrong.append(f"{file}: {name}")
+    assert not wrong
+
+
+def test_pages_that_the_code_names_exist():
+    """A comment or a message that sends its reader to docs/..., sends them to a page that is there."""
+    wrong = []
+    for path in CODE:
+        for page in re.findall(r"docs/[\w/-]+\.(?:md|svg)", path.read_text(encoding="utf-8")):
+            if not (ROOT / page).is_file():
+                wrong.append(f"{path.relative_to(ROOT)}: {page}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", [*KEPT, ROOT / "README.md"], ids=page_names)
+def test_lines_are_short(page):
+    """A table's row cannot be broken; every other line can."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_every_page_is_in_the_navigation():
+    class Loader(yaml.SafeLoader):
+        """mkdocs.yml may name Python objects, which nobody needs here."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)["nav"]
+
+    def files(entry):
+        if isinstance(entry, str):
+            return [entry]
+        inside = entry.values() if isinstance(entry, dict) else entry
+        return [file for each in inside for file in files(each)]
+
+    assert sorted(files(nav)) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+def test_the_pages_stay_short_enough_to_be_read():
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in KEPT) < 13_000

@@ -1,0 +1,49 @@
+"""A doctor who looks at little shapes, on a machine with an empty cache."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import pytest
+
+from deltatune.doctor import implementations
+from deltatune.machine import backend
+from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
+from deltatune.ops.gated_delta.choice import Candidate
+from deltatune.ops.gated_delta.machine_trial import ShapeClass
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(implementations, "_CHUNK", (ShapeClass(1, 2, 8, 8, "float32"),))
+    monkeypatch.setattr(implementations, "_MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
+    machine_trial.forget()
+    yield
+    machine_trial.forget()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """on_a_gpu(function): a device whose fused kernels are `function`."""
+
+    def prepare(function):
+        monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("fused", "chunk")})
+        found = choice.CANDIDATES | {"fused": lambda call: Candidate(function, call.shape_class(), function)}
+        monkeypatch.setattr(choice, "CANDIDATES", found)
+
+    return prepare
+
+
+@pytest.fixture
+def wrong():
+    """gated_delta_chunk, 1 % off."""
+
+    def function(*arrays, **options):
+        y, state = gated_delta_chunk(*arrays, **options)
+        return y * 1.01, state
+
+    return function

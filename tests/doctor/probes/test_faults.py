@@ -1,0 +1,166 @@
+"""Each probe finds its fault where it is planted, and none where it is not."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+from deltatune.doctor.probes import fault, faults, fused_rotary, one_row_blas, ragged_gather, scatter_add, sorted_gather
+from deltatune.machine import backend
+from deltatune.machine import blas_fault as blas_probe
+from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
+from layouts import has_gaps
+
+
+class Namespace:
+    """`module` with some names replaced."""
+
+    def __init__(self, module, **names):
+        self.__dict__.update(vars(module) | names)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "device", "replaced", "status"),
+    [
+        (ProbeResult("good"), "cpu", False, "absent"),
+        (ProbeResult(None), "cpu", False, "not run"),
+        (ProbeResult("bad", (FAULT.name,)), "cpu", True, "avoided"),
+        (ProbeResult("bad", (FAULT.name,)), "cpu", False, "present"),
+        (ProbeResult("bad", (FAULT.name,)), "metal", False, "avoided"),
+        (ProbeResult("worse", (FAULT.name, TWO_ROWS.name)), "cpu", False, "present"),
+    ],
+)
+def test_one_row(verdict, device, replaced, status, monkeypatch):
+    monkeypatch.setattr(blas_probe, "probe", lambda: verdict)
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(one_row_blas, "in_force", lambda: replaced)
+    assert one_row_blas.find().status == status
+
+
+def test_scatter_add_is_right_here():
+    assert scatter_add.find() == fault.Fault(scatter_add.NAME, "absent", "x.at[:, t].add(u) adds what it should", 0.0)
+
+
+def test_a_wrong_batch_stride_is_found(monkeypatch):
+    """The fault: every row of the batch gets the first row of the update."""
+    calls = iter(range(1000))
+
+    def array(values):
+        # The probe makes x, the update and the expected sum, in this order.
+        made = mx.array(values)
+        return mx.broadcast_to(made[:1], made.shape) if next(calls) % 3 == 1 else made
+
+    monkeypatch.setattr(scatter_add, "mx", Namespace(mx, array=array))
+    assert scatter_add.find().wrong
+
+
+def wrong_rows(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
+    """mx.gather_mm that reads row 1 where it should read another."""
+    if sorted_indices:
+        a = mx.concatenate([a[:1], mx.broadcast_to(a[1:2], (len(a) - 1, *a.shape[1:]))]) if len(a) > 1 else a * 2
+    return mx.gather_mm(a, b, lhs_indices, rhs_indices)
+
+
+# MLX's CUDA products have both faults.
+HERE = "avoided" if backend.device() == "cuda" else "absent"
+
+
+def test_sorted_gathers(monkeypatch):
+    assert sorted_gather.find_forward().status == HERE
+    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=wrong_rows))
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    assert sorted_gather.find_forward().wrong
+    assert sorted_gather.find_gradient().status == "avoided"
+    for device in ("cuda", "metal"):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        assert sorted_gather.find_forward().status == "avoided"
+
+
+def first_after_another(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
+    """mx.gather_mm that takes matrices with gaps to have none: then the second is not where it looks."""
+    if has_gaps(b):
+        b = mx.concatenate([b[:1], b[:-1]])
+    return mx.gather_mm(a, b, lhs_indices, rhs_indices)
+
+
+def test_sorted_gathers_from_halves(monkeypatch):
+    assert sorted_gather.find_views().status == HERE
+    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=first_after_another))
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    assert sorted_gather.find_views().wrong
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    assert sorted_gather.find_views().status == "avoided"
+
+
+def test_the_gradient_of_a_sorted_gather_from_one_row_here():
+    """mlx 0.32.4 reads past the row: where this ends to hold, mlx has been mended."""
+    found = sorted_gather.find_gradient()
+    assert found.status == "avoided"
+    assert found.error is None or found.error > 0.1
+
+
+def test_a_gradient_that_mlx_cannot_compute_is_avoided_too(monkeypatch):
+    """As on CUDA: nobody asks for it."""
+
+    def refused(*_, **__):
+        raise RuntimeError("invalid argument\nof a kernel")
+
+    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=refused))
+    found = sorted_gather.find_gradient()
+    assert (found.status, found.error) == ("avoided", None)
+    assert found.detail.startswith("MLX cannot compute it here (invalid argument); mlx-lm's layers")
+
+
+def test_ragged_gathers(monkeypatch):
+    found = ragged_gather.find()
+    assert found.status == "absent"
+    assert found.detail.startswith("right for K = 32, K = 96, K = 160")
+
+    def half_a_tile(x, *arguments, **options):
+        y = mx.gather_qmm(x, *arguments, **options)
+        return mx.where(mx.arange(y.shape[-1]) < 32, y, 0) if x.shape[-1] % 64 else y
+
+    monkeypatch.setattr(ragged_gather, "mx", Namespace(mx, gather_qmm=half_a_tile))
+    assert ragged_gather.find().wrong
+
+
+def test_many_rows_are_tried_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    monkeypatch.setattr(ragged_gather, "_ROWS", 100)
+    assert "100 rows" in ragged_gather.find().detail
+
+
+def test_the_rotary_kernel(monkeypatch):
+    if not mx.metal.is_available():
+        assert fused_rotary.find().status == "not run"
+
+    def plain(q, k):
+        return q * 2, k * 3
+
+    @mx.custom_function
+    def without_gradient(q, k):
+        return q * 2, k * 3
+
+    @without_gradient.vjp
+    def refuse(primals, cotangents, outputs):
+        raise ValueError("[Primitive::vjp] Not implemented for CustomKernel.")
+
+    for fused, status in ((plain, "absent"), (lambda q, k: (q * 2, k * 3.1), "present"), (without_gradient, "avoided")):
+        monkeypatch.setattr(fused_rotary, "fused_rotary", lambda fused=fused: (fused, plain))
+        assert fused_rotary.find().status == status
+
+
+def test_what_mlx_cannot_compute_at_all_is_present_with_its_words(monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("cudaGraphAddKernelNode(...) failed: invalid argument\nand more")
+
+    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=refused))
+    found = {one.name: one for one in faults()}
+    assert len(found) == 7
+    for name in (sorted_gather.FORWARD, sorted_gather.VIEWS):
+        detail = "MLX cannot compute it here: cudaGraphAddKernelNode(...) failed: invalid argument"
+        assert found[name] == fault.Fault(name, "present", detail)
+    assert not found[scatter_add.NAME].wrong

@@ -1,0 +1,98 @@
+"""The sweep sees every custom kernel of a training forward, and whether backward arrives at it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from packaging.version import Version
+
+import other_towers
+from deltatune.doctor import custom_kernels_trace
+from deltatune.doctor.custom_kernels import ReachedKernel, sweep, without_gradient
+from deltatune.errors import UserError
+
+recent = pytest.mark.skipif(
+    importlib.util.find_spec("mlx_vlm") is None or Version(importlib.metadata.version("mlx-vlm")) < Version("0.7"),
+    reason="models that older versions of mlx-vlm do not have",
+)
+
+
+@pytest.fixture
+def found(monkeypatch):
+    kept: dict = {}
+    monkeypatch.setattr(custom_kernels_trace, "_found", kept)
+    return kept
+
+
+def run_kernel(x: mx.array) -> mx.array:
+    kernel = custom_kernels_trace._stand_in(name="twice", input_names=["x"], output_names=["y"], source="")
+    return kernel(inputs=[x, 3], output_shapes=[x.shape], output_dtypes=[x.dtype], grid=(1, 1, 1))[0]
+
+
+def test_a_kernel_that_backward_arrives_at_has_no_gradient(found):
+    mx.grad(lambda x: run_kernel(x * 2).sum())(mx.ones(4))
+    assert list(found.values()) == [[1, True]]
+    ((name, caller),) = found
+    assert name == "twice"
+    assert caller.endswith("run_kernel")
+
+
+def test_a_kernel_inside_a_custom_function_has_its_gradient(found):
+    @mx.custom_function
+    def whole(x: mx.array) -> mx.array:
+        return run_kernel(x)
+
+    @whole.vjp
+    def backward(primal, cotangent, _):
+        return cotangent * 2
+
+    mx.grad(lambda x: whole(x * 2).sum())(mx.ones(4))
+    assert list(found.values()) == [[1, False]]
+
+
+def test_a_kernel_that_nothing_trains_through_needs_none(found):
+    mx.grad(lambda x: (mx.stop_gradient(run_kernel(x)) * x).sum())(mx.ones(4))
+    assert list(found.values()) == [[1, False]]
+
+
+def test_the_sentence_names_layer_and_kernel():
+    kernels = [ReachedKernel("sparse", "m.attention", 2, False), ReachedKernel("fine", "m.rope", 2, True)]
+    assert without_gradient(kernels) == [
+        "this layer cannot be trained: m.attention runs the kernel sparse, which has no gradient"
+    ]
+    assert "NO gradient" in str(kernels[0])
+
+
+def test_a_model_with_a_vision_tower_is_traced_as_on_an_apple_gpu(tiny_vision_model):
+    kernels = sweep(tiny_vision_model("qwen3_vl_moe"))
+    assert [kernel.name.startswith("mrope_apply") for kernel in kernels] == [True]
+    assert all(kernel.differentiable for kernel in kernels)
+    assert kernels[0].calls == 6
+
+
+@recent
+def test_the_kimi_towers_table_of_positions_has_no_gradient():
+    model = other_towers.build("kimi_vl")
+    model.set_dtype(mx.bfloat16)
+    assert without_gradient(sweep(model)) == [
+        "this layer cannot be trained: mlx_vlm.models.kernels.bicubic_interpolate runs the kernel "
+        "bicubic_interpolation_antialias, which has no gradient"
+    ]
+
+
+@recent
+def test_a_model_whose_backward_upstream_refuses_is_one_message():
+    with pytest.raises(UserError, match=r"glm5_next: this layer cannot be trained: .* VJP with respect to indices"):
+        sweep(other_towers.build("glm5_next"))
+
+
+def test_a_model_that_keeps_no_config_is_refused():
+    with pytest.raises(UserError, match="keeps no config"):
+        sweep(nn.Linear(2, 2))

@@ -1,0 +1,187 @@
+"""What the doctor prints, as text and as JSON, and when it exits with 1."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+from deltatune import cli
+from deltatune.doctor import examination, implementations, inventory, probes, screen
+from deltatune.doctor.custom_kernels import sweep
+from deltatune.doctor.probes import Fault
+from deltatune.errors import UserError
+from deltatune.machine import backend
+from deltatune.models.vision import load as vision_load
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(inventory, "_SIDE", 64)
+    monkeypatch.setattr(examination, "sweep", lambda model: [])
+
+
+@pytest.fixture
+def swept(monkeypatch):
+    """The models' forwards are really traced, which takes seconds each."""
+    monkeypatch.setattr(examination, "sweep", sweep)
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """found(fault, ...): what the probes find."""
+    return lambda *faults: monkeypatch.setattr(probes, "faults", lambda: list(faults))
+
+
+def said(capsys):
+    """What was printed, every run of blanks and line breaks as one blank."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="a CPU's words")
+def test_on_a_cpu(capsys):
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    for part in (
+        "This machine chip ",
+        " GFLOP/s on fp32 matrices of 64 x 64",
+        f"mlx {mx.__version__}",
+        "Gated delta: chunk (automatic on cpu)",
+        "✓ chunk: float32, 1/2 heads of 8 x 8 ",
+        "✓ NaN in products of one row (BLAS)",
+        "✓ scatter-add with a batch stride",
+        "✓ gated_delta_update mlx_lm ",
+    ):
+        assert part in text
+    assert lines[-1].strip() == "Nothing here would train wrong."
+
+
+def test_json_has_everything(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {
+        "versions", "machine", "gated_delta", "findings", "faults", "patches", "model", "wrong",
+    }  # fmt: skip
+    assert found["wrong"] is False
+    assert found["model"] is None
+    assert {"chip", "memory", "system", "device", "BLAS", "BLAS file", "BLAS speed", "fp32"} == set(found["machine"])
+    # Accelerate on some Macs has the first of them.
+    assert found["faults"][0]["status"] in ("absent", "avoided")
+    holders = next(each for each in found["patches"]["applied"] if each["name"] == "gated_delta_update")["holders"]
+    assert "mlx_lm.models.qwen3_5" in holders
+
+
+def test_a_fault_that_is_avoided_is_shown_and_harmless(found, capsys):
+    found(Fault("a product", "avoided", "computed another way"))
+    assert cli.main(["doctor"]) == 0
+    assert "! a product avoided computed another way" in said(capsys)
+
+
+def test_a_fault_that_is_present_would_train_wrong(found, capsys):
+    found(Fault("a product", "present", "update mlx", error=float("inf")))
+    assert cli.main(["doctor"]) == 1
+    text = said(capsys)
+    assert "✗ a product present update mlx" in text
+    assert "Something here would train wrong" in text
+
+
+def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, capsys):
+    monkeypatch.setattr(implementations, "gated_delta_chunk", wrong)
+    assert cli.main(["doctor"]) == 1
+    assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in said(capsys)
+
+
+def test_not_a_number_is_valid_json(found, capsys):
+    found(Fault("a product", "avoided", "", error=float("inf")))
+    assert cli.main(["doctor", "--json"]) == 0
+    faults = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["faults"]
+    assert faults[0]["error"] == "inf"
+
+
+def test_a_forced_implementation_that_is_refused(monkeypatch, on_a_gpu, wrong, capsys):
+    on_a_gpu(wrong)
+    monkeypatch.setattr("deltatune.machine.backend.gated_delta_candidates", lambda: (("fused",), "forced"))
+    assert cli.main(["doctor"]) == 1
+    assert "! DELTATUNE_GATED_DELTA=fused: fused (" in said(capsys)
+
+
+def test_a_model_and_who_holds_its_layers(tiny_checkpoint, capsys):
+    path = tiny_checkpoint("qwen3_5_moe")
+    assert cli.main(["doctor", "--model", str(path)]) == 0
+    text = said(capsys)
+    assert "4 layers: 1 attention, 3 delta; experts in 4" in text
+    assert "✓ 3 of 3 delta layers train with deltatune's" in text
+
+
+def test_layers_that_run_other_code_are_named(tiny_checkpoint, monkeypatch, capsys):
+    path = tiny_checkpoint("qwen3_5")
+    monkeypatch.setattr(examination, "reached", lambda model: {"layers.0.linear_attn": False, "layers.1.x": True})
+    assert cli.main(["doctor", "--model", str(path)]) == 0
+    text = said(capsys)
+    assert "! 1 of 2 delta layers train with deltatune's" in text
+    assert "layers.0.linear_attn runs other code" in text
+
+
+def test_a_model_that_is_none_is_bad_input(tmp_path, capsys):
+    assert cli.main(["doctor", "--model", str(tmp_path / "nowhere")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.fixture
+def planted(monkeypatch, swept, tiny_model):
+    """The doctor is given a model whose first layer runs a kernel that has no gradient."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    module = importlib.import_module("planted_kernel")
+    model = module.Model(tiny_model("qwen3", num_hidden_layers=1).args)
+    monkeypatch.setattr(examination, "to_train_on", lambda path: ({"text": model}, []))
+
+
+def test_a_kernel_without_a_gradient_stops_training(planted, monkeypatch, tmp_path, capsys):
+    found = examination.examine(str(tmp_path))
+    monkeypatch.setattr(screen, "examine", lambda model: found)
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 1
+    text = said(capsys)
+    assert "✗ this layer cannot be trained: planted_kernel.Sparse.__call__ runs the kernel sparse_attention" in text
+    assert "This model cannot be trained on an Apple GPU: 1 kernels without a gradient" in text
+    assert cli.main(["doctor", "--json", "--model", str(tmp_path)]) == 1
+    said_as_json = json.loads(capsys.readouterr().out)
+    (forward,) = said_as_json["model"]["forwards"]
+    assert forward["kernels"] == [
+        {"name": "sparse_attention", "caller": "planted_kernel.Sparse.__call__", "calls": 1, "differentiable": False}
+    ]
+    assert len(forward["untrainable"]) == 1
+    assert said_as_json["wrong"] is True
+
+
+def test_a_model_with_a_vision_tower_is_swept_with_and_without_them(swept, tiny_vision_checkpoint, capsys):
+    assert cli.main(["doctor", "--json", "--model", str(tiny_vision_checkpoint("qwen3_5"))]) == 0
+    forwards = {each["data"]: each for each in json.loads(capsys.readouterr().out)["model"]["forwards"]}
+    assert [kernel["differentiable"] for kernel in forwards["images"]["kernels"]] == [True]
+    assert forwards["images"]["package"] == "mlx-vlm"
+    assert forwards["text"]["kernels"] == []
+    assert forwards["text"]["unreached"] == forwards["images"]["unreached"] == []
+
+
+def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(vision_load.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["doctor", "--model", str(tiny_vision_checkpoint("qwen3_5"))]) == 0
+    text = said(capsys)
+    assert "✓ 3 of 3 delta layers train with deltatune's on text, through mlx-lm" in text
+    assert "– its config.json has a vision tower, which needs mlx-vlm, and that is not installed" in text
+
+
+def test_a_forward_that_cannot_be_traced_is_said(tiny_checkpoint, monkeypatch, capsys):
+    def refuses(model):
+        raise UserError("sweep: it keeps no config")
+
+    monkeypatch.setattr(examination, "sweep", refuses)
+    assert cli.main(["doctor", "--model", str(tiny_checkpoint("qwen3"))]) == 0
+    assert "! custom kernels: not known on text, through mlx-lm sweep: it keeps no config" in said(capsys)

@@ -1,0 +1,80 @@
+"""The verdicts on gated_delta's implementations, as the doctor names them."""
+
+from __future__ import annotations
+
+import math
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+from deltatune.doctor import implementations
+from deltatune.machine import backend
+from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """Whatever this machine has."""
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+
+
+def test_chunk_is_right_here():
+    (finding,) = implementations.findings()
+    assert (finding.implementation, finding.status, finding.wrong) == ("chunk", "right", False)
+    assert finding.shape == "float32, 1/2 heads of 8 x 8"
+    assert set(finding.errors) == set(machine_trial.NAMES)
+    assert 0 < max(finding.errors.values()) <= finding.bound == 2e-6
+
+
+def test_chunk_itself_wrong_is_the_worst(monkeypatch, wrong):
+    monkeypatch.setattr(implementations, "gated_delta_chunk", wrong)
+    (finding,) = implementations.findings()
+    assert finding.wrong
+    assert "differs from naive" in finding.detail
+
+
+def test_a_refused_kernel_trains_nothing_wrong(on_a_gpu, wrong):
+    on_a_gpu(wrong)
+    _, finding = implementations.findings()
+    assert (finding.status, finding.wrong) == ("refused", False)
+    assert "by 1.0e-02 of the largest, 2.0e-06 allowed" in finding.detail
+
+
+def test_a_refused_kernel_that_is_forced_would(on_a_gpu, wrong, monkeypatch):
+    on_a_gpu(wrong)
+    monkeypatch.setattr(backend, "gated_delta_candidates", lambda: (("fused",), "forced"))
+    assert [finding.status for finding in implementations.findings()] == ["right", "wrong"]
+
+
+def test_not_a_number_is_refused(on_a_gpu, wrong):
+    on_a_gpu(lambda *arrays, **options: (wrong(*arrays, **options)[0] * mx.nan, options["initial_state"]))
+    finding = implementations.findings()[-1]
+    assert finding.status == "refused"
+    assert finding.errors["y"] == math.inf
+
+
+def test_what_is_not_covered_says_why(monkeypatch):
+    monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("fused", "chunk")})
+    monkeypatch.setattr(choice, "CANDIDATES", choice.CANDIDATES | {"fused": lambda call: "heads too odd"})
+    finding = implementations.findings()[-1]
+    assert (finding.status, finding.detail) == ("not covered", "heads too odd")
+
+
+@pytest.mark.parametrize(
+    ("factor", "device", "status"), [(1.001, "cuda", "TF32"), (1.01, "cuda", "wrong"), (1.001, "cpu", "wrong")]
+)
+def test_products_in_tf32_are_named_not_called_wrong(factor, device, status, monkeypatch):
+    def rounded(*arrays, **options):
+        y, state = gated_delta_chunk(*arrays, **options)
+        return y * factor, state
+
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cuda", "cpu"), ("chunk",)))
+    monkeypatch.setattr(implementations, "_MODELS", ())
+    monkeypatch.setattr(implementations, "gated_delta_chunk", rounded)
+    (finding,) = implementations.findings()
+    assert finding.status == status
+    assert ("unless MLX_ENABLE_TF32=0 is set" in finding.detail) == (status == "TF32")

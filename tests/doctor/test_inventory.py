@@ -1,0 +1,35 @@
+"""Facts about the machine."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import pytest
+
+from deltatune.doctor import inventory
+from deltatune.machine import backend
+
+
+def test_what_is_not_installed_is_left_out(monkeypatch):
+    monkeypatch.setattr(inventory, "PACKAGES", ("mlx", "no-such-package"))
+    assert list(inventory.versions()) == ["mlx"]
+
+
+def test_speed_is_measured(monkeypatch):
+    monkeypatch.setattr(inventory, "_SIDE", 64)
+    assert inventory.speed() > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "shown"),
+    [
+        ("cpu", "1", "products in full fp32"),
+        ("cuda", "0", "products in full fp32 (MLX_ENABLE_TF32=0)"),
+        ("cuda", "1", "products in TF32, 10 bits of mantissa: MLX_ENABLE_TF32=1 is set"),
+    ],
+)
+def test_tf32_is_said(device, setting, shown, monkeypatch):
+    monkeypatch.setenv("MLX_ENABLE_TF32", setting)
+    monkeypatch.setattr(backend, "device", lambda: device)
+    assert inventory._fp32(device) == shown

@@ -1,0 +1,65 @@
+"""The choice of implementation, and what it says when it cannot be had."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.machine import backend
+
+
+def test_automatic_choice(monkeypatch):
+    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    assert backend.gated_delta_candidates() == (("chunk",), "automatic on cpu")
+    assert backend.gated_delta_implementation() == ("chunk", "automatic on cpu")
+
+
+@pytest.mark.parametrize(("device", "others"), [("cuda", "chunk"), ("metal", "native or chunk")])
+def test_a_gpu_prefers_the_fused_kernels(device, others, monkeypatch):
+    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
+    monkeypatch.setattr(backend, "device", lambda: device)
+    names, why = backend.gated_delta_candidates()
+    assert (names[0], names[-1], why) == ("fused", "chunk", f"automatic on {device}")
+    name, said = backend.gated_delta_implementation()
+    assert name == "fused"
+    assert said == f"automatic on {device}, where it covers a layer and passes its check; else {others}"
+
+
+@pytest.mark.parametrize("name", ["naive", "chunk", "native"])
+def test_forced_choice(name, monkeypatch):
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", name)
+    assert backend.gated_delta_implementation() == (name, "forced by DELTATUNE_GATED_DELTA")
+
+
+def test_gpu_kernels_forced_on_a_cpu_are_refused(monkeypatch):
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    with pytest.raises(UserError, match=r"fused asks for GPU kernels.*is the CPU"):
+        backend.gated_delta_implementation()
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    assert backend.gated_delta_candidates() == (("fused",), "forced by DELTATUNE_GATED_DELTA")
+
+
+def test_an_nvidia_gpu_older_than_hopper_gets_chunk(monkeypatch):
+    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(backend.nvidia, "generation", lambda: 89)
+    needs = "the fused kernels need an NVIDIA GPU of compute capability 9.0 or more, and this one has 8.9"
+    assert backend.gated_delta_candidates() == (("chunk",), f"automatic on cuda: {needs}")
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
+    with pytest.raises(UserError, match=f"GATED_DELTA=fused: {needs}; unset it"):
+        backend.gated_delta_candidates()
+
+
+def test_unknown_choice(monkeypatch):
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fast")
+    with pytest.raises(ValueError, match="not known"):
+        backend.gated_delta_implementation()
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", 0), ("metal", 0), ("cuda", 20)])
+def test_freed_memory_is_kept_between_iterations_on_nvidia_gpus_alone(device, kept, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(backend.mx, "device_info", lambda: {"total_memory": 80})
+    assert backend.cache_to_keep() == kept

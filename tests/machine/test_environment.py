@@ -1,0 +1,73 @@
+"""Environment variables that deltatune sets for MLX."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from deltatune.machine import environment
+
+PROBE = """
+import ctypes, deltatune
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(getenv(b"MLX_ENABLE_TF32").decode(), deltatune._environment.tf32())
+"""
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0 False"), ("1", "1 True"), ("0", "0 False")])
+def test_fp32_stays_fp32_unless_the_user_chose(before, after):
+    """MLX reads the variable in C, at its first product on the GPU."""
+    env = {name: value for name, value in os.environ.items() if name != environment.TF32}
+    if before is not None:
+        env[environment.TF32] = before
+    result = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == after
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="for NVIDIA GPUs")
+@pytest.mark.parametrize(("before", "after"), [(None, "200"), ("1000", "1000")])
+def test_work_goes_to_the_gpu_in_small_pieces_unless_the_user_chose(before, after):
+    env = {name: value for name, value in os.environ.items() if name != environment.QUEUE}
+    if before is not None:
+        env[environment.QUEUE] = before
+    probe = f"import os, deltatune; print(os.environ['{environment.QUEUE}'])"
+    result = subprocess.run([sys.executable, "-c", probe], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == after
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), (" 2", True), ("0", False), ("", False), ("false", False)])
+def test_tf32_is_read_as_mlx_reads_it(value, on, monkeypatch):
+    monkeypatch.setenv(environment.TF32, value)
+    assert environment.tf32() is on
+
+
+def test_unset_is_mlxs_default(monkeypatch):
+    monkeypatch.delenv(environment.TF32)
+    assert environment.tf32()
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "seen"),
+    [
+        ({"MLX_RANK": "1"}, 2, "1"),
+        ({"MLX_RANK": "5"}, 4, "1"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3"}, 4, "3"),
+        ({"MLX_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}, 8, "6"),
+        ({"MLX_RANK": "1", "CUDA_VISIBLE_DEVICES": "0"}, 8, "0"),
+        ({"MLX_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}, 8, ""),
+        ({"MLX_RANK": "0"}, 1, None),
+        ({}, 2, None),
+    ],
+)
+def test_each_rank_sees_a_gpu_of_its_own(monkeypatch, given, gpus, seen):
+    for name in (*environment.RANKS, environment.GPUS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "_nvidia_gpus", lambda: gpus)
+    environment.see_own_gpu()
+    assert os.environ.get(environment.GPUS) == seen

@@ -1,0 +1,50 @@
+"""What is asked of an NVIDIA GPU's driver, and what serves where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltatune.machine import nvidia
+
+
+class Driver:
+    """libcuda: each function's answer, with the values of attributes."""
+
+    def __init__(self, status=0, values=None):
+        self.status, self.values = status, values or {97: 101_376, 16: 170}
+
+    def cuInit(self, flags):  # noqa: N802
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):  # noqa: N802
+        value._obj.value = self.values[attribute]
+        return self.status
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    nvidia.limits.cache_clear(), nvidia.generation.cache_clear()
+    yield
+    nvidia.limits.cache_clear(), nvidia.generation.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [(Driver(), nvidia.Limits(101_376, 170)), (Driver(status=100), nvidia.H200), (None, nvidia.H200)],
+    ids=["asked", "refuses", "absent"],
+)
+def test_limits(driver, expected, monkeypatch):
+    def library(name):
+        if driver is None:
+            raise OSError(name)
+        return driver
+
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", library)
+    assert nvidia.limits() == expected
+
+
+@pytest.mark.parametrize(("name", "generation"), [("sm_89", 89), ("sm_121", 121), ("applegpu_g15s", 90), (None, 90)])
+def test_generation(name, generation, monkeypatch):
+    about = {} if name is None else {"architecture": name}
+    monkeypatch.setattr(nvidia.mx, "device_info", lambda _: about)
+    assert nvidia.generation() == generation

@@ -1,0 +1,255 @@
+"""A merged checkpoint says what the adapted model says, in the base's own names, and is otherwise the base."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm.utils
+import pytest
+from mlx.utils import tree_map
+
+from deltatune.config import LoraConfig
+from deltatune.errors import UserError
+from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.lora.tensor_files import read_header
+from deltatune.models import merged_checkpoint as merge_module
+from deltatune.models.load import load_model
+from deltatune.models.merged_checkpoint import merge_checkpoint
+from families import FAMILIES
+
+TOKENS = mx.array([[5, 6, 7, 8, 9]])
+
+
+def adapt(path: Path, adapter: Path, kind: str = "lora", **options) -> mx.array:
+    """Save a random adapter for the model in `path`; the adapted model's logits."""
+    model, _ = load_model(path)
+    convert_to_lora(model, LoraConfig(rank=4, scale=2.0, **options), fine_tune_type=kind)
+    mx.random.seed(7)
+    model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
+    save_adapters(model, adapter, {"model": str(path)})
+    return model(TOKENS)
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple]:
+    """{tensor: (dtype, shape, bytes)} of every weight file."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        content = file.read_bytes()
+        for name, stored in read_header(file).tensors.items():
+            found[name] = (stored.dtype, stored.shape, content[stored.start : stored.start + stored.size])
+    return found
+
+
+def difference(a: mx.array, b: mx.array) -> float:
+    return mx.abs(a - b).max().item()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merge_says_what_the_adapted_model_says(tiny_checkpoint, tmp_path, family, kind):
+    base = tiny_checkpoint(family)
+    adapted = adapt(base, tmp_path / "adapter", kind)
+    done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    merged, _ = mlx_lm.utils.load_model(tmp_path / "merged")
+    assert difference(merged(TOKENS), adapted) < 1e-4
+    assert difference(load_model(base)[0](TOKENS), adapted) > 0.1
+    before, after = stored_bytes(base), stored_bytes(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == set(done.changed)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_linear", "bailing"])
+def test_quantised_base_dequantised(tiny_checkpoint, tmp_path, family):
+    base = tiny_checkpoint(family, quantize={})
+    adapted = adapt(base, tmp_path / "adapter")
+    done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged", dequantize=True)
+    merged, config = load_model(tmp_path / "merged")
+    assert "quantization" not in config
+    assert "quantization_config" not in config
+    assert difference(merged(TOKENS), adapted) < 1e-4
+    assert done.removed
+    assert not any(name.endswith((".scales", ".biases")) for name in stored_bytes(tmp_path / "merged"))
+
+
+@pytest.mark.parametrize("settings", [{"bits": 3}, {"bits": 6}, {"mode": "mxfp4"}, {"mode": "nvfp4", "group_size": 16}])
+def test_quantised_base_stays_as_it_was_packed(tiny_checkpoint, tmp_path, settings):
+    base = tiny_checkpoint("qwen3_5", quantize=settings)
+    adapt(base, tmp_path / "adapter")
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "plain", dequantize=True)
+    assert load_model(tmp_path / "merged")[1] == load_model(base)[1]
+    packed, plain = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("merged", "plain"))
+    settings = {"group_size": 32, "bits": 4, "mode": "affine"} | settings
+    layers = [name for name in plain if name.endswith("_proj.weight")]
+    assert len(layers) == 19
+    for name in layers:
+        weight, scales, *_ = mx.quantize(plain[name], **settings)
+        assert mx.array_equal(packed[name], weight)
+        assert mx.array_equal(packed[name.replace(".weight", ".scales")], scales)
+
+
+def hugging_face_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """A tiny qwen3_5_moe as transformers stores it: packed experts, unshifted norms, vision tower, next-token heads."""
+    stored = {}
+    for name, value in tensors.items():
+        new = name.replace("language_model.model.", "model.language_model.")
+        if new.endswith("conv1d.weight"):
+            value = value.moveaxis(1, 2)
+        if value.ndim == 1 and new.endswith(("layernorm.weight", "language_model.norm.weight", "_norm.weight")):
+            value = value - 1.0
+        if ".switch_mlp.up_proj" in new:
+            continue
+        if ".switch_mlp.gate_proj" in new:
+            value = mx.concatenate([value, tensors[name.replace("gate_proj", "up_proj")]], axis=1)
+            new = new.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")
+        stored[new.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = value
+    mx.random.seed(1)
+    stored["model.visual.blocks.0.attn.qkv.weight"] = mx.random.normal((24, 8)).astype(mx.bfloat16)
+    stored["mtp.layers.0.self_attn.q_proj.weight"] = mx.random.normal((8, 8)).astype(mx.float16)
+    return stored
+
+
+def save_sharded(folder: Path, tensors: dict[str, mx.array], shards: int = 3) -> None:
+    """Weights in several files with an index, as large checkpoints have them."""
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[shard::shards]}
+        mx.save_safetensors(str(folder / file), part, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(value.nbytes for value in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+def test_hugging_face_checkpoint_keeps_its_format_and_what_text_models_drop(tiny_checkpoint, tmp_path, kind):
+    original = tiny_checkpoint("qwen3_5_moe")
+    base = Path(shutil.copytree(original, tmp_path / "base"))
+    stored = hugging_face_names(mx.load(str(original / "model.safetensors")))
+    mx.eval(stored)
+    save_sharded(base, stored)
+    assert difference(load_model(base)[0](TOKENS), load_model(original)[0](TOKENS)) < 1e-5
+    options = {} if kind == "full" else {"keys": ["mlp.switch_mlp.up_proj", "linear_attn.out_proj"]}
+    if kind == "dora":
+        options = {"keys": ["linear_attn.*"]}
+    adapted = adapt(base, tmp_path / "adapter", kind, **options)
+    done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    assert difference(load_model(tmp_path / "merged")[0](TOKENS), adapted) < 1e-4
+    before, after = stored_bytes(base), stored_bytes(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == set(done.changed)
+    assert not any(name.startswith(("mtp", "model.visual")) for name in done.changed)
+    # Only up_proj was trained: the half of the packed tensor that is gate_proj is what it was, bit for bit.
+    if kind == "lora":
+        name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+        assert name in done.changed
+        old, new = (
+            mx.load(str(next(f for f in d.glob("*.safetensors") if name in read_header(f).tensors)))[name]
+            for d in (base, tmp_path / "merged")
+        )
+        assert mx.array_equal(old[:, :64], new[:, :64])
+        assert not mx.array_equal(old[:, 64:], new[:, 64:])
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    assert index == json.loads((base / "model.safetensors.index.json").read_text())
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_experts_stored_one_by_one(tiny_checkpoint, tmp_path):
+    original = tiny_checkpoint("bailing")
+    base = Path(shutil.copytree(original, tmp_path / "base"))
+    stored = {}
+    for name, value in mx.load(str(original / "model.safetensors")).items():
+        if ".switch_mlp." in name:
+            for expert in range(value.shape[0]):
+                stored[name.replace("switch_mlp", f"experts.{expert}")] = value[expert]
+        else:
+            stored[name] = value
+    mx.eval(stored)
+    mx.save_safetensors(str(base / "model.safetensors"), stored)
+    adapted = adapt(base, tmp_path / "adapter", keys=["mlp.switch_mlp.down_proj"])
+    done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    assert difference(load_model(tmp_path / "merged")[0](TOKENS), adapted) < 1e-4
+    assert len(done.changed) == 3 * 8
+    assert all(".experts." in name and name.endswith("down_proj.weight") for name in done.changed)
+
+
+def test_eight_bit_floats_are_carried_bit_for_bit(tiny_checkpoint, tmp_path):
+    base = Path(shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "base"))
+    from deltatune.lora.tensor_files import StoredTensor, write_tensors
+
+    raw = tmp_path / "raw"
+    raw.write_bytes(bytes(range(64)))
+    header = read_header(base / "model.safetensors")
+    extra = {"model.visual.scale": StoredTensor("F8_E4M3", (8, 8), 0, 64, raw)}
+    write_tensors(tmp_path / "new", {**header.tensors, **extra}, {"format": "mlx"})
+    (tmp_path / "new").replace(base / "model.safetensors")
+    adapt(base, tmp_path / "adapter")
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    assert stored_bytes(tmp_path / "merged")["model.visual.scale"] == ("F8_E4M3", (8, 8), bytes(range(64)))
+
+
+@pytest.mark.parametrize("change", [lambda w: w * mx.abs(w), lambda w: mx.concatenate([w[:64], w[:64]])])
+def test_derivation_that_cannot_be_undone_is_refused(tiny_checkpoint, tmp_path, monkeypatch, change):
+    base = tiny_checkpoint("qwen3_5")
+    adapt(base, tmp_path / "adapter")
+    model_class = type(load_model(base)[0])
+    sanitize = model_class.sanitize
+
+    def derived(self, weights):
+        found = sanitize(self, weights)
+        name = "language_model.model.layers.0.mlp.up_proj.weight"
+        return found | {name: change(found[name])}
+
+    monkeypatch.setattr(model_class, "sanitize", derived)
+    with pytest.raises(UserError, match=r"up_proj.weight is derived .* cannot be undone"):
+        merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_existing_folder_is_not_overwritten(tiny_checkpoint, tmp_path):
+    base = tiny_checkpoint("qwen3")
+    adapt(base, tmp_path / "adapter")
+    with pytest.raises(UserError, match="exists already"):
+        merge_checkpoint(base, tmp_path / "adapter", base)
+    (tmp_path / "empty").mkdir()
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_half_written_is_left(tiny_checkpoint, tmp_path, monkeypatch, fault):
+    base = tiny_checkpoint("qwen3")
+    adapt(base, tmp_path / "adapter")
+
+    def failing(source, target, dequantize):
+        (target / "config.json").write_text("half")
+        raise fault
+
+    monkeypatch.setattr(merge_module, "_write_rest", failing)
+    expected = UserError if isinstance(fault, OSError) else KeyboardInterrupt
+    with pytest.raises(expected, match="No space left" if isinstance(fault, OSError) else None):
+        merge_checkpoint(base, tmp_path / "adapter", tmp_path / "out" / "merged")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_full_disk(tiny_checkpoint, tmp_path):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    from deltatune.lora.tensor_files import write_tensors
+
+    with pytest.raises(OSError, match="No space left"):
+        write_tensors(Path("/dev/full"), {"a": mx.zeros((4,))}, {})
+
+
+def test_adapter_of_another_model(tiny_checkpoint, tmp_path):
+    adapt(tiny_checkpoint("qwen3_5"), tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"is for another model: .* tensors do not fit: language_model"):
+        merge_checkpoint(tiny_checkpoint("qwen3"), tmp_path / "adapter", tmp_path / "merged")

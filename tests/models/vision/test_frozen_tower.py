@@ -1,0 +1,127 @@
+"""A tower that does not train, run by itself: what the step would have computed, the same bits in any batch, once."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.config import TrainConfig
+from deltatune.data import Batch
+from deltatune.models.vision import frozen_tower as frozen
+from deltatune.models.vision.inputs import Picture, token_positions, vision_batch
+from deltatune.models.vision.split import vision_spec
+from deltatune.patches import patched
+from deltatune.train.setup import choose_loss, prepare
+from deltatune.train.step import arrays, counted_positions, mean_loss_and_gradients
+
+pytest.importorskip("mlx_vlm")
+
+GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(2, 6, 4), (1, 4, 16)], [(1, 2, 8)]]
+WIDTH = 64
+
+
+def batch(spec, grids=GRIDS, seed=0):
+    """Rows of text and images of these grids, an answer at the end of each; one image is in two rows."""
+    draw = np.random.default_rng(seed)
+    rows, inputs = [], np.zeros((len(grids), WIDTH), np.int32)
+    weights = np.zeros((len(grids), WIDTH), np.float32)
+    for index, row in enumerate(grids):
+        tokens, pictures = draw.integers(7, 300, 5).tolist(), []
+        for grid in row:
+            fill = np.random.default_rng(list(grid)).standard_normal((int(np.prod(grid)), spec.values))
+            pictures.append(Picture(fill.astype(np.float32), grid))
+            tokens += [spec.start_token, *([spec.image_token] * spec.tokens(grid)), 4, *draw.integers(7, 300, 3)]
+        tokens = np.array(tokens, np.int32)
+        positions = token_positions(tokens, [(1, *grid[1:]) for grid in row for _ in range(grid[0])], spec)
+        rows.append((tokens, positions, pictures))
+        inputs[index, : len(tokens)] = tokens
+        weights[index, len(tokens) - 3 : len(tokens)] = 1
+    images = vision_batch(rows, WIDTH, spec)
+    return Batch(inputs, np.roll(inputs, -1, 1), weights, None, ((),) * len(grids), ((),) * len(grids), images)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_losses_and_gradients_are_those_of_the_tower_in_the_step(tiny_vision_model, family):
+    model = tiny_vision_model(family)
+    prepare(model, TrainConfig(num_layers=-1))
+    given = batch(vision_spec(model))
+    plain = arrays(given)
+    assert plain[4].pop("counted").size == given.weights.size // 4
+    with patched(model):
+        loss, _ = choose_loss(model)
+        model.train()
+        tower = frozen.frozen_tower(model)
+        separate = arrays(given, tower)
+        assert "features" in separate[4]
+        assert "tower" not in separate[4]
+        expected, actual = (mean_loss_and_gradients(model, loss, each) for each in (plain, separate))
+        mx.eval(expected, actual)
+    assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+    assert actual[1].item() == expected[1].item()
+    wanted, found = dict(tree_flatten(expected[2])), dict(tree_flatten(actual[2]))
+    largest = max(mx.abs(value).max().item() for value in wanted.values())
+    assert all(mx.abs(found[name] - value).max().item() < 1e-4 * largest for name, value in wanted.items())
+
+
+@pytest.fixture
+def tower_and_spec(tiny_vision_model):
+    """A tower, and its images of any rows."""
+    model = tiny_vision_model("qwen3_vl")
+    prepare(model, TrainConfig(num_layers=-1))
+    return frozen.FrozenTower(model), vision_spec(model)
+
+
+def one(found, row=0):
+    """Of the first frame, its tokens' features, in every layer that gives some."""
+    return [np.array(each)[row : row + 6] for each in (found["features"], *found["deep"])]
+
+
+def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatch):
+    tower, spec = tower_and_spec
+    first = one(tower(batch(spec, [[(1, 4, 6)]]).images))
+    again = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
+    tower._cache.clear()
+    anew = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
+    assert len(first) == 3
+    assert all((a == b).all() and (a == c).all() for a, b, c in zip(first, again, anew, strict=True))
+    monkeypatch.setattr(tower, "look", lambda *_: pytest.fail("looked twice"))
+    assert (one(tower(batch(spec, [[(1, 4, 6)]]).images))[0] == first[0]).all()
+
+
+def test_what_does_not_fit_is_looked_at_anew(tower_and_spec, monkeypatch):
+    tower, spec = tower_and_spec
+    monkeypatch.setattr(frozen, "CACHE_BYTES", 10_000)
+    found = [one(tower(batch(spec).images))[0] for _ in range(2)]
+    assert (found[0] == found[1]).all()
+    assert 0 < sum(each.nbytes for each in tower._cache.values()) <= 10_000
+
+
+def test_a_batch_without_images_needs_no_tower(tower_and_spec):
+    tower, spec = tower_and_spec
+    assert tower(batch(spec, [[], []]).images) == {}
+
+
+@pytest.mark.parametrize("parts", ["vision", "language,projector"])
+def test_a_tower_that_trains_stays_in_the_step(tiny_vision_model, tiny_model, parts):
+    model = tiny_vision_model("qwen3_5")
+    prepare(model, TrainConfig(num_layers=-1, parts=parts))
+    assert frozen.frozen_tower(model) is None
+    assert frozen.frozen_tower(tiny_model("qwen3")) is None
+
+
+def test_counted_positions_are_made_up_to_quarters():
+    weights = np.zeros((2, 16), np.float32)
+    weights[1, 3:12] = 1
+    found = counted_positions(weights)
+    assert found.dtype == np.int32
+    assert len(found) == 16
+    assert set(range(19, 28)) < set(found.tolist())
+    assert len(set(found.tolist())) == 16
+    assert (np.diff(found) > 0).all()
+    assert counted_positions(np.ones((2, 16))) is None
+    assert len(counted_positions(np.zeros((2, 16)))) == 8

@@ -1,0 +1,160 @@
+"""Products that unpack the matrix first: values and gradients against float64, when they are used, and memory."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from deltatune.machine import backend
+from deltatune.ops import quantized_product
+from deltatune.ops.quantized_product import Quantization, packed_product, serves
+
+PACKINGS = {
+    **{f"affine{bits}": {"group_size": 32, "bits": bits, "mode": "affine"} for bits in (2, 3, 4, 5, 6, 8)},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+}
+INPUTS, OUTPUTS = 96, 64
+# Errors relative to the norm: those of fp32 sums, or of rounding the result (1.7e-3 in bf16), on a GPU the matrix too.
+ROUNDINGS = 1 if backend.device() == "cpu" else 2
+BOUND = {mx.float32: 1e-6, mx.float16: 2.5e-4 * ROUNDINGS, mx.bfloat16: 2e-3 * ROUNDINGS}
+
+
+def quantized_matrix(packing, dtype=mx.float32, lead=()):
+    matrix = mx.random.normal((*lead, OUTPUTS, INPUTS), key=mx.random.key(1)).astype(dtype)
+    return list(mx.quantize(matrix, **packing))
+
+
+def drawn(transpose, dtype=mx.float32, lead=(3, 11)):
+    """Random x and a cotangent of y."""
+    sizes = (INPUTS, OUTPUTS) if transpose else (OUTPUTS, INPUTS)
+    return [mx.random.normal((*lead, n), key=mx.random.key(n)).astype(dtype) for n in sizes]
+
+
+def product(x, arrays, packing, transpose=True):
+    w, scales, *biases = arrays
+    return packed_product(x, w, scales, biases[0] if biases else None, Quantization(transpose, **packing))
+
+
+def exact(arrays, packing):
+    w, *rest = (array.astype(mx.float32) if array.dtype in BOUND else array for array in arrays)
+    return np.array(mx.dequantize(w, *rest, **packing, dtype=mx.float32), np.float64)
+
+
+def relative_error(found, expected):
+    return np.linalg.norm(np.array(found.astype(mx.float32)) - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("slabs", [1, 3], ids=["whole", "in slabs"])
+@pytest.mark.parametrize("dtype", BOUND, ids=lambda d: str(d).split(".")[-1])
+@pytest.mark.parametrize("transpose", [True, False], ids=["rows of in", "rows of out"])
+@pytest.mark.parametrize("name", PACKINGS)
+def test_value_and_gradient_against_float64(name, transpose, dtype, slabs, monkeypatch):
+    if slabs > 1:
+        size = 4 if backend.device() == "cpu" else dtype.size
+        monkeypatch.setitem(quantized_product.SLAB_BYTES, backend.device(), size * INPUTS * (OUTPUTS // slabs))
+    packing = PACKINGS[name]
+    arrays, (x, dy) = quantized_matrix(packing, dtype), drawn(transpose, dtype)
+    (y,), (dx,) = mx.vjp(lambda x: [product(x, arrays, packing, transpose)], [x], [dy])
+    w = exact(arrays, packing)
+    left, right = (w.T, w) if transpose else (w, w.T)
+    wide, d = (np.array(array.astype(mx.float32), np.float64) for array in (x, dy))
+    assert y.dtype == dx.dtype == dtype
+    assert relative_error(y, wide @ left) < BOUND[dtype]
+    assert relative_error(dx, d @ right) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("kind", [(mx.float32, mx.bfloat16), (mx.bfloat16, mx.float32)])
+def test_dtypes_are_those_of_mlx(kind):
+    packing = PACKINGS["affine4"]
+    arrays, (x, _) = quantized_matrix(packing, kind[1]), drawn(True, kind[0])
+    expected = mx.quantized_matmul(x, *arrays, **packing)
+    found, dx = product(x, arrays, packing), mx.grad(lambda x: product(x, arrays, packing).sum())(x)
+    assert found.dtype == expected.dtype == mx.float32
+    assert dx.dtype == x.dtype
+
+
+def test_a_matrix_for_each_head():
+    packing, (x, dy) = PACKINGS["affine4"], drawn(True, lead=(2, 5, max(quantized_product.ROWS.values())))
+    arrays = quantized_matrix(packing, lead=(5,))
+    assert serves(x, *arrays[:2])
+    (y,), (dx,) = mx.vjp(lambda x: [product(x, arrays, packing)], [x], [dy])
+    w = exact(arrays, packing)
+    assert relative_error(y, np.array(x, np.float64) @ w.swapaxes(-1, -2)) < 1e-6
+    assert relative_error(dx, np.array(dy, np.float64) @ w) < 1e-6
+
+
+def test_gradients_of_scales_and_biases_are_those_of_mlx():
+    packing = PACKINGS["affine4"]
+    (w, *rest), (x, dy) = quantized_matrix(packing), drawn(True)
+    found = mx.vjp(lambda *rest: [product(x, [w, *rest], packing)], rest, [dy])[1]
+    expected = mx.vjp(lambda *rest: [mx.quantized_matmul(x, w, *rest, **packing)], rest, [dy])[1]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, np.array(theirs)) < 1e-5
+
+
+def test_compiled_checkpointed_and_twice_differentiated():
+    packing, (x, _) = PACKINGS["affine4"], drawn(True)
+    arrays = quantized_matrix(packing)
+
+    def loss(x):
+        return cubed(product(x, arrays, packing))
+
+    def cubed(y):
+        return (y * y * y).sum()
+
+    plain = mx.grad(loss)(x)
+    for form in (mx.compile(mx.grad(loss)), mx.grad(mx.checkpoint(loss))):
+        assert relative_error(form(x), np.array(plain)) < 1e-5
+    matrix = mx.dequantize(*arrays, **packing)
+    second = mx.grad(lambda x: mx.grad(loss)(x).square().sum())(x)
+    expected = mx.grad(lambda x: mx.grad(lambda x: cubed(x @ matrix.T))(x).square().sum())(x)
+    assert relative_error(second, np.array(expected)) < 1e-5
+
+
+def test_when_the_product_is_used(monkeypatch):
+    matrix, heads = ([mx.zeros((*lead, 8, 8), mx.uint32), mx.zeros((*lead, 8, 2))] for lead in ((), (3,)))
+    one_group = [mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))]
+    for device, least in quantized_product.ROWS.items():
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        assert serves(mx.zeros((2, least // 2, 64)), *matrix)
+        assert not serves(mx.zeros((1, least - 1, 64)), *matrix)
+        assert serves(mx.zeros((2, 3, least, 64)), *heads)
+        assert not serves(mx.zeros((3, least - 1, 64)), *heads)
+        assert not serves(mx.zeros((least, 64)), *heads)
+        assert not serves(mx.zeros((1, least, 64)), *heads)
+        assert not serves(mx.zeros((2, least, 64), mx.int32), *matrix)
+        assert not serves(mx.zeros(64), *matrix)
+        assert not serves(mx.zeros((0, 64)), *matrix)
+        assert serves(mx.zeros((1, 64)), *one_group) == (device == "cuda")
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    assert not serves(mx.zeros((1000, 64)), *matrix)
+    assert not serves(mx.zeros((2, 64)), *one_group)
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="counts a CPU's memory")
+def test_nothing_unpacked_waits_for_the_backward_pass():
+    width, count = 512, 12
+    layers = [nn.QuantizedLinear(width, width, bias=False, group_size=32, bits=4) for _ in range(count)]
+    mx.eval([layer.parameters() for layer in layers])
+
+    def loss(x):
+        for layer in layers:
+            arrays = [layer.weight, layer.scales, layer.biases]
+            x = product(x, arrays, PACKINGS["affine4"])
+        return x.sum()
+
+    x = mx.random.normal((16, width))
+    mx.eval(x)
+    # The forward pass is evaluated by itself, so that memory can be read between the passes.
+    y, vjp = mx.vjp(lambda x: [loss(x)], [x], [mx.ones(())])
+    mx.eval(y)
+    between_passes = mx.get_active_memory()
+    mx.eval(vjp)
+    assert between_passes - mx.get_active_memory() < width * width * 4

@@ -1,0 +1,70 @@
+"""The measure of error, and the trial of a kernel before its first use."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.ops import trial
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "error"),
+    [
+        (mx.array([1.0, 2.5]), mx.array([1.0, 2.0]), 0.25),
+        (mx.ones((2, 2)), mx.ones((2, 2)), 0.0),
+        (mx.ones((2, 2)) * mx.nan, mx.ones((2, 2)), INFINITE),
+        (mx.ones(2) * mx.inf, mx.ones(2), INFINITE),
+        (mx.ones((2, 3)), mx.ones((2, 2)), INFINITE),
+        (mx.zeros(3), mx.zeros(3), 0.0),
+        (mx.ones(3), mx.zeros(3), INFINITE),
+        (mx.array([1.0, 2.0], mx.bfloat16), np.array([1.0, 2.0]), 0.0),
+        (mx.zeros((0, 3)), mx.zeros((0, 3)), 0.0),
+    ],
+)
+def test_the_error_is_relative_to_the_largest_element(found, expected, error):
+    assert trial.relative_error(found, expected) == error
+
+
+def test_float64_is_not_rounded():
+    assert trial.relative_error(np.array([1.0 + 1e-12]), np.array([1.0])) == pytest.approx(1e-12, rel=1e-3)
+
+
+def test_the_largest_error_of_several_arrays_counts():
+    assert trial.largest_error([mx.ones(2), mx.array([3.0])], [mx.ones(2), mx.array([2.0])]) == 0.5
+    with pytest.raises(ValueError, match="zip"):
+        trial.largest_error([mx.ones(2)], [])
+
+
+def test_a_kernel_passes_within_its_bound(caplog):
+    assert trial.passes("a kernel", lambda: 1e-3, 1e-3)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("error", [2e-3, INFINITE, float("nan")])
+def test_a_kernel_with_too_large_an_error_is_reported(error, caplog):
+    assert not trial.passes("a kernel", lambda: error, 1e-3, "plain products")
+    assert "a kernel is off by" in caplog.text
+    assert "so plain products serve instead" in caplog.text
+
+
+def test_a_kernel_that_does_not_run_is_reported_in_one_line(caplog):
+    def error() -> float:
+        raise RuntimeError("first line\nsecond line")
+
+    assert not trial.passes("a kernel", error, 1.0)
+    assert "a kernel does not run on this machine" in caplog.text
+    assert "second line" not in caplog.text
+
+
+def test_random_arrays_do_not_use_mlxs_random_state():
+    before = mx.random.state[0].tolist()
+    one, other = trial.random_arrays([((3, 2), mx.float32), ((4,), mx.bfloat16)])
+    assert (one.shape, one.dtype, other.shape, other.dtype) == ((3, 2), mx.float32, (4,), mx.bfloat16)
+    assert mx.random.state[0].tolist() == before

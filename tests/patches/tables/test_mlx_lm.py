@@ -1,0 +1,358 @@
+"""The patched models of every family: reached, same values and gradients as upstream, packed documents kept apart."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from deltatune import patches
+from deltatune.machine import backend
+from deltatune.machine.environment import GATED_DELTA
+from deltatune.ops.causal_conv import causal_conv
+from deltatune.ops.segments import segments
+from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, revert, served
+from deltatune.patches.patch import _signature
+from deltatune.patches.tables import mlx_lm
+from deltatune.patches.tables.mlx_lm import UPDATE
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3")
+
+
+@pytest.fixture(autouse=True)
+def _revert():
+    yield
+    revert()
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
+    return mx.random.randint(0, 320, (batch, length), key=mx.random.key(seed))
+
+
+def losses(model: nn.Module, rows: mx.array) -> mx.array:
+    """Sum of the losses of all but the first token of each row."""
+    logits = model(rows[:, :-1])
+    return nn.losses.cross_entropy(logits.astype(mx.float32), rows[:, 1:]).sum()
+
+
+def gradients(model: nn.Module, loss: Callable[..., mx.array], *arguments: mx.array):
+    value, tree = nn.value_and_grad(model, loss)(model, *arguments)
+    mx.eval(value, tree)
+    return value.item(), dict(tree_flatten(tree))
+
+
+def error(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> tuple[float, float]:
+    """Size of the difference over size of the gradient: of all tensors taken together, and of the worst one."""
+    assert expected.keys() == actual.keys()
+    pairs = [(norm(expected[name] - actual[name]), norm(expected[name])) for name in expected]
+    total = math.hypot(*(d for d, _ in pairs)) / math.hypot(*(g for _, g in pairs))
+    return total, max(d / g for d, g in pairs if g > 1e-9)
+
+
+def cut_off(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    return lambda *arguments, **options: mx.stop_gradient(function(*arguments, **options))
+
+
+def norm(array: mx.array) -> float:
+    return mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, training):
+    monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setattr(backend, "device", lambda: "metal")  # Upstream's own convolution, for a tight comparison.
+    # Experts have a test of their own (test_experts.py); in evaluation mode 0.31.3 leaves their indices in the graph.
+    monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
+    monkeypatch.setattr(mx, "argpartition", cut_off(mx.argpartition))
+    model = tiny_model(family)
+    model.train(training)
+    rows = tokens(2, 21)
+    expected_loss, expected = gradients(model, losses, rows)
+    expected_logits = model(rows)
+    with patched(model) as report:
+        assert report.complete, str(report)
+        recurrence.reset()
+        loss, actual = gradients(model, losses, rows)
+        logits = model(rows)
+    mine = recurrence.OURS if training else recurrence.BACKWARD
+    assert set(served()) == {mine}
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    # Measured with the same recurrence on both sides: 8e-7, and 2e-5 for one tensor of kimi_k3 whose gradient is tiny.
+    total, tensor = error(expected, actual)
+    assert total < 5e-6
+    assert tensor < 1e-4
+    if not training:
+        assert mx.array_equal(logits, expected_logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_train_as_they_do_alone(tiny_model, family):
+    model = tiny_model(family)
+    documents = [tokens(1, length, seed) for seed, length in enumerate((2, 13, 8, 3))]
+    row = mx.concatenate(documents, axis=1)
+    owner = mx.concatenate([mx.full(d.shape, i, mx.int32) for i, d in enumerate(documents)], axis=1)
+    same = (owner[:, 1:] == owner[:, :-1]).astype(mx.float32)
+
+    def packed(model: nn.Module, row: mx.array) -> mx.array:
+        logits = model(row[:, :-1])
+        return (nn.losses.cross_entropy(logits, row[:, 1:]) * same).sum()
+
+    def thrice(model: nn.Module, document: mx.array) -> mx.array:
+        return losses(model, mx.concatenate([document] * 3)) / 3
+
+    def together(each: list[dict[str, mx.array]]) -> dict[str, mx.array]:
+        return {name: sum(tree[name] for tree in each) for name in each[0]}
+
+    with patched(model):
+        alone = [gradients(model, losses, document) for document in documents]
+        control = [gradients(model, thrice, document)[1] for document in documents]
+        with segments(owner[:, :-1]):
+            loss, actual = gradients(model, packed, row)
+    assert loss == pytest.approx(sum(value for value, _ in alone), rel=1e-5)
+    # Rounding alone: each document against itself in a batch of three gives up to 1e-5 (4e-5 in one tensor).
+    expected = together([tree for _, tree in alone])
+    rounding = error(expected, together(control))
+    total, tensor = error(expected, actual)
+    assert rounding[0] < 1e-4
+    assert total < 1e-5 + 4 * rounding[0]
+    assert tensor < 1e-4 + 4 * rounding[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_document_sees_another(tiny_model, family):
+    model = tiny_model(family)
+    before, other, after = tokens(1, 6), tokens(1, 6, seed=1), tokens(1, 9, seed=2)
+    owner = mx.array([[0] * 6 + [1] * 9])
+    with patched(model), segments(owner):
+        one, two = (model(mx.concatenate([first, after], axis=1)) for first in (before, other))
+    assert mx.abs(one[:, :6] - two[:, :6]).max().item() > 0.1
+    assert mx.abs(one[:, 6:] - two[:, 6:]).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_is_upstreams_bit_for_bit(tiny_model, family):
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model = tiny_model(family)
+    model.eval()
+    prompt, following = tokens(1, 7), tokens(1, 3, seed=1)
+
+    def decode() -> list[mx.array]:
+        cache = make_prompt_cache(model)
+        return [model(prompt, cache=cache)] + [model(following[:, t : t + 1], cache=cache) for t in range(3)]
+
+    expected = decode()
+    mx.eval(expected)
+    with patched():
+        recurrence.reset()
+        actual = decode()
+        assert set(served()) == {recurrence.BACKWARD, recurrence.UPSTREAM}
+    assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_on_a_cpu_is_ours(tiny_model, monkeypatch, family):
+    """In pieces, as mlx-lm reads a long one, and then decoding from the state that is left."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    model = tiny_model(family)
+    model.eval()
+    prompt = tokens(2, 21 + recurrence.PROMPT + 2)
+
+    def read() -> mx.array:
+        cache = make_prompt_cache(model)
+        pieces = mx.split(prompt, [21, 21 + recurrence.PROMPT, 22 + recurrence.PROMPT], axis=1)
+        return mx.concatenate([model(piece, cache=cache) for piece in pieces], axis=1)
+
+    expected = read()
+    mx.eval(expected)
+    with patched():
+        recurrence.reset()
+        actual = read()
+        served_by = served()
+    assert served_by[recurrence.OURS] == served_by[recurrence.UPSTREAM] > 0
+    assert not served_by[recurrence.BACKWARD]
+    assert mx.abs(actual - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+
+
+@pytest.mark.parametrize("record", [p for p in PATCHES if p.target == UPDATE], ids=lambda record: record.versions)
+def test_every_version_of_the_function_is_called_as_its_callers_do(record):
+    """The replacement for a version not installed: its signature, and a call as that version's models make it."""
+    calls = []
+
+    def upstream(*arguments, use_kernel, **options):
+        calls.append((len(arguments), use_kernel, options))
+        return arguments[2], arguments[7]
+
+    upstream.__signature__ = inspect.signature(eval(f"lambda {record.signature[1:-1]}: None"))
+    ours = record.replacement(upstream)
+    assert _signature(ours) == record.signature
+    with pytest.raises(TypeError, match="missing a required argument: 'q'"):
+        ours()
+    arrays = (
+        *(mx.ones((1, 1, 1, 4)) for _ in range(3)),
+        mx.ones((1, 1, 1)),
+        mx.ones((1, 1, 1)),
+        mx.ones(1),
+        mx.ones(1),
+    )
+    state = mx.ones((1, 1, 4, 4))
+    if "*" not in record.signature:
+        ours(*arrays, state, None, True)
+    ours(*arrays, state, None, use_kernel=True)
+    assert {(count, kernel) for count, kernel, _ in calls} == {(9, True)}
+
+
+@pytest.mark.parametrize("use_kernel", [False, True])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_state_of_its_own(tiny_model, use_kernel, length):
+    """Decoding is upstream's; training on from a state is ours, the state's gradient included."""
+    from mlx_lm.models.gated_delta import gated_delta_update as upstream
+
+    def draw(*shape: int) -> mx.array:
+        return mx.random.normal(shape)
+
+    mx.random.seed(1)
+    arrays = [
+        draw(1, length, 1, 4),
+        draw(1, length, 1, 4),
+        draw(1, length, 2, 3),
+        draw(1, length, 2),
+        draw(1, length, 2),
+    ]
+    arrays += [draw(2), draw(2), draw(1, 2, 3, 4)]
+
+    def loss(function: Callable[..., tuple[mx.array, mx.array]], *arrays: mx.array) -> mx.array:
+        y, state = function(*arrays, use_kernel=use_kernel)
+        return mx.sin(y).sum() + mx.cos(state).sum()
+
+    every = list(range(1, 9))
+    expected = mx.value_and_grad(loss, argnums=every)(upstream, *arrays)
+    with patched():
+        from mlx_lm.models.gated_delta import gated_delta_update as ours
+
+        recurrence.reset()
+        actual = mx.value_and_grad(loss, argnums=every)(ours, *arrays)
+        assert set(served()) == {recurrence.OURS if length > 1 and not use_kernel else recurrence.UPSTREAM}
+    assert mx.allclose(expected[0], actual[0], rtol=1e-5)
+    for one, other in zip(expected[1], actual[1], strict=True):
+        assert mx.abs(one - other).max().item() < 2e-5 * max(1.0, mx.abs(one).max().item())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_convolution_of_a_cpu_training_step(monkeypatch, bias):
+    shapes = []
+
+    def noted(x, *arguments, **options):
+        shapes.append(x.shape)
+        return causal_conv(x, *arguments, **options)
+
+    monkeypatch.setattr(mlx_lm, "causal_conv", noted)
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    conv = nn.Conv1d(6, 6, 4, groups=6, bias=bias)
+    x, weights = mx.random.normal((2, 12, 6)), mx.random.normal((2, 9, 6))
+
+    def loss(conv: nn.Module, x: mx.array) -> mx.array:
+        return (conv(x) * weights).sum()
+
+    def everything() -> list[mx.array]:
+        value, by_parameter = nn.value_and_grad(conv, loss)(conv, x)
+        by_input = mx.grad(lambda x: loss(conv, x))(x)
+        return [conv(x), value, by_input, *(array for _, array in tree_flatten(by_parameter))]
+
+    expected = everything()
+    mx.eval(expected)
+    with patched():
+        actual = everything()
+        assert set(shapes) == {(2, 9, 6)}
+        shapes.clear()
+        dense, wide = nn.Conv1d(6, 6, 4), nn.Conv1d(6, 6, 4, groups=6, padding=3)
+        assert dense(x).shape == (2, 9, 6)
+        assert wide(x).shape == (2, 15, 6)
+        conv.eval()
+        assert mx.array_equal(conv(x), expected[0])
+    assert not shapes
+    assert len(actual) == (5 if bias else 4)
+    for one, other in zip(expected, actual, strict=True):
+        assert mx.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_state_and_segments_are_refused(tiny_model):
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model = tiny_model("qwen3_5")
+    row, owner = tokens(1, 4), mx.zeros((1, 4), mx.int32)
+    with patched(), segments(owner), pytest.raises(ValueError, match="no cache with segments"):
+        model(row, cache=make_prompt_cache(model))
+    with patched(), segments(owner), pytest.raises(ValueError, match="segments are for 4 positions"):
+        model(tokens(1, 5))
+
+
+def transformed(how: str) -> Callable[..., mx.array]:
+    if how == "compile":
+        return lambda model, rows: mx.compile(lambda rows: losses(model, rows))(rows)
+    if how == "checkpoint":
+        # The tokens are closed over: mx.checkpoint differentiates every argument, and indices have no gradient.
+        return lambda model, rows: mx.checkpoint(lambda parameters: (model.update(parameters), losses(model, rows))[1])(
+            model.trainable_parameters()
+        )
+    return lambda model, rows: mx.vmap(lambda row: losses(model, row[None]))(rows).sum()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("how", ["compile", "checkpoint", "vmap"])
+def test_inside_other_transforms(tiny_model, monkeypatch, how, training):
+    monkeypatch.setenv(GATED_DELTA, "naive")
+    model = tiny_model("olmo_hybrid")
+    model.train(training)
+    rows = tokens(2, 9)
+    with patched(model):
+        expected_loss, expected = gradients(model, losses, rows)
+        loss, actual = gradients(model, transformed(how), rows)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert error(expected, actual)[0] < 1e-5
+
+
+def test_nested_contexts_revert_at_the_outermost():
+    from mlx_lm.models import gated_delta, qwen3_5
+
+    upstream = gated_delta.gated_delta_update
+    with patched():
+        with patched():
+            assert qwen3_5.gated_delta_update is not upstream
+        assert qwen3_5.gated_delta_update is not upstream
+    assert qwen3_5.gated_delta_update is gated_delta.gated_delta_update is upstream
+
+
+def test_a_layer_replaced_by_somebody_else_is_named(tiny_model, monkeypatch):
+    from mlx_lm.models import qwen3_5
+
+    model = tiny_model("qwen3_5")
+    monkeypatch.setattr(qwen3_5.GatedDeltaNet, "__call__", lambda self, x, mask=None, cache=None: x)
+    with pytest.warns(PatchWarning, match="linear_attn .* does not call deltatune"):
+        report = apply(model)
+    assert len(report.unreached) == 3
+    assert not any(reached(model).values())
+
+
+def test_kimi_k3_is_evaluated_with_the_weights_of_the_last_step(tiny_model):
+    model = tiny_model("kimi_k3")
+    rows = tokens(1, 9)
+    with patched(model):
+        model.train()
+        mx.eval(losses(model, rows))
+        model.update(tree_map(lambda weight: weight * 1.1, model.parameters()))
+        model.eval()
+        evaluated = losses(model, rows)
+        model.train()
+        assert losses(model, rows).item() == pytest.approx(evaluated.item(), rel=1e-5)

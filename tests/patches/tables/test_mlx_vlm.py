@@ -1,0 +1,332 @@
+"""mlx-vlm's patched models: reached, same values and gradients as upstream; inference and verification untouched."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from deltatune import patches
+from deltatune.machine import backend
+from deltatune.machine.environment import GATED_DELTA
+from deltatune.patches import PatchWarning, patched, reached, recurrence, revert, served
+from deltatune.patches.patch import Patch, _InForce, _is_settled, _known, _signature
+from deltatune.patches.tables import LOWEST_MLX_VLM, mlx_lm, mlx_vlm, mlx_vlm_experts
+
+pytest.importorskip("mlx_vlm")
+import vision
+
+DELTA_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+
+
+@pytest.fixture(autouse=True)
+def _revert():
+    yield
+    revert()
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
+    return mx.random.randint(7, 320, (batch, length), key=mx.random.key(seed))
+
+
+def losses(model: nn.Module, rows: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(model(rows[:, :-1]).logits.astype(mx.float32), rows[:, 1:]).sum()
+
+
+def gradients(model: nn.Module, rows: mx.array):
+    language = model.language_model
+    value, tree = nn.value_and_grad(language, losses)(language, rows)
+    mx.eval(value, tree)
+    return value.item(), dict(tree_flatten(tree))
+
+
+def norm(array: mx.array) -> float:
+    return mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item()
+
+
+def error(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> float:
+    assert expected.keys() == actual.keys()
+    pairs = [(norm(expected[name] - actual[name]), norm(expected[name])) for name in expected]
+    return math.hypot(*(d for d, _ in pairs)) / math.hypot(*(g for _, g in pairs))
+
+
+def cut_off(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    return lambda *arguments, **options: mx.stop_gradient(function(*arguments, **options))
+
+
+def installed(records: tuple[Patch, ...], name: str, family: str = "") -> Patch | None:
+    """The record that the installed mlx-vlm gets for this target, as apply() chooses it."""
+    found = [r for r in records if r.name.startswith(name) and family in r.module]
+    known = _known(found) if found and importlib.util.find_spec(found[0].module) and load(found[0].module) else None
+    return known.patch if isinstance(known, _InForce) else None
+
+
+def load(module: str) -> bool:
+    importlib.import_module(module)
+    return True
+
+
+def fresh(model: nn.Module) -> nn.Module:
+    """Upstream keeps positions of the last call; a test must not inherit them."""
+    model.language_model._position_ids = model.language_model._rope_deltas = None
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
+@pytest.mark.parametrize("family", DELTA_FAMILIES)
+def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, family, training):
+    monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    # Experts have a test of their own (test_experts.py).
+    monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES + mlx_vlm.PATCHES)
+    model = tiny_vision_model(family)
+    model.train(training)
+    rows = tokens(2, 21)
+    with monkeypatch.context() as mended:
+        # Upstream's loop over tokens in place of its scan, whose differences of cumulated logs cost 6e-5.
+        own = sys.modules.get("mlx_vlm.models.qwen3_5.gated_delta")
+        if hasattr(own, "gated_delta_chunked"):
+            mended.setattr(own, "gated_delta_chunked", own.gated_delta_ops)
+        # Older versions leave the chosen experts in the graph, which newer MLX refuses.
+        mended.setattr(mx, "argpartition", cut_off(mx.argpartition))
+        expected_loss, expected = gradients(fresh(model), rows)
+    expected_logits = fresh(model)(rows).logits
+    with patched(model) as report:
+        assert report.complete, str(report)
+        assert all(reached(model).values())
+        recurrence.reset()
+        loss, actual = gradients(fresh(model), rows)
+        logits = fresh(model)(rows).logits
+    assert set(served()) == {recurrence.OURS if training else recurrence.BACKWARD}
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    # A forgotten train() keeps upstream's forward, which is that scan.
+    assert error(expected, actual) < (5e-6 if training else 2e-4)
+    if not training:
+        assert mx.array_equal(logits, expected_logits)
+
+
+@pytest.mark.parametrize("family", DELTA_FAMILIES)
+def test_decoding_is_upstreams_bit_for_bit(tiny_vision_model, family):
+    model = tiny_vision_model(family).language_model
+    model.eval()
+    prompt, following = tokens(1, 7), tokens(1, 3, seed=1)
+
+    def decode() -> list[mx.array]:
+        model._position_ids = model._rope_deltas = None
+        cache = model.make_cache()
+        logits = [model(prompt, cache=cache).logits]
+        return logits + [model(following[:, t : t + 1], cache=cache).logits for t in range(3)]
+
+    expected = decode()
+    mx.eval(expected)
+    with patched():
+        recurrence.reset()
+        actual = decode()
+        assert served()[recurrence.UPSTREAM]
+        assert not served()[recurrence.OURS]
+    assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
+
+
+def test_speculative_verification_is_upstreams_bit_for_bit(tiny_vision_model):
+    model = tiny_vision_model("qwen3_5").language_model
+    if hasattr(sys.modules["mlx_vlm.models.qwen3_5.language"], "_TARGET_VERIFY_GEMV"):
+        pytest.skip("this mlx-vlm verifies through Metal kernels alone")
+    model.eval()
+    prompt, block = tokens(1, 7), tokens(1, 4, seed=1)
+
+    def verify() -> list[mx.array]:
+        model._position_ids = model._rope_deltas = None
+        cache = model.make_cache()
+        first = model(prompt, cache=cache).logits
+        told = "speculative_verify" in type(model).__call__.__code__.co_consts
+        how = {"speculative_verify": True} if told else {"capture_layer_ids": []}
+        return [first, model(block, cache=cache, **how).logits]
+
+    expected = verify()
+    mx.eval(expected)
+    with patched():
+        recurrence.reset()
+        actual = verify()
+        assert not served()[recurrence.OURS]
+    assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_call_with_state_steps_stays_upstreams(steps):
+    gated_delta = pytest.importorskip("mlx_vlm.models.qwen3_5.gated_delta", exc_type=ImportError)
+    if "state_steps" not in inspect.signature(gated_delta.gated_delta_update).parameters:
+        pytest.skip("this mlx-vlm has no state_steps")
+    arrays = [mx.random.normal((1, 5, 1, 4)) for _ in range(2)] + [mx.random.normal((1, 5, 2, 3))]
+    arrays += [mx.random.normal((1, 5, 2)) for _ in range(2)] + [mx.zeros(2), mx.ones(2)]
+    expected = gated_delta.gated_delta_update(*arrays, state_steps=steps)
+    with patched():
+        recurrence.reset()
+        actual = gated_delta.gated_delta_update(*arrays, state_steps=steps)
+        assert set(served()) == {recurrence.UPSTREAM if steps else recurrence.BACKWARD}
+    assert len(actual) == len(expected) == (3 if steps else 2)
+    assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
+
+
+def test_the_two_functions_of_one_name_are_no_strangers(tiny_vision_model):
+    tiny_vision_model("qwen3_5")
+
+    pytest.importorskip("mlx_vlm.models.gated_delta", reason="this mlx-vlm has one such function at most")
+    names = ("gated_delta", "qwen3_5.gated_delta", "kimi_linear.language", "qwen3_5.language")
+    shared, own, *holders = (importlib.import_module(f"mlx_vlm.models.{name}") for name in names)
+    upstreams = shared.gated_delta_update, own.gated_delta_update
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PatchWarning)
+        with patched() as report:
+            assert report.complete
+            assert holders[0].gated_delta_update is shared.gated_delta_update
+            assert holders[1].gated_delta_update is own.gated_delta_update
+            assert shared.gated_delta_update is not own.gated_delta_update
+            assert shared.gated_delta_update is not upstreams[0]
+    assert upstreams == (shared.gated_delta_update, own.gated_delta_update)
+
+
+def test_a_stranger_among_them_is_named(tiny_vision_model, monkeypatch):
+    model = tiny_vision_model("qwen3_5")
+    language = sys.modules["mlx_vlm.models.qwen3_5.language"]
+    upstream = language.gated_delta_update
+    monkeypatch.setattr(language, "gated_delta_update", lambda *arguments, **more: upstream(*arguments, **more))
+    # Where the function is mlx-lm's, it is the trace of the model that tells.
+    with pytest.warns(PatchWarning, match="left alone|does not call deltatune"), patched(model) as report:
+        assert not report.complete
+
+
+@pytest.mark.parametrize(
+    "record", [p for p in mlx_vlm.PATCHES if p.name == "gated_delta_update"], ids=lambda r: f"{r.module}{r.signature}"
+)
+def test_every_signature_is_ours_and_calls_upstream_with_it(record):
+    seen = []
+
+    def upstream(*arguments, **options):
+        seen.append((len(arguments), sorted(options)))
+        return arguments[2], arguments[7]
+
+    upstream.__signature__ = inspect.signature(eval(f"lambda {record.signature[1:-1]}: None"))
+    ours = record.replacement(upstream)
+    assert _signature(ours) == record.signature
+    arrays = [mx.ones((1, 1, 1, 4))] * 3 + [mx.ones((1, 1, 1))] * 2 + [mx.ones(1)] * 2
+    ours(*arrays, mx.ones((1, 1, 4, 4)), None, use_kernel=True)
+    known = set(record.signature.replace("=", " ").replace(",", " ").strip("()").split())
+    assert seen
+    assert all(count == 9 and set(options) <= known for count, options in seen)
+
+
+def test_the_lowest_version_is_one_number():
+    """What the extra `vision` installs, what the records serve, and what `make compat` tries first."""
+    root = Path(__file__).parents[3]
+    asked = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vision"]
+    assert f"mlx-vlm>={LOWEST_MLX_VLM}" in asked
+    lowest = Version(LOWEST_MLX_VLM)
+    for record in mlx_vlm.PATCHES:
+        assert not any(SpecifierSet(record.versions).contains(old) for old in ("0.4.4", "0.4.99")), record.target
+    tried = re.findall(r'Versions\("[^"]+", "[^"]+", "([^"]+)"', (root / "scripts/compat/versions.py").read_text())
+    assert min(map(Version, tried)) == lowest
+
+
+class Rotary:
+    """Stands for MRoPERotaryEmbedding of 0.6.2: a kernel without a gradient, and a plain way."""
+
+    def __init__(self, fused: bool):
+        self.fused_apply, self.calls = fused, []
+
+    def apply_rotary(self, q, k, position_ids, *, unsqueeze_dim=1, cast_output=True):
+        self.calls.append(self.fused_apply)
+        turn = mx.cos(position_ids.astype(mx.float32))[:, None, :, None]
+        if self.fused_apply:
+            return mx.stop_gradient(q * turn), mx.stop_gradient(k * turn)
+        return q * turn, k * turn
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_fused_rotation_has_the_gradient_of_the_plain_one(fused):
+    record = next(p for p in mlx_vlm.PATCHES if p.name.endswith("apply_rotary"))
+    ours = record.replacement(Rotary.apply_rotary)
+    assert _signature(ours) == record.signature
+    positions = mx.arange(5)[None]
+    q, k = mx.random.normal((1, 2, 5, 4)), mx.random.normal((1, 2, 5, 4))
+
+    def loss(function: Callable, module: Rotary):
+        return lambda q, k: sum((x**2).sum() for x in function(module, q, k, positions))
+
+    expected = mx.grad(loss(Rotary.apply_rotary, Rotary(False)), argnums=(0, 1))(q, k)
+    module = Rotary(fused)
+    actual = mx.grad(loss(ours, module), argnums=(0, 1))(q, k)
+    assert module.fused_apply is fused
+    assert module.calls[0] is fused
+    assert all(mx.allclose(e, a) for e, a in zip(expected, actual, strict=True))
+    if fused:
+        assert mx.abs(mx.grad(loss(Rotary.apply_rotary, Rotary(True)))(q, k)).max().item() == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "block", "todays"), [("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", 2), ("qwen3_vl_moe", "Qwen3VLMoE", 3)]
+)
+def test_routers_of_older_versions_give_upstreams_values_and_gradients(
+    tiny_vision_model, monkeypatch, family, block, todays
+):
+    """The installed version's replacement; where it needs none, the last one, whose arithmetic today's layer has."""
+    layer = tiny_vision_model(family).language_model.model.layers[0].mlp
+    record = installed(mlx_vlm_experts.PATCHES, block, family) or mlx_vlm_experts.PATCHES[todays]
+    assert record.name.startswith(block)
+    upstream = type(layer).__call__
+    ours = record.replacement(upstream)
+    x = mx.random.normal((2, 9, 64))
+
+    def loss(function):
+        return nn.value_and_grad(layer, lambda module, x: (function(module, x) ** 2).sum())(layer, x)
+
+    assert mx.array_equal(ours(layer, x), upstream(layer, x))
+    actual, other = loss(ours)
+    monkeypatch.setattr(mx, "argpartition", cut_off(mx.argpartition))
+    expected, tree = loss(upstream)
+    assert expected.item() == actual.item()
+    # A GPU sums the rows' gradients in an order of its own.
+    bound = 0 if backend.device() == "cpu" else 1e-6
+    assert error(dict(tree_flatten(tree)), dict(tree_flatten(other))) <= bound
+
+
+def test_records_that_a_version_settled_are_silent(tiny_vision_model):
+    tiny_vision_model("qwen3_5_moe")
+    if not all(_is_settled([record]) for record in mlx_vlm_experts.PATCHES):
+        pytest.skip("this mlx-vlm needs these records")
+    with patched() as report:
+        applied = [each.patch for each in report.applied]
+    assert not any(patch in mlx_vlm_experts.PATCHES for patch in applied)
+    # Another record of the same target, for this version, is applied all the same.
+    assert any("SparseMoeBlock" in patch.name for patch in applied)
+    assert report.complete
+
+
+def test_the_vision_tower_of_qwen3_vl_moe_gets_the_other_gelus(tiny_vision_model):
+    """Same weights as a qwen3_vl tower, which has them right."""
+    right, wrong = tiny_vision_model("qwen3_vl").vision_tower, tiny_vision_model("qwen3_vl_moe").vision_tower
+    wrong.update(right.parameters())
+    pixels, grid = mx.random.normal((24, 3 * 2 * vision.PATCH**2)), mx.array([[1, 4, 6]])
+    expected, deep = right(pixels, grid)
+    before = wrong(pixels, grid)[0]
+    with patched():
+        actual, other = wrong(pixels, grid)
+    assert mx.abs(before - expected).max().item() > 1e-5
+    assert mx.array_equal(actual, expected)
+    assert all(mx.array_equal(a, b) for a, b in zip(deep, other, strict=True))

@@ -1,0 +1,282 @@
+"""One-row products: the same numbers as upstream's where the BLAS is right, and no NaN where it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.machine import backend
+from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
+from deltatune.patches import apply, patch, patched, revert
+from deltatune.patches.patch import PatchWarning
+from deltatune.patches.tables import one_row_products
+
+ROOT = Path(__file__).parents[3]
+
+
+def benchmark():
+    spec = importlib.util.spec_from_file_location("one_row_benchmark", ROOT / "benchmarks" / "one_row.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+planted = benchmark()
+NAMES = [record.name for record in one_row_products.PATCHES]
+ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="a BLAS is a CPU's")
+linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
+
+
+def held(name):
+    return vars(owner(name))[name.rpartition(".")[2]]
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """A machine whose BLAS fails the probe (it does not: numbers can be compared)."""
+    monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name,)))
+    monkeypatch.setattr(one_row_products, "_told", set())
+    yield
+    revert()
+
+
+def owner(name):
+    return getattr(mx, name.rpartition(".")[0]) if "." in name else mx
+
+
+@contextlib.contextmanager
+def replaced():
+    """The replacements, without the search of every module that applying them takes."""
+    before = {name: held(name) for name in NAMES}
+    ours = {record.name: record.replacement(before[record.name]) for record in one_row_products.PATCHES}
+    try:
+        for name in NAMES:
+            setattr(owner(name), name.rpartition(".")[2], ours[name])
+        yield
+    finally:
+        for name in NAMES:
+            setattr(owner(name), name.rpartition(".")[2], before[name])
+
+
+def draw(seed, *shape):
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+SHAPES = [
+    ((1, 5), (5, 4)),
+    ((1, 5), (5, 1)),
+    ((3, 1), (1, 4)),
+    ((1, 1), (1, 1)),
+    ((5,), (5, 4)),
+    ((1, 5), (5,)),
+    ((5,), (5,)),
+    ((1,), (1,)),
+    ((2, 1, 5), (5, 4)),
+    ((1, 1, 5), (5, 4)),
+    ((2, 1, 5), (5,)),
+    ((2, 3, 1, 5), (3, 5, 4)),
+    ((5,), (2, 5, 4)),
+    ((2, 4, 5), (5,)),
+    ((2, 1, 5), (2, 5, 1)),
+    ((0, 5), (5, 4)),
+    ((1, 0), (0, 4)),
+]
+
+
+def same(call, *arrays):
+    """call(*arrays) and its gradients, with the replacements and without, are equal within rounding."""
+
+    def everything():
+        y = call(*arrays)
+        outputs, gradients = mx.vjp(call, list(arrays), [draw(9, *y.shape)])
+        mx.eval(outputs, gradients)
+        return [*outputs, *gradients]
+
+    expected = everything()
+    with replaced():
+        found = everything()
+    for f, e in zip(found, expected, strict=True):
+        assert (f.shape, f.dtype) == (e.shape, e.dtype)
+        assert f.size == 0 or mx.allclose(f.astype(mx.float32), e.astype(mx.float32), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES, ids=str)
+def test_products_are_upstreams(a, b):
+    if 0 in a and backend.device() == "cuda":
+        pytest.skip("MLX's own gradient of an empty product ends the process on CUDA")
+    same(lambda x, y: mx.matmul(x, y), draw(0, *a), draw(1, *b))
+    same(lambda x, y: x @ y, draw(0, *a), draw(1, *b))
+    same(lambda x, y: mx.addmm(mx.array(0.5), x, y, 0.5, 2.0), draw(0, *a), draw(1, *b))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_types_stay(dtype):
+    same(lambda x, y: mx.matmul(x, y), draw(0, 1, 5).astype(dtype), draw(1, 5, 4).astype(dtype))
+    same(lambda c, x, y: mx.addmm(c, x, y), *(draw(0, *s).astype(dtype) for s in ((4,), (1, 5), (5, 4))))
+
+
+@pytest.mark.parametrize(("a", "b"), [((5,), (4, 5)), ((2, 5), (3, 4, 5)), ((1, 5), (1, 5)), ((5,), (5,))], ids=str)
+def test_inner_is_upstreams(a, b):
+    same(lambda x, y: mx.inner(x, y), draw(0, *a), draw(1, *b))
+
+
+@pytest.mark.parametrize("sizes", [(1, 5, 4), (1, 5, 1), (1, 1, 4), (2, 1, 4), (3, 5, 4)], ids=str)
+@pytest.mark.parametrize("order", ["sorted", "unsorted", "both sides"])
+def test_gathers_are_upstreams(sizes, order):
+    rows, inner, columns = sizes
+    left = mx.array([3, 0, 1, 2]) if order == "both sides" else None
+    indices = mx.array([0, 0, 1, 2] if order == "sorted" else [2, 0, 1, 0])
+
+    def call(a, b):
+        return mx.gather_mm(a, b, left, indices, sorted_indices=order == "sorted")
+
+    same(call, draw(0, 4, rows, inner), draw(1, 3, inner, columns))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [(1, 6), (3, 1), (1, 1), (3, 6)], ids=str)
+@pytest.mark.parametrize("mask", [None, "causal", "bool", "per head", "added", "sinks"])
+def test_attention_is_upstreams(groups, sizes, mask):
+    length, keys = sizes
+    if mask == "causal" and length > keys:
+        pytest.skip("a row that sees nothing")
+    options = {"mask": mask if mask == "causal" else None}
+    if mask in ("bool", "per head"):
+        options["mask"] = draw(5, 2, 4 if mask == "per head" else 1, length, keys) > -0.5
+    if mask == "added":
+        options["mask"] = draw(5, length, keys)
+    if mask == "sinks":
+        options["sinks"] = draw(5, 4)
+
+    def call(q, k, v):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, **options)
+
+    same(call, draw(0, 2, 4, length, 8), draw(1, 2, groups, keys, 8), draw(2, 2, groups, keys, 8))
+
+
+def test_layers_are_upstreams():
+    for layer, shape in ((nn.Linear(5, 4), (1, 5)), (nn.Conv1d(6, 6, 3, groups=6), (1, 3, 6))):
+        same(lambda x, layer=layer: layer(x), draw(0, *shape))
+
+
+def test_errors_stay_upstreams():
+    with replaced(), pytest.raises(ValueError, match="Last dimension of first input"):
+        mx.matmul(draw(0, 1, 3), draw(1, 4, 5))
+    with replaced(), pytest.raises(ValueError, match="0 dimension"):
+        mx.matmul(mx.array(1.0), draw(1, 4, 5))
+    with replaced(), pytest.raises(TypeError):
+        draw(0, 1, 3) @ "text"
+
+
+def test_nothing_is_touched_where_the_blas_is_right():
+    before = [held(name) for name in NAMES]
+    with patched() as report:
+        assert [held(name) for name in NAMES] == before
+    assert not {each.patch.name for each in report.applied} & set(NAMES)
+
+
+@ON_A_CPU
+def test_everything_is_replaced_where_it_is_not_and_given_back(faulty):
+    before = [held(name) for name in NAMES]
+    with pytest.warns(PatchWarning, match="Products of one row come out wrong here: planted computes these wrong"):
+        report = apply()
+    assert set(NAMES) <= {each.patch.name for each in report.applied}
+    assert report.left_alone == []
+    assert all(now is not then for now, then in zip(map(held, NAMES), before, strict=True))
+    revert()
+    assert all(now is then for now, then in zip(map(held, NAMES), before, strict=True))
+
+
+@ON_A_CPU
+def test_the_user_is_told_once(faulty, recwarn):
+    with patched(), patched():
+        pass
+    with patched():
+        pass
+    assert [str(w.message).startswith("Products of one row") for w in recwarn].count(True) == 1
+
+
+@ON_A_CPU
+def test_a_blas_that_is_wrong_altogether_is_refused(monkeypatch):
+    monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name, TWO_ROWS.name)))
+    with pytest.raises(UserError, match="Nothing trained on it would be right"):
+        apply()
+
+
+def test_a_replacement_that_differs_is_left_out(faulty, monkeypatch):
+    wrong = one_row_products._record("matmul", lambda upstream: lambda a, b: upstream(a, b) * 2, lambda f, x: f(x, x.T))
+    with pytest.warns(PatchWarning, match="computes something else"):
+        report = patch.apply([wrong])
+    assert len(report.left_alone) == 1
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blas")
+    return planted.build(folder), planted.build(folder, healthy=True)
+
+
+@pytest.mark.any_blas
+@linux
+def test_on_a_faulty_blas_upstream_returns_nan_and_ours_never(libraries):
+    """benchmarks/one_row.py runs it over a hundred processes."""
+    upstream, ours = (planted.products(libraries[0], who) for who in planted.WHO)
+    control = "two rows (control)"
+    assert upstream.pop(control) == 0
+    assert [name for name, count in upstream.items() if count == 0] == []
+    assert ours == dict.fromkeys([*upstream, control], 0)
+
+
+@pytest.mark.any_blas
+@linux
+def test_without_the_fault_stale_memory_does_no_harm(libraries):
+    assert set(planted.products(libraries[1], "upstream").values()) == {0}
+
+
+@pytest.mark.any_blas
+@linux
+def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path):
+    for name in ("train", "valid"):
+        line = json.dumps({"prompt": "the quick brown fox", "completion": "jumps over"})
+        (tmp_path / f"{name}.jsonl").write_text(f"{line}\n" * 2)
+    model = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
+    command = [sys.executable, "-m", "deltatune", "train", "--model", str(model), "--data", str(tmp_path), "--train"]
+    command += ["--iters", "2", "--batch-size", "1", "--steps-per-report", "1", "--adapter-path", str(tmp_path / "out")]
+    env = planted.environment(libraries[0])
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("Products of one row come out wrong here") == 1
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record[name] for record in records for name in ("train_loss", "val_loss") if name in record]
+    assert len(losses) >= 3
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.any_blas
+@linux
+def test_doctor_sees_the_planted_fault(libraries):
+    code = "import sys; from deltatune.cli import main; sys.exit(main(['doctor', '--json']))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=planted.environment(libraries[0]), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    fault = found["faults"][0]
+    assert fault["status"] == "avoided"
+    assert str(libraries[0]) in fault["detail"]
+    assert found["machine"]["BLAS file"] == str(libraries[0])
+    assert {"matmul", "gather_mm"} <= {each["name"] for each in found["patches"]["applied"]}

@@ -1,0 +1,121 @@
+"""What stands around the recurrence: replaced on CUDA alone, and then the same numbers."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import activations, gated_delta, qwen3_5, qwen3_next
+
+from deltatune import patches
+from deltatune.machine import backend
+from deltatune.ops import segments
+from deltatune.ops.pointwise import conv, norms, silu
+from deltatune.patches import patched
+from deltatune.patches.tables import pointwise
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """As on an NVIDIA GPU; the passes, which need one, give what they are proven against."""
+    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
+    if backend.device() == "cuda":
+        return
+    for module, name in ((silu, "serves"), (norms, "norm_serves"), (norms, "gated_norm_serves")):
+        monkeypatch.setattr(module, name, lambda *_: True)
+    served = []
+
+    def note(name, value):
+        served.append(name)
+        return value
+
+    def plain_norm(x, factor, eps):
+        return factor * x * norms._inverse_rms(x, eps)
+
+    monkeypatch.setattr(silu, "swiglu", lambda g, x: note("swiglu", silu._plain(g, x)[0]))
+    monkeypatch.setattr(norms, "norm", lambda x, factor, eps: note("norm", plain_norm(x, factor, eps)))
+    monkeypatch.setattr(
+        norms, "gated_norm", lambda x, w, g, eps: note("gated norm", plain_norm(x, w, eps) * g * mx.sigmoid(g))
+    )
+    return served
+
+
+# mlx-lm 0.31.3 has neither.
+OLDER = not hasattr(gated_delta, "normalize_qk")
+
+
+def draw(*shapes):
+    keys = mx.random.split(mx.random.key(5), len(shapes))
+    return [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
+
+
+def results():
+    g, x, q, k = draw((2, 5, 2, 32), (2, 5, 2, 32), (2, 5, 2, 32), (2, 5, 2, 32))
+    found = [activations.swiglu(g, x), qwen3_next.swiglu(g, x)]
+    found += [qwen3_next.Qwen3NextRMSNormGated(32)(x, g), qwen3_next.Qwen3NextRMSNormGated(32)(x)]
+    if OLDER:
+        return found
+    from mlx_lm.models import olmo_hybrid
+
+    found += gated_delta.normalize_qk(q, k, inv_scale=32**-0.5, eps=1e-6)
+    found += qwen3_5.normalize_qk(q, k, inv_scale=32**-0.5, eps=1e-6)
+    return [*found, olmo_hybrid.RMSNormGated(32)(x, g)]
+
+
+def test_every_holder_gets_them_and_they_compute_the_same(on_cuda):
+    wanted = results()
+    with patched() as report:
+        assert not report.left_alone
+        found = results()
+    for one, other in zip(found, wanted, strict=True):
+        assert np.abs(np.array(one) - np.array(other)).max() < 2e-6
+    if on_cuda is not None:
+        newer = [] if OLDER else ["norm"] * 4 + ["gated norm"]
+        assert on_cuda == ["swiglu"] * 2 + ["gated norm"] + newer
+
+
+def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    layer = nn.Conv1d(8, 8, 4, groups=8, bias=False)
+    biased = nn.Conv1d(8, 8, 4, groups=8)
+    (x,) = draw((2, 9, 8))
+    x[:, :3] = 0
+    documents = mx.array([[0, 0, 1, 1, 1, 2]] * 2)
+
+    def run():
+        found = [nn.silu(layer(x)), nn.silu(layer(x) + 0.5), nn.silu(biased(x))]
+        with segments.segments(documents):
+            return [*found, nn.silu(layer(x))]
+
+    with patched():
+        monkeypatch.setattr(conv, "serves", lambda *_: False)
+        wanted = run()
+        monkeypatch.setattr(conv, "serves", lambda *_: True)
+        monkeypatch.setattr(conv, "conv_silu", lambda *arrays: conv._plain(*arrays)[0] * 2)
+        found = run()
+        assert pointwise._last is None
+        layer.eval()
+        assert mx.allclose(nn.silu(layer(x)), wanted[0], atol=1e-6)
+    for one, other, ours in zip(found, wanted, (2, 1, 1, 2), strict=True):
+        assert mx.allclose(one, ours * other, atol=1e-6)
+
+
+def test_what_is_not_proven_stays_upstream(on_cuda, monkeypatch):
+    for module, name in ((silu, "serves"), (norms, "norm_serves"), (norms, "gated_norm_serves")):
+        monkeypatch.setattr(module, name, lambda *_: False)
+    wanted = results()
+    with patched():
+        found = results()
+    assert all(mx.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert not on_cuda
+
+
+@pytest.mark.skipif(backend.device() == "cuda", reason="for other machines")
+def test_other_machines_keep_upstreams():
+    upstream = activations.swiglu
+    with patched():
+        assert qwen3_next.swiglu is upstream

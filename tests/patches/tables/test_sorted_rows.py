@@ -1,0 +1,121 @@
+"""mx.gather_mm under the patches, over a product that misreads single rows as MLX's CUDA one does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.switch_layers import SwitchGLU
+
+from deltatune import patches
+from deltatune.machine import backend, compiling
+from deltatune.patches import patched
+from deltatune.patches.tables import sorted_rows
+from deltatune.patches.tables.sorted_rows import _agrees, _gather_mm
+from layouts import row_distance
+
+# In a tuple, where patches do not look for holders.
+UPSTREAM = (mx.gather_mm,)
+EXPERTS = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
+
+
+def misread(x, experts):
+    """x [R, 1, K] as it is read: the first row of each expert where it lies, the next ones by the stride of 1's axis.
+
+    NaN where that is not within x.
+    """
+    distance, size = row_distance(x), x.shape[-1]
+    flat, numbers = np.array(x).reshape(-1), np.array(experts)
+    found = np.full((len(numbers), size), np.nan, np.float32)
+    for row, expert in enumerate(numbers):
+        first = int(np.argmax(numbers == expert))
+        start = first * size + (row - first) * distance
+        if start + size <= flat.size:
+            found[row] = flat[start : start + size]
+    return mx.array(found)[:, None]
+
+
+def faulty(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
+    """mx.gather_mm with that fault, in its gradient of a as well."""
+    if not sorted_indices:
+        return UPSTREAM[0](a, b, lhs_indices, rhs_indices)
+
+    def product(rows, matrices):
+        return UPSTREAM[0](misread(rows, rhs_indices), matrices, rhs_indices=rhs_indices)
+
+    function = mx.custom_function(product)
+    function.vjp(lambda primals, dy, _: [product(dy, primals[1].swapaxes(-1, -2)), mx.zeros_like(primals[1])])
+    return function(a, b)
+
+
+def test_the_stand_in_has_the_fault():
+    x = mx.random.normal((8, 1, 16))
+    assert mx.array_equal(misread(x, EXPERTS), x)
+    assert not mx.array_equal(misread(mx.expand_dims(x[:, 0], -2) * 2, EXPERTS), x * 2)
+    assert "differs from the elementwise product" in _agrees(mx.gather_mm, faulty)
+
+
+def test_rows_are_laid_out_anew_forward_and_backward():
+    assert _agrees(faulty, _gather_mm(faulty)) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_other_calls_are_upstreams(rows):
+    x, matrices = mx.random.normal((8, rows, 16)), mx.random.normal((4, 16, 8))
+    ours = _gather_mm(mx.gather_mm)
+    expected = mx.gather_mm(x, matrices, rhs_indices=EXPERTS)
+    for found in (
+        ours(x, matrices, rhs_indices=EXPERTS),
+        ours(x, matrices, None, EXPERTS, sorted_indices=rows == 2),
+        ours(x, matrices, mx.arange(8), EXPERTS, stream=mx.cpu),
+    ):
+        assert mx.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "metal"])
+def test_in_force_on_gpus(device, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(patches, "ON_CUDA", [each for each in patches.ON_CUDA if each in sorted_rows.PATCHES])
+    upstream = mx.gather_mm
+    with patched() as report:
+        assert report.complete
+        assert (mx.gather_mm is upstream) == (device == "cpu")
+    assert mx.gather_mm is upstream
+
+
+class Activation(nn.Module):
+    """As mlx-lm's SwiGLU, but compiled by whoever calls it first, and so in the mode of that call."""
+
+    def __init__(self):
+        super().__init__()
+        self._swiglu = mx.compile(lambda x, gate: nn.silu(gate) * x, shapeless=True)
+
+    def __call__(self, x, gate):
+        return self._swiglu(x, gate)
+
+
+@pytest.mark.skipif(compiling._library() is None, reason="this MLX cannot compile without kernels")
+@pytest.mark.parametrize("mended", [False, True])
+def test_upstreams_experts_answer_without_kernels(mended, monkeypatch):
+    """A prompt's 40 tokens through mlx-lm's own layer, whose unfused activation leaves a stride of 0."""
+    record = replace(sorted_rows.PATCHES[0], check=None, replacement=lambda _: _gather_mm(faulty) if mended else faulty)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(patches, "ON_CUDA", [record])
+    mx.random.seed(0)
+    layer = SwitchGLU(32, 64, 4, Activation())
+    layer.eval()
+    x, indices = mx.random.normal((1, 40, 32)), mx.random.randint(0, 4, (1, 40, 2))
+    with compiling.without_kernels(), patched():
+        found = layer(x, indices)
+        mx.eval(found)
+    up, gate, down = (layer[name].weight[indices] for name in ("up_proj", "gate_proj", "down_proj"))
+    hidden = [(x[:, :, None, None] * matrices).sum(-1) for matrices in (up, gate)]
+    hidden = hidden[1] * mx.sigmoid(hidden[1]) * hidden[0]
+    expected = (hidden[:, :, :, None] * down).sum(-1)
+    assert (float(mx.abs(found - expected).max()) < 1e-5 * float(mx.abs(expected).max())) == mended

@@ -1,0 +1,158 @@
+import json
+import re
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.config import TrainConfig
+from deltatune.errors import UserError
+from deltatune.machine import backend
+from deltatune.ops.random_state import get_key
+from deltatune.plan import fit
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.device_limits import DeviceLimits, device_limits
+from deltatune.plan.forecast import forecast_step
+from deltatune.plan.process_memory import LayoutError
+from deltatune.plan.traced_step import build
+from deltatune.train.setup import prepare
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+
+
+@pytest.fixture
+def options(tmp_path, checkpoint):
+    """Options of plan and train for a tiny model and four short lines."""
+    data = tmp_path / "data"
+    data.mkdir()
+    line = json.dumps({"prompt": "the quick brown fox", "completion": "jumps over"})
+    (data / "train.jsonl").write_text((line + "\n") * 4)
+    return ["--model", checkpoint, "--data", data, "--batch-size", 4, "--max-seq-length", 64]
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """limited(bytes, buffers): the device has that much."""
+    return lambda size, buffers=None: monkeypatch.setattr(
+        fit, "device_limits", lambda: DeviceLimits(buffers, size, "a test", "a test")
+    )
+
+
+def sizes(text):
+    found = re.search(r"need ([\d.]+) MB", text)
+    return float(found[1]) * 1e6
+
+
+def test_plan_says_how_much_where_and_what_fits(run, options, limited):
+    limited(300_000_000)
+    code, out, err = run("plan", *options)
+    assert code == 0, err
+    for pattern in (
+        r"Step: 4 x 32 = 128 tokens",
+        r"Peak memory: [\d.]+ MB \(limit 300.0 MB: a test\), in the \w+",
+        r"Peak live buffers: \d+ .*, in the \w+",
+        r"parameters \d+, gradients \d+, moments \d+, all else \d+",
+        r"Largest that fits, one at a time: batch \d[\d,]*, length \d[\d,]*( or more)?, rank 64( or more)?",
+        r"It fits",
+    ):
+        assert re.search(pattern, out), (pattern, out)
+
+
+@pytest.mark.parametrize("expert_updates", ["dense", "active"])
+def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
+    model = tiny_model("qwen3_5_moe")
+    config = TrainConfig(num_layers=-1, grad_checkpoint=True, expert_updates=expert_updates)
+    prepare(model, config)
+    mx.eval(model.parameters())
+    before, key = dict(tree_flatten(model.parameters())), get_key().tolist()
+    next(reversed(model.modules())).eval()  # one module in another mode than the model
+    kinds = [(type(module), module.training) for module in model.modules()]
+    active = mx.get_active_memory()
+    first, again = (forecast_step(model, config, 2, 64, ArrayLayout.measured()) for _ in range(2))
+    assert first == again
+    after = dict(tree_flatten(model.parameters()))
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+    assert get_key().tolist() == key
+    assert [(type(module), module.training) for module in model.modules()] == kinds
+    assert mx.get_active_memory() - active < 1 << 16
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
+def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
+    layout = ArrayLayout.measured()
+    model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(num_layers=-1)
+    prepare(model, config)
+    plain, longer, wider = (forecast_step(model, config, *shape, layout) for shape in ((1, 64), (1, 256), (4, 64)))
+    assert plain.bytes.amount < min(longer.bytes.amount, wider.bytes.amount)
+    config.grad_checkpoint = True
+    checkpointed = forecast_step(model, config, 4, 64, layout)
+    assert checkpointed.bytes.amount < 0.8 * wider.bytes.amount
+    assert checkpointed.beyond < wider.beyond
+
+
+def test_a_plan_is_of_the_update_that_the_run_makes(tiny_model):
+    """Experts that are updated by themselves are planned so: with the refusals of that update, and its evaluation."""
+    config = TrainConfig(num_layers=-1, expert_updates="active")
+    model = tiny_model("qwen3_5_moe")
+    prepare(model, config)
+    built = build(model, config, 1, 32, ArrayLayout.measured())
+    assert [phase.name for phase in built.phases] == ["forward and backward", "update", "update of experts"]
+    config.optimizer = "adafactor"
+    with pytest.raises(UserError, match="adafactor does not"):
+        forecast_step(model, config, 1, 32, ArrayLayout.measured())
+
+
+def test_train_refuses_what_cannot_fit_and_says_what_would(run, options, limited, tmp_path):
+    out = tmp_path / "adapters"
+    arguments = ["train", *options, "--adapter-path", out, "--iters", 1]
+    limited(10**12)
+    code, said, err = run(*arguments)
+    assert code == 0, err
+    assert "it fits" in said
+    need = sizes(said)
+    limited(int(need * 0.7))
+    code, said, err = run(*arguments)
+    assert code == 2
+    assert "does not fit" in err
+    assert "Traceback" not in err
+    mended = re.search(r"It fits with (--[\w-]+(?: and --[\w-]+)?)(?: (\d+))?\.", err)
+    assert mended, err
+    change = [*mended[1].replace(" and ", " ").split(), *([mended[2]] if mended[2] else [])]
+    code, said, err = run(*arguments, *change)
+    assert code == 0, err
+
+
+def test_buffers_alone_can_be_too_many_and_force_trains_all_the_same(run, options, limited, tmp_path):
+    limited(10**12, buffers=100)
+    arguments = ["train", *options, "--adapter-path", tmp_path / "adapters", "--iters", 1]
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert "of 100 live buffers" in err
+    assert "does not fit. No batch size or length makes it fit" in err
+    code, said, err = run(*arguments, "--force")
+    assert code == 0, err
+    assert "Training all the same" in said
+
+
+def test_an_mlx_that_cannot_be_looked_into_still_trains(run, options, monkeypatch, tmp_path):
+    def unknown():
+        raise LayoutError("the inputs of an array were not found")
+
+    monkeypatch.setattr(fit.ArrayLayout, "measured", unknown)
+    code, out, err = run("train", *options, "--adapter-path", tmp_path / "adapters", "--iters", 1)
+    assert code == 0, err
+    assert "Plan: none" in out
+    assert "were not found" in out
+    code, _, err = run("plan", *options)
+    assert code == 2
+    assert "were not found" in err
+
+
+def test_this_machine_has_a_limit():
+    limits = device_limits()
+    assert limits.bytes
+    assert limits.bytes > 1e8

@@ -1,0 +1,52 @@
+from types import SimpleNamespace
+
+import pytest
+
+from deltatune.plan.device_limits import DeviceLimits
+from deltatune.plan.search import largest
+
+PEAKS = {
+    "linear": lambda v: 1_000 + 37 * v,
+    "quadratic": lambda v: 5_000 + 3 * v + 2 * v * v,
+    "steps": lambda v: 1_000 + 500 * (v // 7),
+    "flat": lambda v: 1_000,
+}
+
+
+def planned(peak, buffers=lambda v: 10):
+    tried = []
+
+    def attempt(value):
+        tried.append(value)
+        moment = SimpleNamespace(amount=peak(value)), SimpleNamespace(amount=buffers(value))
+        return SimpleNamespace(bytes=moment[0], buffers=moment[1])
+
+    return attempt, tried
+
+
+@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("limit", [1_200, 9_000, 400_000])
+@pytest.mark.parametrize("step", [1, 32])
+def test_finds_the_largest_that_fits_within_a_fiftieth(name, limit, step):
+    peak, most = PEAKS[name], 4096
+    attempt, tried = planned(peak)
+    found = largest(attempt, DeviceLimits(None, limit, "", ""), {}, step=step, most=most)
+    best = max((v for v in range(step, most + 1, step) if peak(v) <= limit), default=0)
+    assert found.value <= best
+    assert best - found.value <= max(step, best / 49), (found, best, tried)
+    assert found.more == (best == most)
+    assert len(tried) <= 10
+    assert all(value % step == 0 and 0 < value <= most for value in tried)
+
+
+def test_both_limits_count():
+    attempt, _ = planned(lambda v: v, buffers=lambda v: 3 * v)
+    assert largest(attempt, DeviceLimits(300, 1_000, "", ""), {}, step=1, most=5_000).value == 100
+
+
+def test_what_is_known_is_not_planned_again():
+    attempt, tried = planned(PEAKS["linear"])
+    known = {8: attempt(8)}
+    tried.clear()
+    largest(attempt, DeviceLimits(None, 10_000, "", ""), known, step=1, most=4096)
+    assert 8 not in tried

@@ -1,0 +1,57 @@
+"""The simulation against MLX's own allocator, buffer for buffer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the counter goes into the CPU allocator of Linux wheels")
+
+
+def output_of(*command):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    return output_of(FOLDER / "counted_graphs.py")
+
+
+@LINUX
+def test_every_buffer_and_byte_of_small_graphs_is_foreseen(graphs):
+    assert len(graphs) > 25
+    wrong = {name: found for name, found in graphs.items() if found["simulated"] != found["counted"]}
+    assert not wrong
+    assert all(simulated == counted for simulated, counted in (found["left"] for found in graphs.values()))
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"family": "qwen3_5_moe", "depth": 2, "tokens": 256, "iterations": 3},
+        {"depth": 2, "tokens": 64, "rows": 2, "accumulate": 2, "checkpoint": True, "iterations": 2},
+        {
+            "family": "qwen3_5_moe",
+            "depth": 4,
+            "tokens": 32,
+            "rank": 64,
+            "checkpoint": True,
+            "iterations": 3,
+            "expert_updates": "active",
+        },
+    ],
+    ids=["experts", "accumulated, checkpointed", "experts updated by themselves"],
+)
+def test_training_is_foreseen_within_five_and_ten_percent(options):
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "plan.py"
+    found = output_of(benchmark, "--worker", json.dumps(options))
+    assert found["planned"] == pytest.approx(found["counted"], rel=0.05)
+    assert found["planned_bytes"] == pytest.approx(found["counted_bytes"], rel=0.10)

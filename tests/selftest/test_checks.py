@@ -1,0 +1,243 @@
+"""The checks pass here, and fail where something is planted that they are there to find."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ops" / "kernels"))
+from host_machine import HostMachine
+
+from deltatune import cli
+from deltatune.doctor.probes import Fault
+from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
+from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
+from deltatune.ops.kernels.launch import header
+from deltatune.ops.pointwise.pass_launch import BODIES
+from deltatune.plan.device_limits import DeviceLimits
+from deltatune.selftest import controls, examined, experts, gated_delta, measure, pointwise, replays, times, training
+from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, judged
+from deltatune.selftest.parity import cases, ours
+
+SMALL = [
+    gated_delta.Workload("small", 70, 2, 4, 16),
+    gated_delta.Workload("half", 70, 2, 2, 16, "bfloat16", True, True),
+]
+
+
+def judge(function, workload, fused=True):
+    truth = gated_delta.truth_of(workload)
+    return judged(gated_delta.errors(function, workload, truth), gated_delta.bounds(workload, truth[2], fused))
+
+
+@pytest.fixture
+def fused(host_folder):
+    """The fused kernels' Metal text on the host machine; `change` is done to the arrays of every launch."""
+    machine = HostMachine(host_folder)
+
+    def made(change=lambda name, arrays: arrays):
+        def execute(launch):
+            return change(launch.name, machine.run(launch))
+
+        def function(*arrays, **options):
+            return gated_delta_fused(*arrays, tiling_of_call=tiling_on("metal"), execute=execute, **options)
+
+        return function
+
+    return made
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
+def test_the_fused_kernels_are_right(fused, workload):
+    assert judge(fused(), workload).status == PASSED
+
+
+@pytest.mark.parametrize("planted", ["NaN in one row", "one head zero", "off by one part in a hundred"])
+@pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
+def test_a_kernel_that_is_wrong_shows(fused, workload, planted):
+    def change(name, arrays):
+        if not name.endswith("gradients"):
+            return arrays
+        dq, *others = arrays
+        rows = mx.arange(dq.shape[1])[None, :, None, None]
+        heads = mx.arange(dq.shape[2])[None, None, :, None]
+        wrong = {
+            "NaN in one row": mx.where(rows == 5, mx.array(float("nan"), dq.dtype), dq),
+            "one head zero": mx.where(heads == dq.shape[2] - 1, mx.zeros_like(dq), dq),
+            "off by one part in a hundred": (dq * 1.01).astype(dq.dtype),
+        }
+        return [wrong[planted], *others]
+
+    outcome = judge(fused(change), workload)
+    assert outcome.status == FAILED
+    assert outcome.worst == "q"
+
+
+def test_a_result_of_another_head_than_the_compared_ones_counts_where_it_is_no_number():
+    workload = gated_delta.Workload("three heads", 20, 3, 3, 16)
+
+    def middle_lost(*arrays, **options):
+        y, state = gated_delta_chunk(*arrays, **options)
+        return mx.where(mx.arange(3)[None, None, :, None] == 1, mx.array(float("nan")), y), state
+
+    assert judge(middle_lost, workload).errors["y"] == float("inf")
+
+
+def test_norms():
+    truth = np.array([3.0, 4.0])
+    assert measure.relative_norm(np.array([3.0, 4.5]), truth) == pytest.approx(0.1)
+    assert measure.relative_norm(np.array([3.0, np.nan]), truth) == float("inf")
+    assert measure.relative_norm(np.zeros(3), truth) == float("inf")
+    assert measure.relative_norm(np.zeros(2), np.zeros(2)) == 0.0
+    assert measure.relative_norm(np.ones(2), np.zeros(2)) == float("inf")
+
+
+def test_experts(monkeypatch):
+    mixture = experts.Mixture("small", 40, 2, 4, 64, 32)
+    assert experts.compare(mixture).status == PASSED
+    block = experts.expert_block
+    monkeypatch.setattr(experts, "expert_block", lambda *given: block(*given) * (1 + 1e-5))
+    assert experts.compare(mixture).status == FAILED
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", pointwise.cases(True), ids=lambda case: case.name)
+def test_passes(case, dtype, host_folder):
+    machine = HostMachine(host_folder, header("metal", BODIES))
+    assert pointwise.compare(case, dtype, machine.run).status == PASSED
+
+    def wrong(launch):
+        return [array * 1.02 if launch.name.endswith("backward") else array for array in machine.run(launch)]
+
+    found = pointwise.compare(case, dtype, wrong)
+    assert found.status == FAILED
+    assert found.worst.startswith("gradient")
+
+
+def test_rows_and_joins(host_folder):
+    machine = HostMachine(host_folder, header("metal", BODIES))
+    assert pointwise.rows_and_joins(True, machine.run).status == PASSED
+    assert pointwise.rows_and_joins(True, lambda launch: [x * 1.001 for x in machine.run(launch)]).status == FAILED
+
+
+def test_a_control_fails_where_the_patches_do_not_reach(monkeypatch):
+    assert controls.control(True).status == PASSED
+    monkeypatch.setattr(controls, "patched", lambda model: nullcontext())
+    assert controls.control(True).status == FAILED
+
+
+def test_a_control_fails_where_upstream_neither_loops_nor_refuses(monkeypatch):
+    monkeypatch.setattr(controls, "growth", lambda model: 1.0)
+    assert controls.control(True).status == FAILED
+
+
+@pytest.mark.parametrize(("status", "expected"), [("present", FAILED), ("avoided", PASSED), ("not run", NOT_RUN)])
+def test_a_fault_that_trains_wrong_fails(monkeypatch, status, expected):
+    found = examined.examination()
+    monkeypatch.setattr(found, "faults", [Fault("some", status, "why")])
+    assert examined._fault("some").status == expected
+
+
+def test_a_replay_shows_a_gradient_that_is_off(monkeypatch):
+    case = cases.CASES["qwen3"]
+    assert replays.compared("qwen3", case, ours.run).status == PASSED
+    off = cases.ParityCase(cases.FAMILIES["qwen3"])
+    monkeypatch.setattr(ours, "SCALE", 2.02)
+    assert replays.compared("qwen3", off, ours.run).status == FAILED
+
+
+def test_images_without_mlx_vlm_are_not_run(monkeypatch):
+    monkeypatch.setattr(replays.importlib.util, "find_spec", lambda name: None)
+    assert replays._vision("qwen3_5", None).status == NOT_RUN
+
+
+def test_a_resumed_run_of_other_bits_fails(monkeypatch):
+    runs = iter([([1.0], {"w": np.ones(2)}), ([1.0], {}), ([1.0], {"w": np.array([1.0, 1.0 + 1e-12])})])
+    monkeypatch.setattr(training, "_trained", lambda *_, **__: next(runs))
+    monkeypatch.setattr(training, "_losses", lambda folder: [1.0])
+    assert training.stopped_and_resumed().status == FAILED
+
+
+def test_full_fine_tuning_against_the_recurrence(monkeypatch):
+    assert training.full_fine_tuning().status == PASSED
+    trained, runs = training._trained, []
+
+    def faster(folder, **options):
+        runs.append(folder.name)
+        return trained(folder, **options | ({"learning_rate": 0.0202} if folder.name == "here" else {}))
+
+    monkeypatch.setattr(training, "_trained", faster)
+    assert training.full_fine_tuning().status == FAILED
+    assert runs == ["here", "there"]
+
+
+def test_two_ranks_train_as_one():
+    assert training.two_ranks().status == PASSED
+
+
+def test_what_is_wrong_gets_no_time(monkeypatch):
+    kept: list[times.Timing] = []
+    double = lambda *given, **options: tuple(2 * x for x in gated_delta_chunk(*given, **options))  # noqa: E731
+    assert times._checked(times.LOOP, double, True, kept).status == NOT_RUN
+    assert times._checked(times.OURS, double, True, kept).status == FAILED
+    assert [timing.milliseconds for timing in kept] == [None, None]
+
+
+def test_a_call_that_would_take_too_long_or_too_much_is_left_out(monkeypatch):
+    size = gated_delta.Workload("long", 2**20, 16, 32)
+    assert times._too_much(times.OURS, size, 1e-9) is None
+    for name in (times.LOOP, times.NATIVE):
+        assert "would need about" in times._too_much(name, size, 0.0)
+    monkeypatch.setattr(times.backend, "device", lambda: "metal")
+    monkeypatch.setattr(times, "device_limits", lambda: DeviceLimits(None, 2**30, "", ""))
+    assert times._too_much(times.NATIVE, size, 0.0) is None
+    assert "would take about 105 s" in times._too_much(times.OURS, size, 1e-4)
+
+
+@pytest.mark.slow
+def test_the_quick_selftest_passes_here(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["selftest", "--quick"]) == 0
+    shown = capsys.readouterr().out
+    assert "Training is right here" in shown
+
+
+@pytest.fixture
+def candidate(monkeypatch, tmp_path):
+    """candidate(name, function): on a Mac whose implementation `name` is `function`, or a reason why it is not."""
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(gated_delta.backend, "device", lambda: "metal")
+
+    def given(name, function):
+        machine_trial.forget()
+        found = function if isinstance(function, str) else None
+        made = {name: lambda call: found or choice.Candidate(function, call.shape_class(), function)}
+        monkeypatch.setattr(choice, "CANDIDATES", choice.CANDIDATES | made)
+
+    yield given
+    machine_trial.forget()
+
+
+def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
+    def wrong(*arrays, **options):
+        y, state = gated_delta_chunk(*arrays, **options)
+        return 1.1 * y, state
+
+    candidate("fused", gated_delta_chunk)
+    assert gated_delta._check("fused", SMALL[0], []).status == PASSED
+    candidate("fused", wrong)
+    outcome = gated_delta._check("fused", SMALL[0], [])
+    assert (outcome.status, "differs from chunk" in outcome.detail) == (FAILED, True)
+    # One of MLX's own that fails its trial is not used, so nothing trains wrong.
+    candidate("native", wrong)
+    assert gated_delta._check("native", SMALL[0], []).status == NOT_RUN
+    candidate("native", "heads too odd")
+    assert gated_delta._check("native", SMALL[0], []).detail == "it does not cover this: heads too odd"

@@ -1,0 +1,39 @@
+"""docs/hardware.md is what scripts/hardware_table.py makes of the records beside it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("hardware_table", ROOT / "scripts" / "hardware_table.py")
+table = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(table)
+
+
+def test_the_page_is_made_of_the_records():
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(table.records())
+
+
+def test_every_record_is_finished_and_has_its_own_line():
+    for name, record in table.records().items():
+        assert record["finished"], name
+        assert record["line"] == table.hardware_line(record), name
+        assert not record["quick"], name
+        assert "/work" not in json.dumps(record), name
+
+
+def test_failures_and_notes_are_told():
+    record = next(iter(table.records().values())) | {"note": "Others used it."}
+    record["checks"] = [{"name": "experts: bf16", "status": "failed", "detail": "y 1.0e+00 of 1.0e-06"}]
+    page = table.page({"a-mac": record})
+    assert "## a-mac\n- Others used it.\n- experts: bf16: y 1.0e+00 of 1.0e-06" in page
+    assert "**1 failed**" in page
+
+
+def test_a_record_that_was_stopped_is_refused(monkeypatch):
+    monkeypatch.setattr(table, "records", lambda: {"a-mac": {"finished": False}})
+    monkeypatch.setattr("sys.argv", ["hardware_table.py"])
+    with pytest.raises(SystemExit, match=r"a-mac\.json: the self-test was stopped"):
+        table.main()

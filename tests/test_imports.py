@@ -1,0 +1,92 @@
+"""Imports go one way and in no circle, only patches/ and models/ name upstream, and each name has one meaning."""
+
+import ast
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import tree
+
+MODULES = tree.modules()
+IMPORTS = tree.imports()
+# Files of one name in two folders, and what the name means in both; commands/ has files named by their command.
+SHARED_NAMES = {
+    "experts": "the routed experts of a layer: their adapters, and the patches of their modules",
+    "generate": "text from a model, through mlx-lm or mlx-vlm",
+    "load": "a model from its checkpoint, through mlx-lm or mlx-vlm",
+    "merge": "an adapter folded into weights",
+    "pointwise": "the passes around the recurrence: the patches that put them in place, and their checks",
+    "quantized_product": "the product with a packed matrix, and the patch that puts it in place",
+    "reload": "the demo's last part: the adapter loaded by upstream alone",
+    "screen": "what a command prints for a person",
+    "task": "what a demo teaches",
+    "tolerances": "how much error the operators of a folder may show",
+}
+
+
+def test_every_file_is_in_a_group():
+    assert {tree.group_of(name) for name in MODULES} - {""} <= set(tree.ORDER)
+
+
+def test_imports_go_one_way():
+    assert not [str(each) for each in tree.upward(IMPORTS)]
+
+
+def test_imports_go_in_no_circle():
+    assert not tree.circles(IMPORTS)
+
+
+def test_a_circle_and_an_import_upwards_are_found():
+    """The check itself: with such imports among the real ones it says so."""
+    circle = [tree.Import("plan.search", "plan.screen", 1), tree.Import("plan.screen", "plan.search", 1)]
+    assert ["plan.screen", "plan.search"] in tree.circles([*IMPORTS, *circle])
+    assert tree.upward([*IMPORTS, tree.Import("ops.checkpoint", "train.loop", 1)])
+    assert tree.upward([*IMPORTS, tree.Import("elsewhere", "errors", 1)])
+
+
+def test_the_package_itself_imports_the_machine_alone():
+    """`import deltatune` binds the BLAS before MLX is loaded, so it loads nothing else."""
+    body = ast.parse(MODULES[""].read_text()).body
+    eager = [node for node in body if isinstance(node, ast.ImportFrom) and node.level]
+    assert {node.module for node in eager} == {"machine"}
+
+
+def test_only_patches_and_models_name_upstream():
+    # These are programs of their own, to show what mlx-lm or mlx-vlm alone makes of the adapter.
+    alone = ("demo.reload", "demo.vision.reload")
+    upstream = [each for each in IMPORTS if each.imported.partition(".")[0] in ("mlx_lm", "mlx_vlm")]
+    assert upstream
+    wrong = [each for each in upstream if tree.group_of(each.importer) not in ("patches", "models")]
+    assert not [str(each) for each in wrong if each.importer not in alone]
+
+
+@pytest.mark.parametrize("path", MODULES.values(), ids=lambda path: str(path.relative_to(tree.SOURCE)))
+def test_files_and_functions_stay_short(path):
+    text = path.read_text()
+    assert text.count("\n") < 400, f"{path} has {text.count(chr(10))} lines: split it by concept"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines < 60, f"{path}:{node.lineno}: {node.name} has {lines} lines"
+
+
+def test_no_two_public_classes_have_one_name():
+    homes = defaultdict(list)
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(name)
+    assert len(homes) > 80
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
+def test_no_two_files_of_one_name_mean_different_things():
+    homes = defaultdict(list)
+    for name, path in MODULES.items():
+        if path.stem != "__init__" and tree.group_of(name) != "commands":
+            homes[path.stem].append(name)
+    shared = {name for name, modules in homes.items() if len(modules) > 1}
+    assert shared <= SHARED_NAMES.keys(), "rename one, or say in SHARED_NAMES what both have in common"

@@ -1,0 +1,87 @@
+"""Resuming with what may change: paths and memory; and what may not: the numbers that a run started from."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.train import state
+
+
+def adapters(folder):
+    return (folder / "adapters.safetensors").read_bytes()
+
+
+@pytest.fixture
+def moved(checkpoint, tmp_path):
+    """A copy of the checkpoint in another place."""
+    return shutil.copytree(checkpoint, tmp_path / "moved")
+
+
+def test_model_and_data_may_move(make_trainer, moved, tmp_path):
+    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    make_trainer(iters=3).run()
+    make_trainer(resume=True, model=str(moved), data="elsewhere").run()
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+
+
+def test_other_weights_of_the_same_shapes_are_refused(make_trainer, moved):
+    make_trainer(iters=3).run()
+    weights = moved / "model.safetensors"
+    tensors, metadata = mx.load(str(weights), return_metadata=True)
+    name = next(name for name in tensors if name.endswith("mlp.down_proj.weight"))
+    mx.save_safetensors(str(weights), tensors | {name: tensors[name] * 1.01}, metadata)
+    with pytest.raises(UserError, match=r"belongs to a run with other options:\n  model_weights: was '\w+', now"):
+        make_trainer(resume=True, model=str(moved)).run()
+
+
+def test_adapters_to_start_from_may_move_but_not_change(make_trainer, tmp_path):
+    make_trainer(adapter_path=str(tmp_path / "first"), iters=4).run()
+    names = [tmp_path / "first" / f"000000{number}_adapters.safetensors" for number in (3, 4)]
+    copy = shutil.copy(names[0], tmp_path / "copy.safetensors")
+    make_trainer(iters=1, resume_adapter_file=str(names[0])).run()
+    make_trainer(iters=2, resume_adapter_file=str(copy), resume=True).run()
+    with pytest.raises(UserError, match="adapter_weights: was"):
+        make_trainer(iters=3, resume_adapter_file=str(names[1]), resume=True).run()
+
+
+def test_checkpointing_may_be_added_after_memory_ran_out(make_trainer, tmp_path, read_metrics, monkeypatch):
+    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    trainer = make_trainer(save_every=100)
+    plain = trainer._advance
+
+    def advance(batch):
+        if trainer.progress.iteration == 4:
+            raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")
+        return plain(batch)
+
+    monkeypatch.setattr(trainer, "_advance", advance)
+    with pytest.raises(RuntimeError, match="Resource limit"):
+        trainer.run()
+    make_trainer(resume=True, grad_checkpoint=True).run()
+    for ours, straight in zip(read_metrics(tmp_path / "out"), read_metrics(tmp_path / "straight"), strict=True):
+        assert ours == pytest.approx(straight, rel=1e-5)
+
+
+def test_a_state_of_the_first_format_is_read(make_trainer, tmp_path):
+    """It named paths and ranks, and held a random key for each rank."""
+    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    make_trainer(iters=3).run()
+    path = state.state_path(tmp_path / "out")
+    arrays, metadata = mx.load(str(path), return_metadata=True)
+    content = json.loads(metadata["deltatune"])
+    before = {"model": "a path", "data": "a path", "world": 1, "grad_checkpoint": False}
+    identity = {name: value for name, value in content["identity"].items() if not name.endswith("_weights")}
+    progress = {name: value for name, value in content["progress"].items() if name != "ranks"}
+    old = {"format": 1, "identity": identity | before, "progress": progress}
+    arrays = {name: mx.array(array) for name, array in arrays.items()} | {"random": mx.zeros((1, 2), mx.uint32)}
+    mx.eval(arrays)
+    mx.save_safetensors(str(path), arrays, {"deltatune": json.dumps(old)})
+    make_trainer(resume=True).run()
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+    old["identity"]["grad_clip"] = 7.0
+    mx.save_safetensors(str(path), arrays, {"deltatune": json.dumps(old)})
+    with pytest.raises(UserError, match="grad_clip: was"):
+        make_trainer(resume=True).run()

@@ -1,0 +1,170 @@
+"""Signals: an answer at once, a save during the step at the second one, and SIGHUP as SIGTERM."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from deltatune.train import state
+from deltatune.train.interrupt import StopRequest
+
+# In one iteration MLX waits for gradients as long as a large model would need: Python runs no signal handler then.
+SLOW = """
+import sys
+from contextlib import contextmanager
+import deltatune
+import mlx.core as mx
+from deltatune.cli import main
+from deltatune.train.ending import Ending
+
+slow, products = int(sys.argv[1]), int(sys.argv[2])
+plain = Ending.waiting
+
+@contextmanager
+def waiting(self):
+    with plain(self):
+        if self._saving.progress.iteration + 1 == slow:
+            x = mx.ones((1000, 1000))
+            for _ in range(products):
+                x = (x @ x) * 1e-3
+            print("waiting", flush=True)
+            mx.eval(x)
+            print("waited", flush=True)
+        yield
+
+Ending.waiting = waiting
+sys.exit(main(["train", "-c", *sys.argv[3:]]))
+"""
+
+
+@pytest.fixture
+def slow_run(options, tmp_path):
+    """slow_run(iteration, products, **how to start it): a run in `out` that has begun to wait in that iteration."""
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "out"), "val_batches": 0}))
+    started = []
+
+    def run(iteration, products, **how):
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
+        process = subprocess.Popen([sys.executable, "-c", SLOW, str(iteration), str(products), str(file)], **how)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def until(stream, text):
+    """The lines up to the one with `text`."""
+    lines = []
+    for line in stream:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} did not come: {lines}")
+
+
+def resumed_is_straight(make_trainer, tmp_path):
+    make_trainer(val_batches=0, adapter_path=str(tmp_path / "straight")).run()
+    make_trainer(val_batches=0, resume=True).run()
+    names = [tmp_path / folder / "adapters.safetensors" for folder in ("out", "straight")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_a_signal_is_answered_while_mlx_waits(slow_run, make_trainer, tmp_path, name):
+    process = slow_run(3, 25)
+    until(process.stdout, "waiting")
+    process.send_signal(getattr(signal, name))
+    lines = until(process.stdout, "waited")
+    said = "Ctrl-C" if name == "SIGINT" else name
+    assert f"{said}: finishing this step, then saving." in "".join(lines)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "stopped after iteration 3 of 8; the state is saved in" in complaint
+    resumed_is_straight(make_trainer, tmp_path)
+
+
+@pytest.mark.parametrize("iteration", [5, 6])
+def test_a_second_signal_saves_the_last_update_and_ends_during_the_step(slow_run, make_trainer, tmp_path, iteration):
+    """Iterations 5 and 6 make one update: what the update of iteration 4 left is saved, and nothing before it."""
+    process = slow_run(iteration, 2000)
+    until(process.stdout, "waiting")
+    process.send_signal(signal.SIGINT)
+    until(process.stdout, "finishing this step")
+    process.send_signal(signal.SIGINT)
+    rest, complaint = process.communicate(timeout=60)
+    assert "waited" not in rest
+    assert process.returncode == 2
+    assert "stopped after iteration 4 of 8; the state is saved in" in complaint
+    resumed_is_straight(make_trainer, tmp_path)
+
+
+def test_a_closed_terminal_ends_the_run_with_its_state(slow_run, make_trainer, tmp_path):
+    """Nothing can be printed any more, and that must not keep the state from the disk."""
+    ours, theirs = pty.openpty()
+    process = slow_run(3, 25, stdin=theirs, stdout=theirs, stderr=theirs, text=False, start_new_session=True,
+                       preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)))  # fmt: skip
+    os.close(theirs)
+    said = b""
+    while b"waiting" not in said:
+        said += os.read(ours, 1024)
+    os.close(ours)
+    assert process.wait(timeout=60) == 2
+    assert state.peek(state.state_path(tmp_path / "out")).iteration == 3
+    resumed_is_straight(make_trainer, tmp_path)
+
+
+def send(*numbers):
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        time.sleep(0.05)
+
+
+def test_calls_and_what_was_before():
+    calls, hurried = [], threading.Event()
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with StopRequest(calls.append, hurried.set) as stop:
+        assert not stop.asked
+        send(signal.SIGHUP)
+        assert stop.asked
+        assert not stop.hurried
+        send(signal.SIGTERM)
+        assert stop.hurried
+        assert hurried.wait(5)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert calls == ["SIGHUP"]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_nohup_keeps_its_word():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(print, print) as stop:
+            send(signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_thread_than_the_main_one_handles_no_signals():
+    handlers = []
+
+    def inside():
+        with StopRequest(print, print):
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]

@@ -1,0 +1,111 @@
+"""A rank that is killed: the others end soon, with one message, and the resumed run has the bits of one left alone."""
+
+import random
+import re
+import time
+
+import pytest
+
+# Rank VICTIM kills itself a while after training begins, and notes when it did.
+KILLED = """
+import os, signal, sys, threading, time
+import deltatune
+from deltatune.train.loop import Trainer
+
+victim, delay, note = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+plain = Trainer._loop
+
+def end():
+    time.sleep(delay)
+    open(note, "w").write(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def loop(self):
+    if self.world.rank == victim:
+        threading.Thread(target=end, daemon=True).start()
+    return plain(self)
+
+Trainer._loop = loop
+from deltatune.cli import main
+sys.exit(main(["train", *sys.argv[4:]]))
+"""
+# The longest that the others may take to end, and the most time after which a rank kills itself.
+ALLOWED, LONGEST = 30.0, 6.0
+
+
+@pytest.fixture
+def killed(launch, tmp_path):
+    """killed(options, victim, delay, ...): the launched run, and whether the rank was there to be killed."""
+
+    def run(options, victim, delay, **how):
+        note = tmp_path / "killed"
+        note.unlink(missing_ok=True)
+        done = launch(options, "--resume", program=KILLED, before=(str(victim), str(delay), str(note)), **how)
+        if not note.exists():
+            return done, False
+        assert time.time() - float(note.read_text()) < ALLOWED
+        return done, True
+
+    return run
+
+
+@pytest.fixture
+def two_ranks(options, tmp_path):
+    """A run of 40 iterations, with dropout, that ends in the folder `out`."""
+    return options | {"iters": 40, "val_batches": 0, "adapter_path": str(tmp_path / "out"), "save_every": 10}
+
+
+def message(done):
+    """The one message of the ranks that were not killed."""
+    found = re.findall(r"deltatune: (.*)", done.stderr)
+    assert len(found) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return found[0]
+
+
+def adapters(folder):
+    return (folder / "adapters.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_once_and_the_others_end(killed, two_ranks, tmp_path, victim):
+    done, was_killed = killed(two_ranks | {"iters": 10**5}, victim, 2.0)
+    assert was_killed
+    assert f"rank {victim} of 2 ended before the run did" in message(done)
+    assert "Run the same command with --resume" in message(done)
+    # mlx.launch's own word on how each rank ended.
+    assert f"Node with rank {1 - victim} exited with code 2" in done.stdout + done.stderr
+    if victim == 1:
+        assert re.search(r"the state after iteration [1-9]\d* is saved", message(done))
+
+
+def test_one_of_two_others_speaks_for_both(killed, two_ranks):
+    """The lowest does, and rank 0 is gone."""
+    done, was_killed = killed(two_ranks | {"iters": 10**5, "batch_size": 6}, 0, 2.0, ranks=3)
+    assert was_killed
+    assert "rank 0 of 3 ended before the run did" in message(done)
+
+
+# mpirun names the rank itself, and mostly kills the others before they can.
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ring", "mpi"])
+def test_killed_at_ten_random_moments_the_run_ends_with_the_same_bits(killed, launch, two_ranks, tmp_path, backend):
+    straight = launch(two_ranks | {"adapter_path": str(tmp_path / "straight")}, backend=backend)
+    assert "Iter 40/40" in straight.stdout, straight.stderr
+    draw = random.Random(0)
+    kills = 0
+    # A run that was quicker than its victim starts anew, in another folder.
+    for folder in range(10):
+        options = two_ranks | {"adapter_path": str(tmp_path / f"out{folder}")}
+        finished = False
+        while not finished:
+            victim, delay = draw.randrange(2), draw.uniform(0.0, LONGEST) if kills < 10 else 1e6
+            done, was_killed = killed(options, victim, delay, backend=backend)
+            finished = "Iter 40/40" in done.stdout
+            if not finished and f"process rank {victim} with" not in done.stderr:
+                assert f"rank {victim} of 2 ended before the run did" in message(done)
+            kills += was_killed and not finished
+        assert adapters(tmp_path / f"out{folder}") == adapters(tmp_path / "straight")
+        if kills >= 10:
+            break
+    assert kills >= 10
