@@ -353,11 +353,11 @@ def same_bits(size: Size) -> None:
 def kernel_times(size: Size, calls: int) -> None:
     """The time of each kernel of ours, by calls in a row of the forward pass alone and of each launch."""
     from deltatune.ops.attention import hopper
-    from deltatune.ops.attention.fused import Kind, Operands
+    from deltatune.ops.attention.fused import FusedOptions, Operands
     from deltatune.ops.kernels.launch import Launch
 
     q, k, v, dy = (mx.array(x).astype(mx.bfloat16) for x in drawn(size))
-    kind = Kind(size.size**-0.5, True, None, False, False)
+    kind = FusedOptions(size.size**-0.5, True, None, False, False)
     launches: list[Launch] = []
 
     def noted(launch: Launch) -> list[mx.array]:

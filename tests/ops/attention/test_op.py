@@ -78,9 +78,9 @@ def test_kernels_are_refused_on_a_cpu_and_unknown_names_anywhere(monkeypatch):
         attention(**arguments())
 
 
-def call(**changes) -> choice.Call:
+def call(**changes) -> choice.AttentionCall:
     given = {"causal": True, "segments": None, "window": None, "sinks": None, "mask": None} | arguments(**changes)
-    return choice.Call(**given)
+    return choice.AttentionCall(**given)
 
 
 class Stand:

@@ -29,7 +29,7 @@ _FEWEST, _MOST = 32, 128
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockedOptions:
     """What of a call is no array: the scale, which keys causality and the window leave, and which arrays come."""
 
     scale: float
@@ -41,7 +41,7 @@ class Kind:
     scores: int
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries `first` to `last`, and the keys `low` to `high` that at least one of them may see."""
 
     first: int
@@ -72,7 +72,7 @@ def attention_blocked(
     Source: Rabe and Staats (arXiv 2112.05682); Dao et al. (arXiv 2205.14135); README.md.
     """
     scores = scores or _SCORES[backend.device()]
-    kind = Kind(scale, causal, window, sinks is not None, segments is not None, mask is not None, scores)
+    kind = BlockedOptions(scale, causal, window, sinks is not None, segments is not None, mask is not None, scores)
     sinks32 = mx.zeros((q.shape[1],)) if sinks is None else sinks.astype(mx.float32)
     extra = [x for x in (segments, mask) if x is not None]
     arrays = unmapped()(q, k, v, sinks32, *map(mx.stop_gradient, extra))
@@ -97,7 +97,7 @@ def unmapped() -> _Function:
 
 
 @lru_cache(maxsize=256)
-def _forward_by(kind: Kind) -> _Function:
+def _forward_by(kind: BlockedOptions) -> _Function:
     """f(q, k, v, sinks, segments?, mask?) -> (y, what the weights of each row are multiplied by)."""
     forward = mx.custom_function(lambda *arrays: _forward(kind, *arrays))
     backward = mx.custom_function(lambda *arrays: _backward(kind, *arrays))
@@ -121,7 +121,7 @@ def refuse_second_derivative(*_: object) -> None:
 
 
 def _forward(
-    kind: Kind, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array, *extra: mx.array
+    kind: BlockedOptions, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array, *extra: mx.array
 ) -> tuple[mx.array, mx.array]:
     ys, shares = [], []
     for part in _parts(kind, [q], k, v, sinks, extra):
@@ -141,7 +141,7 @@ def _forward(
 
 
 def _backward(
-    kind: Kind, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array, *more: mx.array
+    kind: BlockedOptions, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array, *more: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Gradients of q, k, v and the sinks. With weights w = share * softmax, dscore = w (dy . v - sum of w dy . v).
 
@@ -189,7 +189,7 @@ class _Part:
     one key head; sinks [h, G]; segments [b, 1, 1, T]; mask, of which any axis may be 1, [b, h, G, Tq, Tk].
     """
 
-    kind: Kind
+    kind: BlockedOptions
     queries: list[mx.array]
     k: mx.array
     v: mx.array
@@ -202,7 +202,7 @@ class _Part:
         """Whether a row's weights may sum to less than 1: it has a sink, or may see nothing."""
         return self.kind.sunk or self.mask is not None or self.k.shape[3] < self.queries[0].shape[3]
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[QueryBlock]:
         """The blocks that see a key, first to last."""
         (*heads, queries, _), keys, kind = self.queries[0].shape, self.k.shape[3], self.kind
         ahead, first = keys - queries, 0
@@ -212,7 +212,7 @@ class _Part:
             low = 0 if kind.window is None else max(0, first + ahead - kind.window + 1)
             high = min(keys, last + ahead) if kind.causal else keys
             if high > low:
-                yield Block(first, last, low, high)
+                yield QueryBlock(first, last, low, high)
             first = last
 
     def _seen(self, position: int, keys: int) -> int:
@@ -220,7 +220,7 @@ class _Part:
         seen = min(keys, position + _FEWEST) if self.kind.causal else keys
         return max(1, seen if self.kind.window is None else min(seen, self.kind.window + _FEWEST))
 
-    def rows(self, which: int, block: Block, before: Sequence[mx.array]) -> mx.array:
+    def rows(self, which: int, block: QueryBlock, before: Sequence[mx.array]) -> mx.array:
         """The block's rows of an array along the queries, in fp32, no sooner than `before` is there."""
         rows = self.queries[which][..., block.first : block.last, :]
         return mx.depends([rows], list(before))[0].astype(mx.float32)
@@ -229,11 +229,11 @@ class _Part:
         """[b, h, G, R, n] as [b, h, 1, G R, n], so that one product serves the heads that share a key head."""
         return rows.reshape(*rows.shape[:2], 1, -1, rows.shape[4])
 
-    def unfolded(self, rows: mx.array, block: Block) -> mx.array:
+    def unfolded(self, rows: mx.array, block: QueryBlock) -> mx.array:
         """What `folded` undoes."""
         return rows.reshape(*rows.shape[:2], -1, block.last - block.first, rows.shape[4])
 
-    def weights(self, rows: mx.array, block: Block) -> tuple[mx.array, mx.array | None]:
+    def weights(self, rows: mx.array, block: QueryBlock) -> tuple[mx.array, mx.array | None]:
         """The softmax of the block's scores [b, h, G, R, n]; and, if `shared`, what its rows are to be multiplied by
         [b, h, G, R]: what the sink leaves them, 0 where a row sees nothing."""
         folded = self.folded(rows * self.kind.scale)
@@ -255,7 +255,7 @@ class _Part:
             share = (scores.max(axis=-1) > _LEAST).astype(mx.float32)
         return mx.softmax(scores, axis=-1), share
 
-    def _visible(self, block: Block) -> tuple[mx.array | None, int]:
+    def _visible(self, block: QueryBlock) -> tuple[mx.array | None, int]:
         """Which keys of a block, from number `start` of them on, causality, the window and the segments leave to it.
 
         Returns None where that is all of them; and `start`, before which all are seen.
@@ -282,7 +282,12 @@ class _Part:
 
 
 def _parts(
-    kind: Kind, queries: Sequence[mx.array], k: mx.array, v: mx.array, sinks: mx.array, extra: Sequence[mx.array]
+    kind: BlockedOptions,
+    queries: Sequence[mx.array],
+    k: mx.array,
+    v: mx.array,
+    sinks: mx.array,
+    extra: Sequence[mx.array],
 ) -> Iterator[_Part]:
     batch, heads = k.shape[:2]
     rows = [x.reshape(batch, heads, -1, *x.shape[2:]) for x in queries]

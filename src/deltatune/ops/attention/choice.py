@@ -16,8 +16,8 @@ from ..gated_delta.choice import ImplementationWarning
 from ..gated_delta.machine_trial import Verdict, machine
 from . import fused_op, kernel_trial
 from .blocked import attention_blocked
-from .fused import Kind
-from .kernel_trial import Implementation, ShapeClass
+from .fused import FusedOptions
+from .kernel_trial import Implementation, KernelShape
 from .naive import attention_naive
 from .native import attention_native
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The arguments of a call, which decide who can serve it."""
 
     q: mx.array
@@ -38,24 +38,24 @@ class Call:
     mask: mx.array | None
     scale: float
 
-    def shape_class(self, whose: str) -> ShapeClass:
+    def shape_class(self, whose: str) -> KernelShape:
         dtype = str(self.q.dtype).removeprefix("mlx.core.")
         windowed = self.window is not None and self.window < self.k.shape[2]
         options = (self.causal, windowed, self.segments is not None, self.sinks is not None)
         grouped = self.q.shape[1] > self.k.shape[1]
-        return ShapeClass(whose, self.q.shape[3], self.v.shape[3], dtype, grouped, *options)
+        return KernelShape(whose, self.q.shape[3], self.v.shape[3], dtype, grouped, *options)
 
 
-def _fused(call: Call) -> tuple[Implementation, ShapeClass] | str:
+def _fused(call: AttentionCall) -> tuple[Implementation, KernelShape] | str:
     reason = fused_op.uncovered(call.q, call.k, call.v, call.mask)
     if reason:
         return reason
-    kind = Kind(call.scale, call.causal, call.window, call.segments is not None, call.sinks is not None)
+    kind = FusedOptions(call.scale, call.causal, call.window, call.segments is not None, call.sinks is not None)
     whose = fused_op.machine_for(kind, call.q, call.v)
     return partial(fused_op.attention_fused, machine=whose), call.shape_class(whose)
 
 
-CANDIDATES: dict[str, Callable[[Call], tuple[Implementation, ShapeClass | None] | str]] = {
+CANDIDATES: dict[str, Callable[[AttentionCall], tuple[Implementation, KernelShape | None] | str]] = {
     "naive": lambda call: (attention_naive, None),
     "blocked": lambda call: (attention_blocked, None),
     "fused": _fused,
@@ -64,7 +64,7 @@ CANDIDATES: dict[str, Callable[[Call], tuple[Implementation, ShapeClass | None] 
 _said: set[str] = set()
 
 
-def choose(call: Call) -> tuple[str, Implementation]:
+def choose(call: AttentionCall) -> tuple[str, Implementation]:
     """The name and the function of the implementation that serves `call`.
 
     Warns (ImplementationWarning), once for each class of shapes, about one that fails its trial. Raises UserError

@@ -17,7 +17,7 @@ LOG2E = log2(e)
 
 
 @dataclass(frozen=True)
-class Kind:
+class FusedOptions:
     """What of a call is no array: the scale, which keys are seen, and which arrays come."""
 
     scale: float
@@ -51,7 +51,7 @@ class Operands:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def forward(kind: Kind, x: Operands, machine: str) -> Launch:
+def forward(kind: FusedOptions, x: Operands, machine: str) -> Launch:
     """y, and the base-2 logarithm of each row's sum of powers of two [B, HQ, TQ]."""
     batch, heads, queries, _ = x.q.shape
     outputs: Outputs = {"y": ((batch, heads, queries, x.sizes[1]), x.q.dtype), "sums": (x.q.shape[:3], mx.float32)}
@@ -79,13 +79,13 @@ def delta(x: Operands, y: mx.array, dy: mx.array) -> Launch:
     )
 
 
-def queries(kind: Kind, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
+def queries(kind: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
     """dq."""
     outputs: Outputs = {"dq": (x.q.shape, x.q.dtype)}
     return _gradients("attention_queries", kind, x, (dy, sums, delta), machine, outputs, _tiles(x.q.shape[2]))
 
 
-def keys(kind: Kind, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
+def keys(kind: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
     """dk and dv."""
     outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
     return _gradients("attention_keys", kind, x, (dy, sums, delta), machine, outputs, _tiles(x.k.shape[2]))
@@ -93,7 +93,7 @@ def keys(kind: Kind, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array,
 
 def _gradients(
     name: str,
-    kind: Kind,
+    kind: FusedOptions,
     x: Operands,
     given: tuple[mx.array, mx.array, mx.array],
     machine: str,
@@ -109,7 +109,7 @@ def _gradients(
 
 def _launch(
     name: str,
-    kind: Kind,
+    kind: FusedOptions,
     x: Operands,
     machine: str,
     inputs: Arrays,
@@ -147,7 +147,7 @@ def _tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def _numbers(kind: Kind, x: Operands) -> mx.array:
+def _numbers(kind: FusedOptions, x: Operands) -> mx.array:
     """What scores in powers of two and gradients are multiplied by."""
     return numbers(kind.scale * LOG2E, kind.scale)
 

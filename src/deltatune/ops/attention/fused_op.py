@@ -13,7 +13,7 @@ from ...machine import backend, nvidia
 from ..kernels.launch import Launch
 from . import fused, hopper
 from .blocked import refuse_second_derivative, unmapped
-from .fused import Kind, Operands
+from .fused import FusedOptions, Operands
 
 # Kernels for any GPU of a kind, and Hopper's own.
 MACHINES = ("metal", "cuda", "hopper")
@@ -48,7 +48,7 @@ def attention_fused(
     reason = uncovered(q, k, v, mask)
     if reason:
         raise ValueError(f"attention: the fused kernels do not cover this call: {reason}.")
-    kind = Kind(float(scale), causal, window, segments is not None, sinks is not None)
+    kind = FusedOptions(float(scale), causal, window, segments is not None, sinks is not None)
     extra = [] if sinks is None else [sinks.astype(mx.float32)]
     spans = [] if segments is None else list(segment_spans(segments))
     forward = _forward_by(kind, machine or machine_for(kind, q, v), execute)
@@ -56,7 +56,7 @@ def attention_fused(
     return y
 
 
-def machine_for(kind: Kind, q: mx.array, v: mx.array) -> str:
+def machine_for(kind: FusedOptions, q: mx.array, v: mx.array) -> str:
     """Whose kernels serve a call on MLX's default device: Hopper's own where they cover it."""
     here = backend.device()
     on_hopper = here == "cuda" and nvidia.generation() == nvidia.HOPPER
@@ -87,7 +87,7 @@ def segment_spans(segments: mx.array) -> tuple[mx.array, mx.array]:
 
 
 @lru_cache(maxsize=256)
-def _forward_by(kind: Kind, machine: str, execute: Execute) -> _Function:
+def _forward_by(kind: FusedOptions, machine: str, execute: Execute) -> _Function:
     """f(q, k, v, sinks?, starts?, ends?) -> (y, sums)."""
 
     def operands(arrays: Sequence[mx.array]) -> Operands:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..kernels.launch import Arrays, Launch, Outputs, Values, numbers
-from .fused import LOG2E, WIDEST, Kind, Operands, span_arguments
+from .fused import LOG2E, WIDEST, FusedOptions, Operands, span_arguments
 
 Execute = Callable[[Launch], list[mx.array]]
 # Rows of queries a block takes, and of a packed tile; its groups of 32 threads; those of a kernel that only packs.
@@ -19,7 +19,7 @@ _NARROW = 128
 _MOST, _GATES = 227 * 1024, 192 + 1024
 
 
-def uncovered(kind: Kind, q: mx.array, v: mx.array) -> str | None:
+def uncovered(kind: FusedOptions, q: mx.array, v: mx.array) -> str | None:
     """Why these kernels cannot serve a call that has one dtype; None where they can."""
     if q.dtype not in (mx.bfloat16, mx.float16):
         return f"q is {q.dtype}, and tensor cores take bfloat16 or float16"
@@ -30,7 +30,7 @@ def uncovered(kind: Kind, q: mx.array, v: mx.array) -> str | None:
     return None
 
 
-def forward(kind: Kind, x: Operands, execute: Execute) -> tuple[mx.array, mx.array]:
+def forward(kind: FusedOptions, x: Operands, execute: Execute) -> tuple[mx.array, mx.array]:
     """y, and the base-2 logarithm of each row's sum of powers of two [B, HQ, TQ up to a multiple of 128]."""
     batch, heads, queries, _ = x.q.shape
     outputs: Outputs = {
@@ -44,7 +44,7 @@ def forward(kind: Kind, x: Operands, execute: Execute) -> tuple[mx.array, mx.arr
 
 
 def backward(
-    kind: Kind, x: Operands, dy: mx.array, y: mx.array, sums: mx.array, execute: Execute
+    kind: FusedOptions, x: Operands, dy: mx.array, y: mx.array, sums: mx.array, execute: Execute
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """dq, dk, dv, and the sum of products of y's and dy's elements by row, as long as `sums`."""
     inputs = packed(x, TILE, execute, dy, y)
@@ -90,7 +90,13 @@ def packed(x: Operands, height: int, execute: Execute, dy: mx.array | None = Non
 
 
 def _launch(
-    name: str, kind: Kind, x: Operands, inputs: Arrays, outputs: Outputs, arguments: tuple[str, ...], more: Values
+    name: str,
+    kind: FusedOptions,
+    x: Operands,
+    inputs: Arrays,
+    outputs: Outputs,
+    arguments: tuple[str, ...],
+    more: Values,
 ) -> Launch:
     (batch, heads, queries, size), (key_heads, keys) = x.q.shape, x.k.shape[1:3]
     height = TILE if name == "queries" else key_tile(*x.sizes)

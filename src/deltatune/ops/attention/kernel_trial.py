@@ -23,7 +23,7 @@ _BATCH, _LENGTH, _KEY_HEADS, _WINDOW, _SEGMENT = 1, 300, 2, 90, 130
 
 
 @dataclass(frozen=True)
-class ShapeClass:
+class KernelShape:
     """What decides which kernels a call runs. `machine`: whose kernels they are."""
 
     machine: str
@@ -41,10 +41,10 @@ class ShapeClass:
         return ", ".join([self.machine, self.dtype, f"heads of {self.size} x {self.value_size}", *options])
 
 
-_known: dict[ShapeClass, Verdict] = {}
+_known: dict[KernelShape, Verdict] = {}
 
 
-def of(function: Implementation, shape: ShapeClass) -> Verdict:
+def of(function: Implementation, shape: KernelShape) -> Verdict:
     """The verdict on `function` for calls of this class: as found before on this machine, else measured now.
 
     Measured with arrays of its own, evaluated at once: safe while something else is being traced.
@@ -54,7 +54,7 @@ def of(function: Implementation, shape: ShapeClass) -> Verdict:
     return _known[shape]
 
 
-def again(function: Implementation, shape: ShapeClass) -> Verdict:
+def again(function: Implementation, shape: KernelShape) -> Verdict:
     """The same, measured now whatever was found before."""
     found = _known[shape] = measure(function, shape)
     # What stopped a trial may be gone the next time.
@@ -68,7 +68,7 @@ def forget() -> None:
     _known.clear()
 
 
-def measure(function: Implementation, shape: ShapeClass) -> Verdict:
+def measure(function: Implementation, shape: KernelShape) -> Verdict:
     """Compare `function` with the definition, in fp32 on the CPU: forward and backward."""
     blank = Verdict("fused attention", str(shape), fused_bound(shape.dtype), reference="naive")
     arrays, dy, options = _case(shape)
@@ -84,7 +84,7 @@ def measure(function: Implementation, shape: ShapeClass) -> Verdict:
     return replace(blank, errors={name: relative_error(found, exact) for name, found, exact in pairs})
 
 
-def _case(shape: ShapeClass) -> tuple[list[mx.array], mx.array, dict]:
+def _case(shape: KernelShape) -> tuple[list[mx.array], mx.array, dict]:
     """q, k, v and the sinks, where there are any; dy; the options. By NumPy: MLX's random state is the training's."""
     draw = np.random.default_rng(0)
     heads = _KEY_HEADS * (2 if shape.grouped else 1)
@@ -112,4 +112,3 @@ def _differentiate(function: Implementation, arrays: list[mx.array], dy: mx.arra
     wide = [x.astype(mx.float32) for x in (*outputs, *gradients)]
     mx.eval(wide)
     return [np.array(x) for x in wide]
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .choice import Call, choose
+from .choice import AttentionCall, choose
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -48,7 +48,7 @@ def attention(
     _check(q, k, v, causal, segments, window, sinks, mask)
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    _, function = choose(Call(q, k, v, causal, segments, window, sinks, mask, float(scale)))
+    _, function = choose(AttentionCall(q, k, v, causal, segments, window, sinks, mask, float(scale)))
     return function(
         q, k, v, scale=float(scale), causal=causal, segments=segments, window=window, sinks=sinks, mask=mask
     )
