@@ -177,7 +177,7 @@ def test_planted_in_hoppers_text(name, run, make, oracle, host_module):
     old, new = HOPPER_DEFECTS[name]
     assert old in HOPPER, "the text has changed: plant this defect elsewhere"
     machine = make(HOPPER.replace(old, new), hopper=True)
-    case = oracle.Case("planted", queries=140, heads=(1, 1), size=64)
+    case = oracle.Case("planted", queries=140, heads=(1, 1), size=72)
     try:
         worst = max(run(case, mx.bfloat16, machine=machine, hopper=True).values())
     except host_module.HostError as refusal:
