@@ -21,7 +21,7 @@ struct Product {
 enum : int { most_copies = 256, most_products = 256 };
 static Gate gates[host::threadgroup_limit / 8];
 static Copy copies[most_copies];
-static int copy_count;
+static int copy_count, met, meetings;
 // Looks at gates since one of them last moved on: past so many, none will.
 static long looks;
 enum : long { most_looks = 300000 };
@@ -112,6 +112,7 @@ inline void gate_start(unsigned gate, int count) {
   hopper::gate_at(gate) = hopper::Gate{count, count, 0, 0};
   hopper::copy_count = 0;
   hopper::looks = 0;
+  hopper::met = 0;
   memset(hopper::queued, 0, sizeof hopper::queued);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }
@@ -134,6 +135,16 @@ inline void copy_tile(unsigned to, P from, unsigned bytes, unsigned gate) {
   if (hopper::copy_count == hopper::most_copies) hopper::fail("too many copies");
   memset(hopper::memory_at(to), 0xff, bytes);
   hopper::copies[hopper::copy_count++] = hopper::Copy{to, bytes, gate, (const char*)from};
+}
+template <int THREADS>
+inline void meet() {
+  const int round = hopper::meetings;
+  if (++hopper::met == THREADS) {
+    hopper::met = 0;
+    ++hopper::meetings;
+    hopper::looks = 0;
+  }
+  while (hopper::meetings == round) hopper::go_on();
 }
 template <int COUNT>
 inline void more_registers() {}

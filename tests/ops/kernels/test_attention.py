@@ -150,7 +150,8 @@ DEFECTS = {
 }
 HOPPER_DEFECTS = {
     "a mask off by one": ("to = i + ahead() + 1;", "to = i + ahead();"),
-    "a wait left out": ("gate_wait(gates.given(), step * blocks + b);", ""),
+    "one room for two weights": ("% 2 * 16384", "% 1 * 16384"),
+    "a meeting left out": ("    meet<256>();\n    weigh_with", "    weigh_with"),
     "operands let go too early": ("products_wait<0>();\n    settle(results[b]);", "settle(results[b]);"),
     "results that are not scaled": ("results[i] *= factors[own_side(i)];", ""),
     "another swizzle": ("((c ^ r) & 7) * 8, from", "(c & 7) * 8, from"),

@@ -144,7 +144,7 @@ def shared_bytes(name: str, size: int, value_size: int) -> int:
     if name == "forward":
         return own + _stages(own, height * (key + value)) * height * (key + value) + _GATES
     if name == "keys":
-        own = height * (key + value) + TILE * TILE * 4
+        own = height * (key + value) + 2 * TILE * TILE * 4
         return own + _stages(own, TILE * (key + value)) * TILE * (key + value) + _GATES
     own += ROWS * value if own else 0
     stages = _stages(own, TILE * (key + value))

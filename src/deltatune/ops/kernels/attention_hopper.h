@@ -187,7 +187,7 @@ struct HopperForwardMemory {
 };
 
 // Gates of a block: one that opens with the operand that stays; for each of up to four stages those that say that keys
-// and values are there, and that they are no longer needed; two for what groups of warps hand each other.
+// and values are there, and that they are no longer needed.
 struct HopperGates {
   unsigned place;
   inline unsigned own() const { return place; }
@@ -195,13 +195,10 @@ struct HopperGates {
   inline unsigned values(int stage) const { return place + 40 + 8 * stage; }
   inline unsigned keys_read(int stage) const { return place + 72 + 8 * stage; }
   inline unsigned values_read(int stage) const { return place + 104 + 8 * stage; }
-  inline unsigned given() const { return place + 136; }
-  inline unsigned taken() const { return place + 144; }
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < 9; ++i) gate_start(place + 8 * i, 1);
       for (int i = 9; i < 17; ++i) gate_start(place + 8 * i, 8);
-      for (int i = 17; i < 19; ++i) gate_start(place + 8 * i, 4);
       gates_started();
     }
     barrier();
@@ -625,7 +622,8 @@ struct HopperKeysMemory {
   static constexpr constant int own = HEIGHT / 64 * block, own_value = HEIGHT / 64 * value_block;
   static constexpr constant int query = 64 * panels(D) * 2, gradient = 64 * panels(DV) * 2;
   static constexpr constant int exchange = own + own_value;
-  static constexpr constant int queries = exchange + 64 * 64 * 4;
+  // Weights have two rooms in turn: when both groups of warps meet for one, the other has been read.
+  static constexpr constant int queries = exchange + 2 * 64 * 64 * 4;
   static constexpr constant int stages = stages_beside(queries, query + gradient);
   static constexpr constant int gradients = queries + stages * query;
   static constexpr constant int gates = gradients + stages * gradient;
@@ -703,10 +701,8 @@ inline void add_values(Room room, HopperGates gates, thread float (&results)[HEI
     DELTATUNE_UNROLL
     for (int i = 0; i < 32; ++i) scores[i] = power_of_two(scores[i] * scale - looked_up[i / 4 * 2 + (i & 1)]);
     if (b + 1 == blocks) let_go(gates.keys_read(step % stages), at);
-    const int unit = step * blocks + b;
-    if (unit > 0) gate_wait(gates.taken(), unit - 1);
-    hand_over(room.floats(Memory::exchange), scores, at);
-    let_go(gates.given(), at);
+    hand_over(room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), scores, at);
+    meet<256>();
   };
   const auto go_on = [&](int step, int b) {
     const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
@@ -775,9 +771,8 @@ inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGH
     DELTATUNE_UNROLL
     for (int i = 0; i < 32; ++i) products[i] -= looked_up[i / 4 * 2 + (i & 1)];
     if (b + 1 == blocks) let_go(gates.values_read(step % stages), at);
-    gate_wait(gates.given(), step * blocks + b);
-    weigh_with(products, room.floats(Memory::exchange), at);
-    let_go(gates.taken(), at);
+    meet<256>();
+    weigh_with(products, room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), at);
   };
   const auto go_on = [&](int step, int b) {
     const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;

@@ -27,6 +27,10 @@ inline void copy_tile(unsigned to, const T* from, unsigned bytes, unsigned gate)
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "r"(bytes), "r"(gate) : "memory");
 }
+// So many threads of the block meet.
+template <int THREADS>
+inline void meet() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
+
 template <int COUNT>
 inline void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 template <int COUNT>
