@@ -9,6 +9,7 @@ from . import environment, nvidia
 
 # The first that covers a call and passes its check on this machine serves it (ops/gated_delta/choice.py).
 _GATED_DELTA = {"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")}
+_ATTENTION = {"cpu": ("blocked",), "cuda": ("fused", "blocked"), "metal": ("fused", "blocked")}
 
 
 def device() -> str:
@@ -31,18 +32,33 @@ def gated_delta_candidates() -> tuple[tuple[str, ...], str]:
 
     Raises UserError when an implementation is forced that this device cannot run.
     """
-    forced, here = environment.gated_delta(), device()
+    return _candidates(environment.GATED_DELTA, environment.gated_delta(), _GATED_DELTA)
+
+
+def attention_candidates() -> tuple[tuple[str, ...], str]:
+    """Implementations of attention in order of preference, and why: what DELTATUNE_ATTENTION forces, alone.
+
+    Raises UserError when an implementation is forced that this device cannot run.
+    """
+    return _candidates(environment.ATTENTION, environment.attention(), _ATTENTION)
+
+
+def _candidates(
+    variable: str, forced: str | None, preferred: dict[str, tuple[str, ...]]
+) -> tuple[tuple[str, ...], str]:
+    here = device()
     lacks = _lacks() if here == "cuda" else None
     if forced is None:
-        return (("chunk",), f"automatic on cuda: {lacks}") if lacks else (_GATED_DELTA[here], f"automatic on {here}")
+        names = preferred[here]
+        return (names[-1:], f"automatic on cuda: {lacks}") if lacks else (names, f"automatic on {here}")
     if forced == "fused" and lacks:
-        raise UserError(f"{environment.GATED_DELTA}=fused: {lacks}; unset it for the automatic choice.")
+        raise UserError(f"{variable}=fused: {lacks}; unset it for the automatic choice.")
     if forced == "fused" and here == "cpu":
         raise UserError(
-            f"{environment.GATED_DELTA}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for "
-            "the automatic choice."
+            f"{variable}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for the automatic "
+            "choice."
         )
-    return (forced,), f"forced by {environment.GATED_DELTA}"
+    return (forced,), f"forced by {variable}"
 
 
 def _lacks() -> str | None:

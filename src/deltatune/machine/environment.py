@@ -12,6 +12,7 @@ BLAS = "DELTATUNE_BLAS"
 THREADS = "DELTATUNE_THREADS"
 CACHE = "DELTATUNE_CACHE"
 GATED_DELTA = "DELTATUNE_GATED_DELTA"
+ATTENTION = "DELTATUNE_ATTENTION"
 # MLX's own: 1, its default, lets NVIDIA GPUs round fp32 factors to 10 bits of mantissa.
 TF32 = "MLX_ENABLE_TF32"
 # MLX's own: how much is queued for a GPU as one piece of work, in millions of elements read, whatever its name says.
@@ -24,6 +25,7 @@ RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 BLAS_CHOICES = ("openblas", "system")
 GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
+ATTENTION_CHOICES = ("naive", "blocked", "fused", "native")
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:
@@ -68,6 +70,11 @@ def cache_directory() -> Path:
 def gated_delta() -> str | None:
     """The forced implementation of gated_delta, or None for the automatic choice."""
     return _choice(GATED_DELTA, GATED_DELTA_CHOICES)
+
+
+def attention() -> str | None:
+    """The forced implementation of attention, or None for the automatic choice."""
+    return _choice(ATTENTION, ATTENTION_CHOICES)
 
 
 def keep_full_fp32() -> None:
