@@ -111,7 +111,7 @@ def generate(options: GenerateOptions) -> str:
     """
     import mlx.core as mx
 
-    from ..data.vision.videos import video_texts, with_features
+    from ..data.vision.videos import repeat_video_tokens, video_texts
     from ..models.generate import Sampling, prompt_tokens, stream
     from ..models.vision.generate import stream_with_images, stream_with_videos
     from ..models.vision.split import vision_spec
@@ -143,7 +143,7 @@ def generate(options: GenerateOptions) -> str:
     if options.image:
         answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
     elif clips:
-        tokens = with_features(tokens, clips, vision_spec(loaded.model))
+        tokens = repeat_video_tokens(tokens, clips, vision_spec(loaded.model))
         pictures = [clip.picture for clip in clips]
         answer = stream_with_videos(loaded, tokens, pictures, options.max_tokens, sampling)
     else:

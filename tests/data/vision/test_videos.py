@@ -16,7 +16,7 @@ from PIL import Image
 from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import first_image, load_datasets
-from deltatune.data.vision.videos import Video, VideoReader, sampled
+from deltatune.data.vision.videos import Video, VideoReader, sampled_frames
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.train.setup import vision_processors
@@ -178,7 +178,7 @@ def test_frames_are_taken_as_mlx_vlm_takes_them(total, fps, least, most, monkeyp
             return True, np.zeros((4, 4, 3), np.uint8)
 
     monkeypatch.setattr(cv2, "VideoCapture", Capture)
-    numbers = sampled(total, 12.5, fps, least, most)
+    numbers = sampled_frames(total, 12.5, fps, least, most)
     if len(numbers) < 2:
         with pytest.raises(ValueError, match="nframes must be in"):
             load_video("x", fps=fps, min_frames=least, max_frames=most)
