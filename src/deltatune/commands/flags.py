@@ -57,8 +57,8 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
     """Add the flag of one option. Its default is None, so that the YAML file decides where it is not given."""
     name = "--" + field.name.replace("_", "-")
     default = field.default
-    shown = "" if default in (None, False, True, dataclasses.MISSING) else f" (default: {default})"
-    text = (field.metadata["help"] + shown).replace("%", "%%")
+    default_text = "" if default in (None, False, True, dataclasses.MISSING) else f" (default: {default})"
+    text = (field.metadata["help"] + default_text).replace("%", "%%")
     kind = str(field.type)
     if field.name == "train":
         group.add_argument(name, action="store_true", default=None, help=text)

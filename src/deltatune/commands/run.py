@@ -56,7 +56,7 @@ def run_program(argv: list[str]) -> int:
     argv_before, path_before, hook = sys.argv, list(sys.path), sys.excepthook
     sys.excepthook = _without_our_frames(hook)
     try:
-        with _compiled():
+        with _compile_mode():
             code = _patched(program)
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
@@ -73,13 +73,13 @@ def _patched(program: Callable[[], None]) -> int:
         try:
             program()
         except SystemExit as exit_:
-            return _code(exit_)
+            return _exit_code(exit_)
         finally:
             _report_calls()
     return 0
 
 
-def _compiled() -> AbstractContextManager[object]:
+def _compile_mode() -> AbstractContextManager[object]:
     """On CUDA, keep mx.compile from building kernels of its own, which takes minutes in every process."""
     return without_kernels() if backend.device() == "cuda" else nullcontext()
 
@@ -162,7 +162,7 @@ def _module(name: str, arguments: list[str]) -> Callable[[], None]:
     return program
 
 
-def _code(exit_: SystemExit) -> int:
+def _exit_code(exit_: SystemExit) -> int:
     """Return the exit code of a SystemExit and print its message, as Python itself would."""
     if exit_.code is None or isinstance(exit_.code, int):
         return exit_.code or 0

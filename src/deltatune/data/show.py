@@ -46,15 +46,15 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
 
 def _marked(tokens: list[int], counts: list[bool], tokenizer: Any, coloured: bool) -> Text:
     """Return the text of some tokens, with what counts in the loss marked."""
-    shown = Text()
+    marked = Text()
     for counted, text, special in _pieces(tokens, counts, tokenizer):
         if coloured:
-            shown.append(
+            marked.append(
                 text, style=SPECIAL + (" underline" if counted else "") if special else COUNTED if counted else MASKED
             )
         else:
-            shown.append(f"{OPEN}{text}{CLOSE}" if counted else text)
-    return shown
+            marked.append(f"{OPEN}{text}{CLOSE}" if counted else text)
+    return marked
 
 
 def _pieces(tokens: list[int], counts: list[bool], tokenizer: Any) -> Iterator[tuple[bool, str, bool]]:

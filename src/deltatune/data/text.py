@@ -161,5 +161,5 @@ def _typed(row: Mapping[str, Any], key: str, kind: type, source: str) -> Any:
 
 def _short(value: Any) -> str:
     """Return the type and the beginning of a value, for messages."""
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -169,8 +169,8 @@ class VideoReader:
         if isinstance(value, Mapping) and isinstance(value.get("path"), str):
             value = value["path"]
         if not isinstance(value, str):
-            shown = f"{type(value).__name__} {str(value)[:60]!r}"
-            raise UserError(f"{source}: expected the path of a video, or a list of frames, got {shown}.")
+            actual = f"{type(value).__name__} {str(value)[:60]!r}"
+            raise UserError(f"{source}: expected the path of a video, or a list of frames, got {actual}.")
         return media_path("video", value, self.folder, source)
 
     def _sampling(self, name: str, asked: float | None) -> float:
