@@ -119,6 +119,9 @@ def test_help_is_grouped_and_complete(run):
         assert f"\n{title}\n" in out
     for field in dataclasses.fields(TrainConfig):
         assert (f"--{field.name.replace('_', '-')}" in out) == field.metadata["flag"]
+    words = " ".join(out.split())
+    assert "make one optimizer step (default: 1)" in words
+    assert "order of the data (default: 0)" in words
 
 
 def test_train_eval_generate_and_merge_work_together(run, checkpoint, data, tmp_path):

@@ -1,6 +1,7 @@
 """deltatune fine-tunes hybrid gated-delta models with MLX.
 
-Import it before mlx: on Linux CPUs it loads a fast BLAS, which MLX can only use if it is loaded first.
+Import it before mlx: it sets environment variables that MLX reads when it starts, and on Linux CPUs it loads a fast
+BLAS, which MLX can only use if it is loaded first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _environment.keep_full_fp32()
 _environment.queue_little()
 _environment.see_own_gpu()
+# MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
 with _subnormals.flushed():
     _blas.load()
     _subnormals.start_mlx()

@@ -57,7 +57,8 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
     """Add the flag of one option. Its default is None, so that the YAML file decides where it is not given."""
     name = "--" + field.name.replace("_", "-")
     default = field.default
-    default_text = "" if default in (None, False, True, dataclasses.MISSING) else f" (default: {default})"
+    has_default = not (default is None or default is dataclasses.MISSING or isinstance(default, bool))
+    default_text = f" (default: {default})" if has_default else ""
     text = (field.metadata["help"] + default_text).replace("%", "%%")
     kind = str(field.type)
     if field.name == "train":
