@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .train import Trainer
 
 _environment.keep_full_fp32()
-_environment.queue_little()
+_environment.limit_queue()
 _environment.see_own_gpu()
 with _subnormals.flushed():
     _blas.load()

@@ -38,7 +38,7 @@ def records() -> tuple[Patch, ...]:
     found = probe()
     if not found.wrong:
         return ()
-    if not found.mendable:
+    if not found.two_rows_work:
         raise UserError(
             f"The BLAS that MLX uses computes wrong products: {found}. Nothing trained on it would be right: update "
             "it (on macOS, the system), unset DELTATUNE_BLAS, or train on a GPU."
