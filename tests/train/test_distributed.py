@@ -61,12 +61,12 @@ def test_a_run_resumes_on_another_number_of_ranks(make_trainer, launch, shared, 
     if more:
         make_trainer(**part).run()
         done = launch(rest)
-        assert "Ranks: 2, where 1 saved the state" in done.stdout, done.stderr
+        assert "The number of ranks is 2; it was 1 when the state was saved." in done.stdout, done.stderr
     else:
         done = launch(part)
         assert "Iter 3/3" in done.stdout, done.stderr
         make_trainer(**rest).run()
-        assert "Ranks: 1, where 2 saved the state" in screen_text.text()
+        assert "The number of ranks is 1; it was 2 when the state was saved." in screen_text.text()
     same("one", "two")
 
 

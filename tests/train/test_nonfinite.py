@@ -82,7 +82,7 @@ def test_the_loss_itself(model, watched):
         total, weight = full_loss(model)(inputs, targets, weights)
         return total + mx.log(mx.array(0.0)), weight
 
-    assert find(model, loss, batch(), watched) == "every layer's output is finite, the loss is not"
+    assert find(model, loss, batch(), watched) == "every layer's output is finite, but the loss is not"
 
 
 def test_a_parameter_behind_the_first_layer(model, watched):

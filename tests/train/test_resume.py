@@ -100,7 +100,7 @@ def test_a_run_goes_on_with_the_blas_threads_that_it_had(make_trainer, monkeypat
     try:
         make_trainer(resume=True, iters=4).run()
         assert library.openblas_get_num_threads() == 2
-        assert "BLAS: 2 threads (as in the run that goes on here)." in screen_text.text()
+        assert "BLAS: 2 threads (as in the run that is continued)." in screen_text.text()
         # Not more than this machine gives, and not another number than the user's.
         assert not blas.use_threads(3, "more than cores")
         monkeypatch.setenv(environment.THREADS, "1")

@@ -117,7 +117,7 @@ def test_unpack_refuses_what_does_not_fit():
     saved = state.pack("trainable", like)
     assert set(saved) == {"trainable/a", "trainable/b.0"}
     assert mx.array_equal(state.unpack("trainable", like, saved, Path("x"))["a"], like["a"])
-    with pytest.raises(UserError, match="1 tensors differ, first trainable/a"):
+    with pytest.raises(UserError, match="1 tensors differ, the first is trainable/a"):
         state.unpack("trainable", like | {"a": mx.zeros(3)}, saved, Path("x"))
-    with pytest.raises(UserError, match="first trainable/c"):
+    with pytest.raises(UserError, match="the first is trainable/c"):
         state.unpack("trainable", like | {"c": mx.zeros(3)}, saved, Path("x"))

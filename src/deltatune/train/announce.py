@@ -61,33 +61,33 @@ def lines(
     """
     total = _stored_numbers(model)
     trains = trainable_count(model)
-    said = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
-    said.append(f"Training: {config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%}).")
+    opening = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
+    opening.append(f"Training: {config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%}).")
     if any(layer.kind == "delta" for layer in trained.layers):
         name, why = backend.gated_delta_implementation()
-        said.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
-    said.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
+        opening.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
+    opening.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
-        said.append(
+        opening.append(
             f"Note: every rank sees {gpus} GPUs and computes on the first. Set CUDA_VISIBLE_DEVICES to one GPU for "
             "each rank, or import deltatune before anything uses mlx."
         )
-    said.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
+    opening.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
-    said.append(
+    opening.append(
         f"Data: {len(splits.train)} training, {len(splits.valid)} validation examples; {order.rows} rows an epoch, "
         f"{config.batch_size} a batch{share}."
     )
-    said.append(f"Step: {trained.compiled}, once for each width of {widths} tokens.")
-    said += splits.notes
+    opening.append(f"Step: {trained.compiled}, once for each width of {widths} tokens.")
+    opening += splits.notes
     left_over = config.iters % config.grad_accumulation_steps
     if left_over:
-        said.append(
+        opening.append(
             f"Note: {config.iters} iterations are no multiple of {config.grad_accumulation_steps} accumulation steps: "
             f"the last {left_over} will wait in the state for an update that a longer run would make."
         )
-    return said
+    return opening
 
 
 def _stored_numbers(model: nn.Module) -> int:
