@@ -1,3 +1,5 @@
+"""Tests the state file: exact contents, atomic writes, refusals of the disk and of foreign states."""
+
 import errno
 import os
 from pathlib import Path
@@ -46,7 +48,7 @@ def test_a_refusing_disk_leaves_the_last_state_and_no_litter(tmp_path, monkeypat
 
 
 def test_a_real_full_disk_is_noticed(tmp_path):
-    # /dev/full takes the open and refuses the bytes, as a full disk does.
+    # /dev/full can be opened but refuses all bytes, as a full disk does.
     with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         mx.save_safetensors(file, {"a": mx.zeros((1000, 1000))})
 

@@ -1,4 +1,4 @@
-"""Runs on videos: a run learns what moves, an adapter answers, resumed runs, one message without a vision tower."""
+"""Tests runs on videos: they learn, answer and resume, and a model without a vision tower is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytest.importorskip("mlx_vlm", minversion="0.7")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Rows with none, one and two videos of frames that grow lighter or darker, some with an image."""
+    """Rows with no, one or two videos whose frames grow lighter or darker, some with an image."""
     path = tmp_path_factory.mktemp("videos")
     rows = []
     for index in range(12):
@@ -74,7 +74,7 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
     assert cli.main([*asked, "--max-tokens", "4", "--fps", "1", "--video", *frames]) == 0
     said = capsys.readouterr().out
 
-    # The same prompt, through the training forward, token by token.
+    # The same prompt is given to the forward pass of training, whose most likely token must begin the answer.
     loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
     row = {"messages": [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "x"}]}
     row |= {"video": frames, "fps": 1}

@@ -1,4 +1,4 @@
-"""Runs on images and text: every family, every part, adapters that mlx-vlm loads, merges, answers, resumed runs."""
+"""Tests runs on images and text: training of each part, adapters in mlx-vlm, merging, answers and resumed runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Rows with none, one and two images of several sizes."""
+    """Rows with no, one or two images of several sizes."""
     path = tmp_path_factory.mktemp("pictures")
     rows = []
     for index in range(12):
@@ -61,7 +61,7 @@ def train(model, folder, target, **more):
 
 
 def logits(model, example):
-    """mlx-vlm's own, of one example."""
+    """Return the logits that mlx-vlm's model computes for one example."""
     model.eval()
     model.language_model._position_ids = model.language_model._rope_deltas = None
     held = example.pictures
@@ -77,7 +77,7 @@ def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, fold
     from mlx_vlm import load as upstream_load
 
     path = tiny_vision_checkpoint(family)
-    # mlx-vlm refuses adapters on experts by name, so a mixture of experts is trained whole layers at a time here.
+    # mlx-vlm refuses adapters on experts that are given by name, so a mixture of experts is adapted by whole layers.
     parts = "language" if "moe" in family else "language,vision,projector"
     assert train(path, folder, tmp_path / "a", parts=parts) == 0
     losses = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
@@ -98,7 +98,7 @@ def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, fold
                      str(tmp_path / "merged")]) == 0  # fmt: skip
     merged = load(tmp_path / "merged", image="a test")
     for example in examples[:3]:
-        # A token that two experts tie for may go to the other one after the merge.
+        # A token for which two experts tie may be routed to the other one after the merge.
         difference = mx.abs(logits(merged.model, example) - logits(loaded.model, example))
         assert np.median(np.array(difference)) < 1e-4
 
