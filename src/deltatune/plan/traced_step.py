@@ -107,7 +107,7 @@ def build(
         new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
         first = [loss, weight, *_leaves(new)]
         norm, experts = step.begin_update(*new)
-        second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm, get_key()]
+        second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm]
         second += _leaves(experts) if experts else []
 
         there = _addresses(layout, given)
@@ -127,7 +127,7 @@ def build(
         if experts is not None:
             step.finish_update(experts._replace(touched=_every_expert(experts)))
             third = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state)]
-            gone = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm, get_key()])
+            gone = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm])
             evaluated |= _addresses(layout, second) | {node.address for node in all_nodes(two)}
             phases.append(_experts_phase(layout, third, evaluated, gone))
         tower, tower_reads = _tower_phase(layout, features, there)

@@ -19,7 +19,6 @@ from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..errors import UserError
 from ..machine import backend, blas
-from ..ops.random_state import get_key
 from . import announce, content, log, nonfinite, state
 from .check import check
 from .distributed import World
@@ -311,7 +310,7 @@ class Trainer:
         asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
         # All numbers travel in one message with the update, which saves a round trip for each.
         numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked]))
-        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, get_key(), numbers)
+        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, numbers)
         values: Any = numbers.tolist()
         return Advance(tuple(values), None if norm is None else number(norm))
 
