@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .train import Trainer
 
 _environment.keep_full_fp32()
-_environment.queue_little()
+_environment.limit_queue()
 _environment.see_own_gpu()
 # MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
 with _subnormals.flushed():
