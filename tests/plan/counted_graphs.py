@@ -94,7 +94,7 @@ def main():
         now = counter.now()
         counted = [now.peak_buffers - base.buffers, now.peak_bytes - base.bytes]
         left = [machine.live - before[0], now.buffers - base.buffers]
-        found[name] = {"simulated": simulate_step, "counted": counted, "left": left}
+        found[name] = {"simulated": simulated, "counted": counted, "left": left}
         del busy, outputs, made, nodes, machine
     print(json.dumps(found))
 
