@@ -1,4 +1,4 @@
-"""Pictures show their trays' parts, held-out combinations are not in training, and the base corpus has no parts list."""
+"""Pictures show their trays' parts, training has no held-out combination, and the base corpus has no parts list."""
 
 import json
 import random
