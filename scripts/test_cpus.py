@@ -28,7 +28,7 @@ PROBE = "from deltatune.machine import blas; print(blas.status().kernels)"
 
 @dataclass(frozen=True)
 class CoreType:
-    """A value of OPENBLAS_CORETYPE, the CPU flags that it needs, and the kernels that smaller builds use in its place."""
+    """A value of OPENBLAS_CORETYPE, the CPU flags that it needs, and the kernels that smaller builds use instead."""
 
     name: str
     flags: tuple[str, ...]
