@@ -110,7 +110,7 @@ def test_generate_names_what_it_cannot_watch(tiny_vision_checkpoint, folder, cap
     for given, message in (
         (["--video", "none.mp4"], "--video none.mp4: no such file"),
         (["--video", frame, "--image", frame], "--image and --video: give one of them"),
-        (["--video", frame, str(folder / "text.mp4")], "--video: images beside videos"),
+        (["--video", frame, str(folder / "text.mp4")], "--video: got images together with videos"),
         (["--video", str(folder / "text.mp4")], "no video, truncated"),
         (["--video", frame], "1 frame; a video needs 2 or more"),
         (["--video", frame, frame, "--fps", "0"], "fps: expected a number above 0"),

@@ -1,4 +1,4 @@
-"""Tells which device MLX computes on, and which implementations of gated_delta can run there."""
+"""Tells which device MLX computes on, and which implementations of gated_delta and attention can run there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import mlx.core as mx
 from ..errors import UserError
 from . import environment, nvidia
 
-# In order of preference: ops/gated_delta/choice.py takes the first that supports a call and passes its trial.
+# In order of preference: the choice.py of each operator takes the first that supports a call and passes its trial.
 _GATED_DELTA = {"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")}
+_ATTENTION = {"cpu": ("blocked",), "cuda": ("fused", "blocked"), "metal": ("fused", "blocked")}
 
 
 def device() -> str:
@@ -35,20 +36,37 @@ def gated_delta_candidates() -> tuple[tuple[str, ...], str]:
     Raises:
         UserError: If the forced implementation cannot run on this device.
     """
-    forced, here = environment.gated_delta(), device()
+    return _candidates(environment.GATED_DELTA, environment.gated_delta(), _GATED_DELTA)
+
+
+def attention_candidates() -> tuple[tuple[str, ...], str]:
+    """Return the implementations of attention that this device can run, in order of preference, and the reason.
+
+    If DELTATUNE_ATTENTION forces an implementation, it is the only one.
+
+    Raises:
+        UserError: If the forced implementation cannot run on this device.
+    """
+    return _candidates(environment.ATTENTION, environment.attention(), _ATTENTION)
+
+
+def _candidates(
+    variable: str, forced: str | None, preferred: dict[str, tuple[str, ...]]
+) -> tuple[tuple[str, ...], str]:
+    """Choose from `preferred`, by device, unless the environment `variable` has the value `forced`."""
+    here = device()
     problem = _why_not_fused() if here == "cuda" else None
     if forced is None:
-        return (
-            (("chunk",), f"automatic on cuda: {problem}") if problem else (_GATED_DELTA[here], f"automatic on {here}")
-        )
+        names = preferred[here]
+        return (names[-1:], f"automatic on cuda: {problem}") if problem else (names, f"automatic on {here}")
     if forced == "fused" and problem:
-        raise UserError(f"{environment.GATED_DELTA}=fused: {problem}; unset it for the automatic choice.")
+        raise UserError(f"{variable}=fused: {problem}; unset it for the automatic choice.")
     if forced == "fused" and here == "cpu":
         raise UserError(
-            f"{environment.GATED_DELTA}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for "
-            "the automatic choice."
+            f"{variable}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for the automatic "
+            "choice."
         )
-    return (forced,), f"forced by {environment.GATED_DELTA}"
+    return (forced,), f"forced by {variable}"
 
 
 def _why_not_fused() -> str | None:

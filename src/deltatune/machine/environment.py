@@ -12,6 +12,7 @@ BLAS = "DELTATUNE_BLAS"
 THREADS = "DELTATUNE_THREADS"
 CACHE = "DELTATUNE_CACHE"
 GATED_DELTA = "DELTATUNE_GATED_DELTA"
+ATTENTION = "DELTATUNE_ATTENTION"
 # This is MLX's variable. Its default, 1, lets NVIDIA GPUs round the factors of fp32 products to 10 bits of mantissa.
 TF32 = "MLX_ENABLE_TF32"
 # This is MLX's variable: the size of one piece of work for a GPU, in millions of elements read, although its name says
@@ -24,6 +25,7 @@ RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 BLAS_CHOICES = ("openblas", "system")
 GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
+ATTENTION_CHOICES = ("naive", "blocked", "fused", "native")
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:
@@ -68,6 +70,11 @@ def cache_directory() -> Path:
 def gated_delta() -> str | None:
     """Return the implementation of gated_delta that the user forces, or None for the automatic choice."""
     return _choice(GATED_DELTA, GATED_DELTA_CHOICES)
+
+
+def attention() -> str | None:
+    """Return the implementation of attention that the user forces, or None for the automatic choice."""
+    return _choice(ATTENTION, ATTENTION_CHOICES)
 
 
 def keep_full_fp32() -> None:

@@ -178,9 +178,9 @@ def _batch(model: nn.Module, step: Step, blank: Batch, shapes: ImageShapes | Non
         rows, length = blank.inputs.shape
         images = blank_vision_batch(rows, length, shapes[:2], vision_spec(model))
         blank = dataclasses.replace(blank, images=images)
-        blank.weights.reshape(-1)[: shapes.silent] = 0
+        blank.weights.reshape(-1)[: shapes.uncounted] = 0
         if step.tower is not None and shapes.frames:
-            features = step.tower.look(images, 0, shapes.patches)
+            features = step.tower.frame_features(images, 0, shapes.patches)
     return arrays(blank, step.tower and (lambda images: _of_all(features, len(images.patches)))), features
 
 
