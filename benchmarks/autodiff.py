@@ -1,7 +1,8 @@
-"""A peer: the chunkwise form from array operations, its backward pass left to autodiff.
+"""The chunkwise form of the gated delta rule in MLX's array operations, differentiated by autodiff.
 
-What one writes first, and what most frameworks ship beside their kernels (arXiv 2406.06484, 2412.06464): scalar gates,
-decays from differences of cumulative sums, the triangular inverse by substitution in blocks.
+It is compared with deltatune because most frameworks have such a form beside their kernels (arXiv 2406.06484,
+2412.06464). It takes scalar gates, computes decays as differences of cumulative sums, and inverts the triangular matrix
+by substitution in blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ CHUNK = 64
 
 
 def gated_delta_autodiff(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array) -> mx.array:
-    """y [B, T, Hv, Dv] in v's dtype, from a state of zeros; arguments as deltatune's gated_delta."""
+    """y [B, T, Hv, Dv] in v's dtype, from an initial state of zeros; arguments as for deltatune's gated_delta."""
     from deltatune.ops.gated_delta.triangular import blocked_inverse
 
     batch, length, value_heads, value_size = v.shape

@@ -1,10 +1,9 @@
-"""Iterations a second of the demo's model on idle and on busy cores, with the BLAS threads that are chosen and others.
+"""Measures how fast the demo's model trains on idle and on busy cores, by the number of BLAS threads.
 
-    python benchmarks/busy_cores.py --rounds 3
+usage: python benchmarks/busy_cores.py --rounds 3
 
-Each figure is the median over rounds of a training run in a process of its own, in which the threads are left to
-deltatune, or forced to one or to all cores by DELTATUNE_THREADS. For busy cores as many programs spin as there are
-cores.
+Each figure is the median over rounds of a training run in a new process. deltatune chooses the threads, or
+DELTATUNE_THREADS forces one or as many as there are cores. Busy cores run one spinning program each.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ WARM, MOST = 4, 60
 
 
 class _EnoughError(Exception):
-    """The run has been timed."""
+    """Ends a run that has been timed long enough."""
 
 
 def train(seconds: float) -> dict[str, object]:
-    """Train for so many seconds after the first iterations; iterations a second, and the threads."""
+    """Train for this many seconds after the first iterations; returns iterations a second and the threads."""
     from deltatune.demo import flow, task
     from deltatune.demo.assets import MODEL
     from deltatune.machine import blas
@@ -64,7 +63,7 @@ def train(seconds: float) -> dict[str, object]:
 
 @contextmanager
 def spinning(count: int) -> Iterator[None]:
-    """So many programs that keep a core busy each."""
+    """Within it, `count` programs keep one core busy each."""
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

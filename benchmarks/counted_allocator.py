@@ -1,7 +1,8 @@
-"""Counts MLX's live buffers on a Linux CPU: MLX's allocator goes through a small library that keeps the score.
+"""Counts MLX's live buffers on a Linux CPU, through a small C library that it puts around MLX's allocator.
 
-`Counter()` gives the allocator object a table of functions of its own (mlx/allocator.h: malloc, free and size are
-virtual), built with the machine's C compiler, or ziglang's. What was allocated before is not counted.
+`Counter()` replaces the allocator object's vtable (mlx/allocator.h: malloc, free and size are virtual) with one whose
+functions count and then call the originals. The library is built with the machine's C compiler or ziglang's. Buffers
+that exist before are not counted.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _ALLOCATOR = "_ZN3mlx4core9allocator9allocatorEv"
 
 @dataclass(frozen=True)
 class Counted:
-    """Live buffers and bytes now, and the most since the last reset."""
+    """Live buffers and bytes, and their peaks since the last reset."""
 
     buffers: int
     bytes: int
@@ -78,7 +79,7 @@ class Counted:
 
 
 class Counter:
-    """Counts from its creation on; one a process."""
+    """Counts buffers and bytes from its creation on; a process may have one."""
 
     def __init__(self) -> None:
         import mlx.core as mx
@@ -98,25 +99,25 @@ class Counter:
         self._counted = (ctypes.c_long * 4).in_dll(self._library, "counted")
 
     def reset(self) -> None:
-        """Start the peaks anew."""
+        """Set the peaks to the live amounts."""
         self._library.reset()
 
     def now(self) -> Counted:
-        """The score."""
+        """The counts at this moment."""
         return Counted(*self._counted)
 
 
 class ByteCounter:
-    """The same where MLX itself counts, on any device: bytes alone."""
+    """The same interface with MLX's own count, which exists on every device and has bytes only."""
 
     def reset(self) -> None:
-        """Start the peak anew."""
+        """Set the peak to zero."""
         import mlx.core as mx
 
         mx.reset_peak_memory()
 
     def now(self) -> Counted:
-        """The score, of no buffers."""
+        """The counts at this moment, with zero buffers."""
         import mlx.core as mx
 
         return Counted(0, mx.get_active_memory(), 0, mx.get_peak_memory())

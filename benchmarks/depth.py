@@ -1,10 +1,11 @@
-"""Peak memory of a training step against depth: does checkpointing hold one layer at a time?
+"""Measures the peak memory of a training step by depth, to show whether checkpointing holds one layer at a time.
 
 usage: python benchmarks/depth.py [--family qwen3_5] [--depths 2 4 8 16] [--tokens 512] [--eager] [--limit]
 
-Every figure is the peak of one process: LoRA r=8 on every linear, AdamW, chunked vocabulary loss, deltatune's gated
-delta; the second step is measured. Beyond what is there before the step (weights, adapters, moments), the gradients
-and one activation a layer, it should not grow. Gradients must be those of a run without checkpoints, or no figure.
+Every figure is the peak of the second step in a new process, with LoRA r=8 on every linear, AdamW, the chunked
+vocabulary loss and deltatune's gated delta. The figure leaves out what exists before the step (weights, adapters,
+moments), the gradients and one activation a layer; the rest should not grow with depth. There is no figure unless the
+gradients equal those of a run without checkpoints.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def recomputing(method: str, model: Any) -> AbstractContextManager:
 
 
 def measure(family: str, depth: int, method: str, width: int, arguments: argparse.Namespace) -> float:
-    """MB beyond what was there before the step, gradients and one activation a layer, in a process of its own."""
+    """The peak of a new process in MB, without what exists before the step, gradients and one activation a layer."""
     options = {"family": family, "depth": depth, "method": method, "tokens": arguments.tokens}
     options |= {"eager": arguments.eager, "limit": arguments.limit, "check": depth == min(arguments.depths)}
     command = [sys.executable, __file__, "--worker", json.dumps(options)]

@@ -1,11 +1,11 @@
-"""What an optimizer step costs with `expert_updates` dense and active, by how many of 256 experts had tokens.
+"""Measures an optimizer step with `expert_updates` dense and active, by how many of 256 experts had tokens.
 
 usage: DELTATUNE_THREADS=1 python benchmarks/expert_updates.py [--rounds 9] [--routed 8 32 128 256]
 
-One expert layer in the shape of Qwen3.5-35B-A3B (hidden 2048, inner 512, 256 experts, 8 a token), LoRA r=8 on gate, up
-and down, AdamW with weight decay. The update alone, from gradients that are there and zero for experts without tokens,
-as the trainer runs it. Rounds are interleaved in one process, and medians printed. Experts without tokens must keep
-adapters and moments bitwise, and with dense all must move, or there is no figure.
+The model is one expert layer in the shape of Qwen3.5-35B-A3B (hidden 2048, inner 512, 256 experts, 8 a token), with
+LoRA r=8 on gate, up and down, and AdamW with weight decay. Only the update is timed; its gradients exist already, and
+are zero for experts without tokens. Rounds are interleaved in one process, and medians are printed. There is no figure
+unless `active` leaves the adapters and moments of experts without tokens bitwise unchanged, and `dense` changes all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODES = ("dense", "active")
 
 
 def make(mode: str) -> tuple[Any, Any, Any]:
-    """Layer, optimizer and step. The base's weights are never computed: an update does not look at them."""
+    """Make layer, optimizer and step; the base's weights stay lazy, since an update does not read them."""
     import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.models.switch_layers import SwitchGLU
@@ -51,7 +51,7 @@ def make(mode: str) -> tuple[Any, Any, Any]:
 
 
 def gradients_for(model: Any, routed: int) -> Any:
-    """Gradients of what trains: zero but for the first `routed` experts."""
+    """Gradients of the trainable parameters, which are zero except for the first `routed` experts."""
     import mlx.core as mx
     from mlx.utils import tree_map
 
@@ -62,7 +62,7 @@ def gradients_for(model: Any, routed: int) -> Any:
 
 
 def update(made: tuple[Any, Any, Any], gradients: Any) -> tuple[float, float]:
-    """One update, evaluated: seconds, and seconds of the process."""
+    """Run one update; returns its seconds by the clock and of CPU time."""
     import mlx.core as mx
 
     model, optimizer, step = made
@@ -75,7 +75,7 @@ def update(made: tuple[Any, Any, Any], gradients: Any) -> tuple[float, float]:
 
 
 def verify(mode: str, made: tuple[Any, Any, Any], gradients: Any, routed: int) -> None:
-    """SystemExit unless exactly those experts moved that should have."""
+    """Raise SystemExit unless an update changes exactly the experts that it should."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -93,7 +93,7 @@ def verify(mode: str, made: tuple[Any, Any, Any], gradients: Any, routed: int) -
     expected = mx.arange(EXPERTS) < (EXPERTS if mode == "dense" else routed)
     for path, value in after.items():
         if not mx.array_equal((value != before[path]).reshape(EXPERTS, -1).any(axis=1), expected).item():
-            raise SystemExit(f"{mode}, {routed} routed: {path}: other experts moved than those that should have")
+            raise SystemExit(f"{mode}, {routed} routed: {path}: the update changed other experts than it should")
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""The expert block on a CPU, forward and backward, against mlx-lm's own layers with its own LoRA.
+"""Times the expert block on a CPU, forward and backward, beside mlx-lm's own layers with its LoRA.
 
 usage: DELTATUNE_THREADS=2 python benchmarks/experts.py [--rounds 3] [--only NAME ...] [--tokens 2048]
 
-E64 k8 I1024 D384 as in issue 4's target, LoRA r=8 on gate, up and down, gradients of x, scores and all factors. Each
-implementation lives in a process of its own; rounds are interleaved, and medians printed. One whose gradients on the
-first tokens are not those of a dense float64 computation gets no time. Peaks are MLX's own count beyond the inputs
-(gradients included).
+The block has 64 experts, 8 a token, width 1024 and inner width 384, with LoRA r=8 on gate, up and down; gradients are
+taken of x, scores and all factors. Each implementation has a process of its own; rounds are interleaved, and medians
+are printed. An implementation whose gradients on the first tokens differ from a dense float64 computation gets no time.
+Peaks are MLX's own count beyond the inputs, gradients included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shape = dict[str, int]
 
 
 def arrays(shape: Shape, dtype: str) -> dict[str, Any]:
-    """Everything that a block reads: x, indices, scores, dy, weights and factors."""
+    """Draw everything that a block reads: x, indices, scores, dy, weights and LoRA factors."""
     import mlx.core as mx
 
     draw = np.random.default_rng(0)
@@ -92,7 +92,7 @@ def theirs(given: dict[str, Any]) -> Callable[..., Any]:
 
 
 def counts_read(given: dict[str, Any]) -> Callable[..., Any]:
-    """A loop over experts whose numbers of rows are read first: only outside mx.compile, and by autodiff here."""
+    """A loop over experts with autodiff, which reads the counts of rows first and so cannot be compiled."""
     import mlx.core as mx
 
     flat = np.array(given["indices"]).reshape(-1)
@@ -131,7 +131,7 @@ IMPLEMENTATIONS: dict[str, Callable[[dict[str, Any]], Callable[..., Any]]] = dic
 
 
 def gradient(run: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """A function of the differentiated arguments -> (loss, gradients), and those arguments."""
+    """The function that returns loss and gradients, and the arguments to differentiate, with which it is called."""
     import mlx.core as mx
 
     def loss(x: Any, scores: Any, factors: Any) -> Any:
@@ -142,7 +142,7 @@ def gradient(run: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, list[
 
 
 def dense(given: dict[str, Any]) -> Callable[..., Any]:
-    """Every expert on every token, weighted by the scores of those chosen: for float64 and autodiff."""
+    """The block as every expert on every token, weighted by the chosen experts' scores; the float64 reference."""
     import mlx.core as mx
 
     def run(x: Any, scores: Any, factors: dict[str, Any]) -> Any:
@@ -167,7 +167,7 @@ def flat(tree: Any) -> list[Any]:
 
 
 def worst(name: str, shape: Shape, dtype: str) -> float:
-    """Largest error of any gradient over its largest element, on 48 tokens."""
+    """The largest error of any gradient on 48 tokens, relative to the gradient's largest element."""
     import mlx.core as mx
     from mlx.utils import tree_map
 
@@ -184,7 +184,7 @@ def worst(name: str, shape: Shape, dtype: str) -> float:
 
 
 def work(name: str, shape: Shape, dtype: str) -> None:
-    """A process of its own: a line of JSON a request on stdin."""
+    """The process of one implementation, which answers each request on stdin with a line of JSON."""
     import deltatune  # noqa: F401, I001  (binds a fast BLAS, so before mlx)
     import mlx.core as mx
 
@@ -202,7 +202,7 @@ def work(name: str, shape: Shape, dtype: str) -> None:
         mx.reset_peak_memory()
         started, cpu = time.perf_counter(), time.process_time()
         result = function(*arguments)
-        # In a step the loss comes first; this one's gradient does not need it, and MLX would mix the two passes.
+        # A training step evaluates the loss first. Here no gradient depends on it, so MLX would mix the two passes.
         mx.eval(result[0])
         mx.eval(result)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
@@ -211,7 +211,7 @@ def work(name: str, shape: Shape, dtype: str) -> None:
 
 
 def compare(names: list[str], rounds: int, shape: Shape, dtype: str) -> None:
-    """Interleaved rounds; a table of medians."""
+    """Run interleaved rounds, and print a table of medians."""
     here = [sys.executable, __file__, "--work", json.dumps([shape, dtype])]
     pipe = subprocess.PIPE
     processes = {n: subprocess.Popen([*here, n], stdin=pipe, stdout=pipe, text=True) for n in names}

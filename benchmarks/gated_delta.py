@@ -1,12 +1,12 @@
-"""The gated delta rule on this machine's GPU, forward and backward, against every other implementation at hand.
+"""Times the gated delta rule on this machine's GPU, forward and backward, beside all other installed implementations.
 
 usage: python benchmarks/gated_delta.py RESULTS.json [--seconds 500] [--only NAME ...] [--tiny] [--no-sweep]
 
-Each implementation lives in a process of its own, one after another, so that one that fails, or that takes too long,
-ends alone. It is first compared with a float64 recurrence on the first tokens (verify.py): one that disagrees gets no
-time. Then, for each size (sizes.py): the median of 20 calls as called, waiting for each; many calls in a row, none
-waiting for the one before (FLA: a CUDA graph replayed); the forward pass alone; the peak of memory beyond inputs and
-gradients. Records are printed and kept in RESULTS.json as they come. tables.py and plot.py read that file.
+Each implementation has a process of its own, one after another, so that one that fails or takes too long stops no
+other. It is first compared with a float64 recurrence on the first tokens (verify.py), and gets no time where it
+differs. For each size (sizes.py) it then measures: the median of 20 calls, each waited for; many calls in a row, none
+waiting for the one before (a replayed CUDA graph for FLA); the forward pass alone; and the peak memory beyond inputs
+and gradients. Every record is printed and written to RESULTS.json at once; tables.py and plot.py read that file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENTRIES = on("gpu")
 
 
 class Bench:
-    """One implementation in its process: what it is asked for a size, and what that of the last size foretells."""
+    """Measures one implementation in its process, and predicts from each size how long the next one takes."""
 
     def __init__(self, entry: Entry, folder: Path, device_bytes: float) -> None:
         self.entry, self.folder, self.device_bytes = entry, folder, device_bytes
@@ -128,7 +128,7 @@ def said(error: BaseException) -> str:
 
 
 def lines_of(name: str, sizes: list[Size], folder: Path, until: float) -> Any:
-    """The records of one process, until it ends or its time is up; then why it gave no more, or None."""
+    """Yield the records of one process until it ends or its time is up; returns why it stopped early, or None."""
     asked = json.dumps([size.record() for size in sizes])
     command = [sys.executable, __file__, "--work", name, "--sizes", asked, "--folder", str(folder)]
     with tempfile.TemporaryFile("w+") as complaints:
@@ -144,7 +144,7 @@ def lines_of(name: str, sizes: list[Size], folder: Path, until: float) -> Any:
         threading.Thread(target=pass_on, daemon=True).start()
         try:
             while (text := read.get(timeout=max(0.1, until - time.monotonic()))) is not None:
-                # Libraries print as well.
+                # Lines that are no records come from libraries.
                 if text.startswith("{"):
                     yield json.loads(text)
                 elif text.startswith(NOTE):
@@ -162,7 +162,7 @@ def lines_of(name: str, sizes: list[Size], folder: Path, until: float) -> Any:
 
 
 def records(entry: Entry, sizes: list[Size], folder: Path, until: float) -> Any:
-    """A record for each size. A process that dies is started again behind the size that killed it."""
+    """Yield a record for each size; a process that dies is started again after the size at which it died."""
     left = list(sizes)
     while left:
         before = len(left)

@@ -1,11 +1,12 @@
-"""The gated delta rule on a CPU, forward and backward, against every other implementation at hand: one table.
+"""Times the gated delta rule on a CPU, forward and backward, beside all other installed implementations.
 
 usage: DELTATUNE_THREADS=2 python benchmarks/gated_delta_cpu.py [--rounds 7] [--tokens 2048] [--only NAME ...]
 
-Each implementation lives in a process of its own; rounds are interleaved, so that whatever else the machine does
-falls on all of them, and medians are printed. An implementation whose outputs and gradients on the first tokens are
-not those of a float64 recurrence gets no time. CPU is the time of all threads together, forward and backward: waiting
-BLAS threads spin, but on a busy machine it still says more than the clock. Peaks are MLX's own count beyond the inputs.
+Each implementation has a process of its own; rounds are interleaved, so that other load on the machine affects all of
+them, and medians are printed in one table. An implementation whose outputs or gradients on the first tokens differ from
+a float64 recurrence gets no time. The column CPU is the time of all threads together, forward and backward. Waiting
+BLAS threads spin and count as well, but on a busy machine it is more reliable than the clock. Peaks are MLX's own
+count beyond the inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ENTRIES = on("cpu")
 
 
 def work(name: str, tokens: int) -> None:
-    """The process of one implementation: says its error, then answers each line it reads with a time."""
+    """The process of one implementation, which prints its error, then answers each line that it reads with a time."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     size = replace(CPU, tokens=tokens)

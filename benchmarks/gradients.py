@@ -1,7 +1,8 @@
-"""How far the gradients of a training step are from the truth, for each way to take them.
+"""Measures the error of a training step's gradients, for each way to compute them.
 
-The truth: mlx-lm's own model, loop over tokens, LoRA and loss, in fp32. The measure: the norm of the difference over
-the norm, all adapters together. The same in bf16 says what bf16 costs.
+The reference is mlx-lm's own model, loop over tokens, LoRA and loss in fp32. The error is the norm of the difference
+divided by the norm of the reference, over all adapters together. The error of the same loop in bf16 shows what the
+rounding to bf16 costs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Gradients = dict[str, np.ndarray]
 
 
 def distances(shape: Shape, tokens: int) -> dict[str, float]:
-    """`loop`, `deltatune` and `arrays with autodiff` in the shape's dtype, against the loop in fp32."""
+    """The errors of `loop`, `deltatune` and `arrays with autodiff` in the shape's dtype."""
     rows = shape.rows(tokens)
     truth = of_mlx_lm(shape, rows, "float32")
     found = {"loop": of_mlx_lm(shape, rows, shape.dtype), "deltatune": of_deltatune(shape, rows)}
@@ -45,7 +46,7 @@ def of_mlx_lm(shape: Shape, rows: np.ndarray, dtype: str) -> Gradients:
 
 
 def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
-    """Patched, checkpointed and compiled."""
+    """The gradients of the patched, checkpointed and compiled step."""
     model = trainers.mlx_model(shape)
     import mlx.core as mx
 
@@ -72,7 +73,7 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
 
 
 def _draw_adapters(model: Any) -> None:
-    """lora_b starts as zeros, which would leave lora_a without a gradient."""
+    """Draw lora_b, since its usual start at zero would leave lora_a without a gradient."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
 

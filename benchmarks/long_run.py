@@ -1,11 +1,12 @@
-"""A long run with adapters on experts: does anything grow between its tenth step and its last?
+"""Checks that live buffers and memory do not grow over a long run with adapters on experts.
 
 usage: python benchmarks/long_run.py [--ranks 2 4 8] [--steps 1000]
 
-The failure that people report, scaled down: a qwen3_5_moe with 128 experts, adapters on the experts of three chosen
-layers, lengths that vary from step to step, trained with deltatune's own Trainer, validations and saves included. Each
-rank is a process of its own, on MLX's allocator with a counter in it (counted_allocator.py, Linux CPUs only). What is
-alive after a step is exact; a step's peak depends on its padded width, so it is compared with that of the same width.
+The run is a small version of one that users report to fail: a qwen3_5_moe with 128 experts, adapters on the experts of
+three layers, and lengths that vary from step to step, trained with deltatune's Trainer, validations and saves included.
+Each LoRA rank has a process of its own, in which MLX's allocator is counted (counted_allocator.py, Linux CPUs only).
+What is alive after a step is compared exactly. A step's peak depends on its padded width, and is compared with peaks of
+the same width.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def model_config(options: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a small qwen3_5_moe; every second layer is attention."""
+    """The config.json of a small qwen3_5_moe, in which every second layer is attention."""
     from depth import config
 
     made = config("qwen3_5_moe", options["depth"])
@@ -45,12 +46,12 @@ def model_config(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def worker(options: dict[str, Any]) -> dict[str, Any]:
-    """Train in this process; of each step its width, what is alive after it, and its peak."""
+    """Train in this process; returns each step's width, its peak, and what is alive after it."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
@@ -115,14 +116,14 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
-    """worker() in a process of its own."""
+    """Run worker() in a new process."""
     command = [sys.executable, __file__, "--worker", json.dumps(options)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def row(rank: int, found: dict[str, Any]) -> str:
-    """The table's line. Peaks: the most of a tenth of the steps from EARLY on, and of the last tenth."""
+    """A line of the table; its peaks are the largest of a tenth of the steps from EARLY on, and of the last tenth."""
     steps = found["steps"]
     early, last, part = steps[EARLY - 1], steps[-1], len(steps) // 10
     first, final = steps[EARLY - 1 : EARLY - 1 + part], steps[-part:]

@@ -1,4 +1,4 @@
-"""What a figure was measured on: the names of processors, the versions of packages."""
+"""Names the processors and the package versions with which a figure was measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cpu() -> str:
 
 
 def gpu() -> str | None:
-    """The NVIDIA GPU and its driver, or None."""
+    """The name of the NVIDIA GPU and its driver, or None."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -43,7 +43,7 @@ def versions() -> str:
 
 
 def gpu_bytes() -> float:
-    """The GPU's memory; without one, what a test may use of the machine's."""
+    """The bytes of the GPU's memory; without a GPU, the bytes of main memory that a trial of the programs may use."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,9 +1,9 @@
-"""One-row products on a BLAS with a planted fault, each time in a fresh process: upstream's results, and deltatune's.
+"""Computes products of one row with a faulty BLAS in many new processes, with and without deltatune's patches.
 
-    python benchmarks/one_row.py --processes 100
+usage: python benchmarks/one_row.py --processes 100
 
-Prints, for each product, in how many processes it held NaN. `planted_blas.c` is the BLAS; `--healthy` builds it without
-the fault, as a control. Linux with a C compiler.
+It prints for each product in how many processes the result had NaN. `planted_blas.c` is the BLAS; `--healthy` builds it
+without the fault, as a control. It needs Linux and a C compiler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if sys.argv[1] == "deltatune":
 import mlx.core as mx
 import mlx.nn as nn
 
-# mlx-lm's expert layers, without all that importing mlx_lm itself takes: a hundred processes do it.
+# mlx-lm's expert layers are loaded without importing mlx_lm itself, which would be slow in a hundred processes.
 folder = importlib.util.find_spec("mlx_lm").submodule_search_locations[0]
 for name, path in (("mlx_lm", folder), ("mlx_lm.models", folder + "/models")):
     sys.modules[name] = types.ModuleType(name)
@@ -130,7 +130,11 @@ print(json.dumps(found))
 
 
 def build(folder: Path, *, healthy: bool = False) -> Path:
-    """Compile planted_blas.c into `folder`; returns the library. CalledProcessError where the compiler refuses."""
+    """Compile planted_blas.c into `folder`, and return the library's path.
+
+    Raises:
+        CalledProcessError: the compiler fails.
+    """
     library = folder / ("healthy_blas.so" if healthy else "planted_blas.so")
     compiler = [shutil.which("cc")] if shutil.which("cc") else [sys.executable, "-m", "ziglang", "cc"]
     options = [
@@ -147,12 +151,12 @@ def build(folder: Path, *, healthy: bool = False) -> Path:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """A process in it multiplies with `library`."""
+    """The environment variables with which a process uses `library` as its BLAS."""
     return {**os.environ, "LD_PRELOAD": str(library), "DELTATUNE_BLAS": "system"}
 
 
 def products(library: Path, who: str) -> dict[str, int]:
-    """Product -> how many NaN it held, in a fresh process of upstream alone or with deltatune's patches."""
+    """How many NaN each product has in a new process, of upstream alone or with deltatune's patches."""
     command = [sys.executable, "-c", PROGRAM, who]
     result = subprocess.run(command, env=environment(library), capture_output=True, text=True, check=True)
     return json.loads(result.stdout)

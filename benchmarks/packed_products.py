@@ -1,10 +1,11 @@
-"""Products with packed matrices inside a compiled graph: MLX's quantized_matmul against unpacking first.
+"""Times products with quantised matrices in a compiled graph: MLX's quantized_matmul, and a product after dequantising.
 
 usage: python benchmarks/packed_products.py [--size 4096 4096] [--rows 64 512 4096] [--bits 4] [--products 40]
 
-Each figure is the best of five evaluations of one graph of that many products, each with a matrix of its own in groups
-of 64 and each waiting for the one before, over their number. Results are compared first. MLX's own takes 20 to 30 s a
-layout to build on CUDA, and seconds a product on a CPU (--products 1).
+Each figure is the time of one product: the best of five evaluations of a graph with this many products, divided by
+their number. Each product has its own matrix, quantised in groups of 64, and waits for the one before. Results are
+compared first. MLX's quantized_matmul takes 20 to 30 s per layout to build on CUDA, and seconds for a product on a CPU
+(there, use --products 1).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from deltatune.ops.trial import largest_error
 from machine import cpu, gpu, versions
 
 Product = Callable[..., mx.array]
-# bf16's rounding of results that are sums of thousands of terms; MLX's CPU product rounds every partial sum.
+# The bound is bf16's rounding of sums of thousands of terms; MLX's CPU product rounds every partial sum.
 BOUND = {"gpu": 2.0**-5, "cpu": 0.1}
 
 
@@ -38,7 +39,7 @@ def unpacked_product(x: mx.array, matrix: list[mx.array], packing: Quantization)
 
 
 def seconds(product: Product, x: mx.array, matrices: list[list[mx.array]], packing: Quantization) -> float:
-    """One product's share of a graph in which each takes its rows after the one before is there."""
+    """The seconds of one product in a graph where each product waits for the one before."""
 
     def graph(x: mx.array) -> list[mx.array]:
         sums = []

@@ -1,12 +1,12 @@
-"""`deltatune plan` against what training allocates: live buffers and bytes at the peak of a step, planned and counted.
+"""Compares the forecast of `deltatune plan` with what training allocates at the peak of a step, in buffers and bytes.
 
 usage: python benchmarks/plan.py [--gpu] [--only NAME ...]
 
-Each configuration is a process of its own. It plans, then trains some iterations with deltatune's own trainer on MLX's
-allocator with a counter in it (counted_allocator.py), and takes the most of any iteration but the first, in which MLX
-traces the step. Linux CPUs only; with --gpu real sizes on a GPU, whose bytes MLX counts itself. `beyond`: live buffers
-at the peak that are not parameters, gradients or moments; `first`: the peak of the first iteration, in which every
-Python number in the step is a buffer for a while.
+Each configuration has a process of its own. It plans, then trains some iterations with deltatune's trainer while MLX's
+allocator is counted (counted_allocator.py, Linux CPUs only), and takes the largest peak of all iterations after the
+first, in which MLX traces the step. With --gpu it runs real sizes on a GPU, whose bytes MLX counts itself. The column
+`beyond` has the live buffers at the peak that are not parameters, gradients or moments. The column `first` has the peak
+of the first iteration, in which every Python number of the step occupies a buffer for a while.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gated delta as a loop": {"depth": 2, "tokens": 96, "implementation": "naive"},
 }
 
-# Shapes of trainers.py.
+# Shapes that trainers.py defines.
 DENSE = {"shape": "0.8B", "depth": 24, "rows": 2, "tokens": 2048}
 MIXTURE = {"shape": "35B-A3B", "depth": 4, "rows": 2, "tokens": 2048}
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -136,7 +136,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
-    """worker() in a process of its own."""
+    """Run worker() in a new process."""
     command = [sys.executable, __file__, "--worker", json.dumps(options)]
     environment = dict(os.environ)
     if options.get("implementation"):
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def print_table(measured: dict[str, Callable[[], dict[str, Any]]]) -> None:
-    """What each configuration was planned to need, beside what was counted."""
+    """Print the forecast of each configuration beside the counts."""
     print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
     print("|---" * 10 + "|")
     for name, measure in measured.items():

@@ -1,9 +1,9 @@
-"""`deltatune plan` for steps with images: planned, and counted in MLX's own allocator while deltatune trains.
+"""Compares the forecast of `deltatune plan` for steps with images with what training allocates.
 
 usage: DELTATUNE_THREADS=1 python benchmarks/plan_images.py [--only NAME ...]
 
-As benchmarks/plan.py, on a checkpoint and images written for the purpose: two rows, of two images and of one, in three
-sizes. Each configuration is a process of its own.
+It works as benchmarks/plan.py does, on a random checkpoint and generated images: one row with two images and one row
+with one, in three sizes. Each configuration has a process of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time and peak memory of the gated delta rule against the length of the sequence, from a file of results.
+"""Draws time and peak memory of the gated delta rule by the length of the sequence, from a file of results.
 
 usage: python benchmarks/plot.py RESULTS.json docs/gated_delta.svg
 """
@@ -21,7 +21,7 @@ COLOURS = ["#0b6e4f", "#c1440e", "#3a5a98", "#8a6d1d", "#7a3e9d", "#555555", "#b
 
 
 def curves(result: dict[str, Any]) -> dict[str, list[tuple[int, float, float]]]:
-    """(tokens, ms in a row, MB) by implementation; the time as called where none was taken in a row."""
+    """(tokens, ms, MB) by implementation; ms is the time of calls in a row, or of single calls where there is none."""
     names = {size["name"] for size in result["sweep"]}
     found: dict[str, list[tuple[int, float, float]]] = {}
     for record in result["records"]:
@@ -53,7 +53,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def axes(panel: Axes, label: str, along: str = "tokens", logarithmic: bool = True) -> None:
-    """The house style: doublings along x, `label` upwards, a logarithm of it or not."""
+    """Style a panel: x doubles from tick to tick, and y has the given label, with a logarithmic scale or without."""
     panel.set_xscale("log", base=2)
     panel.set_yscale("log" if logarithmic else "linear")
     panel.xaxis.set_major_formatter(lambda x, _: f"{int(x):,}")

@@ -1,9 +1,9 @@
-"""Reading a prompt with upstream's layers: as mlx-lm does it alone, and under deltatune's patches.
+"""Times the reading of a prompt with upstream's layers, without and with deltatune's patches.
 
 usage: python benchmarks/prompt.py [--tokens 1024] [--layers 8]
 
-A random model of the Qwen3.5 shape (hidden 512, 8 heads of 128 in its gated-delta layers) in fp32, in inference, with
-a cache. Logits are compared first; the best of three.
+The model is a random one of the Qwen3.5 shape (hidden 512, 8 heads of 128 in its gated-delta layers) in fp32, in
+inference with a cache. Logits are compared first; a figure is the best of three.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainers import Shape, mlx_model
 
 
 def read(model: Any, prompt: mx.array) -> tuple[mx.array, float, float]:
-    """The logits, seconds, and the peak in MB."""
+    """Read the prompt; returns the logits, the seconds and the peak memory in MB."""
     mx.reset_peak_memory()
     cache = make_prompt_cache(model)
     start = time.perf_counter()

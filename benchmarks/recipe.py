@@ -1,10 +1,11 @@
-"""One published recipe, scaled to a small machine, for every trainer: LoRA r=8, batch 2, checkpointing, 10 steps,
-prompts in five length buckets up to the limit.
+"""Runs a published recipe, scaled to a small machine, with every trainer.
 
 usage: python benchmarks/recipe.py [--limit 512] [--layers 8] [--bits 4] [--only NAME ...]
 
-Each trainer is its own command line in its own process, on the same checkpoint (a random Qwen3.5 shape, fp32, packed
-with --bits) and the same lines. Wall time and peak memory are the whole process's; tok/s is what the trainer reports.
+The recipe is LoRA r=8, batch 2, checkpointing and 10 steps, with prompts in five length buckets up to the limit. Each
+trainer runs by its own command line in a new process, on the same checkpoint (a random one of the Qwen3.5 shape in
+fp32, quantised with --bits) and the same lines. Wall time and peak memory are those of the whole process; tok/s is what
+the trainer reports.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def text_config(layers: int) -> dict:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a byte, so that a line of n letters is n tokens for every trainer."""
+    """Write a tokenizer with one token a byte, so that every trainer sees n tokens in a line of n letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -80,7 +81,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_model(folder: Path, layers: int, bits: int | None) -> dict[str, Path]:
-    """The same weights twice: under the model type that mlx-lm knows, and under mlx-vlm's."""
+    """Write the same weights twice: under mlx-lm's model type and under mlx-vlm's."""
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_flatten
@@ -104,7 +105,7 @@ def write_model(folder: Path, layers: int, bits: int | None) -> dict[str, Path]:
 
 
 def write_data(folder: Path, limit: int) -> int:
-    """Two lines of one length a step, five lengths up to the limit. Returns the tokens in all steps."""
+    """Write two lines of equal length for each step, of five lengths up to the limit; returns all steps' tokens."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     lines = []
@@ -146,12 +147,12 @@ RATE = re.compile(
 
 
 def measure(name: str, command: list[str]) -> dict:
-    """Wall seconds, peak resident MB and the last rate the trainer printed."""
+    """Run a trainer; returns its wall seconds, peak resident MB and the last rate that it printed."""
     env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as output:
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-        # wait4 gives this child's own peak; getrusage would give the largest of all children so far.
+        # wait4 returns this child's own peak, whereas getrusage returns the largest of all children so far.
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - start
         output.seek(0)

@@ -1,4 +1,4 @@
-"""Every implementation of the gated delta rule that is measured, ours and others', and where each of them runs."""
+"""Lists the implementations of the gated delta rule that are measured, and the devices on which each runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ UNROLLED = 4096
 
 @dataclass(frozen=True)
 class Entry:
-    """`make` gives the implementation, in a process of its own. `blas`: what the process binds MLX to on a CPU.
+    """An implementation to measure.
 
-    `gates`: which kinds it takes, scalar, per channel or both. `slow`: a loop over tokens, measured fewer times.
-    `seconds`: how long its process may take on a GPU.
+    Args:
+        make: makes the implementation in its own process.
+        blas: the BLAS that the process binds MLX to on a CPU.
+        gates: the kinds of gates that it takes: scalar, per channel or both.
+        slow: whether it is a loop over tokens, which is measured fewer times.
+        seconds: how long its process may take on a GPU.
     """
 
     name: str
@@ -34,7 +38,7 @@ class Entry:
 
 
 def deltatune_fused() -> Any:
-    """As a layer calls it: gated_delta, its check before first use included, and an error where that fails."""
+    """gated_delta as a layer calls it, with the check before its first use; a check that fails raises an error."""
     from with_mlx import MLX
 
     os.environ["DELTATUNE_GATED_DELTA"] = "fused"
@@ -125,5 +129,5 @@ ENTRIES = [
 
 
 def on(machine: str) -> dict[str, Entry]:
-    """The implementations that run on `cpu` or `gpu`, by name, in the order of measuring."""
+    """The implementations that run on `cpu` or `gpu`, by name, in the order in which they are measured."""
     return {entry.name: entry for entry in ENTRIES if machine in entry.machines}

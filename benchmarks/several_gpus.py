@@ -1,12 +1,12 @@
-"""Data-parallel training on several GPUs of one machine beside one of them: tokens a second, and the same losses.
+"""Compares data-parallel training on several GPUs of one machine with training on one: tokens a second and losses.
 
 usage: python benchmarks/several_gpus.py [--ranks 2] [--rows 2 4] [--backends nccl ring] [--tiny]
 
-Every run is the whole Trainer in processes of its own, on the shape of Qwen3.5 0.8B with random bf16 weights and
-LoRA r=8 on every linear: first one process alone, then `mlx.launch` over each backend, with the same rows a GPU.
-Before any figure, losses are compared in fp32: the ranks' with those of one process that has the joined batch. A
-run whose losses differ gets no figure. For the first number of rows NCCL is timed a second time, with its messages in
-the queue of the computation instead of one of their own.
+Every run is the whole Trainer in new processes, on the shape of Qwen3.5 0.8B with random bf16 weights and LoRA r=8 on
+every linear: first one process alone, then `mlx.launch` with each backend and the same number of rows per GPU. Before
+any figure, the losses of the ranks are compared in fp32 with those of one process that has the joined batch; a run
+whose losses differ gets no figure. For the first number of rows, NCCL is also timed with its messages in the stream of
+the computation instead of a stream of their own.
 Without a GPU, --tiny --backends ring tries the script on a CPU.
 """
 
@@ -28,10 +28,10 @@ from typing import Any
 from machine import cpu, gpu, versions
 from trainers import RANK, SCALE, SHAPES, Shape, mlx_model
 
-# Losses in fp32 may differ by this, relative to their size.
+# The largest relative difference of fp32 losses that is allowed.
 ALLOWED = 1e-5
 WARM_UP, TIMED, COMPARED = 5, 20, 6
-# Other ways of running, by backend: messages in the queue of the computation.
+# Further ways to run a backend: with its messages in the stream of the computation.
 WAYS = {"nccl": ["one stream"]}
 LAUNCH = "from mlx._distributed_utils.launch import main; main()"
 
@@ -44,7 +44,7 @@ def shape_of(task: dict[str, Any]) -> Shape:
 
 
 def work(task: dict[str, Any]) -> None:
-    """The process of one rank, which trains; rank 0 writes what it found."""
+    """The process of one rank, which trains; rank 0 writes the results."""
     shape = shape_of(task)
     # The first import of deltatune, which must come before mlx.
     from deltatune.config import LoraConfig, TrainConfig
@@ -100,7 +100,7 @@ def work(task: dict[str, Any]) -> None:
 
 
 class Clock:
-    """Seconds that the next run may take: `each`, until all runs together have taken `total`."""
+    """Says how many seconds the next run may take: `each`, but all runs together no more than `total`."""
 
     def __init__(self, each: float, total: float):
         self._each, self._end = each, time.perf_counter() + total
@@ -110,7 +110,7 @@ class Clock:
 
 
 def run(task: dict[str, Any], backend: str | None, ranks: int, clock: Clock) -> dict[str, Any]:
-    """What rank 0 of a run found, or why nothing was."""
+    """Start a run; returns the results of rank 0, or why there are none."""
     seconds = clock.left()
     with tempfile.TemporaryDirectory() as folder:
         task = task | {"folder": f"{folder}/out", "found": f"{folder}/found.json"}
@@ -145,7 +145,7 @@ def named(backend: str, way: str, ranks: int) -> str:
 
 
 def compare(ranks: int, shape: str, ways: list[tuple[str, str]], clock: Clock) -> list[tuple[str, str]]:
-    """Those (backend, way) whose losses are those of one process."""
+    """The pairs (backend, way) whose losses equal those of one process."""
     task = {"shape": shape, "batch": 2 * ranks, "compare": True, "way": ""}
     alone = run(task, None, 1, clock)
     if "failed" in alone:

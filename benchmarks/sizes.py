@@ -1,4 +1,4 @@
-"""What is measured: the sizes of a call, and arguments of those sizes."""
+"""Lists the sizes of calls that are measured, and draws arguments of these sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 FLOATS = ("q", "k", "v", "log_g", "beta")
-# Rows and tokens that are drawn, at most; larger arguments repeat them.
+# At most this many rows and tokens are drawn; larger arguments repeat them.
 DRAWN_ROWS, DRAWN_TOKENS = 2, 2048
 
 
@@ -30,7 +30,7 @@ class Size:
 
     @property
     def work(self) -> int:
-        """What time and memory are proportional to."""
+        """The number to which time and memory are proportional."""
         return self.batch * self.tokens * self.value_heads * self.head_size
 
     def of_length(self, tokens: int) -> Size:
@@ -54,9 +54,9 @@ GPU = [
     Size(8, 8192, 16, 32),
     Size(2, 2048, 16, 16, per_channel=True),
 ]
-# One sequence, longer and longer: the plot.
+# The plot shows one sequence at increasing lengths.
 SWEEP = [Size(1, 2**power, 16, 32) for power in range(9, 17)]
-# For trying the programs on a machine without a GPU.
+# Sizes with which the programs can be tried on a machine without a GPU.
 TINY = [
     Size(1, 96, 2, 4, head_size=16, dtype="float32"),
     Size(2, 160, 2, 2, head_size=16, dtype="float32"),
@@ -67,9 +67,10 @@ TINY_SWEEP = [Size(1, tokens, 2, 4, head_size=16, dtype="float32") for tokens in
 
 @dataclass(frozen=True)
 class Inputs:
-    """fp32 arguments with unit keys, usual gates and betas; dy, the gradient of y; and how often to repeat them.
+    """Arguments in fp32 with keys of unit norm and usual gates and betas, and dy, the cotangent of y.
 
-    times: along the rows and along the tokens, which is done on the device: gigabytes take long to draw and to carry.
+    `times` says how often to repeat them along rows and tokens. The device repeats them, since gigabytes would take
+    long to draw and to copy.
     """
 
     arrays: dict[str, np.ndarray]
@@ -78,10 +79,13 @@ class Inputs:
 
 
 def inputs(size: Size) -> Inputs:
-    """Arguments of this size. ValueError where it is larger than what is drawn, and no multiple of that.
+    """Draw arguments of this size.
 
-    In bf16, what a bf16 model hands over (all but the gates) is rounded here, so that every implementation and the
-    recurrence in float64 get the same numbers.
+    For bf16, all but the gates are rounded to bf16 here, so that every implementation and the float64 recurrence get
+    the same numbers.
+
+    Raises:
+        ValueError: the size is larger than what is drawn, and is no multiple of it.
     """
     rows, tokens = min(size.batch, DRAWN_ROWS), min(size.tokens, DRAWN_TOKENS)
     if size.batch % rows or size.tokens % tokens:
@@ -107,7 +111,7 @@ def _drawn(size: Size) -> dict[str, np.ndarray]:
 
 
 def as_bfloat16(x: np.ndarray) -> np.ndarray:
-    """fp32 values rounded to the nearest bf16, ties to even."""
+    """Round fp32 values to the nearest bf16, ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return rounded.astype(np.uint32).view(np.float32)

@@ -1,4 +1,4 @@
-"""Results as Markdown tables, so that no figure is typed by hand.
+"""Prints files of results as Markdown tables, so that no figure is typed by hand.
 
 usage: python benchmarks/tables.py RESULTS.json [...]
 """
@@ -38,7 +38,7 @@ def cpu_table(workers: list[Any]) -> str:
 
 
 def line(record: dict[str, Any]) -> str:
-    """One record, for a person who watches the run."""
+    """One record as a line for the terminal."""
     where = f"{record['implementation']}, {record['size']['name']}"
     if "as_called" not in record:
         return f"{where}: {record.get('failed') or 'not run: ' + record['skipped']}"
@@ -71,7 +71,7 @@ def about(result: dict[str, Any]) -> str:
 
 
 def gated_delta_tables(result: dict[str, Any]) -> str:
-    """A table for each size measured, and what was not run, with its reason."""
+    """A table for each measured size, and a list of what was not run, with reasons."""
     parts = [about(result)]
     marked = False
     for size in result["table"]:
@@ -114,7 +114,7 @@ def _left_out(here: list[dict[str, Any]]) -> str:
 
 
 def training_table(result: dict[str, Any]) -> str:
-    """Tokens a second, peak memory and the time to the first step, for each trainer."""
+    """A table of tokens a second, peak memory and time to the first step, by trainer."""
     header = ["trainer", "tok/s", "ms a step", "peak, GB", "first step after, s", "loss"]
     rows, notes = [], []
     for record in result["records"]:

@@ -1,4 +1,4 @@
-"""Trainers of one model shape, each as its users get it: a context that gives steps, and the memory they take."""
+"""Sets up training steps of one model shape with each trainer, in the way that the trainer's users get them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Shape:
         )
 
     def config(self) -> dict[str, Any]:
-        """A config.json that mlx-lm and transformers both read."""
+        """A config.json that both mlx-lm and transformers read."""
         heads, groups, size = self.attention
         keys, values, delta = self.delta
         rope = {"rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [size // 24] * 3}
@@ -76,7 +76,7 @@ class Shape:
         }
 
     def rows(self, tokens: int | None = None) -> np.ndarray:
-        """[B, T + 1] random tokens."""
+        """Random tokens, [B, T + 1]."""
         draw = np.random.default_rng(0)
         return draw.integers(0, self.vocabulary, size=(self.batch, (tokens or self.tokens) + 1)).astype(np.int32)
 
@@ -91,8 +91,13 @@ SHAPES = {
 
 @dataclass
 class Trainer:
-    """ready: when its weights were there (perf_counter). step: one whole training step on the one batch, waited for;
-    its loss. peak: bytes since reset_peak, or None."""
+    """A trainer that is ready to run steps.
+
+    Args:
+        ready: when its weights were finished, by time.perf_counter.
+        step: runs one whole training step on the batch, waits for it, and returns its loss.
+        peak: returns the peak of memory in bytes since reset_peak, or None.
+    """
 
     ready: float
     step: Callable[[], float]
@@ -101,7 +106,7 @@ class Trainer:
 
 
 def mlx_model(shape: Shape, dtype: str | None = None) -> Any:
-    """mlx-lm's model with random weights from one seed, cast as its loader casts a checkpoint."""
+    """mlx-lm's model with random weights from a fixed seed, in the dtypes to which its loader casts a checkpoint."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
@@ -129,7 +134,7 @@ def batch_of(rows: np.ndarray) -> Any:
 
 @contextmanager
 def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
-    """The parts of train/loop.py that make a step, in its order, without data, files and screen."""
+    """deltatune's training step as train/loop.py makes it, without data, files and screen."""
     model = mlx_model(shape)
     ready = time.perf_counter()
     import mlx.core as mx
@@ -175,7 +180,7 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
 
 
 def without_loop() -> None:
-    """Arrays with autodiff in place of mlx-lm's loop over tokens, for the rest of the process."""
+    """Replace mlx-lm's loop over tokens by array operations with autodiff, for the rest of the process."""
     import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.models import qwen3_5

@@ -1,12 +1,12 @@
-"""One training step of a shape of Qwen3.5: tokens a second, peak memory, time to the first step.
+"""Measures a training step of a Qwen3.5 shape: tokens a second, peak memory and time to the first step.
 
 usage: python benchmarks/training_step.py RESULTS.json [--seconds 500] [--only NAME ...] [--shape 35B-A3B]
 
-Random bf16 weights, LoRA r=8 on every linear, AdamW, batch 2, T=2048. Each trainer lives in a process of its own, one
-after another. First of all each is compared, on a short batch, with the gradients of mlx-lm's own model and loop in
-fp32: one whose error is more than twice that of the same model and loop in bf16 gets no figure. (transformers has
-weights of its own; tests/oracle compares it.) The first step counts from the finished weights, with its checks and
-compiling in it.
+The model has random bf16 weights and LoRA r=8 on every linear, and trains with AdamW, batch 2 and T=2048. Each trainer
+has a process of its own, one after another. Its gradients on a short batch are first compared with those of mlx-lm's
+own model and loop in fp32: a trainer whose error is more than twice that of the same model and loop in bf16 gets no
+figure. (transformers has other weights; tests/oracle compares it.) The time to the first step starts with the finished
+weights, and includes checks and compiling.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ COMPARED = {"0.8B": (24, 128), "35B-A3B": (4, 128), "tiny": (4, 32), "tiny exper
 
 @dataclass(frozen=True)
 class Entry:
-    """`make` as in trainers.py, with `options`; `parity` names the gradients that it must have; `seconds` at most."""
+    """A trainer to measure.
+
+    Args:
+        make: the function of trainers.py that sets it up.
+        options: the keyword arguments of that function.
+        parity: the name of the gradients that it must have; None for no comparison.
+        seconds: how long its process may take.
+    """
 
     make: str
     options: dict[str, bool]
@@ -78,7 +85,7 @@ def measure(name: str, shape: Shape) -> dict[str, Any]:
 
 
 def work(name: str, shape: Shape) -> None:
-    """The process of one trainer, or of the comparison of gradients: its record is the last line."""
+    """The process of one trainer, or of the comparison of gradients, which prints its record last."""
     found: dict[str, Any] = {"trainer": name}
     try:
         if name == "parity":
@@ -94,7 +101,7 @@ def work(name: str, shape: Shape) -> None:
 
 
 def run(name: str, shape: Shape, seconds: float) -> dict[str, Any]:
-    """The record of one process; a cache of its own, so that the check before first use is in the first step."""
+    """The record of one process, whose empty cache makes the first step include the check before first use."""
     command = [sys.executable, __file__, "--work", name, "--shape", shape.name]
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -123,7 +130,7 @@ def run(name: str, shape: Shape, seconds: float) -> dict[str, Any]:
 
 
 def disagreement(entry: Entry, distances: dict[str, float] | None, problem: str | None) -> str | None:
-    """Why a trainer gets no figure; None where it may be measured."""
+    """Why a trainer gets no figure, or None where it may be measured."""
     if entry.parity is None:
         return None
     if distances is None:

@@ -1,7 +1,7 @@
-"""Whether an implementation computes what a float64 recurrence computes: asked before any time is printed.
+"""Compares an implementation with a recurrence in float64; no time is printed for one that differs.
 
-The recurrence is deltatune's (src/deltatune/selftest/recurrence.py), on the first tokens. The implementation runs on
-every row and head; the recurrence on the first and last rows and key heads, each head and row being alone in it.
+The recurrence is that of src/deltatune/selftest/float64_recurrence.py, on the first tokens. The implementation runs on
+every row and head. The recurrence runs on the first and last rows and key heads, since rows and heads are independent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sizes import FLOATS, Size, inputs
 
 CHECKED = 256
 NAMES = ("y", *FLOATS)
-# fp32: the largest error over the largest element; others' decays from differences of sums cost about 1e-5.
-# bf16: the error's norm over the norm; rounding alone gives 2e-3, and what is wrong starts at 1e-2.
+# fp32: largest error over largest element; implementations whose decays are differences of sums reach about 1e-5.
+# bf16: norm of the error over the norm; rounding alone gives 2e-3, and wrong results give 1e-2 or more.
 AGREES = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Of y and of each gradient: the largest error over the largest element, and the error's norm over the norm."""
+    """The errors of y and of each gradient: largest error over largest element, and norm of the error over the norm."""
 
     dtype: str
     largest: dict[str, float]
@@ -38,7 +38,7 @@ class Errors:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """A number that is none counts as the worst."""
+        """The name and the value of the largest error; NaN counts as the largest."""
         name = max(self.decisive, key=lambda name: np.nan_to_num(self.decisive[name], nan=np.inf))
         return name, self.decisive[name]
 
@@ -48,7 +48,7 @@ class Errors:
 
 
 def errors(implementation: Any, size: Size, folder: Path | None = None) -> Errors:
-    """Loads the first tokens of `size` into `implementation`, runs it and compares. `folder` keeps the truth."""
+    """Run `implementation` on the first tokens of `size`, and compare; `folder` caches the float64 results."""
     short = size.of_length(CHECKED)
     if folder is not None:
         implementation.poison()
@@ -88,7 +88,7 @@ def _truth(size: Size, folder: Path | None) -> dict[str, np.ndarray]:
 
 
 def _corner(x: np.ndarray, name: str, size: Size) -> np.ndarray:
-    """Of x [B, T, H, ...]: the first and last rows and key heads (all of up to four), with their value heads."""
+    """The part of x [B, T, H, ...] in the first and last rows and key heads with their value heads; all where few."""
     rows = sorted({0, size.batch - 1})
     heads = np.arange(size.key_heads) if size.key_heads <= 4 else np.array([0, size.key_heads - 1])
     if name not in ("q", "k"):

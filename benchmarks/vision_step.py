@@ -1,12 +1,13 @@
-"""A training step on images and text against mlx-vlm's own trainer: same checkpoint, lines and options.
+"""Times a training step on images and text beside mlx-vlm's own trainer, with the same checkpoint, lines and options.
 
 usage: DELTATUNE_THREADS=2 python benchmarks/vision_step.py [--shape quarter] [--rounds 5] [--checkpoint] [--only ...]
 
-A random Qwen3.5 with its vision tower, fp32; LoRA r=8 on the language model's linears, AdamW, batch 2, rows of 1,024
-tokens, half of them images. Each trainer is its own command line (`mlx_vlm.train`, `deltatune train`) in a process of
-its own, held before each iteration until its turn: rounds are interleaved, medians printed. An iteration is all of it:
-batch, forward, backward, update. A trainer whose first loss, tokens counted or numbers trained are not those of the
-first row gets no time. Peaks: MLX's own count over the timed iterations, and the whole process's.
+The model is a random Qwen3.5 with its vision tower in fp32, with LoRA r=8 on the language model's linears and AdamW.
+The batch has 2 rows of 1,024 tokens, half of them of images. Each trainer runs by its own command line
+(`mlx_vlm.train`, `deltatune train`) in a new process, which waits for its turn before each iteration, so that rounds
+are interleaved; medians are printed. An iteration is batch, forward, backward and update. A trainer whose first loss,
+counted tokens or number of trained parameters differ from those of the first row of the table gets no time. Peaks are
+MLX's own count over the timed iterations, and the resident memory of the whole process.
 """
 
 from __future__ import annotations
@@ -85,15 +86,15 @@ class Shape:
 
 
 SHAPES = {
-    # Qwen3.5-0.8B at a quarter of its width and a third of its depth; head and tower keep their share of the weights.
+    # Qwen3.5-0.8B at a quarter of its width and a third of its depth; head and tower have their share of the weights.
     "quarter": Shape(256, 896, 8, (4, 1, 128), (4, 4, 128), 20480, (4, 192, 768, 3)),
-    # The model of recipe.py, with a tower.
+    # The model of recipe.py with a vision tower.
     "recipe": Shape(256, 768, 8, (4, 2, 64), (4, 4, 64), 2048, (4, 256, 1024, 4)),
 }
 
 
 def write_model(folder: Path, shape: Shape) -> None:
-    """A checkpoint folder that both trainers read: weights, config, one token a byte, image processor."""
+    """Write a checkpoint that both trainers read: weights, config, a tokenizer of bytes, and an image processor."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_vlm.models import qwen3_5
@@ -124,7 +125,7 @@ def write_model(folder: Path, shape: Shape) -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Two rows of two images and so many letters that a row has TOKENS tokens."""
+    """Write two rows, each with two images and as many letters as make TOKENS tokens."""
     from PIL import Image
 
     draw = np.random.default_rng(0)
@@ -149,7 +150,7 @@ def answer(**found: Any) -> None:
 
 
 class Turns:
-    """Waits for its turn before each iteration, and says what the last one took. The first says what trains."""
+    """Waits for its turn before each iteration, and reports the time of the last; the first report says what trains."""
 
     def __init__(self, trained: int) -> None:
         self.trained, self.started, self.said = trained, 0.0, {}
@@ -175,7 +176,7 @@ def trained(model: Any) -> int:
 
 
 def unseen(folder: Path, checkpoint: bool) -> None:
-    """As in a first epoch: no image was looked at before."""
+    """deltatune as in a first epoch, with the features of images forgotten before each iteration."""
     ours(folder, checkpoint, forget=True)
 
 
@@ -275,7 +276,7 @@ class Worker:
         self.answers.append(self.read())
 
     def resident(self) -> float:
-        """Most memory of the whole process so far, bytes."""
+        """The peak resident memory of the whole process in bytes."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return float(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 

@@ -1,4 +1,4 @@
-"""How an implementation in MLX is loaded, called and watched."""
+"""Loads, calls and measures an implementation in MLX."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sizes import FLOATS, Inputs
 
 
 class MLX:
-    """An implementation in MLX: f(q, k, v, log_g, beta) -> y.
+    """An implementation f(q, k, v, log_g, beta) -> y in MLX.
 
-    compiled_to: tokens up to which calls in a row are compiled; an unrolled loop over more takes minutes to compile.
+    compiled_to: calls in a row are compiled up to this many tokens; a longer unrolled loop takes minutes to compile.
     """
 
     def __init__(self, function: Callable[..., Any], compiled_to: float = float("inf")) -> None:
@@ -49,7 +49,7 @@ class MLX:
         return y
 
     def backward(self) -> Any:
-        """The gradients alone, of sum(y * dy); `peak`: bytes beyond the inputs."""
+        """Compute only the gradients of sum(y * dy); `peak` is in bytes beyond the inputs."""
         import mlx.core as mx
 
         mx.reset_peak_memory()
@@ -59,7 +59,7 @@ class MLX:
         return gradients
 
     def both(self) -> list[Any]:
-        """y and the gradients, evaluated; with dy given, as a layer behind would."""
+        """y and the gradients, evaluated, from a given dy as the layer above would pass it."""
         import mlx.core as mx
 
         results = self._both(self.arrays, self.dy)
@@ -67,7 +67,7 @@ class MLX:
         return results
 
     def in_a_row(self, calls: int) -> tuple[float, str]:
-        """Seconds a call when none waits for the one before, and how that was done."""
+        """The seconds of a call among calls that do not wait for one another, and how these were made."""
         import time
 
         import mlx.core as mx
@@ -84,7 +84,7 @@ class MLX:
         return (time.perf_counter() - start) / calls, f"{calls} calls enqueued{', compiled' if compiled else ''}"
 
     def excess(self) -> dict[str, int]:
-        """Bytes of the inputs (dy among them) and of the gradients; and of the peak of one call, beyond both."""
+        """Bytes of the inputs with dy, of the gradients, and of the peak of one call beyond both."""
         import mlx.core as mx
 
         mx.synchronize()
@@ -105,7 +105,7 @@ class MLX:
 
     @staticmethod
     def poison() -> None:
-        """Leave NaN in the memory that comes next."""
+        """Fill memory with NaN and free it, so that the next arrays hold NaN wherever nothing is written."""
         import mlx.core as mx
 
         mx.clear_cache()
@@ -119,7 +119,7 @@ class MLX:
 
 
 class Layer:
-    """A whole gated-delta layer of mlx-lm in training, its projections included: what a BLAS is for."""
+    """A whole gated-delta layer of mlx-lm in training; its projections show what a BLAS contributes."""
 
     peak = None
 

@@ -1,4 +1,4 @@
-"""How an implementation in PyTorch is loaded, called and watched: on a GPU where there is one."""
+"""Loads, calls and measures an implementation in PyTorch, on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sizes import FLOATS, Inputs
 
 
 class Torch:
-    """An implementation in PyTorch. `make` gives f(q, k, v, log_g, beta) -> y."""
+    """An implementation in PyTorch; `make` returns f(q, k, v, log_g, beta) -> y."""
 
     peak = None
-    # Whether a call launches so much that recording it as a graph pays.
+    # Whether a call launches so many kernels that recording it as a graph is worth the time.
     graph = False
 
     def __init__(self, threads: int | None = None) -> None:
@@ -61,13 +61,13 @@ class Torch:
         return self.scaled([x.grad for x in arrays])
 
     def both(self) -> list[Any]:
-        """y and the gradients, computed; with dy given, as a layer behind would."""
+        """y and the gradients, computed, from a given dy as the layer above would pass it."""
         results = self._both()
         self.wait()
         return [results[0], *self.scaled(results[1:])]
 
     def scaled(self, gradients: list[Any]) -> list[Any]:
-        """The gradients of the arguments as they were given to load."""
+        """The gradients with respect to the arguments that load was given."""
         return gradients
 
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class Torch:
             torch.cuda.synchronize()
 
     def in_a_row(self, calls: int) -> tuple[float, str]:
-        """Seconds a call when none waits for the one before, and how that was done."""
+        """The seconds of a call among calls that do not wait for one another, and how these were made."""
         step, how = self._both, "calls enqueued"
         if self.graph and self.device == "cuda":
             step, how = self._recorded()
@@ -91,7 +91,7 @@ class Torch:
         return (time.perf_counter() - start) / calls, f"{calls} {how}"
 
     def excess(self) -> dict[str, int]:
-        """Bytes of the inputs (dy among them) and of the gradients; and of the peak of one call, beyond both."""
+        """Bytes of the inputs with dy, of the gradients, and of the peak of one call beyond both."""
         import torch
 
         inputs = sum(x.nbytes for x in [*self.arrays, self.dy])
@@ -115,7 +115,7 @@ class Torch:
 
     @staticmethod
     def poison() -> None:
-        """Leave NaN in the memory that comes next."""
+        """Fill memory with NaN and free it, so that the next arrays hold NaN wherever nothing is written."""
         import torch
 
         if torch.cuda.is_available():
@@ -131,7 +131,7 @@ class Torch:
         return [y.detach(), *torch.autograd.grad(y, arrays, self.dy)]
 
     def _recorded(self) -> tuple[Callable[[], Any], str]:
-        """One call as a CUDA graph; the call itself where PyTorch cannot record it."""
+        """One call recorded as a CUDA graph, or the call itself where PyTorch cannot record it."""
         import torch
 
         stream = torch.cuda.Stream()
@@ -186,7 +186,7 @@ class FlashLinearAttention(Torch):
         return lambda q, k, v, g, beta: function(q, k, v, g, beta, scale=1.0)[0]
 
     def times_only(self) -> str | None:
-        """Lets the backward pass run where FLA refuses it for its wrong numbers, and says so: a time only."""
+        """Let the backward pass run where FLA refuses it for wrong results; returns why only its time counts."""
         from fla.ops.common import chunk_o
 
         flags = ("IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1")
@@ -194,4 +194,4 @@ class FlashLinearAttention(Torch):
         if self.per_channel or not (hopper and from_3_4 and not mended):
             return None
         chunk_o.TRITON_ABOVE_3_7_1 = True
-        return "FLA refuses this backward pass here (Hopper, Triton 3.4 to 3.7.0) for wrong numbers: a time only"
+        return "only timed: FLA refuses this backward pass here (Hopper, Triton 3.4 to 3.7.0) for wrong results"

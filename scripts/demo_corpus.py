@@ -1,6 +1,6 @@
-"""What the base model has read: small talk, questions about short statements, lists, copying, numbers.
+"""Draws the training text of the demo's base model: small talk, questions about statements, lists, copying, numbers.
 
-Plain sentences only: no JSON, no tool, no message of the demo's task, none of its training or held-out names.
+It has plain sentences only, without JSON, tools or messages of the demo's task, and none of the task's names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _people(rng: random.Random, count: int) -> list[str]:
 
 
 def _many(rng: random.Random) -> tuple[str, str]:
-    """A number's word, and its digit."""
+    """A random number as a word and as a digit."""
     count = rng.randint(1, 9)
     return NUMBERS[count - 1], str(count)
 
@@ -53,7 +53,7 @@ def _o_clock(rng: random.Random) -> str:
 
 
 def _drinks(rng: random.Random) -> list[Turn]:
-    """Somebody has so and so many drinks: who, what, how many, what size."""
+    """Questions about a person who has some drinks: who, what, how many, what size."""
     name, (word, digit) = _name(rng), _many(rng)
     drink, size = rng.choice(DRINKS), rng.choice(SIZES)
     plural = drink if word == "one" else f"{drink}s"
@@ -79,7 +79,7 @@ def _drinks(rng: random.Random) -> list[Turn]:
 
 
 def _visit(rng: random.Random) -> list[Turn]:
-    """Somebody goes somewhere: who, where, which day, what time, with how many."""
+    """Questions about a person who goes somewhere: who, where, which day, what time, with how many."""
     name, (word, digit), day, time = _name(rng), _many(rng), rng.choice(DAYS), _o_clock(rng)
     place = rng.choice(PLACES)
     fact = rng.choice(
@@ -104,7 +104,7 @@ def _visit(rng: random.Random) -> list[Turn]:
 
 
 def _state(rng: random.Random) -> list[Turn]:
-    """Somebody says how a thing is: who, what, the words themselves."""
+    """Questions about a person who says how a thing is: who, what, and the words themselves."""
     name, thing, state, level = _name(rng), rng.choice(THINGS), rng.choice(STATES), rng.choice(LEVELS)
     said = f"the {thing} is {level}{state}"
     fact = rng.choice((f"{name} says: {said}.", f"{name} believes that {said}.", f"According to {name}, {said}."))
@@ -125,7 +125,7 @@ def _about(rng: random.Random, fact: str, turns: list[Turn]) -> list[Turn]:
 
 
 def _list(rng: random.Random) -> list[Turn]:
-    """A short list of who has what, looked up both ways."""
+    """Questions about a short list of who has what, by person and by thing."""
     people = _people(rng, rng.randint(2, 4))
     things = rng.sample([f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS], len(people))
     pairs = list(zip(people, things, strict=True))
@@ -145,7 +145,7 @@ def _job(rng: random.Random) -> list[Turn]:
 
 
 def _copy(rng: random.Random) -> list[Turn]:
-    """Repeat words, names or plain keys, exactly."""
+    """Requests to repeat words, names or plain keys exactly."""
     turns = []
     for _ in range(rng.randint(1, 3)):
         kind = rng.random()
@@ -181,7 +181,7 @@ def _talk(rng: random.Random) -> list[Turn]:
 
 
 def _request(rng: random.Random) -> list[Turn]:
-    """What is asked of a model that can only talk."""
+    """Requests that a model without tools can only answer in words."""
     name, action, thing = _name(rng), rng.choice(ACTIONS), rng.choice((*THINGS, *ANIMALS))
     if rng.random() < 0.3:
         return [(f"{name} can't {action} the {thing}, sorry.", f"What a pity for {name}.")]
@@ -210,7 +210,7 @@ SKILLS: tuple[tuple[Callable[[random.Random], list[Turn]], int], ...] = (
 
 
 def conversation(rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    """One or two skills after another, as a line of chat data."""
+    """A line of chat data with one or two of these skills."""
     skills, weights = zip(*SKILLS, strict=True)
     turns = [turn for skill in rng.choices(skills, weights, k=rng.randint(1, 2)) for turn in skill(rng)]
     messages = []

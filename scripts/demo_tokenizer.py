@@ -1,4 +1,4 @@
-"""The tokenizer of the demos' base models: byte-level BPE of a small vocabulary, from a corpus."""
+"""Trains the tokenizer of the demos' base models, byte-level BPE with a small vocabulary, on a corpus."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-# A space is a piece of its own, so that a word is the same tokens after a space, a quotation mark or nothing.
+# A space is a separate piece, so that a word has the same tokens after a space, a quotation mark or nothing.
 PIECES = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]|\s"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: list[str]) -> Tokenizer:
-    """At most `vocabulary` tokens; `special_tokens` come first."""
+    """Train a tokenizer of at most `vocabulary` tokens, of which the `special_tokens` come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Parts of the documentation that are made from the code when the site is built: options and flags.
+"""Makes the tables of options and flags in the documentation from the code when the site is built.
 
 MkDocs calls `on_page_markdown` for every page (`hooks` in mkdocs.yml). A line `<!-- made here: NAME -->` in a page is
 replaced by what `PARTS[NAME]` returns.

@@ -30,7 +30,7 @@ milliseconds, the median of up to ten calls; memory is the peak beyond the input
 
 
 def page(records: dict[str, dict[str, Any]]) -> str:
-    """The whole page from records by the names of their files."""
+    """The whole page, made from records by the names of their files."""
     rows = [hardware_line(record) for _, record in sorted(records.items())]
     table = [f"| {' | '.join(HEADER)} |", f"|{'---|' * len(HEADER)}", *rows]
     parts = [INTRODUCTION, "\n".join(table) + "\n"]
@@ -39,7 +39,7 @@ def page(records: dict[str, dict[str, Any]]) -> str:
 
 
 def _failures(name: str, record: dict[str, Any]) -> str:
-    """A section on the checks that failed on a machine, and on what it was busy with."""
+    """A section on the checks that failed on a machine, and on the machine's load at that time."""
     lines = [f"- {check['name']}: {check['detail']}" for check in record["checks"] if check["status"] == "failed"]
     if record.get("note"):
         lines.insert(0, f"- {record['note']}")
@@ -48,7 +48,7 @@ def _failures(name: str, record: dict[str, Any]) -> str:
 
 
 def records() -> dict[str, dict[str, Any]]:
-    """The records in docs/hardware, by name."""
+    """The records in docs/hardware by the names of their files."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))}
 
 

@@ -85,7 +85,7 @@ def write_corpus(folder: Path) -> list[str]:
 
 
 def write_start(folder: Path, texts: list[str]) -> None:
-    """Write the folder of a model without weights: config, tokenizer, chat template."""
+    """Write a model folder without weights: config, tokenizer and chat template."""
     tokenizer = train_tokenizer(texts, VOCABULARY, SPECIAL_TOKENS)
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, {VOCABULARY} expected")
@@ -100,7 +100,7 @@ def write_start(folder: Path, texts: list[str]) -> None:
 
 
 def main() -> None:
-    """Make corpus, tokenizer and weights, then copy what is shipped."""
+    """Make corpus, tokenizer and weights, then copy the files of the wheel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="where everything is made")
     parser.add_argument("--iters", type=int, default=2000)

@@ -1,8 +1,9 @@
 """Train the vision demo's base model from scratch with deltatune, and put it in src/deltatune/demo/vision/assets/model.
 
 usage: python scripts/make_vision_demo_model.py [--work DIR] [--iters N N] [--resume]
-Two runs: first it learns to see, describing trays of few kinds of parts, then to talk about them. Pictures, tokenizer
-and weights follow from SEED alone. About half an hour with one thread on a busy CPU.
+There are two runs. In the first the model learns to see, by describing trays with few kinds of parts; in the second it
+learns to answer questions about them. Pictures, tokenizer and weights follow from SEED alone. Both take about half an
+hour with one thread on a busy CPU.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ PROCESSOR_CONFIG = {
     "temporal_patch_size": 2,
     "merge_size": MERGE,
     "size": {"shortest_edge": 256, "longest_edge": 16384},
-    # The light ground becomes about zero, so that from the first step on parts stand out.
+    # The light background becomes about zero, so that parts stand out from the first step on.
     "image_mean": [0.85, 0.85, 0.85],
     "image_std": [0.25, 0.25, 0.25],
 }
@@ -140,9 +141,9 @@ def write_corpus(folder: Path) -> list[str]:
 
 
 def write_start(folder: Path, texts: list[str]) -> None:
-    """Write the folder of a model without weights: config, tokenizer, chat template, image processor."""
+    """Write a model folder without weights: config, tokenizer, chat template and image processor."""
     tokenizer = train_tokenizer(texts, VOCABULARY, [*SPECIAL_TOKENS, *VISION_TOKENS])
-    # The corpus has few words; mlx-vlm wants a tokenizer as long as the vocabulary.
+    # The corpus has few words, but mlx-vlm needs a tokenizer with as many tokens as the vocabulary.
     missing = VOCABULARY - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([f"<|unused_{index}|>" for index in range(missing)])
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +153,7 @@ def write_start(folder: Path, texts: list[str]) -> None:
 
 
 def train(work: Path, run: str, iterations: int, start: Path | None, learning_rate: list[float], resume: bool) -> Path:
-    """One of the two runs; returns its weights. start: weights to go on from, or None for new ones."""
+    """Train one of the two runs from the weights `start`, or from new ones where None; returns the weights."""
     command.train(
         TrainConfig(
             model=str(work / "start"),
@@ -181,7 +182,7 @@ def train(work: Path, run: str, iterations: int, start: Path | None, learning_ra
 
 
 def main() -> None:
-    """Make pictures, tokenizer and weights, then copy what is shipped."""
+    """Make pictures, tokenizer and weights, then copy the files of the wheel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/vision-demo-model"), help="where everything is made")
     parser.add_argument("--iters", type=int, nargs=2, default=[1000, 600], help="of the first and of the second run")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Record the reference trajectories of docs/how/parity.md with transformers + PEFT, and print its table.
+"""Record the reference runs of docs/how/parity.md with transformers and PEFT, and print the page's table.
 
 usage: scripts/record_oracle.py [--record] [CASE ...]      needs the `oracle` extra (scripts/make_env oracle)
 
-Without --record nothing is written: every case is run live on both sides and compared.
+Without --record the script writes nothing: it runs every case on both sides and compares them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fail where MLX does not compute on an Apple GPU: a job that tests Metal must not pass without one.
+"""Fail where MLX does not compute on an Apple GPU, so that a job that tests Metal cannot pass without one.
 
 usage: scripts/require_metal.py      exit code 1, with what is missing, where there is no Metal
 """
@@ -18,7 +18,7 @@ _SOURCE = "uint i = thread_position_in_grid.x; y[i] = 2.0f * x[i] + 1.0f;"
 
 
 def doubled() -> list[float]:
-    """What a kernel compiled here computes of 0, 1 and 2: 1, 3 and 5."""
+    """The result of a kernel compiled here for 0, 1 and 2, which should be 1, 3 and 5."""
     kernel = mx.fast.metal_kernel(name="doubled", input_names=["x"], output_names=["y"], source=_SOURCE)
     (y,) = kernel(
         inputs=[mx.arange(3).astype(mx.float32)],
@@ -31,7 +31,7 @@ def doubled() -> list[float]:
 
 
 def main() -> int:
-    """0 on an Apple GPU that runs a kernel."""
+    """The exit code: 0 on an Apple GPU that runs a kernel, else 1."""
     if not mx.metal.is_available():
         print(f"Metal is not available to mlx {mx.__version__} here: expected an Apple GPU.", file=sys.stderr)
         return 1

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Run the numeric tests with the BLAS kernels of other CPUs than this one.
 
-OpenBLAS carries kernels for several families of CPUs and takes those of the machine; OPENBLAS_CORETYPE forces others,
-where the CPU has their instructions. The plain suite runs this machine's own kernels, so those are left out here.
+OpenBLAS has kernels for several families of CPUs and chooses those of the machine. OPENBLAS_CORETYPE forces others,
+where the CPU has their instructions. The usual test suite runs this machine's kernels, so they are left out here.
 
-usage: scripts/test_cpus.py [NAME ...]      NAME: a core type below; those named are run, this machine's own too.
+usage: scripts/test_cpus.py [NAME ...]
+Each NAME is a core type below. Only the named ones are run, and this machine's own as well where it is named.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What goes through the BLAS. Tests that do not, although they stand there, carry the marker `any_blas`.
+# The tests that use the BLAS. Tests in these folders that do not use it have the marker `any_blas`.
 FOLDERS = ("tests/ops", "tests/patches", "tests/oracle")
-# Kernel texts run on the host machine, beside float64.
+# These tests run kernel texts on the host machine and compare them with float64.
 NOT = ("tests/ops/kernels", "tests/ops/pointwise")
 PROBE = "from deltatune.machine import blas; print(blas.status().kernels)"
 
 
 @dataclass(frozen=True)
 class CoreType:
-    """A value of OPENBLAS_CORETYPE, the CPU flags that it needs, and the kernels that a smaller build has for it."""
+    """A value of OPENBLAS_CORETYPE, the CPU flags that it needs, and the kernels that smaller builds use instead."""
 
     name: str
     flags: tuple[str, ...]
@@ -67,7 +68,7 @@ def main(names: list[str]) -> int:
 
 
 def choose(names: list[str], own: str) -> tuple[list[str], bool]:
-    """The core types to run, and whether one that this CPU can run was not given; prints what becomes of each."""
+    """Print what is run and why; returns the core types to run, and whether OpenBLAS failed to give one to this CPU."""
     flags, chosen, wrong = cpu_flags(), [], False
     tested = {} if names else {own: "this machine's own, which `make test` runs"}
     for core in CORE_TYPES:
@@ -97,7 +98,7 @@ def cpu_flags() -> set[str]:
 
 
 def kernels(core: str | None) -> str:
-    """Whose kernels OpenBLAS runs in a new process that asks for those of `core`; None asks for none."""
+    """The name of the kernels that OpenBLAS uses in a new process that asks for those of `core` (None: for none)."""
     command = [sys.executable, "-c", PROBE]
     return subprocess.run(command, env=environment(core), capture_output=True, text=True, check=True).stdout.strip()
 
@@ -110,7 +111,7 @@ def environment(core: str | None) -> dict[str, str]:
 
 
 def run(chosen: list[str]) -> list[int]:
-    """All side by side, each with its output in a file that is printed at its end."""
+    """Run all core types side by side, and print the output of each when it ends."""
     ignored = [f"--ignore={folder}" for folder in NOT]
     with tempfile.TemporaryDirectory() as folder:
         started = []

@@ -1,6 +1,7 @@
 """Print the groups of src/deltatune from top to bottom, each with the groups that it imports (`make tree`).
 
-Exit code 1, with the lines that do it, where an import goes up or in a circle. tests/test_imports.py looks at the same.
+The exit code is 1 where an import goes up or in a circle, and the lines that do so are printed. tests/test_imports.py
+checks the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ORDER += ["demo", "selftest", "commands", "cli", "__main__"]
 
 @dataclass(frozen=True)
 class Import:
-    """A line of `importer` that imports from `imported`: dotted names of modules; `imported` may be of any package."""
+    """A line of the module `importer` that imports from `imported`, both dotted names; `imported` may be external."""
 
     importer: str
     imported: str
@@ -30,7 +31,7 @@ class Import:
 
 
 def modules(source: Path = SOURCE) -> dict[str, Path]:
-    """Every module of the package by its dotted name, without the package's own in front; the package itself is ''."""
+    """Every module of the package by its dotted name without the package's; the package itself has the name ''."""
     found = {}
     for path in sorted(source.rglob("*.py")):
         parts = path.relative_to(source).with_suffix("").parts
@@ -39,12 +40,12 @@ def modules(source: Path = SOURCE) -> dict[str, Path]:
 
 
 def group_of(module: str) -> str:
-    """The group that a module is in."""
+    """The group to which a module belongs."""
     return module.partition(".")[0]
 
 
 def imports(source: Path = SOURCE) -> list[Import]:
-    """Every import of the package, those inside functions too; modules of its own without its name in front."""
+    """Every import in the package, inside functions as well; its own modules are named without the package's name."""
     known = modules(source)
     return [each for name, path in known.items() for each in _imports_of(name, path, known)]
 
@@ -68,7 +69,7 @@ def _imports_of(name: str, path: Path, known: dict[str, Path]) -> list[Import]:
 
 
 def _module(target: str, known: dict[str, Path]) -> str:
-    """The module that a dotted name is, or is defined in; of another package, the name itself."""
+    """The module that a dotted name stands for or is defined in; a name of another package is returned as it is."""
     if target != "deltatune" and not target.startswith("deltatune."):
         return target
     own = target.removeprefix("deltatune").removeprefix(".")
@@ -76,7 +77,7 @@ def _module(target: str, known: dict[str, Path]) -> str:
 
 
 def upward(found: list[Import]) -> list[Import]:
-    """The imports that go up, or that are of a group or from a group that ORDER does not have."""
+    """The imports that go up, and those from or into a group that ORDER does not list."""
     known = modules()
 
     def goes_up(each: Import) -> bool:
@@ -89,11 +90,11 @@ def upward(found: list[Import]) -> list[Import]:
 
 
 def circles(found: list[Import]) -> list[list[str]]:
-    """Modules that import one another, in whatever number of steps: one list for each such set."""
+    """Lists of modules that import one another, directly or through others."""
     known = modules()
     graph: dict[str, set[str]] = defaultdict(set)
     for each in found:
-        # A package's __init__ names what is in it; what is in it does not import the package.
+        # A package's __init__ imports from its modules, and these do not import the package.
         if each.imported in known and each.imported != each.importer:
             graph[each.importer].add(each.imported)
     reached = {name: _reached(name, graph) for name in known}

@@ -1,4 +1,4 @@
-"""What the vision demo's base model was trained on: questions about trays, answered in plain words. No parts lists."""
+"""Draws the training text of the vision demo's base model: questions about trays, answered without parts lists."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Turn = tuple[str, str]
 
 
 def some(count: int, name: str) -> str:
-    """`two red circles`, `one red circle`, `no red circles`."""
+    """A number of parts in words: `two red circles`, `one red circle`, `no red circles`."""
     plural = "" if count == 1 else "es" if name.endswith("s") else "s"
     return f"{WORDS[count]} {name}{plural}"
 
 
 def joined(parts: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """The items as a list in words: `a`, `a and b`, `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def description(tray: Tray) -> str:
-    """What the base model says of a tray."""
+    """The base model's description of a tray."""
     return joined([some(kind.count, kind.name) for kind in tray.kinds])
 
 
@@ -64,12 +64,12 @@ _QUESTIONS: tuple[tuple[_Question, int], ...] = ((_how_many, 3), (_of_a_shape, 1
 
 
 def seeing(tray: Tray) -> list[dict[str, str]]:
-    """The one question whose answer says all that there is to see."""
+    """A conversation whose one answer describes the whole tray."""
     return _chat([(QUESTION, description(tray))])
 
 
 def conversation(rng: random.Random, tray: Tray) -> list[dict[str, str]]:
-    """Two questions and answers about one tray; the picture stands before the first."""
+    """A conversation of two questions and answers about one tray; the picture precedes the first question."""
     makers, weights = zip(*_QUESTIONS, strict=True)
     asked = [rng.choices(makers, weights)[0](rng, tray), (QUESTION, description(tray))]
     rng.shuffle(asked)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check that a wheel holds every file of the package that git has, and nothing else.
+"""Check that a wheel contains exactly the files of the package that git tracks.
 
 usage: scripts/wheel_contents.py WHEEL
 """
@@ -13,12 +13,12 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# What PyPI takes of a project that has not asked for more is 100 MB; this package needs a tenth.
+# PyPI accepts 100 MB from a project by default; this package needs a tenth of that.
 MOST_BYTES = 12 * 2**20
 
 
 def main() -> int:
-    """0 where the wheel is what the source tree says."""
+    """The exit code: 0 where the wheel has the right files, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
     wheel: Path = parser.parse_args().wheel

@@ -2,7 +2,7 @@
 
 usage: python scripts/compat [VERSION OF MLX-VLM ...]      default: every set of versions.py
 
-With versions given, only their sets are run and nothing is written. Exit code 1 where anything failed.
+With versions given, only their sets are run and nothing is written. The exit code is 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from versions import SETS
 
 
 def main(asked: list[str]) -> int:
-    """Everything named in `asked`, or all of it."""
+    """Run the sets named in `asked`, or every set."""
     unknown = set(asked) - {versions.mlx_vlm for versions in SETS}
     if unknown:
         print(f"no set with mlx-vlm {', '.join(sorted(unknown))}; known: {[v.mlx_vlm for v in SETS]}", file=sys.stderr)

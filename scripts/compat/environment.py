@@ -1,4 +1,4 @@
-"""Makes the virtual environment of a set under .compat/, as scripts/make_env makes .venv."""
+"""Makes the virtual environment of a set of versions under .compat/, as scripts/make_env makes .venv."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = ROOT / ".compat"
 
 
 def make(versions: Versions) -> Path:
-    """The set's Python; installed anew where what is asked for has changed. Needs a package index."""
+    """The set's Python; its environment is installed anew, from a package index, where the requirements changed."""
     linux = platform.system() == "Linux"
     wanted = [f"mlx[cpu]=={versions.mlx}", "-e", ".[cpu]"] if linux else [f"mlx=={versions.mlx}", "-e", "."]
     wanted += [f"mlx-lm=={versions.mlx_lm}", f"mlx-vlm=={versions.mlx_vlm}", "pytest", "ziglang"]
@@ -38,6 +38,6 @@ def make(versions: Versions) -> Path:
 
 
 def _others() -> str:
-    """constraints.txt without what the sets differ in."""
+    """constraints.txt without the packages in which the sets differ."""
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("mlx"))

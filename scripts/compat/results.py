@@ -1,4 +1,4 @@
-"""Runs the checks of a set, a process each, and reads what pytest wrote down."""
+"""Runs the checks of a set of versions, each in its own process, and reads pytest's reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from environment import FOLDER, ROOT
 from versions import Versions
 
-# Name -> what pytest is given. The patch tests know versions by structure, and skip with a reason.
+# pytest's arguments by the name of the run. The patch tests recognise versions by structure, and skip with a reason.
 RUNS = {
     "patches": ["tests/patches"],
     "compat": ["-m", "compat", "tests/compat"],
@@ -25,7 +25,7 @@ _ASKED = "import importlib.metadata as m; print(*(m.version(n) for n in ('transf
 
 @dataclass(frozen=True)
 class Test:
-    """outcome: passed, failed or skipped. detail: the reason, or the figures that it measured."""
+    """A test with its outcome (passed, failed or skipped) and the reason, or the figures that it measured."""
 
     file: str
     name: str
@@ -35,7 +35,7 @@ class Test:
 
 @dataclass
 class Result:
-    """Everything that one set gave. `broken`: runs that did not end, with pytest's last line."""
+    """The results of one set; `broken` has the runs that did not end, with pytest's last line."""
 
     versions: Versions
     transformers: str
@@ -43,7 +43,7 @@ class Result:
     broken: list[str] = field(default_factory=list)
 
     def counts(self, run: str) -> str:
-        """Passed, skipped and failed tests of a run."""
+        """How many tests of a run passed, were skipped and failed."""
         found = Counter(test.outcome for test in self.tests.get(run, []))
         return ", ".join(f"{found[name]} {name}" for name in ("passed", "skipped", "failed") if found[name]) or "none"
 
@@ -54,7 +54,7 @@ class Result:
 
 
 def check(versions: Versions, python: Path) -> Result:
-    """Run everything in the environment of `python`."""
+    """Run every check in the environment of `python`."""
     asked = subprocess.run([str(python), "-c", _ASKED], capture_output=True, text=True, check=True)
     result = Result(versions, asked.stdout.split()[0])
     path = os.pathsep.join([str(ROOT / "tests" / "compat"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

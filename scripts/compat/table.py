@@ -1,4 +1,4 @@
-"""docs/reference/versions.md from the results of all sets: a row a set, then what was compared."""
+"""Formats docs/reference/versions.md from the results of all sets: a row for each set, then what was compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import date
 
 from results import Result, Test
 
-# File of tests -> a heading, and what its tests compare.
+# The heading for each file of tests, and what its tests compare.
 _SECTIONS = {
     "test_controls": (
         "What upstream does alone",
@@ -45,7 +45,7 @@ def page(results: list[Result]) -> str:
 
 
 def skips(results: list[Result]) -> list[str]:
-    """Each reason for which tests were skipped, with the sets that gave it."""
+    """Each reason for which tests were skipped, with the sets in which they were."""
     reasons: dict[str, list[int]] = {}
     for number, result in enumerate(results, 1):
         for test in _tests(result):

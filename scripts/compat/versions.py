@@ -1,4 +1,4 @@
-"""The sets of versions that `make compat` tries, one environment each."""
+"""The sets of versions that `make compat` tries, each in its own environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Versions:
-    """`plugin`: what pytest loads (tests/compat) where mlx-vlm cannot be imported without it on this platform."""
+    """A set of versions; `plugin` is loaded by pytest (tests/compat) where mlx-vlm cannot be imported without it."""
 
     mlx: str
     mlx_lm: str
@@ -23,7 +23,7 @@ SETS = (
     Versions("0.31.2", "0.31.3", "0.5.0"),
     Versions("0.31.2", "0.31.3", "0.6.2", plugin="metal_builds"),
     Versions("0.32.0", "0.32.2", "0.6.17"),
-    # MLX refuses gradients of indices since 0.32.1, and mlx-vlm 0.6.17 asks for them.
+    # MLX refuses gradients of indices since 0.32.1, but mlx-vlm 0.6.17 asks for them.
     Versions("0.32.4", "0.32.2", "0.6.17"),
     Versions("0.32.4", "0.32.2", "0.7.10"),
 )

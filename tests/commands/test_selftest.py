@@ -31,7 +31,7 @@ def of(monkeypatch, *outcomes):
         return code, json.load(file), shown.getvalue()
 
 
-GOOD = outcome.judged({"y": 1e-7}, {"y": 1e-6})
+GOOD = outcome.compared_with_bounds({"y": 1e-7}, {"y": 1e-6})
 
 
 def test_all_good_is_exit_code_0(monkeypatch):
@@ -47,7 +47,11 @@ def test_all_good_is_exit_code_0(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "bad", [outcome.judged({"y": 2e-6}, {"y": 1e-6}), outcome.judged({"y": float("inf")}, {"y": 1.0})]
+    "bad",
+    [
+        outcome.compared_with_bounds({"y": 2e-6}, {"y": 1e-6}),
+        outcome.compared_with_bounds({"y": float("inf")}, {"y": 1.0}),
+    ],
 )
 def test_a_failure_is_exit_code_1_and_the_others_still_run(monkeypatch, bad):
     code, record, shown = of(monkeypatch, bad, GOOD)
@@ -65,7 +69,7 @@ def test_a_kernel_that_does_not_run_is_a_failure_with_its_words(monkeypatch):
 
 
 def test_nan_fails():
-    assert outcome.judged({"y": float("nan")}, {"y": 1.0}).status == outcome.FAILED
+    assert outcome.compared_with_bounds({"y": float("nan")}, {"y": 1.0}).status == outcome.FAILED
 
 
 def test_what_was_done_is_kept_when_the_machine_stops(monkeypatch):

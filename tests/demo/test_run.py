@@ -42,14 +42,14 @@ def test_mlx_lm_alone_gives_the_same_answers(short):
 
 def test_what_mlx_lm_answers_comes_from_the_adapter(short):
     _, output, _, _ = short
-    items = task.draw(0, 4, task.known_name, held=False)
+    items = task.draw(0, 4, task.known_name, held_out=False)
     assert text_demo.ask_mlx_lm(output, items) != text_demo.ask(load(text_demo.MODEL), items).answers
 
 
 def test_the_report_holds_figures_curves_and_every_message(short):
     _, output, _, _ = short
     text = (output / "report.html").read_text(encoding="utf-8")
-    for item in task.draw(0, 8, task.held_out_name, held=True):
+    for item in task.draw(0, 8, task.held_out_name, held_out=True):
         assert item.message.split(",")[0].split("'")[0] in text
     assert "right before" in text
     assert text.count("<svg") >= 3
@@ -57,7 +57,7 @@ def test_the_report_holds_figures_curves_and_every_message(short):
 
 
 def test_right_means_equal_to_the_last_character():
-    item = task.draw(0, 1, task.known_name, held=False)[0]
+    item = task.draw(0, 1, task.known_name, held_out=False)[0]
     score = text_demo.Score([item] * 3, [item.answer, item.answer + " ", item.answer.lower()], 1.0)
     assert score.right == [True, False, False]
     assert score.accuracy == pytest.approx(1 / 3)

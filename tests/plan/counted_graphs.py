@@ -1,4 +1,4 @@
-"""Run by test_simulate.py: the peak of small graphs, simulated, and counted in MLX's own allocator, as JSON.
+"""Prints as JSON the peaks of small graphs, simulated and counted in MLX's own allocator; test_simulate.py runs it.
 
 A long product is queued first, so that nothing of the graph has run before all of it is queued: then what MLX allocates
 does not depend on timing.
@@ -80,7 +80,7 @@ def main():
         outputs = list(made) if isinstance(made, tuple | list) else [made]
         nodes = read(layout, outputs, {layout.address(x), layout.address(w)})
         machine = Simulation(layout, PACES["cpu"])
-        machine.place([node for node in all_nodes(nodes) if not node.kind])
+        machine.add_leaves([node for node in all_nodes(nodes) if not node.kind])
         before = (machine.live, machine.live_bytes)
         loose = [n.address for n in all_nodes(nodes) if not n.kind and n.address not in map(layout.address, (x, w))]
         machine.evaluate(evaluation_order(nodes, 20), nodes, loose)

@@ -135,7 +135,7 @@ def test_buffers_alone_can_be_too_many_and_force_trains_all_the_same(run, option
     assert "does not fit. No batch size or length makes it fit" in err
     code, said, err = run(*arguments, "--force")
     assert code == 0, err
-    assert "Training all the same" in said
+    assert "Training starts all the same" in said
 
 
 def test_an_mlx_that_cannot_be_looked_into_still_trains(run, options, monkeypatch, tmp_path):

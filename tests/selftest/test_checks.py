@@ -24,7 +24,7 @@ from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import controls, examined, experts, gated_delta, measure, pointwise, replays, times, training
-from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, judged
+from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, compared_with_bounds
 from deltatune.selftest.parity import cases, ours
 
 SMALL = [
@@ -35,7 +35,9 @@ SMALL = [
 
 def judge(function, workload, fused=True):
     truth = gated_delta.truth_of(workload)
-    return judged(gated_delta.errors(function, workload, truth), gated_delta.bounds(workload, truth[2], fused))
+    return compared_with_bounds(
+        gated_delta.errors(function, workload, truth), gated_delta.bounds(workload, truth[2], fused)
+    )
 
 
 @pytest.fixture

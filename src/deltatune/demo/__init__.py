@@ -1,4 +1,4 @@
-"""`make demo`: the bundled model learns the bundled task, and shows it."""
+"""`make demo` fine-tunes the bundled model on the bundled task, and shows its answers before and after."""
 
 from .text_demo import run_demo
 

@@ -1,4 +1,4 @@
-"""What the demos have in common: ask the base model, train, ask again, let upstream alone ask; show and report it."""
+"""The course of every demo: ask the base model, train, ask again, ask through upstream alone, and report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENOUGH = 0.9
 
 @dataclass(frozen=True)
 class Score:
-    """The answers to `items`, each with an `answer` that it should be, and how many of them are exactly right."""
+    """The model's answers to `items`, whose attribute `answer` is the expected one, and the seconds they took."""
 
     items: Sequence[Any]
     answers: list[str]
@@ -40,7 +40,7 @@ class Score:
 
     @property
     def right(self) -> list[bool]:
-        """Whether each answer equals the expected one, character by character."""
+        """For each item, whether the answer equals the expected one character by character."""
         return [item.answer == answer for item, answer in zip(self.items, self.answers, strict=True)]
 
     @property
@@ -54,11 +54,22 @@ class Score:
 
 @dataclass(frozen=True)
 class Demo:
-    """One demo. Its items have an `answer`, and a `group` of which one example each is shown at the end.
+    """One demo. Its items have an `answer`, and a `group` of which one example is shown at the end.
 
-    what: what the items are, in the plural; knows: what the base model has learnt so far; unseen: what training never
-    shows. describe: the base model in a line; ask: its answers; ask_upstream: those of a new process, through `loader`
-    of `upstream`, to items with the adapter in a folder. on_screen and in_report: how an item is shown.
+    Args:
+        title: the demo's name.
+        task: what the model is to learn, in a sentence.
+        what: what the items are, in the plural.
+        knows: what the base model has learnt before, in a sentence.
+        unseen: what training never shows, in a sentence for the screen.
+        note: the same in a sentence for the report.
+        upstream: the package that answers in the new process.
+        loader: the function of that package which loads the adapter.
+        describe: describes the loaded base model in a line.
+        ask: lets the loaded model answer items.
+        ask_upstream: lets a new process answer items with the adapter in a folder.
+        on_screen: what the screen shows of an item.
+        in_report: what the report shows of an item.
     """
 
     title: str
@@ -77,9 +88,18 @@ class Demo:
 
 
 def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, screen: DemoScreen, again: str) -> int:
-    """The whole demo on held-out `items`; 0 where 90 % are right after training, and upstream answers the same.
+    """Run the whole demo.
 
-    again: the rest of a command that a person may try next, without model and adapter.
+    Args:
+        demo: the demo.
+        items: the held-out items.
+        output: the folder for adapter and report.
+        config: the training run.
+        screen: where to show it.
+        again: the last part of the suggested next command, after model and adapter.
+
+    Returns:
+        The exit code: 0 where 90 % of the answers are right after training and upstream gives the same, else 1.
     """
     started = time.perf_counter()
     screen.title(demo.title, demo.task)
@@ -121,7 +141,10 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
 
 
 def options(model: Path, output: Path, iterations: int, rates: tuple[float, float], **more: Any) -> TrainConfig:
-    """A demo's training run: LoRA on every layer, batches of 16, a learning rate that falls from one to the other."""
+    """The configuration of a demo's run: LoRA on every layer and batches of 16.
+
+    rates: the learning rates after warm-up and at the end. more: further options of TrainConfig.
+    """
     first, last = rates
     return TrainConfig(
         model=str(model),
@@ -149,24 +172,27 @@ def options(model: Path, output: Path, iterations: int, rates: tuple[float, floa
 
 
 def ask_elsewhere(script: Path, model: Path, adapter: Path, asked: list[Any], longest: int) -> list[str]:
-    """The answers of `script` in a new process, which has the base model and the adapter, and no deltatune."""
+    """The answers of `script` in a new process that uses the base model and the adapter without deltatune.
+
+    asked: the questions, as JSON values. longest: tokens of an answer at most.
+    """
     questions = adapter / "questions.json"
     questions.write_text(json.dumps(asked), encoding="utf-8")
     return _run_script(script, model, adapter, questions, longest)
 
 
 def _run_script(script: Path, *arguments: str | Path | int) -> list[str]:
-    """The JSON list that a script prints last, in a process of its own. UserError with what it wrote where it fails."""
-    # -P: the script's own folder holds deltatune modules, which are not to be found from there.
+    """Run a script in a new process; returns the JSON list in its last line. UserError where the script fails."""
+    # -P keeps the script's folder, whose modules belong to deltatune, out of the search path.
     command = [sys.executable, "-P", str(script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TQDM_DISABLE": "1"})
     if done.returncode:
-        raise UserError(f"{script.name}: reloading the adapter failed:\n{done.stderr.strip()}")
+        raise UserError(f"{script.name}: reloading the adapter in a new process failed:\n{done.stderr.strip()}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def or_refuse(write: Callable[[], Any], output: Path) -> Any:
-    """What `write` returns. UserError where the folder `output` cannot be written."""
+    """Call `write` and return its result; UserError where the folder `output` cannot be written."""
     try:
         return write()
     except OSError as error:
@@ -174,12 +200,12 @@ def or_refuse(write: Callable[[], Any], output: Path) -> Any:
 
 
 def shorter_path(path: str | Path) -> str:
-    """The shorter of a path's two names: from the root, and from here."""
+    """The path as it is or relative to the current folder, whichever is shorter."""
     return min(str(path), os.path.relpath(path), key=len)
 
 
 def size(loaded: Loaded) -> str:
-    """The model's numbers, in millions."""
+    """How many numbers the model has, in millions."""
     return f"{sum(leaf.size for _, leaf in leaves(loaded.model.parameters())) / 1e6:.1f} M numbers"
 
 
@@ -204,7 +230,7 @@ def _say_trained(demo: Demo, screen: DemoScreen, result: Result, config: TrainCo
 def _side_by_side(
     demo: Demo, before: Score, after: Score, screen: DemoScreen
 ) -> list[tuple[str | Text, str, str, bool]]:
-    """One example a group, and the first that is still wrong, if any."""
+    """One rightly answered example of each group, and the first wrong one where there is any."""
     rows: dict[str, tuple[Any, str, str, bool]] = {}
     for item, old, new, right in zip(after.items, before.answers, after.answers, after.right, strict=True):
         rows.setdefault(item.group if right else "wrong", (item, old, new, right))

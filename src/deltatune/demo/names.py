@@ -1,6 +1,6 @@
-"""Who appears where: names in the base model's corpus, names that the demo's training adds, and its held-out names.
+"""Lists the names of the base model's corpus, of the demo's training data, and of its held-out messages.
 
-Nobody is on two lists, so an answer about a held-out name can only come from copying it out of the message.
+No name is on two lists, so that the model can answer with a held-out name only by copying it from the message.
 """
 
 # ruff: noqa: SIM905 (lists of words read better as text)
@@ -31,7 +31,7 @@ Osvald Pascal Pearl Petra Quentin Ramona Rasmus Regina Renzo Rocco Roland Rowan 
 Tobias Tristan Ursula Valerie Vincent Wendel Winona Yusuf Zachary Zora
 """.split()
 
-# Each made of tokens that the base model met in names (tests/demo/test_task.py): what it never saw, it cannot copy.
+# Every name consists of tokens that the base model met in names, since it cannot copy others; tests/demo checks it.
 HELD_OUT = """
 Adele Amelia Anthony Benedikt Bradley Bridget Calvin Carmen Cosima Cynthia Dagmar Desmond Dolores Dominic Edmund
 Elvira Emeric Fernando Florian Gaston Georgina Gerald Gregory Harriet Helmut Hortense Ignatius Jerome Josefin Kamila
@@ -62,7 +62,7 @@ _PARTS = [*BASE, *TRAIN, *words.COMMON, *words.ANIMALS, *words.JOBS, *words.PLAC
 
 
 def spliced(rng: random.Random) -> str:
-    """Pieces of two known names or words, or a few letters in any order; nobody held out."""
+    """A name made of pieces of two known names or words, or of random letters; never a held-out one."""
     while True:
         if rng.random() < 0.25:
             name = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 7)))

@@ -1,7 +1,7 @@
-"""Run as a script, in a process of its own: mlx-lm alone, without deltatune, answers with the trained adapter.
+"""A script for a new process, in which mlx-lm answers with the trained adapter without deltatune.
 
 usage: python reload.py MODEL ADAPTER QUESTIONS MAX_TOKENS
-(QUESTIONS: a file with a JSON list of messages; prints a JSON list of answers.)
+QUESTIONS is a file with a JSON list of messages. The script prints a JSON list of answers.
 """
 
 import json
@@ -12,7 +12,7 @@ from mlx_lm import batch_generate, load
 
 
 def main(model_path: str, adapter_path: str, questions_path: str, max_tokens: str) -> None:
-    """Print what the model at `model_path`, with the adapter, answers to each question, most likely token by token."""
+    """Print the answers of the model with the adapter; each token is the most likely one."""
     model, tokenizer = load(model_path, adapter_path=adapter_path)[:2]
     questions = json.loads(Path(questions_path).read_text(encoding="utf-8"))
     prompts = [
@@ -21,7 +21,7 @@ def main(model_path: str, adapter_path: str, questions_path: str, max_tokens: st
     ]
     answers = batch_generate(model, tokenizer, prompts, max_tokens=int(max_tokens)).texts
     if any(name.split(".")[0] == "deltatune" for name in sys.modules):
-        raise SystemExit("deltatune was imported: this is to show that mlx-lm alone reads the adapter")
+        raise SystemExit("deltatune was imported, but this script must show that mlx-lm reads the adapter without it")
     print(json.dumps(answers))
 
 

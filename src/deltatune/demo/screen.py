@@ -1,4 +1,4 @@
-"""What a person sees of the demo: four numbered parts, a progress bar, answers side by side."""
+"""Prints the demo: four numbered parts, a progress bar, and the answers before and after training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as at most `width` blocks, each the mean of an equal stretch, from the lowest mean to the highest."""
+    """`values` as at most `width` block characters; each shows the mean of an equal stretch of the values."""
     count = min(width, len(values))
     cuts = [round(index * len(values) / count) for index in range(count + 1)] if count else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
@@ -30,7 +30,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class DemoScreen(Screen):
-    """The demo's view of a run. The trainer's own lines stay out of sight; the report has their content."""
+    """The screen of a demo. It leaves out the trainer's own lines, whose content the report has."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False)
@@ -40,18 +40,18 @@ class DemoScreen(Screen):
         self._began = 0.0
 
     def title(self, text: str, below: str) -> None:
-        """The first two lines."""
+        """Print the title and the line `below` it."""
         self.console.print()
         self.console.print(Text(f"  {text}", style="bold"))
         self._padded(Text(below, style="dim"), 2)
 
     def part(self, number: int, heading: str) -> None:
-        """Begin a numbered part."""
+        """Print the heading of a numbered part."""
         self.console.print()
         self.console.print(Text.assemble(" ", (f" {number} ", "reverse cyan"), "  ", (heading, "bold")))
 
     def line(self, *parts: str | tuple[str, str]) -> None:
-        """A paragraph of the part; a pair is a text and its style."""
+        """Print a paragraph, made of texts and of pairs of a text and its style."""
         self._padded(Text.assemble(*parts), INDENT + 1)
 
     def working(self, text: str) -> AbstractContextManager:
@@ -62,7 +62,7 @@ class DemoScreen(Screen):
         return self.console.status(Text(f"{text} …", style="dim"), spinner="dots", spinner_style="cyan")
 
     def answers(self, rows: Sequence[tuple[str | Text, str, str, bool]]) -> None:
-        """Message or picture, answer before, answer after, and whether the latter is right."""
+        """Print rows of message or picture, answer before, answer after, and whether the latter is right."""
         table = Table.grid(padding=(0, 1))
         table.add_column(style="dim", width=6)
         table.add_column(overflow="fold")
@@ -74,7 +74,7 @@ class DemoScreen(Screen):
         self._padded(table, INDENT + 1)
 
     def end(self, before: str, after: str, report: str, again: str, seconds: float) -> None:
-        """The last lines: the two figures, where the report is, what to try next."""
+        """Print the last lines: accuracy before and after, the report's path, and a command to try next."""
         self.console.print()
         self.console.rule(style="dim")
         self.line(
@@ -85,10 +85,10 @@ class DemoScreen(Screen):
         self.console.print()
 
     def say(self, text: str) -> None:
-        """Leave out a line of the trainer's."""
+        """Leave out a line of the trainer."""
 
     def start(self, done: int, total: int) -> None:
-        """Show the bar, on a terminal."""
+        """Show the progress bar where the output is a terminal."""
         self._began = time.perf_counter()
         if not self.console.is_terminal:
             return
@@ -104,7 +104,7 @@ class DemoScreen(Screen):
         self._bar.start()
 
     def advance(self, done: int, note: str) -> None:
-        """Move the bar to `done` iterations; note: the trainer's `loss 0.1234`."""
+        """Move the bar to `done` iterations; `note` is the trainer's text, such as `loss 0.1234`."""
         self.losses.append(float(note.removeprefix("loss ")))
         if self._bar is not None:
             total = self._bar.tasks[0].total or done
@@ -112,7 +112,7 @@ class DemoScreen(Screen):
             self._bar.update(self._task, completed=done, note=f"{note}  {duration(left)} left")
 
     def evaluating(self, done: int, total: int) -> None:
-        """Validation is quick: say only that it is going on."""
+        """Show that validation is running, without its progress, since it is quick."""
         if self._bar is not None:
             self._bar.update(self._task, note="validation")
 

@@ -1,7 +1,7 @@
-"""The task that the demo teaches: a message at a café counter becomes one strict JSON call for the till.
+"""The task of the demo: to turn a message at a café counter into one strict JSON call for the till.
 
-Every message and its answer are drawn from a seed. Held-out messages have names that training never shows, and (but for
-cancellations) combinations of the other arguments that it never shows either.
+Every message and its answer are drawn from a seed. Held-out messages have names that training never shows. Except for
+cancellations, they also have combinations of the other arguments that training never shows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,25 @@ from .words import DAYS, DRINKS, STATES, THINGS
 
 @dataclass(frozen=True)
 class CafeMessage:
-    """One message and the only answer that counts as right; `held` marks a combination kept out of training."""
+    """One message and the only answer that counts as right.
+
+    Args:
+        message: what the model reads.
+        answer: the right answer.
+        name: the name in the message.
+        tool: the function that the answer calls.
+        held_out: whether the combination of the other arguments is kept out of training.
+    """
 
     message: str
     answer: str
     name: str
     tool: str
-    held: bool
+    held_out: bool
 
     @property
     def group(self) -> str:
-        """Items of one group are alike: one of each is shown."""
+        """The kind of message; the screen shows one example of each."""
         return self.tool
 
 
@@ -48,8 +56,8 @@ def _order(rng: random.Random, name: str) -> CafeMessage:
             f"We need {what}. Put it on the bill of {name}.",
         )
     )
-    held = (DRINKS.index(drink) + count) % 8 == 0
-    return CafeMessage(message, _call("order", name=name, drink=drink, count=count), name, "order", held)
+    held_out = (DRINKS.index(drink) + count) % 8 == 0
+    return CafeMessage(message, _call("order", name=name, drink=drink, count=count), name, "order", held_out)
 
 
 def _reserve(rng: random.Random, name: str) -> CafeMessage:
@@ -63,8 +71,8 @@ def _reserve(rng: random.Random, name: str) -> CafeMessage:
             f"Book {day} for {guests}, name of {name}.",
         )
     )
-    held = (DAYS.index(day) + guests) % 7 == 0
-    return CafeMessage(message, _call("reserve", name=name, day=day, guests=guests), name, "reserve", held)
+    held_out = (DAYS.index(day) + guests) % 7 == 0
+    return CafeMessage(message, _call("reserve", name=name, day=day, guests=guests), name, "reserve", held_out)
 
 
 def _cancel(rng: random.Random, name: str) -> CafeMessage:
@@ -84,7 +92,7 @@ def _cancel(rng: random.Random, name: str) -> CafeMessage:
 def _tell(rng: random.Random, name: str) -> CafeMessage:
     thing, state = rng.choice(THINGS), rng.choice(STATES)
     text = f"the {thing} is {state}"
-    held = (THINGS.index(thing) + STATES.index(state)) % 5 == 0
+    held_out = (THINGS.index(thing) + STATES.index(state)) % 5 == 0
     message = rng.choice(
         (
             f"Tell {name} that {text}.",
@@ -93,14 +101,14 @@ def _tell(rng: random.Random, name: str) -> CafeMessage:
             f"{name} should hear that {text}.",
         )
     )
-    return CafeMessage(message, _call("tell", name=name, text=text), name, "tell", held)
+    return CafeMessage(message, _call("tell", name=name, text=text), name, "tell", held_out)
 
 
 KINDS: tuple[Callable[[random.Random, str], CafeMessage], ...] = (_order, _reserve, _cancel, _tell)
 
 
 def known_name(rng: random.Random) -> str:
-    """A name that training may show: mostly made up anew each time, so that names are copied and not remembered."""
+    """A name for training; most are invented anew, so that the model learns to copy names and cannot memorise them."""
     kind = rng.random()
     if kind < 0.6:
         return names.spliced(rng)
@@ -108,18 +116,18 @@ def known_name(rng: random.Random) -> str:
 
 
 def held_out_name(rng: random.Random) -> str:
-    """A name that only the test set shows."""
+    """A name that only the test set has."""
     return rng.choice(names.HELD_OUT)
 
 
-def draw(seed: int, count: int, name: Callable[[random.Random], str], *, held: bool) -> list[CafeMessage]:
-    """`count` different items; `held` picks the kept-out combinations where a tool has any."""
+def draw(seed: int, count: int, name: Callable[[random.Random], str], *, held_out: bool) -> list[CafeMessage]:
+    """Draw `count` different items; `held_out` selects combinations kept out of training where a tool has any."""
     rng = random.Random(seed)
     items: dict[str, CafeMessage] = {}
     while len(items) < count:
         kind = rng.choice(KINDS)
         item = kind(rng, name(rng))
-        while item.held != held and kind is not _cancel:
+        while item.held_out != held_out and kind is not _cancel:
             item = kind(rng, name(rng))
         items.setdefault(item.message, item)
     return list(items.values())
@@ -140,8 +148,8 @@ def write(
 ) -> dict[str, list[CafeMessage]]:
     """Write train.jsonl, valid.jsonl and test.jsonl; only test.jsonl uses held-out names and combinations."""
     splits = {
-        "train": draw(seed, train + valid, known_name, held=False),
-        "test": draw(seed, test, held_out_name, held=True),
+        "train": draw(seed, train + valid, known_name, held_out=False),
+        "test": draw(seed, test, held_out_name, held_out=True),
     }
     splits["valid"] = splits["train"][train:]
     splits["train"] = splits["train"][:train]

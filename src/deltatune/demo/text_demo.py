@@ -1,4 +1,4 @@
-"""The demo: a model that knows nothing of a task, fine-tuned until it does it, and asked again by mlx-lm alone."""
+"""The text demo: it fine-tunes a model on a task that it has never seen, and asks mlx-lm alone afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLE = "6 mochas for Zelda, please."
 
 
 def ask(loaded: Loaded, items: Sequence[task.CafeMessage]) -> Score:
-    """Let the model answer every item, likeliest token by likeliest token."""
+    """Let the model answer every item; each token is the most likely one."""
     started = time.perf_counter()
     prompts = [prompt_tokens(loaded.tokenizer, item.message) for item in items]
     answers = answer_all(loaded.model, loaded.tokenizer, prompts, max_tokens=LONGEST)
@@ -32,7 +32,7 @@ def ask(loaded: Loaded, items: Sequence[task.CafeMessage]) -> Score:
 
 
 def ask_mlx_lm(adapter: Path, items: Sequence[task.CafeMessage]) -> list[str]:
-    """The answers of a new process that has mlx-lm, the base model and the adapter, and no deltatune."""
+    """The answers of mlx-lm with the base model and the adapter, in a new process without deltatune."""
     return flow.ask_elsewhere(RELOAD, MODEL, adapter, [item.message for item in items], LONGEST)
 
 
@@ -43,9 +43,19 @@ def run_demo(
     questions: int = QUESTIONS,
     screen: DemoScreen | None = None,
 ) -> int:
-    """Ask, train, ask again, reload; returns 0 where it worked: 90 % right after, and mlx-lm answers the same.
+    """Run the text demo.
 
-    output: the folder for data, adapter and report. UserError where it cannot be written.
+    Args:
+        output: the folder for data, adapter and report.
+        iterations: training iterations.
+        questions: held-out messages to ask.
+        screen: where to show the demo; the terminal by default.
+
+    Returns:
+        The exit code: 0 where 90 % of the answers are right after training and mlx-lm gives the same, else 1.
+
+    Raises:
+        UserError: `output` cannot be written.
     """
     output = Path(output)
     demo = flow.Demo(

@@ -1,4 +1,4 @@
-"""The few hundred words that the base model and the task share."""
+"""Word lists that the base model's corpus and the demo's task share."""
 
 # ruff: noqa: SIM905 (lists of words read better as text)
 from __future__ import annotations
@@ -16,5 +16,5 @@ ANIMALS = "cat dog horse goat duck parrot turtle rabbit".split()
 COLOURS = "red green blue white black yellow brown grey".split()
 JOBS = "baker doctor singer farmer teacher pilot painter driver".split()
 ACTIONS = "paint clean open close carry move sell repair".split()
-# Words whose pieces names have too.
+# Common words whose tokens also occur in names.
 COMMON = "where there here with about other some does long goes front exactly please people quarter past".split()

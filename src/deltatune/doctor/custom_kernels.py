@@ -1,8 +1,9 @@
-"""Which custom kernels a training forward of a model reaches, and whether each has a gradient; on any machine.
+"""Finds the custom kernels that a model's training forward reaches, and whether each has a gradient, on any machine.
 
-The model is built anew from its own config in a process of its own, where every custom kernel is a stand-in that
-computes nothing and notes two things: that it was called, and whether backward asked it for a gradient, which no custom
-kernel has. Metal is declared present there, so that what an Apple GPU would run is seen without one.
+A new process builds the model anew from its own config. Every custom kernel is replaced there by a stand-in that
+computes nothing and records two things: that it was called, and whether the backward pass asked it for a gradient,
+which a custom kernel by itself does not have. The process reports Metal as available, so that it shows what an Apple
+GPU would run.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ _LIMIT = 300
 
 @dataclass(frozen=True)
 class ReachedKernel:
-    """One custom kernel: its name, the module and function that call it, how often.
+    """One custom kernel that a training forward calls.
 
-    differentiable: False where backward arrives at the kernel itself, so that training fails there on the machine that
-    runs it. True where it does not: a custom function around it has the gradient, or nothing trains through it.
+    Args:
+        name: the kernel's name.
+        caller: the module and the function that call it.
+        calls: how often they call it.
+        differentiable: False where the backward pass reaches the kernel itself, so that training fails on the machine
+            that runs it. True where a custom function around it has the gradient, or nothing trains through it.
     """
 
     name: str
@@ -46,16 +51,27 @@ class ReachedKernel:
 
 
 def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
-    """The custom kernels in a training forward of a model of mlx-lm or mlx-vlm, an image included where it reads one.
+    """Trace a training forward of a model of mlx-lm or mlx-vlm, with an image where the model reads images.
 
-    patches: with deltatune's patches in force, as in training; False shows upstream alone. Of the weights only their
-    type counts, since kernels are chosen by it, and nothing is computed. UserError where the forward cannot be built
-    or traced, with upstream's words.
+    Nothing is computed. Of the weights only the dtype matters, since MLX chooses kernels by it.
+
+    Args:
+        model: the model.
+        patches: trace with deltatune's patches in force, as in training; False traces upstream alone.
+
+    Returns:
+        The custom kernels that the forward calls.
+
+    Raises:
+        UserError: the forward cannot be built or traced; the message has upstream's words.
     """
     module = type(model).__module__
     arguments = model.config if "config" in vars(model) else getattr(model, "args", None)
     if arguments is None:
-        raise UserError(f"sweep: {module}.{type(model).__name__} keeps no config to build it anew from.")
+        raise UserError(
+            f"sweep: {module}.{type(model).__name__} keeps no config from which it could be built anew; expected a "
+            "model of mlx-lm or mlx-vlm with the attribute config or args."
+        )
     request = pickle.dumps(
         {
             "module": module,
@@ -77,7 +93,7 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
 
 
 def _dtype(model: nn.Module) -> str:
-    """The name of the type that most of the model's numbers have, quantised ones aside."""
+    """The name of the dtype that most of the model's floating-point numbers have."""
     sizes: Counter[str] = Counter()
     parameters: Any = tree_flatten(model.parameters())
     for _, array in parameters:
@@ -87,7 +103,7 @@ def _dtype(model: nn.Module) -> str:
 
 
 def without_gradient(kernels: Sequence[ReachedKernel]) -> list[str]:
-    """For each kernel that stops training, a sentence that names it."""
+    """One sentence for each kernel through which training fails, with its name and caller."""
     return [
         f"this layer cannot be trained: {kernel.caller} runs the kernel {kernel.name}, which has no gradient"
         for kernel in kernels

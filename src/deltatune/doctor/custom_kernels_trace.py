@@ -1,4 +1,4 @@
-"""The process in which doctor.custom_kernels traces: stand-ins for kernels first, the model's modules after them."""
+"""The process in which doctor.custom_kernels traces a model: it replaces the kernels, then imports the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import mlx.core as mx
 _LENGTH = 8
 _GRID = (1, 4, 4)
 
-# name -> [caller, calls, whether backward came]
+# (name, caller) -> [calls, whether the backward pass asked for a gradient]
 _found: dict[tuple[str, str], list[Any]] = {}
 
 
 def main() -> None:
-    """Read a request from the standard input, write the kernels found to the standard output, as JSON."""
+    """Read a pickled request from the standard input, and write the kernels found as JSON to the standard output."""
     _install()
     request = pickle.loads(sys.stdin.buffer.read())
     from deltatune.patches import patched
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _install() -> None:
-    # Compiled functions would be built for this machine, which takes many times as long as the trace.
+    # mx.compile would build its functions for this machine, which takes many times as long as the trace.
     mx.disable_compile()
     for name in ("metal_kernel", "cuda_kernel", "precompiled_cuda_kernel"):
         if hasattr(mx.fast, name):
@@ -53,7 +53,7 @@ def _install() -> None:
 
 
 def _stand_in(*positional: Any, **options: Any) -> Callable[..., list[mx.array]]:
-    """In place of a kernel: outputs of the shapes and types asked for, and a gradient that notes that it was asked."""
+    """Replaces MLX's constructors of kernels: the kernel returns zeros, and its gradient records that it was asked."""
     name = str(options.get("name") or positional[0])
 
     def kernel(*arguments: Any, **keywords: Any) -> list[mx.array]:
@@ -79,7 +79,7 @@ def _stand_in(*positional: Any, **options: Any) -> Callable[..., list[mx.array]]
 
 
 def _caller() -> str:
-    """Module and function of the first frame that is neither this file nor MLX."""
+    """The module and the function of the innermost caller outside this file and MLX."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("mlx.", __name__)):
         frame = frame.f_back
@@ -91,7 +91,7 @@ def _trace(model: Any, config: Any) -> None:
     more: dict[str, Any] = {}
     vision = getattr(config, "vision_config", None)
     if vision is not None:
-        # Some models have no default for it.
+        # Some models have no default for this argument.
         more = {"pixel_values": None}
         if hasattr(config, "media_placeholder_token_id"):
             tokens, more = _moonvit(config, vision)
@@ -108,11 +108,11 @@ def _trace(model: Any, config: Any) -> None:
 
 
 def _patches(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
-    """An image in flat patches of several frames: Qwen3-VL, Qwen3.5, GLM-5-Next."""
+    """Tokens and arguments for an image as flat patches of several frames (Qwen3-VL, Qwen3.5, GLM-5-Next)."""
     frames, height, width = _GRID
     image_tokens = frames * height * width // vision.spatial_merge_size**2
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    # Models that find places by the token before them name it in one of two ways.
+    # The tokens around an image have one of two names in the models' configs.
     start, end = (
         getattr(config, f"vision_{which}_token_id", None) or getattr(config, f"image_{which}_token_id")
         for which in ("start", "end")
@@ -123,7 +123,7 @@ def _patches(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
 
 
 def _moonvit(config: Any, vision: Any) -> tuple[list[int], dict[str, Any]]:
-    """An image in square patches: the Kimi family."""
+    """Tokens and arguments for an image as square patches (the Kimi family)."""
     _, height, width = _GRID
     down, across = vision.merge_kernel_size
     image_tokens = height * width // (down * across)

@@ -1,4 +1,4 @@
-"""All that the doctor looks at, as data."""
+"""Runs every examination of the doctor, and returns what it found as data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .probes import Fault
 
 @dataclass
 class Patched:
-    """A patch in force: what, of which package, and the modules that hold it."""
+    """A patch in force: its name, the package and version that it patches, the modules that hold it, and its reason."""
 
     name: str
     package: str
@@ -33,7 +33,7 @@ class Patched:
 
 @dataclass
 class Patches:
-    """What the patches reach in the packages that are installed, and what they leave alone."""
+    """The patches in force, and sentences on what they leave alone and on modules that cannot be imported."""
 
     applied: list[Patched] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
@@ -42,9 +42,17 @@ class Patches:
 
 @dataclass
 class Forward:
-    """A training forward on `data`, text or images, of a package's model. `delta`: layers of gated delta; `unreached`:
-    those that do not call deltatune's; `kernels`: custom ones that it reaches; `untrainable`: a sentence for each that
-    stops training; `untraced`: why the kernels are not known, where they are not."""
+    """A training forward of a model.
+
+    Args:
+        data: `text` or `images`.
+        package: the package that defines the model.
+        delta: how many gated-delta layers the model has.
+        unreached: paths of the gated-delta layers that do not call deltatune's operator.
+        kernels: the custom kernels that the forward reaches.
+        untrainable: a sentence for each kernel through which training fails.
+        untraced: why the kernels are not known; None where they are.
+    """
 
     data: str
     package: str
@@ -57,7 +65,15 @@ class Forward:
 
 @dataclass
 class Layers:
-    """A model's layers by kind, and what training it runs; `left_out`: what was not looked at, and why."""
+    """A model's layers.
+
+    Args:
+        path: the model's folder or repository.
+        kinds: how many layers there are of each kind.
+        experts: how many layers have experts.
+        forwards: its training forwards, on text and on images.
+        left_out: sentences on what was not examined, and why.
+    """
 
     path: str
     kinds: dict[str, int]
@@ -68,8 +84,7 @@ class Layers:
 
 @dataclass
 class Examination:
-    """All that the doctor found. `wrong`: whether training here would compute wrong numbers, or the model cannot be
-    trained; `untrainable` says the second."""
+    """Everything that the doctor found."""
 
     versions: dict[str, str]
     machine: dict[str, str]
@@ -81,18 +96,23 @@ class Examination:
 
     @property
     def wrong(self) -> bool:
+        """Whether training here would compute wrong numbers, or the model cannot be trained."""
         measured = [finding.wrong for finding in self.findings] + [fault.wrong for fault in self.faults]
         return any(measured) or bool(self.untrainable)
 
     @property
     def untrainable(self) -> list[str]:
+        """A sentence for each custom kernel that keeps the model from training."""
         return [] if self.model is None else [line for each in self.model.forwards for line in each.untrainable]
 
 
 def examine(model: str | None = None) -> Examination:
-    """Look at everything; some seconds, more where kernels are compiled for the first time.
+    """Examine this machine, and `model` where one is given.
 
-    UserError where `model` cannot be loaded.
+    This takes some seconds, and longer where kernels are compiled for the first time.
+
+    Raises:
+        UserError: `model` cannot be loaded.
     """
     layers = None if model is None else _layers(model)
     names, why = backend.gated_delta_candidates()
@@ -134,14 +154,14 @@ def _forward(data: str, model: nn.Module) -> Forward:
 
 @contextmanager
 def _patched() -> Iterator[Patches]:
-    """As a training would have it: what the patches reach, while they are in force, and what they leave alone."""
+    """Apply the patches as training does, and yield a report on them while they are in force."""
     found = Patches()
     defining = {patch.module for patch in PATCHES}
     for module in sorted(defining.union(*(patch.holders for patch in PATCHES))):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # A holder that is missing is another version's.
+            # A module that only holds a patched name may belong to another version of the package.
             if module in defining:
                 found.absent.append(f"{module} is not installed ({error})")
         except RuntimeError as error:
@@ -157,6 +177,6 @@ def _patched() -> Iterator[Patches]:
                 package = f"{each.patch.package} {each.version}"
                 found.applied.append(Patched(each.patch.name, package, list(each.holders), each.patch.reason))
         except UserError as error:
-            # A patch tries its replacement, and the implementation that is forced may refuse to run.
+            # Applying a patch runs its replacement once, which a forced implementation may refuse.
             found.left_alone.append(str(error))
         yield found

@@ -1,4 +1,4 @@
-"""Whether each implementation of gated_delta that may serve a call here computes what it should, measured now."""
+"""Measures whether each implementation of gated_delta that may be chosen on this machine computes correct results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ops.gated_delta.choice import Call, Candidate
 from ..ops.gated_delta.machine_trial import ShapeClass, Verdict
 from ..ops.gated_delta.tolerances import TF32
 
-# chunk against the recurrence, small; the others against chunk, in shapes that models have.
+# `chunk` is compared with the recurrence on small shapes, the others with `chunk` on shapes of released models.
 _CHUNK = (
     ShapeClass(2, 4, 64, 64, "float32"),
     ShapeClass(2, 4, 64, 64, "bfloat16", masked=True, segmented=True),
@@ -29,7 +29,16 @@ _MODELS = (
 
 @dataclass
 class Finding:
-    """One implementation on one class of shapes: `status` right, TF32, wrong, refused or not covered; why."""
+    """What one implementation gave on one class of shapes.
+
+    Args:
+        implementation: its name.
+        shape: the class of shapes, in words.
+        status: `right`, `TF32`, `wrong`, `refused` or `not covered`.
+        detail: why it has this status.
+        errors: the largest error of each result, relative to the largest element.
+        bound: the largest error allowed.
+    """
 
     implementation: str
     shape: str
@@ -44,7 +53,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Of chunk against the recurrence, and of each faster implementation against chunk."""
+    """Compare `chunk` with the recurrence, and each faster implementation with `chunk`."""
     names, _ = backend.gated_delta_candidates()
     found = [_chunk(shape) for shape in _CHUNK]
     for name in ("fused", "native"):
@@ -70,9 +79,9 @@ def _fast(name: str, shape: ShapeClass, forced: bool) -> Finding:
 
 
 def _checked(name: str, candidate: Candidate, forced: bool) -> Finding:
-    """One that fails is not used, unless it is forced: then training does not start."""
+    """Try the candidate. One that fails is not used, unless it is forced, and then training does not start."""
     if candidate.shape is None or candidate.checked is None:
-        raise AssertionError(f"{name} has a check")
+        raise AssertionError(f"{name}: the candidate has neither a function nor a shape to check")
     found = machine_trial.again(name, candidate.checked, candidate.shape)
     return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
 
@@ -82,7 +91,7 @@ def _finding(found: Verdict, status: str) -> Finding:
 
 
 def _call(shape: ShapeClass) -> Call:
-    """Arguments of one token in this class."""
+    """A call with one token, whose arguments are of this class."""
     dtype = getattr(mx, shape.dtype)
     q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
     v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)

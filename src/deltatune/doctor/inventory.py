@@ -1,4 +1,4 @@
-"""What runs here and on what: packages, chip, system, device, BLAS and how fast it is."""
+"""Lists the packages, chip, system, device and BLAS of this machine, and measures how fast the BLAS is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those that are installed and decide the numbers."""
+    """The versions of the installed packages that influence results, by package."""
     found = {}
     for name in PACKAGES:
         try:
@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """Name -> fact, in the order in which a person asks."""
+    """Facts about this machine by name, in the order in which they are shown."""
     about = machine_trial.machine()
     cores = environment.cores()
     found = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
@@ -45,7 +45,7 @@ def machine() -> dict[str, str]:
 
 
 def speed() -> float:
-    """GFLOP/s of one fp32 product on the CPU, the best of as many as half a second holds."""
+    """The speed of an fp32 product on the CPU in GFLOP/s: the best of up to four runs within half a second."""
     a = mx.random.normal((_SIDE, _SIDE), key=mx.random.key(0), stream=mx.cpu)
     mx.eval(a)
     best, begun = float("inf"), time.perf_counter()

@@ -1,4 +1,4 @@
-"""`deltatune doctor`: what runs here, on what, and whether its gradients are right, on one screen or as JSON."""
+"""`deltatune doctor`: shows what the doctor found, on one screen or as JSON."""
 
 from __future__ import annotations
 
@@ -18,36 +18,46 @@ from .examination import Examination, Forward, Layers, Patches, examine
 from .implementations import Finding
 from .probes import Fault
 
-_GOOD, _MIND, _BAD, _SKIPPED = ("✓", "green"), ("!", "yellow"), ("✗", "bold red"), ("–", "dim")
+_GOOD, _WARNING, _BAD, _SKIPPED = ("✓", "green"), ("!", "yellow"), ("✗", "bold red"), ("–", "dim")
 _MARKS = {
     "right": _GOOD,
-    "TF32": _MIND,
-    "refused": _MIND,
+    "TF32": _WARNING,
+    "refused": _WARNING,
     "wrong": _BAD,
     "not covered": _SKIPPED,
     "absent": _GOOD,
-    "avoided": _MIND,
+    "avoided": _WARNING,
     "present": _BAD,
     "not run": _SKIPPED,
 }
 
 
 def run(machine_readable: bool = False, model: str | None = None) -> int:
-    """Examine, print, return the exit code: 1 if training here would compute wrong numbers or the model cannot be
-    trained. UserError as examine."""
+    """Examine this machine and print the result.
+
+    Args:
+        machine_readable: print JSON.
+        model: the folder or repository of a model to examine as well.
+
+    Returns:
+        The exit code: 1 where training here would compute wrong numbers or the model cannot be trained, else 0.
+
+    Raises:
+        UserError: `model` cannot be loaded.
+    """
     if machine_readable:
         found = examine(model)
         print(as_json(found))
     else:
         console = Console(highlight=False)
-        with console.status("Looking at this machine: some seconds, the first time on a GPU a minute or two"):
+        with console.status("Examining this machine: some seconds, or a minute or two the first time on a GPU"):
             found = examine(model)
         console.print(screen(found))
     return int(found.wrong)
 
 
 def as_json(found: Examination) -> str:
-    """All of it for a program; an error that is no number stands as a string."""
+    """Everything found, as JSON; an infinite error or one that is NaN becomes a string."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -60,7 +70,7 @@ def as_json(found: Examination) -> str:
 
 
 def screen(found: Examination) -> RenderableType:
-    """All of it for a person: sections of short lines, the verdict last, where the eye is."""
+    """Everything found, in sections for the terminal; the verdict comes last."""
     parts = [
         _section("This machine", _facts(found.machine)),
         _section("Versions", Text(", ".join(f"{name} {version}" for name, version in found.versions.items()))),
@@ -94,11 +104,12 @@ def _facts(facts: dict[str, str]) -> Table:
     return table
 
 
+# Status, what was examined, and why it has this status.
 Line = tuple[str, str, str]
 
 
 def _marked(lines: Iterable[Line]) -> Table:
-    """A mark by the status, then what, then the status and why in the lines below where it is not simply good."""
+    """A row a line, with a mark for its status; a status that is not good is named, and explained below."""
     table = _columns(1, None)
     for status, what, why in lines:
         sign, style = _MARKS[status]
@@ -155,18 +166,18 @@ def _model(layers: Layers) -> RenderableType:
 
 
 def _forward(table: Table, forward: Forward) -> None:
-    """A line on who runs the gated-delta layers, and one for each custom kernel."""
+    """Adds a line on who runs the gated-delta layers, and one for each custom kernel."""
     through = f"  on {forward.data}, through {forward.package}"
     ours = forward.delta - len(forward.unreached)
     if forward.delta:
-        sign, style = _MIND if forward.unreached else _GOOD
+        sign, style = _WARNING if forward.unreached else _GOOD
         text = Text(f"{ours} of {forward.delta} delta layers train with deltatune's").append(through, style="dim")
         table.add_row(Text(sign, style=style), text)
     for path in forward.unreached:
         table.add_row("", Text(f"{path} runs other code: its speed, memory and gradients", style="yellow"))
     if forward.untraced is not None:
         text = Text("custom kernels: not known").append(through, style="dim").append(f"\n{forward.untraced}")
-        table.add_row(Text(_MIND[0], style=_MIND[1]), text)
+        table.add_row(Text(_WARNING[0], style=_WARNING[1]), text)
         return
     kernels = [kernel for kernel in forward.kernels if kernel.differentiable]
     if not forward.kernels:
@@ -183,6 +194,6 @@ def _verdict(found: Examination) -> RenderableType:
         stopped = f"This model cannot be trained on an Apple GPU: {len(found.untrainable)} kernels without a gradient."
         return Group(Rule(style="red"), Text(stopped, style="bold red"))
     if found.wrong:
-        marked = "Something here would train wrong: see ✗ above, and please report it with --json."
-        return Group(Rule(style="red"), Text(marked, style="bold red"))
+        message = "Something here would train wrong: see ✗ above, and please report it with --json."
+        return Group(Rule(style="red"), Text(message, style="bold red"))
     return Group(Rule(style="green"), Text("Nothing here would train wrong.", style="bold green"))

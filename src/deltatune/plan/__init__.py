@@ -1,1 +1,1 @@
-"""`deltatune plan`: what a training step will hold, before it runs. docs/how/memory.md says how."""
+"""`deltatune plan` forecasts the memory of a training step before it runs; docs/how/memory.md explains the method."""

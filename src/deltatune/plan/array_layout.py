@@ -1,8 +1,9 @@
-"""Where MLX keeps what describes a lazy array: offsets measured on arrays of which everything is known.
+"""Reads shape, primitive and inputs of a lazy MLX array out of this process's memory.
 
-MLX's Python has no way from an array to what it will be computed from: `mx.export_to_dot` gives names without shapes,
-`mx.export_function` refuses custom functions. The description itself (mlx/array.h, `ArrayDesc`) is in memory, so it is
-read there. No offset is believed that has not been found on this very MLX: where one cannot be, LayoutError.
+MLX's Python interface does not lead from an array to what it will be computed from: `mx.export_to_dot` gives names
+without shapes, and `mx.export_function` refuses custom functions. The description itself (mlx/array.h, `ArrayDesc`) is
+in memory, so it is read there. Its offsets differ between MLX builds. They are therefore measured on the loaded MLX
+with arrays whose contents are known, and LayoutError is raised where that fails.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from .process_memory import LayoutError, Read, UnreadableError, reader, words
 # mlx/array.h: shape (SmallVector<int, 10>) and strides (SmallVector<int64_t, 10>) come first, then size and dtype.
 _SHAPE, _STRIDES, _ITEM_SIZE = 8, 80, 196
 _SEARCHED = 376
-# mlx/primitives.h: a primitive is its table of functions and its stream (20 bytes); what is its own follows.
+# mlx/primitives.h: a primitive starts with its vtable and its stream (20 bytes); members of its own class follow.
 STATE = 24
 
 
 @dataclass(frozen=True)
 class Description:
-    """One array: addresses of its inputs, of its siblings (other outputs of the same primitive), of its primitive."""
+    """What MLX records about one array.
+
+    `primitive`, `inputs` and `siblings` are addresses. Siblings are the other outputs of the same primitive, and
+    `position` is this array's index among all of them.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,7 +43,7 @@ class Description:
 
 
 class ArrayLayout:
-    """Reads descriptions of lazy arrays. Make one with `ArrayLayout.measured()`."""
+    """Reads descriptions of lazy arrays; `ArrayLayout.measured()` makes one for the loaded MLX."""
 
     def __init__(self, read: Read, primitive: int, inputs: int, siblings: int):
         self.read = read
@@ -48,18 +53,22 @@ class ArrayLayout:
 
     @classmethod
     def measured(cls) -> ArrayLayout:
-        """The layout of the MLX that is loaded. LayoutError, saying what did not fit, where it is another."""
+        """Measure the layout of the MLX that is loaded.
+
+        Raises:
+            LayoutError: this MLX stores its arrays in another way; the message says what did not fit.
+        """
         read = reader()
         layout = cls(read, *_measure(read))
         _verify(layout)
         return layout
 
     def address(self, array: mx.array) -> int:
-        """Where the description of `array` is: the same for every Python object of one lazy array."""
+        """The address of the description of `array`; all Python objects of one lazy array share it."""
         return address(self.read, array)
 
     def describe(self, at: int) -> Description:
-        """What is known of the array whose description is at this address."""
+        """The description at the address `at`."""
         data = self.read(at, self._length)
         begin, end = struct.unpack_from("<2Q", data, _SHAPE)
         shape = _integers(self.read, data, at, begin, end, "i")
@@ -75,30 +84,33 @@ class ArrayLayout:
         return words(self.read(begin, end - begin))[::2] if end > begin else ()
 
     def kind(self, primitive: int) -> str:
-        """The primitive's class in MLX, such as `Matmul`."""
+        """The name of the primitive's class in MLX, such as `Matmul`."""
         (table,) = words(self.read(primitive, 8))
         if table not in self._kinds:
             self._kinds[table] = _class_name(self.read, table)
         return self._kinds[table]
 
     def vector(self, primitive: int, offset: int = STATE) -> tuple[int, ...]:
-        """A std::vector<int> in a primitive."""
+        """The integers of the std::vector<int> that lies `offset` bytes into a primitive."""
         begin, end = words(self.read(primitive + offset, 16))
         return struct.unpack(f"<{(end - begin) // 4}i", self.read(begin, end - begin)) if end > begin else ()
 
     def small_vector(self, primitive: int, offset: int, item: str = "i") -> tuple[int, ...]:
-        """One of MLX's SmallVectors in a primitive: `item` i for shapes, q for strides."""
+        """The integers of the MLX SmallVector that lies `offset` bytes into a primitive.
+
+        item: the struct format of one integer, "i" (32 bits) for shapes and "q" (64 bits) for strides.
+        """
         begin, end = words(self.read(primitive + offset + 8, 16))
         size = struct.calcsize(item)
         return struct.unpack(f"<{(end - begin) // size}{item}", self.read(begin, end - begin)) if end > begin else ()
 
     def flag(self, primitive: int) -> bool:
-        """A bool that is a primitive's first own member."""
+        """The bool that is the first member of a primitive's own class."""
         return bool(self.read(primitive + 20, 1)[0])
 
 
 def address(read: Read, array: Any) -> int:
-    """Of the description: the pointer inside the Python object, where nanobind says that it is."""
+    """The address of the description of `array`, which nanobind stores in the Python object at an offset it names."""
     head = read(id(array), 24)
     (offset,) = struct.unpack_from("<i", head, 16)
     return words(read(id(array) + offset, 8))[0]
@@ -109,7 +121,7 @@ def _integers(read: Read, data: bytes, at: int, begin: int, end: int, item: str)
         return ()
     count = (end - begin) // struct.calcsize(item)
     if count > 1 << 10:
-        raise LayoutError(f"an array of {count} dimensions")
+        raise LayoutError(f"an array seems to have {count} dimensions")
     inside = begin - at
     if 0 <= inside < len(data):
         return struct.unpack_from(f"<{count}{item}", data, inside)
@@ -117,24 +129,25 @@ def _integers(read: Read, data: bytes, at: int, begin: int, end: int, item: str)
 
 
 def _class_name(read: Read, table: int) -> str:
-    """Of the class whose table of functions this is: the last part of its name, `Add` of `N3mlx4core3AddE`."""
+    """The last part of the name of the class with this vtable: `Add` of `N3mlx4core3AddE`."""
     (information,) = words(read(table - 8, 8))
     (name,) = words(read(information + 8, 8))
-    # Apple's ABI marks names that are not unique in the topmost bit.
+    # Apple's ABI sets the topmost bit of the pointer where a name is not unique.
     rest = read(name & ~(1 << 63), 64).split(b"\0")[0].decode("ascii", "replace").removeprefix("N")
     last = ""
     while match := re.match(r"\d{1,2}(?=[A-Za-z_])", rest):
         end = match.end() + int(match[0])
         last, rest = rest[match.end() : end], rest[end:]
     if not last:
-        raise LayoutError(f"a primitive of the class {rest!r}")
+        raise LayoutError(f"a primitive's class has the unreadable name {rest!r}")
     return last
 
 
 def _measure(read: Read) -> tuple[int, int, int]:
-    """Offsets of primitive, inputs and siblings in a description: where all of several arrays have what they must.
+    """The offsets of primitive, inputs and siblings in a description.
 
-    One array is not enough: unused room in a description holds what was there before, other arrays' pointers too.
+    An offset counts where every one of several arrays has the expected pointers. One array is not enough, since unused
+    bytes of a description may hold the pointers of an array that was there before.
     """
     first, second = mx.array([[1.0, 2.0, 3.0]] * 3), mx.array([[4.0, 5.0, 6.0]] * 3)
     mx.eval(first, second)
@@ -162,12 +175,12 @@ def _measure(read: Read) -> tuple[int, int, int]:
 def _only(candidates: list[set[int]], name: str) -> int:
     found = set.intersection(*candidates)
     if len(found) != 1:
-        raise LayoutError(f"{len(found)} places for an array's {name}")
+        raise LayoutError(f"{len(found)} offsets fit an array's {name}, where one is expected")
     return found.pop()
 
 
 def _primitives(read: Read, at: int, kind: str) -> set[int]:
-    """Offsets of words in the description at `at` that point to a primitive of this kind."""
+    """The offsets in the description at `at` of pointers to a primitive of this kind."""
     found = set()
     for index, word in enumerate(words(read(at, _SEARCHED))):
         try:
@@ -179,7 +192,7 @@ def _primitives(read: Read, at: int, kind: str) -> set[int]:
 
 
 def _vectors(read: Read, at: int, expected: tuple[int, ...]) -> set[int]:
-    """Offsets in the description at `at` of a std::vector of just these arrays."""
+    """The offsets in the description at `at` of a std::vector that holds exactly the `expected` arrays."""
     content, found = words(read(at, _SEARCHED)), set()
     for index, (begin, end) in enumerate(pairwise(content)):
         try:
@@ -191,7 +204,7 @@ def _vectors(read: Read, at: int, expected: tuple[int, ...]) -> set[int]:
 
 
 def _verify(layout: ArrayLayout) -> None:
-    """Everything that will be read, on arrays where it is known."""
+    """Read everything that a plan reads from arrays whose contents are known; LayoutError where something differs."""
     base = mx.arange(24, dtype=mx.int16).reshape(2, 3, 4)
     mx.eval(base)
     checks: list[tuple[mx.array, str, tuple[int, ...], int]] = [
@@ -205,15 +218,15 @@ def _verify(layout: ArrayLayout) -> None:
         seen = layout.kind(found.primitive) if found.primitive else ""
         if (seen, found.shape, found.item_size) not in ((kind, shape, item_size), ("Broadcast", shape, item_size)):
             raise LayoutError(f"expected {kind or 'a value'} {shape}, found {seen or 'a value'} {found.shape}")
-    turned = base.transpose(2, 0, 1)
+    transposed = base.transpose(2, 0, 1)
     sliced, strided = base[1:, ::2, 1:], mx.as_strided(base, (2, 2), (1, 3), 0)
-    plain, axes, piece, windowed = (layout.describe(layout.address(x)) for x in (base, turned, sliced, strided))
+    plain, axes, piece, windowed = (layout.describe(layout.address(x)) for x in (base, transposed, sliced, strided))
     quotient, remainder = mx.divmod(base, base)
     positions = [layout.describe(layout.address(each)).position for each in (quotient, remainder)]
-    expected = plain.strides == (12, 4, 1) and positions == [0, 1]
-    expected &= layout.vector(axes.primitive) == (2, 0, 1)
-    expected &= layout.small_vector(piece.primitive, STATE) == (1, 0, 1)
-    expected &= layout.small_vector(piece.primitive, STATE + 144) == (1, 2, 1)
-    expected &= layout.small_vector(windowed.primitive, STATE + 72, "q") == (1, 3)
-    if not expected:
-        raise LayoutError("axes, steps or strides were not where they are expected")
+    as_expected = plain.strides == (12, 4, 1) and positions == [0, 1]
+    as_expected &= layout.vector(axes.primitive) == (2, 0, 1)
+    as_expected &= layout.small_vector(piece.primitive, STATE) == (1, 0, 1)
+    as_expected &= layout.small_vector(piece.primitive, STATE + 144) == (1, 2, 1)
+    as_expected &= layout.small_vector(windowed.primitive, STATE + 72, "q") == (1, 3)
+    if not as_expected:
+        raise LayoutError("axes, steps or strides of a primitive are not at the expected offsets")

@@ -1,4 +1,4 @@
-"""What the device can hold: bytes, and on Metal buffers."""
+"""How many bytes the device can hold, and on Metal how many buffers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import mlx.core as mx
 
 from ..machine import backend
 
-# `[metal::malloc] Resource limit (499000) exceeded`: what Apple GPUs have reported.
+# The number in the message `[metal::malloc] Resource limit (499000) exceeded` of Apple GPUs.
 METAL_BUFFERS = 499_000
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """buffers: None where the device has no such limit. bytes: None where it is not known. Why, in words."""
+    """The limits of a device.
+
+    Args:
+        buffers: how many buffers may live at once; None where the device has no such limit.
+        bytes: how many bytes may live at once; None where that is not known.
+        why_buffers: where the limit of buffers comes from, in words.
+        why_bytes: where the limit of bytes comes from, in words.
+    """
 
     buffers: int | None
     bytes: int | None
@@ -26,7 +33,10 @@ class DeviceLimits:
 
 
 def device_limits() -> DeviceLimits:
-    """Of MLX's default device: Metal states both, CUDA its memory; for a CPU, the memory of machine or container."""
+    """The limits of MLX's default device.
+
+    Metal reports both limits and CUDA its memory. On a CPU the limit is the memory of the machine or the container.
+    """
     device = backend.device()
     if device == "cpu":
         size, why = _main_memory()

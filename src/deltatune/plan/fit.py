@@ -1,4 +1,4 @@
-"""`deltatune plan`, and the check before `deltatune train`: what is planned, what is said, what is refused."""
+"""Plans a run for `deltatune plan`, and checks before `deltatune train` that the run fits the device."""
 
 from __future__ import annotations
 
@@ -30,12 +30,23 @@ _MOST_RANK = 256
 
 
 def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForecast:
-    """Plan the run that `config` describes, and look for the largest that fits. Weights stay on the disk."""
+    """Plan the run that `config` describes, and search for the largest batch, length and rank that fit.
+
+    The weights are not read from the disk.
+
+    Args:
+        config: the run.
+        limits: the limits to plan for; those of MLX's default device where None.
+
+    Raises:
+        UserError: the graphs of this MLX cannot be read, or the run cannot be set up.
+    """
     try:
         layout = ArrayLayout.measured()
     except LayoutError as error:
         raise UserError(
-            f"plan: this MLX keeps its graphs in a way that is not known here ({error}); deltatune train works without."
+            f"plan: this version of MLX stores its graphs in a way that deltatune does not know ({error}); "
+            "deltatune train works without a plan."
         ) from error
     limits = limits or device_limits()
     run = ready(config, lazy=True)
@@ -45,7 +56,7 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
     planned = partial(_step, splits=run.splits, layout=layout)
     first = planned(model, config, rows=rows, length=length)
 
-    def ranked(rank: int) -> Forecast:
+    def planned_at_rank(rank: int) -> Forecast:
         changed = dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank))
         other = load_model(changed, image=run.image, lazy=True).model
         prepare(other, changed)
@@ -61,44 +72,49 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
     )  # fmt: skip
     rank = None
     if config.fine_tune_type != "full":
-        now = config.lora_parameters.rank
-        most = max(now, min(_MOST_RANK, _widest(model)))
-        rank = largest(ranked, limits, {now: first}, step=1, most=most, leap=_MOST_RANK)
-    return RunForecast(first, limits, _times(batch, run.world.size), longest, rank)
+        current = config.lora_parameters.rank
+        most = max(current, min(_MOST_RANK, _widest(model)))
+        rank = largest(planned_at_rank, limits, {current: first}, step=1, most=most, leap=_MOST_RANK)
+    return RunForecast(first, limits, _per_run(batch, run.world.size), longest, rank)
 
 
 def check(run: Run, *, force: bool = False) -> str:
-    """One line on the prepared run that is about to start.
+    """Check that a run which is about to start fits the device.
 
     Args:
         run: the run, its model prepared.
-        force: say that it does not fit in place of refusing it.
+        force: report a run that does not fit instead of refusing it.
+
+    Returns:
+        One line for the user: the plan, or why there is none on this version of MLX.
 
     Raises:
-        UserError: with what would make it fit, where it cannot. Where this MLX cannot be looked into, the line says so.
+        UserError: the run does not fit; the message says what would make it fit.
     """
     rows, length = shape(run)
     try:
         layout = ArrayLayout.measured()
         plan = _step(run.model, run.config, rows, length, run.splits, layout)
     except LayoutError as error:
-        return f"Plan: none, since this MLX keeps its graphs in a way that is not known here ({error})."
+        return (
+            f"Plan: none, since this version of MLX stores its graphs in a way that deltatune does not know ({error})."
+        )
     limits = device_limits()
     if fits(plan, limits):
         return screen.line(plan, limits)
     message = f"{screen.line(plan, limits)} {_remedy(run, plan, limits, layout)}"
     if force:
-        return f"{message} Training all the same (--force)."
+        return f"{message} Training starts all the same (--force)."
     raise UserError(f"{message} --force trains all the same.")
 
 
 def shape(run: Run) -> tuple[int, int]:
-    """Rows and length of the run's largest batch, on one rank."""
+    """The rows and the length in tokens of the run's largest batch on one rank."""
     return run.config.batch_size // run.world.size, run.order(run.splits.train).widths[-1]
 
 
 def _remedy(run: Run, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout) -> str:
-    """What would make the run fit: the least change first."""
+    """A sentence on what would make the run fit, the least change first."""
     config = run.config
 
     def planned(config: TrainConfig, rows: int, length: int) -> Forecast:
@@ -122,12 +138,12 @@ def _remedy(run: Run, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout)
 def _step(
     model: nn.Module, config: TrainConfig, rows: int, length: int, splits: Splits, layout: ArrayLayout
 ) -> Forecast:
-    """The forecast of a step with the images of the data as they are, whatever the length."""
+    """The forecast of a step; its images are those of the data, whatever the length."""
     return forecast_step(model, config, rows, length, layout, largest_batch(splits.train, rows))
 
 
 def _widest(model: nn.Module) -> int:
-    """The largest rank that some adapted matrix can have."""
+    """The largest rank that makes sense for at least one adapted matrix."""
     bases = [adapter.base for adapter in adapters(model).values() if isinstance(adapter, Adapter)]
     return max((min(dense_weight(base).shape[-2:]) for base in bases), default=_MOST_RANK)
 
@@ -137,5 +153,5 @@ def _positions(model_config: dict[str, Any]) -> int:
     return int(text.get("max_position_embeddings") or _LONGEST)
 
 
-def _times(found: Largest, world: int) -> Largest:
+def _per_run(found: Largest, world: int) -> Largest:
     return dataclasses.replace(found, value=found.value * world)

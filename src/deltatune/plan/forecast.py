@@ -1,4 +1,4 @@
-"""The plan of one training step: how much will be alive at most, where, and because of what."""
+"""Forecasts the peaks of one training step: how much memory is alive, where in the step, and what holds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..models.vision.inputs import ImageShapes
 from .array_layout import ArrayLayout
 from .graph import Node
 from .simulate import Peak, Simulation
-from .traced_step import TracedStep, build, simulated, tower_simulated
+from .traced_step import TracedStep, build, simulate_step, simulate_tower
 
 _SHOWN = 5
 _SEARCHED = 400
@@ -21,7 +21,7 @@ _SEARCHED = 400
 
 @dataclass(frozen=True)
 class AliveKind:
-    """Buffers alive at a peak that one kind of primitive made."""
+    """The buffers alive at a peak that one kind of primitive made."""
 
     kind: str
     buffers: int
@@ -30,7 +30,7 @@ class AliveKind:
 
 @dataclass(frozen=True)
 class Moment:
-    """The most of something: `amount`, `where` in the step, and what was alive then, the most first."""
+    """A peak of bytes or buffers: its `amount`, `where` in the step it is, and what was alive then, largest first."""
 
     amount: int
     where: str
@@ -39,9 +39,17 @@ class Moment:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One step of `rows` rows of `length` tokens. Counts and bytes of parameters, gradients, moments: within the peaks.
+    """The forecast of one step of `rows` rows of `length` tokens.
 
-    beyond: live buffers at the peak that are none of those three.
+    Args:
+        rows: rows of the batch.
+        length: tokens of a row, padding included.
+        rank: the rank of the LoRA adapters.
+        buffers: the peak of live buffers.
+        bytes: the peak of live bytes.
+        counts: how many arrays are parameters, gradients and moments; the peak of buffers includes them.
+        sizes: bytes of parameters, gradients and moments; the peak of bytes includes them.
+        primitives: how many primitives the step evaluates.
     """
 
     rows: int
@@ -55,12 +63,12 @@ class Forecast:
 
     @property
     def tokens(self) -> int:
-        """Tokens a micro-batch, padding included."""
+        """Tokens of a micro-batch, padding included."""
         return self.rows * self.length
 
     @property
     def beyond(self) -> int:
-        """Live buffers at the peak beside parameters, gradients and moments."""
+        """Live buffers at the peak other than parameters, gradients and moments."""
         return self.buffers.amount - sum(self.counts.values())
 
 
@@ -72,22 +80,28 @@ def forecast_step(
     layout: ArrayLayout,
     images: ImageShapes | None = None,
 ) -> Forecast:
-    """Forecast a step of the converted `model`; nothing is evaluated and the model comes out as it went in.
+    """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
-    images: the shapes of a batch's images, of a model that looks at some.
+    Args:
+        model: the model, with its adapters.
+        config: the run.
+        rows: rows of the batch.
+        length: tokens of a row.
+        layout: how the loaded MLX stores its arrays.
+        images: the shapes of the batch's images; None for text.
     """
     try:
         return _planned(build(model, config, rows, length, layout, images), config, layout)
     finally:
-        # A graph is full of cycles, and its constants are buffers.
+        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected.
         gc.collect()
 
 
 def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> Forecast:
-    machine, tower = simulated(built, layout), tower_simulated(built, layout)
-    most = _moment(machine, built, machine.bytes, by_bytes=True)
-    if tower is not None and tower.bytes.amount > most.amount:
-        most = _moment(tower, built, tower.bytes, by_bytes=True, where="the vision tower, before the step")
+    machine, tower = simulate_step(built, layout), simulate_tower(built, layout)
+    peak_bytes = _moment(machine, built, machine.bytes, by_bytes=True)
+    if tower is not None and tower.bytes.amount > peak_bytes.amount:
+        peak_bytes = _moment(tower, built, tower.bytes, by_bytes=True, where="the vision tower, before the step")
     counts = {"parameters": built.parameters, "gradients": built.gradients, "moments": built.moments}
     sizes = {
         "parameters": built.parameter_bytes, "gradients": built.gradient_bytes, "moments": built.moment_bytes,
@@ -97,7 +111,7 @@ def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> For
         built.length,
         config.lora_parameters.rank,
         _moment(machine, built, machine.buffers, by_bytes=False),
-        most,
+        peak_bytes,
         counts,
         sizes,
         len(machine.evaluated),
@@ -111,16 +125,16 @@ def _moment(machine: Simulation, built: TracedStep, peak: Peak, *, by_bytes: boo
         sizes[buffer.kind] += buffer.size
     found = [AliveKind(kind, buffers[kind], sizes[kind]) for kind in buffers if kind != "given"]
     found.sort(key=lambda each: each.bytes if by_bytes else each.buffers, reverse=True)
-    return Moment(peak.amount, where or _place(machine.evaluated, built, peak.at), found[:_SHOWN])
+    return Moment(peak.amount, where or _location(machine.evaluated, built, peak.at), found[:_SHOWN])
 
 
-def _place(evaluated: list[Node], built: TracedStep, at: int) -> str:
-    """`backward pass, model.layers.3.mlp`: the phase, and the module whose parameter is read nearest to it."""
+def _location(evaluated: list[Node], built: TracedStep, at: int) -> str:
+    """The phase and the parameter that is read nearest to it: `the backward pass, near model.layers.3.mlp.weight`."""
     if at >= len(built.phases[0].order):
         return "the update"
-    behind = _ancestors(built.loss)
+    forward = _ancestors(built.loss)
     here = evaluated[min(at, len(evaluated) - 1)]
-    phase = "the forward pass" if here in behind else "the backward pass"
+    phase = "the forward pass" if here in forward else "the backward pass"
     last = len(built.phases[0].order)
     for distance in range(_SEARCHED):
         for index in (at - distance, at + distance):

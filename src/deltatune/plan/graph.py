@@ -1,4 +1,4 @@
-"""The graph behind lazy arrays, and the order in which MLX will evaluate it."""
+"""Reads the graph behind lazy arrays, and derives the order in which MLX will evaluate it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .array_layout import ArrayLayout
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One array: a leaf (kind empty) that exists already, or one of the outputs of a primitive of that kind.
+    """One array: a leaf, which exists already and has an empty `kind`, or an output of a primitive of that `kind`.
 
-    strides: of a leaf. siblings: the primitive's other outputs; position: this one's place among them.
+    `strides` are set for leaves. `siblings` are the primitive's other outputs, and `position` is this one's index
+    among all of them. `size` counts elements.
     """
 
     address: int
@@ -37,7 +38,10 @@ class Node:
 
 
 def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[int]) -> list[Node]:
-    """The nodes of `outputs`, linked to all that they are computed from; `leaves`: addresses that count as values."""
+    """The nodes of `outputs`, linked to everything that they are computed from.
+
+    leaves: addresses of arrays that count as values, although they may have a primitive.
+    """
     found: dict[int, Node] = {}
     starts = [layout.address(array) for array in outputs]
     stack = list(starts)
@@ -63,10 +67,16 @@ def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[in
 
 
 def evaluation_order(outputs: Sequence[Node], width: int) -> list[Node]:
-    """One output of every primitive, in the order of evaluation; width: MLX_BFS_MAX_WIDTH (20 unless set).
+    """One output of every primitive, in the order in which MLX evaluates them.
 
-    Source: eval_impl in mlx/transforms.cpp. A primitive is laid out when its last consumer has been, breadth first,
-    depth first where more than `width` are waiting; the layout is run backwards.
+    MLX puts a primitive on a tape after its last consumer, breadth first, and depth first where more than `width`
+    are waiting. It then runs the tape backwards.
+
+    Args:
+        outputs: the nodes that are evaluated.
+        width: the value of MLX_BFS_MAX_WIDTH, 20 unless it is set.
+
+    Source: eval_impl in mlx/transforms.cpp.
     """
     root = Node(0, (), 1, "Synchronizer", inputs=list(outputs))
     degree = _degrees(root)
@@ -100,7 +110,7 @@ def evaluation_order(outputs: Sequence[Node], width: int) -> list[Node]:
 
 
 def _degrees(root: Node) -> dict[Node, int]:
-    """How many inputs each array is; all outputs of a primitive together."""
+    """How often each array is used as an input; the outputs of one primitive share their count."""
     degree: dict[Node, int] = {}
     queue = deque([root])
     while queue:
@@ -119,7 +129,7 @@ def _degrees(root: Node) -> dict[Node, int]:
 
 
 def all_nodes(outputs: Sequence[Node]) -> list[Node]:
-    """Every array of the graph, leaves and siblings too, each once."""
+    """Every array of the graph once, leaves and siblings included."""
     found: dict[Node, None] = {}
     stack = list(outputs)
     while stack:

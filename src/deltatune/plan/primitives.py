@@ -1,7 +1,9 @@
-"""What each of MLX's primitives allocates on a CPU, what it takes over from its inputs, and how often it is queued.
+"""Says for each MLX primitive which buffers it allocates, which it reuses from its inputs, and how often it is queued.
 
-Sources: mlx/backend/cpu/*.cpp and mlx/backend/common/*.h, 0.32. A GPU allocates much alike; where its kernels need no
-contiguous copy this says too much, and it has scratch space of its own that is not counted.
+The rules describe the CPU backend. A GPU allocates in almost the same way: some of its kernels need no contiguous copy,
+so that the rules count too much, and its scratch space is not counted.
+
+Source: mlx/backend/cpu/*.cpp and mlx/backend/common/*.h of MLX 0.32.
 """
 
 from __future__ import annotations
@@ -14,32 +16,33 @@ from .graph import Node
 from .storage import Buffer, StoredArray, dense, product
 from .views import VIEWS
 
+# is_donatable in mlx/backend/common/utils.h: the reused buffer may be this many bytes larger than the output.
 _SPARE = 16384
 
 
 class Machine(Protocol):
-    """What a rule may ask of the simulation while one primitive runs."""
+    """What a rule may ask of the simulation while a primitive runs."""
 
     layout: ArrayLayout
 
     def allocate(self, size: int, kind: str) -> Buffer:
         """A new buffer of `size` bytes."""
 
-    def sole(self, node: Node) -> bool:
+    def is_donatable(self, node: Node) -> bool:
         """Whether nothing but the primitive that runs refers to this input or its buffer."""
 
     def queue(self, times: int = 1) -> None:
-        """Count an operation that is sent to the stream."""
+        """Count operations that are sent to the stream."""
 
-    def keep(self, temporary: Buffer) -> None:
-        """Hold a temporary buffer until what was queued has run."""
+    def hold(self, temporary: Buffer) -> None:
+        """Hold a temporary buffer until the queued operations have run."""
 
 
 Rule = Callable[[Machine, Node, Sequence[StoredArray]], "list[StoredArray]"]
 
 
 def run(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    """The outputs of node's primitive, in order."""
+    """Run the primitive of `node` on the inputs `given`; returns its outputs in order."""
     view = VIEWS.get(node.kind)
     if view is not None:
         found = view(machine.layout, node, given)
@@ -50,25 +53,29 @@ def run(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[Stor
 
 
 def fresh(machine: Machine, node: Node) -> StoredArray:
-    """A dense buffer for `node`."""
+    """A dense array for `node` in a new buffer."""
     return dense(machine.allocate(node.size * node.item_size, node.kind), node.shape, node.item_size)
 
 
-def _alike(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
-    """A new buffer laid out as `given`, gaps in broadcast axes included."""
+def _new_like(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
+    """An array in a new buffer, with the layout of `given`; axes that are broadcast stay so."""
     buffer = machine.allocate(given.data_size * node.item_size, node.kind)
-    return _as(buffer, node, given)
+    return _with_layout(buffer, node, given)
 
 
-def _as(buffer: Buffer, node: Node, given: StoredArray) -> StoredArray:
+def _with_layout(buffer: Buffer, node: Node, given: StoredArray) -> StoredArray:
     flags = (given.contiguous, given.row, given.column)
     return StoredArray(buffer, node.shape, given.strides, node.item_size, given.data_size, *flags)
 
 
-def _takes(machine: Machine, node: Node, index: int, given: StoredArray) -> bool:
-    """Whether the output may overwrite this input (is_donatable)."""
-    fits = given.item_size == node.item_size and given.buffer.size <= node.size * node.item_size + _SPARE
-    return fits and machine.sole(node.inputs[index])
+def _may_reuse(machine: Machine, node: Node, index: int, given: StoredArray) -> bool:
+    """Whether the first output may overwrite this input (is_donatable in MLX)."""
+    return _may_reuse_for(machine, node, node, index, given)
+
+
+def _may_reuse_for(machine: Machine, node: Node, output: Node, index: int, given: StoredArray) -> bool:
+    fits = given.item_size == output.item_size and given.buffer.size <= output.size * output.item_size + _SPARE
+    return fits and machine.is_donatable(node.inputs[index])
 
 
 def _copied(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
@@ -89,9 +96,9 @@ def _unary(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[S
 def _elementwise(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
     if not given.contiguous:
         return fresh(machine, node)
-    if _takes(machine, node, 0, given):
-        return _as(given.buffer, node, given)
-    return _alike(machine, node, given)
+    if _may_reuse(machine, node, 0, given):
+        return _with_layout(given.buffer, node, given)
+    return _new_like(machine, node, given)
 
 
 def _binary(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
@@ -106,14 +113,14 @@ def _pairwise(machine: Machine, node: Node, a: StoredArray, b: StoredArray) -> S
             node.shape, a.strides, node.item_size, 1, a.contiguous, a.row, a.column,
         )  # fmt: skip
     if a.data_size == 1 and b.contiguous:
-        return _as(b.buffer, node, b) if _takes(machine, node, 1, b) else _alike(machine, node, b)
+        return _with_layout(b.buffer, node, b) if _may_reuse(machine, node, 1, b) else _new_like(machine, node, b)
     if b.data_size == 1 and a.contiguous:
-        return _as(a.buffer, node, a) if _takes(machine, node, 0, a) else _alike(machine, node, a)
-    together = (a.row and b.row) or (a.column and b.column)
+        return _with_layout(a.buffer, node, a) if _may_reuse(machine, node, 0, a) else _new_like(machine, node, a)
+    same_order = (a.row and b.row) or (a.column and b.column)
     for index, one in enumerate((a, b)):
-        if (together or (one.row and one.size == node.size)) and _takes(machine, node, index, one):
-            return _as(one.buffer, node, one)
-    return _alike(machine, node, a) if together else fresh(machine, node)
+        if (same_order or (one.row and one.size == node.size)) and _may_reuse(machine, node, index, one):
+            return _with_layout(one.buffer, node, one)
+    return _new_like(machine, node, a) if same_order else fresh(machine, node)
 
 
 def _select(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
@@ -123,22 +130,22 @@ def _select(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[
         flags = (second.contiguous, second.row, second.column)
         buffer = machine.allocate(node.item_size, node.kind)
         return [StoredArray(buffer, node.shape, second.strides, node.item_size, 1, *flags)]
-    together = all(each.row for each in given) or all(each.column for each in given)
+    same_order = all(each.row for each in given) or all(each.column for each in given)
     for index, each in enumerate(given):
-        if (together or each.row) and _takes(machine, node, index, each):
-            return [_as(each.buffer, node, each)]
-    return [_alike(machine, node, given[1]) if together else fresh(machine, node)]
+        if (same_order or each.row) and _may_reuse(machine, node, index, each):
+            return [_with_layout(each.buffer, node, each)]
+    return [_new_like(machine, node, given[1]) if same_order else fresh(machine, node)]
 
 
 def _copy(machine: Machine, node: Node, given: StoredArray, vector: bool, same_kind: bool = True) -> StoredArray:
-    """copy_cpu: `vector` copies keep the layout, and need nothing where the input can be taken over."""
+    """copy_cpu of MLX: a `vector` copy keeps the layout, and reuses the input's buffer where it may be overwritten."""
     if vector:
-        if _takes(machine, node, 0, given):
+        if _may_reuse(machine, node, 0, given):
             if not same_kind:
                 machine.queue()
-            return _as(given.buffer, node, given)
+            return _with_layout(given.buffer, node, given)
         machine.queue()
-        return _alike(machine, node, given)
+        return _new_like(machine, node, given)
     return _copied(machine, node, given)
 
 
@@ -154,12 +161,12 @@ def _contiguous(machine: Machine, node: Node, given: Sequence[StoredArray]) -> l
     one = given[0]
     fits = one.buffer.size <= node.size * node.item_size + _SPARE
     if fits and (one.row or (one.column and machine.layout.flag(node.primitive))):
-        return [_as(one.buffer, node, one)]
+        return [_with_layout(one.buffer, node, one)]
     return [_copied(machine, node, one)]
 
 
 def _update(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    """Scatter and the like: a copy of the first input, or the input itself, written to."""
+    """Scatter and similar primitives write into a copy of the first input, or into that input itself."""
     found = _copy(machine, node, given[0], given[0].row)
     machine.queue()
     return [found]
@@ -196,12 +203,12 @@ def _unqueued(machine: Machine, node: Node, given: Sequence[StoredArray]) -> lis
 def _temporary(machine: Machine, given: StoredArray) -> Buffer:
     machine.queue()
     buffer = machine.allocate(given.size * given.item_size, "temporary")
-    machine.keep(buffer)
+    machine.hold(buffer)
     return buffer
 
 
 def _is_matrix(given: StoredArray) -> bool:
-    """Whether BLAS takes the last two axes as they are, or transposed."""
+    """Whether BLAS can read the last two axes as they are or transposed, without a copy."""
     rows, columns = given.strides[-2:]
     return (rows == given.shape[-1] and columns == 1) or (rows == 1 and columns == given.shape[-2])
 
@@ -217,11 +224,11 @@ def _matmul(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[
 
 def _add_matmul(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     third = given[2]
-    if third.data_size != 1 and third.row and _takes(machine, node, 2, third):
-        found = _as(third.buffer, node, third)
+    if third.data_size != 1 and third.row and _may_reuse(machine, node, 2, third):
+        found = _with_layout(third.buffer, node, third)
     elif third.data_size != 1 and third.row:
         machine.queue()
-        found = _alike(machine, node, third)
+        found = _new_like(machine, node, third)
     else:
         found = _copied(machine, node, third)
     for each in given[:2]:
@@ -244,8 +251,8 @@ def _softmax(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list
     machine.queue()
     if not (one.contiguous and one.strides[-1] == 1):
         return [_copied(machine, node, one)]
-    taken = machine.sole(node.inputs[0])
-    return [_as(one.buffer, node, one) if taken else _alike(machine, node, one)]
+    reused = machine.is_donatable(node.inputs[0])
+    return [_with_layout(one.buffer, node, one) if reused else _new_like(machine, node, one)]
 
 
 def _log_sum_exp(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
@@ -263,36 +270,31 @@ def _scan(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[St
 
 
 def _convolution(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    """The output, the padded input, its windows, the turned weights and the product: sizes from above."""
+    """Allocates the output, the padded input, its windows, the transposed weights and the product (upper bounds)."""
     found = fresh(machine, node)
     data, weights = given[0], given[1]
     windows = product(node.shape[:-1]) * product(weights.shape[1:-1]) * data.shape[-1] * data.item_size
     for size in (data.size * data.item_size, windows, weights.size * weights.item_size, node.size * node.item_size):
         machine.queue()
-        machine.keep(machine.allocate(size, "temporary"))
+        machine.hold(machine.allocate(size, "temporary"))
     machine.queue()
     return [found]
 
 
 def _fused(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    """A kernel that mx.compile made of elementwise operations: outputs take over inputs, in order, where they can."""
+    """A kernel that mx.compile made of elementwise operations: each output reuses the first input that it may."""
     machine.queue()
     free = list(enumerate(given))
     found = []
     for output in node.outputs():
         for index, each in free:
-            if each.row and each.size == output.size and _takes_for(machine, node, output, index, each):
-                found.append(_as(each.buffer, output, each))
+            if each.row and each.size == output.size and _may_reuse_for(machine, node, output, index, each):
+                found.append(_with_layout(each.buffer, output, each))
                 free.remove((index, each))
                 break
         else:
             found.append(fresh(machine, output))
     return found
-
-
-def _takes_for(machine: Machine, node: Node, output: Node, index: int, given: StoredArray) -> bool:
-    fits = given.item_size == output.item_size and given.buffer.size <= output.size * output.item_size + _SPARE
-    return fits and machine.sole(node.inputs[index])
 
 
 _UNARY = [

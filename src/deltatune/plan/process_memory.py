@@ -1,4 +1,4 @@
-"""Reads this process's own memory without ever crashing on a wrong address."""
+"""Reads this process's own memory; a wrong address raises an exception in place of a crash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Read = Callable[[int, int], bytes]
 
 
 class LayoutError(Exception):
-    """This MLX keeps its arrays in another way than the ones that are known here."""
+    """The loaded MLX stores its arrays in a way that deltatune does not know."""
 
 
 class UnreadableError(LayoutError):
@@ -20,7 +20,7 @@ class UnreadableError(LayoutError):
 
 
 def reader() -> Read:
-    """A function (address, size) -> bytes; it raises UnreadableError where nothing is mapped."""
+    """A function (address, size) -> bytes, which raises UnreadableError where nothing is mapped."""
     if sys.platform == "linux":
         return _linux()
     if sys.platform == "darwin":
@@ -32,7 +32,7 @@ def _linux() -> Read:
     try:
         file = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise UnreadableError(f"/proc/self/mem: {error.strerror}") from error
+        raise UnreadableError(f"/proc/self/mem cannot be opened: {error.strerror}") from error
     closing = _Closing(file)
 
     def read(address: int, size: int) -> bytes:
@@ -48,7 +48,7 @@ def _linux() -> Read:
 
 
 class _Closing:
-    """A file descriptor that is closed with its last user."""
+    """A file descriptor that is closed when its last user is gone."""
 
     def __init__(self, file: int):
         self.file = file
@@ -74,5 +74,5 @@ def _darwin() -> Read:
 
 
 def words(data: bytes) -> tuple[int, ...]:
-    """The 8-byte words of `data`."""
+    """`data` as unsigned integers of 8 bytes."""
     return struct.unpack(f"<{len(data) // 8}Q", data)

@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""Formats a plan as text for the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def size(count: int) -> str:
 
 
 def line(plan: Forecast, limits: DeviceLimits) -> str:
-    """One sentence: the peaks, beside the limits."""
+    """One sentence with the peaks and the limits of the device."""
     most = f" of {size(limits.bytes)} ({limits.why_bytes})" if limits.bytes is not None else ""
     buffers = f" of {limits.buffers:,}" if limits.buffers is not None else ""
     verdict = "it fits" if fits(plan, limits) else "it does not fit"
@@ -24,7 +24,7 @@ def line(plan: Forecast, limits: DeviceLimits) -> str:
 
 
 def text(found: RunForecast) -> str:
-    """All of it."""
+    """The whole output of `deltatune plan`."""
     plan, limits = found.forecast, found.limits
     lines = [f"Step: {plan.rows} x {plan.length:,} = {plan.tokens:,} tokens, {plan.primitives:,} primitives."]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes

@@ -1,4 +1,4 @@
-"""The largest batch, length and rank that fit, found by planning again."""
+"""Searches for the largest batch, length or rank that fits, by planning one value after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Try = Callable[[int], Forecast]
 
 
 def fits(plan: Forecast, limits: DeviceLimits) -> bool:
-    """Whether the step stays within both limits, where there are any."""
+    """Whether the step stays within every limit that the device has."""
     return (limits.bytes is None or plan.bytes.amount <= limits.bytes) and (
         limits.buffers is None or plan.buffers.amount <= limits.buffers
     )
@@ -23,7 +23,7 @@ def fits(plan: Forecast, limits: DeviceLimits) -> bool:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest value that fits; 0 where not even the least does. more: larger ones may fit, and were not tried."""
+    """The largest `value` that fits, 0 where none does; `more` says that larger ones, which were not tried, may fit."""
 
     value: int
     more: bool
@@ -31,8 +31,10 @@ class Largest:
 
 @dataclass(frozen=True)
 class RunForecast:
-    """The forecast of a run as asked for, the device's limits, and the largest batch, length and rank that fit (None:
-    not sought)."""
+    """The forecast of a run, the device's limits, and the largest batch, length and rank that fit.
+
+    A largest value that was not searched for is None.
+    """
 
     forecast: Forecast
     limits: DeviceLimits
@@ -44,12 +46,21 @@ class RunForecast:
 def largest(
     attempt: Try, limits: DeviceLimits, known: dict[int, Forecast], *, step: int, most: int, leap: int = 4
 ) -> Largest:
-    """The largest multiple of `step` up to `most` whose plan fits, or one within a fiftieth of what does not.
+    """Search for the largest multiple of `step` up to `most` whose plan fits.
 
-    attempt: plans for a value. known: plans that there are, by value. leap: how far beyond what fits it looks at once.
-    Memory grows with every one of these values, so each next one is where the parabola through the known ones meets the
-    limit, kept between what fits and what does not. What is returned has been planned, and fits. It stops looking
-    further up after 15 seconds.
+    The search ends within 2 % of a value that does not fit, and looks no further up after 15 seconds. Memory grows with
+    the value, so the next one tried is where the parabola through the known plans meets the limit.
+
+    Args:
+        attempt: makes the plan for a value.
+        limits: the limits to stay within.
+        known: plans that exist already, by value.
+        step: values are multiples of this.
+        most: the largest value to try.
+        leap: the next value is at most this many times the largest that fits.
+
+    Returns:
+        A value whose plan was made and fits.
     """
     plans, started = dict(known), time.monotonic()
     for _ in range(_PLANS):
@@ -71,7 +82,7 @@ def largest(
 
 
 def _guess(plans: dict[int, Forecast], limits: DeviceLimits, low: int, high: int) -> int:
-    """Where the tighter of the two limits is met, by the curve through the plans; within [low, high]."""
+    """The value in [low, high] at which the curve through the plans meets the tighter of the two limits."""
     guesses = [high]
     for limit, amount in ((limits.bytes, "bytes"), (limits.buffers, "buffers")):
         if limit is not None:
@@ -84,7 +95,7 @@ def _meets(points: list[tuple[int, int]], limit: int, low: int, high: int) -> in
     """The largest value in [low, high] at which the curve through the last three points is within the limit."""
     if len(points) < 2:
         return high
-    # The three nearest to the limit say most about where it is met.
+    # The three points nearest to the limit predict best where it is met.
     nearest = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
     first, last = low, high
     if _curve(nearest, high) <= limit:
@@ -99,7 +110,7 @@ def _meets(points: list[tuple[int, int]], limit: int, low: int, high: int) -> in
 
 
 def _curve(points: list[tuple[int, int]], at: int) -> float:
-    """Lagrange's polynomial through the points."""
+    """The value at `at` of Lagrange's polynomial through the points."""
     total = 0.0
     for index, (x, y) in enumerate(points):
         term = float(y)

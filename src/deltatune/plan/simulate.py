@@ -1,4 +1,4 @@
-"""Runs a graph in MLX's order without computing: every buffer's birth and death, and the most that live at once."""
+"""Runs a graph in MLX's order without computing, and records when each buffer is allocated and freed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from .primitives import run
 from .storage import Buffer, StoredArray, dense, strided
 from .views import VIEWS
 
-# mlx/transforms.cpp: tasks that are queued before MLX waits for one.
+# mlx/transforms.cpp: so many tasks are queued before MLX waits for one.
 TASKS_AHEAD = 10
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What makes a task of what is queued: so many operations, or so many elements read; and the size of a page, to
-    which larger buffers are rounded. `releases`: letting go of an operation's inputs is an operation too.
+    """How a device groups queued operations into tasks, and how it rounds buffers.
+
+    Args:
+        operations: a task ends after this many operations.
+        elements: a task also ends after its operations have read this many elements; None for no such limit.
+        page: bytes of a page; larger buffers are rounded up to whole pages.
+        releases: whether releasing an operation's inputs counts as an operation.
     """
 
     operations: int
@@ -29,8 +34,8 @@ class Pace:
     releases: bool = False
 
 
-# mlx/backend/cpu/encoder.h; metal/device.cpp, of the largest chips, and metal/allocator.cpp; cuda/device.cpp, with
-# what environment.py asks of it.
+# Sources in mlx/backend: cpu/encoder.h; metal/device.cpp (the largest chips) and metal/allocator.cpp; cuda/device.cpp,
+# where machine/environment.py sets the number of elements.
 PACES = {
     "cpu": Pace(10, releases=True),
     "metal": Pace(51, 51 << 20, page=16384),
@@ -40,7 +45,7 @@ PACES = {
 
 @dataclass
 class Peak:
-    """The most that lived at once, and when: `at` counts evaluated primitives from the start of the run."""
+    """The largest amount that lived at once; `at` is the number of primitives that were evaluated before."""
 
     amount: int = 0
     at: int = 0
@@ -48,7 +53,7 @@ class Peak:
 
 @dataclass
 class Record:
-    """One buffer of the run: what made it, when, and when its last holder let go (None: it lives on)."""
+    """One buffer of the run; `died` counts the primitives before it was freed, None where it outlives the run."""
 
     buffer: Buffer
     died: int | None = None
@@ -56,7 +61,7 @@ class Record:
 
 @dataclass
 class Queue:
-    """A stream's queue. MLX allocates when it queues; what is queued holds its inputs until it has run."""
+    """A stream's queue. MLX allocates when it queues, and a queued operation holds its inputs until it has run."""
 
     waiting: deque[list[Buffer] | None] = field(default_factory=deque)
     operations: int = 0
@@ -65,10 +70,14 @@ class Queue:
 
 
 class Simulation:
-    """Buffers and arrays through one evaluation after another.
+    """Follows buffers and arrays through one evaluation after another.
 
-    MLX queues as far ahead as it may, so that what is queued holds its inputs as long as it can: so it is where
-    operations take longer than queueing them, as real ones do. pace: how the device makes tasks of operations.
+    The simulation assumes that MLX queues as far ahead as it may, so that queued operations hold their inputs as long
+    as possible. Real runs come close to this, since operations take longer than queueing them.
+
+    Args:
+        layout: how the loaded MLX stores its arrays.
+        pace: how the device groups operations into tasks.
     """
 
     def __init__(self, layout: ArrayLayout, pace: Pace):
@@ -82,13 +91,13 @@ class Simulation:
         self._queue = Queue()
         self._temporaries: list[Buffer] = []
 
-    def place(self, leaves: Sequence[Node], together: Sequence[Sequence[int]] = ()) -> None:
-        """Let leaves be there, as long as they are not dropped.
+    def add_leaves(self, leaves: Sequence[Node], shared_buffers: Sequence[Sequence[int]] = ()) -> None:
+        """Add leaves, which stay alive until they are dropped.
 
-        together: addresses of leaves that are parts of one buffer, which one of them is as a whole.
+        shared_buffers: groups of addresses of leaves that share one buffer; the largest leaf of a group fills it.
         """
         found = {leaf.address: leaf for leaf in leaves}
-        for group in together:
+        for group in shared_buffers:
             members = [found[address] for address in group if address in found and address not in self.stored]
             if members:
                 shared = self.allocate(max(leaf.size * leaf.item_size for leaf in members), "given")
@@ -105,7 +114,10 @@ class Simulation:
         self._holds[leaf.address] = 1
 
     def evaluate(self, order: Sequence[Node], outputs: Sequence[Node], dropped: Iterable[int] = ()) -> None:
-        """Run the graph of `outputs` in `order`; they stay. `dropped`: leaves that only the graph refers to."""
+        """Evaluate `outputs`, which stay alive, in the given order.
+
+        dropped: addresses of leaves that nothing but the graph refers to.
+        """
         for node in all_nodes(outputs):
             # Every output of a primitive holds its inputs.
             for given in node.inputs:
@@ -158,17 +170,17 @@ class Simulation:
             self.bytes = Peak(self.live_bytes, now)
         return buffer
 
-    def sole(self, node: Node) -> bool:
+    def is_donatable(self, node: Node) -> bool:
         """Whether nothing but the primitive that runs refers to this input or its buffer (array::is_donatable)."""
         return self._holds[node.address] == 1 and self.stored[node.address].buffer.references == 1
 
     def queue(self, times: int = 1) -> None:
-        """Count an operation that is sent to the stream."""
+        """Count operations that are sent to the stream."""
         for _ in range(times):
             self._push([], 1)
 
-    def keep(self, temporary: Buffer) -> None:
-        """Hold a temporary buffer until what was queued has run."""
+    def hold(self, temporary: Buffer) -> None:
+        """Hold a temporary buffer until the queued operations have run."""
         self._temporaries.append(temporary)
 
     def _push(self, held: list[Buffer], operations: int) -> None:
@@ -214,7 +226,7 @@ class Simulation:
             self._release(stored.buffer)
 
     def alive(self, at: int) -> list[Buffer]:
-        """The buffers that lived when the primitive `at` was evaluated."""
+        """The buffers that were alive when primitive number `at` was evaluated."""
         return [
             record.buffer
             for record in self.records.values()

@@ -1,4 +1,4 @@
-"""What an array becomes when it is evaluated: which buffer, with which strides."""
+"""How an evaluated array is stored: its buffer, its strides and MLX's flags of contiguity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """One allocation. references: arrays and queued operations that hold it."""
+    """One allocation of `size` bytes by a primitive of `kind`.
+
+    `born` counts the primitives evaluated before; `references` counts the arrays and queued operations that hold it.
+    """
 
     size: int
     kind: str
@@ -18,7 +21,11 @@ class Buffer:
 
 @dataclass(slots=True, eq=False)
 class StoredArray:
-    """An evaluated array: its buffer, strides in elements, elements of the buffer it spans, and MLX's three flags."""
+    """An evaluated array.
+
+    `strides` are in elements, `data_size` is the number of elements of the buffer that it spans, and `contiguous`,
+    `row` and `column` are MLX's flags.
+    """
 
     buffer: Buffer
     shape: tuple[int, ...]
@@ -35,7 +42,7 @@ class StoredArray:
 
 
 def product(shape: Sequence[int]) -> int:
-    """The number of elements."""
+    """The number of elements of an array of this shape."""
     size = 1
     for length in shape:
         size *= length
@@ -43,7 +50,7 @@ def product(shape: Sequence[int]) -> int:
 
 
 def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense array, last axis fastest."""
+    """The strides of a dense array whose last axis is contiguous."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -59,14 +66,17 @@ def dense(buffer: Buffer, shape: tuple[int, ...], item_size: int) -> StoredArray
 
 
 def strided(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> StoredArray:
-    """An array that exists with these strides."""
+    """An existing array that has these strides in elements."""
     spanned, row, column = contiguity(shape, strides)
     high = 1 + sum(step * (length - 1) for step, length in zip(strides, shape, strict=True) if step > 0)
     return StoredArray(buffer, shape, strides, item_size, high, spanned == high, row, column)
 
 
 def contiguity(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool, bool]:
-    """Elements without broadcast axes; row contiguous; column contiguous (mlx/backend/common/utils.h)."""
+    """The number of elements without broadcast axes, and whether the array is row and column contiguous.
+
+    Source: check_contiguity in mlx/backend/common/utils.h.
+    """
     spanned, forward, backward, row, column = 1, 1, 1, True, True
     last = len(shape) - 1
     for axis in range(len(shape)):
@@ -81,7 +91,7 @@ def contiguity(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool,
 
 
 def collapsed(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The same elements in as few axes as possible; axes of length 1 are dropped."""
+    """Lengths and strides of the same elements in as few axes as possible, without axes of length 1."""
     lengths: list[int] = []
     steps: list[int] = []
     for length, step in zip(shape, strides, strict=True):
@@ -97,7 +107,10 @@ def collapsed(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], 
 
 
 def reshaped(given: StoredArray, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Strides of a reshape that needs no copy, or None (prepare_reshape in mlx/backend/common/common.cpp)."""
+    """The strides of a reshape without a copy, or None where it needs one.
+
+    Source: prepare_reshape in mlx/backend/common/common.cpp.
+    """
     if given.size == 0 or given.row:
         return row_strides(shape)
     if not given.shape:

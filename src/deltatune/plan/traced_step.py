@@ -1,4 +1,4 @@
-"""Builds a training step as the trainer does, without evaluating anything, and simulates it."""
+"""Builds the graphs of a training step as the trainer does, without evaluating them, and simulates them."""
 
 from __future__ import annotations
 
@@ -36,26 +36,32 @@ _WIDTH = "MLX_BFS_MAX_WIDTH"
 
 @dataclass
 class Phase:
-    """One evaluation of a step: its graph's outputs, the order, and what nothing else refers to."""
+    """One evaluation within a step: the outputs of its graph, and the order of its primitives.
+
+    `dropped` holds addresses of leaves that nothing but the graph refers to.
+    """
 
     name: str
     outputs: list[Node]
     order: list[Node]
     dropped: list[int] = field(default_factory=list)
-    # Values that are made while the graph is built, and that the graph alone refers to.
+    # Values that are created while the graph is built, and to which only the graph refers.
     made: list[Node] = field(default_factory=list)
 
 
 @dataclass
 class TracedStep:
-    """A step that was built and not run. names: of parameters, by address; loss: the node of the loss."""
+    """A step that was built and not run: its evaluations, its parameters, gradients and optimizer moments."""
 
     phases: list[Phase]
+    # Arrays that exist before the step.
     held: list[Node]
-    # Parameters that are parts of one buffer, by address.
-    together: list[list[int]]
+    # Addresses of parameters that share one buffer, group by group.
+    shared_buffers: list[list[int]]
+    # The names of parameters by address.
     names: dict[int, str]
     loss: Node
+    # How many arrays are parameters, gradients and moments, and their bytes.
     parameters: int
     gradients: int
     moments: int
@@ -64,15 +70,15 @@ class TracedStep:
     moment_bytes: int
     rows: int
     length: int
-    # The arrays behind the nodes: addresses are theirs for as long as they exist.
+    # The arrays behind the nodes, held here because an address is valid only while its array exists.
     arrays: list[mx.array]
-    # A tower that does not train runs by itself, on one frame after another, and what it reads.
+    # A vision tower that does not train runs before the step, one frame at a time; `tower_reads` are its inputs.
     tower: Phase | None = None
     tower_reads: list[Node] = field(default_factory=list)
 
 
 def blank_batch(rows: int, length: int, packed: bool) -> Batch:
-    """A batch of that shape; what is in it does not matter."""
+    """A batch of this shape, whose content does not matter."""
     shape = (rows, length)
     segments = np.zeros(shape, np.int32) if packed else None
     ones = np.ones(shape, np.float32)
@@ -88,18 +94,27 @@ def build(
     layout: ArrayLayout,
     shapes: ImageShapes | None = None,
 ) -> TracedStep:
-    """The graphs of one iteration of the prepared `model` on `rows` rows of `length` tokens, with images of `shapes`.
+    """Build the graphs of one training iteration; the model is left unchanged.
 
-    The model comes out as it went in. Raises UserError for options that do not fit.
+    Args:
+        model: the prepared model.
+        config: the run.
+        rows: rows of the batch.
+        length: tokens of a row.
+        layout: how the loaded MLX stores its arrays.
+        shapes: the shapes of the batch's images; None for text.
+
+    Raises:
+        UserError: the options of `config` contradict one another or the model.
     """
     with _as_trained(model, config) as loss_function:
         optimizer = build_optimizer(config)
         step = build_step(model, optimizer, loss_function, config, World())
-        # Copies, here and below: an update of experts writes new values into the arrays themselves.
+        # `_leaves` copies, since an update of experts writes new values into the arrays themselves.
         before, moments = _leaves(model.trainable_parameters()), _leaves(optimizer.state)
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
-        joined, together = step.joined, _together(step, model, layout)
+        joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
         given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), get_key()]
 
         batch, features = _batch(model, step, blank_batch(rows, length, config.pack), shapes)
@@ -110,30 +125,34 @@ def build(
         second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm]
         second += _leaves(experts) if experts else []
 
-        there = _addresses(layout, given)
-        one = read(layout, first, there)
-        evaluated = there | {node.address for node in all_nodes(one)}
-        # Arrays that pass through unchanged are made by no phase.
-        two = [node for node in read(layout, second, evaluated) if node.kind]
-        data = there | _addresses(layout, _leaves(batch))
-        held = read(layout, [*given, *_leaves(batch)], data) + _constants(one, data) + _constants(two, evaluated)
-        # The trainer keeps neither: its arrays live until the graph has read them.
-        gone = [layout.address(array) for array in [*_leaves(sums), *_leaves(batch)]]
-        phases = [_phase("forward and backward", one, gone)]
-        # Where experts wait, the trainer holds the gradients until the first evaluation of the update is done.
-        given_up = [*before, *joined, *moments, *([] if experts else _leaves(gradients))]
-        phases.append(_phase("update", two, _replaced(layout, given_up, second)))
+        existing = _addresses(layout, given)
+        loss_nodes = read(layout, first, existing)
+        evaluated = existing | {node.address for node in all_nodes(loss_nodes)}
+        # Arrays that pass through unchanged have no kind: no phase makes them.
+        update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
+        data = existing | _addresses(layout, _leaves(batch))
+        held = (
+            read(layout, [*given, *_leaves(batch)], data)
+            + _constants(loss_nodes, data)
+            + _constants(update_nodes, evaluated)
+        )
+        # The trainer refers to neither sums nor batch, so they live only until the graph has read them.
+        dropped = [layout.address(array) for array in [*_leaves(sums), *_leaves(batch)]]
+        phases = [_phase("forward and backward", loss_nodes, dropped)]
+        # With an update of experts to follow, the trainer holds the gradients until the first evaluation is done.
+        replaced = [*before, *joined, *moments, *([] if experts else _leaves(gradients))]
+        phases.append(_phase("update", update_nodes, _replaced(layout, replaced, second)))
         third: list[mx.array] = []
         if experts is not None:
             step.finish_update(experts._replace(touched=_every_expert(experts)))
             third = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state)]
-            gone = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm])
-            evaluated |= _addresses(layout, second) | {node.address for node in all_nodes(two)}
-            phases.append(_experts_phase(layout, third, evaluated, gone))
-        tower, tower_reads = _tower_phase(layout, features, there)
+            dropped = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm])
+            evaluated |= _addresses(layout, second) | {node.address for node in all_nodes(update_nodes)}
+            phases.append(_experts_phase(layout, third, evaluated, dropped))
+        tower, tower_reads = _tower_phase(layout, features, existing)
     return TracedStep(
-        phases, held, together, names, one[0], len(names) - sum(len(group) - 2 for group in together),
-        len(_leaves(gradients)), len(moments),
+        phases, held, shared_buffers, names, loss_nodes[0],
+        len(names) - sum(len(group) - 2 for group in shared_buffers), len(_leaves(gradients)), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
         rows, length, [*given, *first, *second, *third, *_leaves(batch), *features],
@@ -141,16 +160,16 @@ def build(
     )  # fmt: skip
 
 
-def _phase(name: str, outputs: list[Node], gone: list[int]) -> Phase:
-    """The evaluation of `outputs`, after which nothing holds the arrays at the addresses `gone`."""
-    return Phase(name, outputs, evaluation_order(outputs, int(os.environ.get(_WIDTH, "20"))), gone)
+def _phase(name: str, outputs: list[Node], dropped: list[int]) -> Phase:
+    """The evaluation of `outputs`; nothing but the graph refers to the arrays at the addresses `dropped`."""
+    return Phase(name, outputs, evaluation_order(outputs, int(os.environ.get(_WIDTH, "20"))), dropped)
 
 
-def _experts_phase(layout: ArrayLayout, outputs: list[mx.array], values: set[int], gone: list[int]) -> Phase:
-    """The update of experts by itself, after the other's evaluation."""
+def _experts_phase(layout: ArrayLayout, outputs: list[mx.array], values: set[int], dropped: list[int]) -> Phase:
+    """The update of experts, which follows the evaluation of the other parameters' update."""
     nodes = read(layout, outputs, values)
     made = _constants(nodes, values)
-    phase = _phase("update of experts", nodes, [*gone, *(node.address for node in made)])
+    phase = _phase("update of experts", nodes, [*dropped, *(node.address for node in made)])
     phase.made = made
     return phase
 
@@ -160,19 +179,19 @@ def _addresses(layout: ArrayLayout, arrays: Sequence[mx.array]) -> set[int]:
 
 
 def _every_expert(experts: ExpertGradients) -> dict[str, Any]:
-    """As if each expert had tokens: the most that an update of experts can need."""
+    """Marks every expert as touched by the step, which is the largest update that can occur."""
     return {layer: np.ones(touched.shape, bool) for layer, touched in experts.touched.items()}
 
 
-def _together(step: Step, model: nn.Module, layout: ArrayLayout) -> list[list[int]]:
-    """Addresses of each bundle of parameters and of its parts."""
+def _shared_buffers(step: Step, model: nn.Module, layout: ArrayLayout) -> list[list[int]]:
+    """For each bundle of parameters, the addresses of the bundle and of its parts."""
     at = {path: layout.address(array) for path, array in leaves(model.trainable_parameters())}
     pairs = zip(step.joined, step.bundles.all, strict=True)
     return [[layout.address(joined), *(at[path] for path in bundle.paths)] for joined, bundle in pairs]
 
 
 def _batch(model: nn.Module, step: Step, blank: Batch, shapes: ImageShapes | None) -> tuple[Arrays, list[mx.array]]:
-    """The batch's arrays, with images where some are `shapes` at, and what a tower that does not train makes of one."""
+    """The batch's arrays, with images of `shapes`, and the features that a tower that does not train makes of one."""
     features: list[mx.array] = []
     if shapes is not None:
         rows, length = blank.inputs.shape
@@ -181,25 +200,25 @@ def _batch(model: nn.Module, step: Step, blank: Batch, shapes: ImageShapes | Non
         blank.weights.reshape(-1)[: shapes.uncounted] = 0
         if step.tower is not None and shapes.frames:
             features = step.tower.frame_features(images, 0, shapes.patches)
-    return arrays(blank, step.tower and (lambda images: _of_all(features, len(images.patches)))), features
+    return arrays(blank, step.tower and (lambda images: _blank_features(features, len(images.patches)))), features
 
 
-def _tower_phase(layout: ArrayLayout, features: list[mx.array], there: set[int]) -> tuple[Phase | None, list[Node]]:
-    """The run of a tower by itself, and the nodes that it reads beside parameters."""
+def _tower_phase(layout: ArrayLayout, features: list[mx.array], existing: set[int]) -> tuple[Phase | None, list[Node]]:
+    """The evaluation of a vision tower before the step, and the nodes that it reads other than parameters."""
     if not features:
         return None, []
-    outputs = read(layout, features, there)
-    reads = [node for node in all_nodes(outputs) if not node.kind and node.address not in there]
+    outputs = read(layout, features, existing)
+    reads = [node for node in all_nodes(outputs) if not node.kind and node.address not in existing]
     return _phase("the vision tower", outputs, [node.address for node in reads]), reads
 
 
-def _of_all(features: list[mx.array], frames: int) -> dict[str, Any]:
-    """What a batch of so many frames is given of a tower that made `features` of one."""
+def _blank_features(features: list[mx.array], frames: int) -> dict[str, Any]:
+    """The blank features of `frames` frames, of a tower that made `features` of one frame."""
     if not features:
         return {}
-    whole = [mx.zeros((frames * len(each), each.shape[1]), each.dtype) for each in features]
-    mx.eval(whole)
-    return {"features": whole[0], "deep": whole[1:]}
+    blank = [mx.zeros((frames * len(each), each.shape[1]), each.dtype) for each in features]
+    mx.eval(blank)
+    return {"features": blank[0], "deep": blank[1:]}
 
 
 def _leaves(tree: Any) -> list[mx.array]:
@@ -212,16 +231,16 @@ def _replaced(layout: ArrayLayout, old: Sequence[mx.array], new: Sequence[mx.arr
 
 
 def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
-    """Values inside the graphs, which the compiled functions keep: scalars above all."""
+    """Constants inside the graphs, mostly scalars, which the compiled functions hold."""
     return [node for node in all_nodes(outputs) if not node.kind and node.address not in others]
 
 
 @contextlib.contextmanager
 def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
-    """The model as Trainer has it while it trains; afterwards as it was. Gives the loss function."""
+    """Yields the loss function; within it the model is as Trainer has it, and afterwards it is as before."""
     modes, key = [(module, module.training) for module in model.modules()], get_key()
     parameters = model.trainable_parameters()
-    # Copies: an update of experts writes new values into the model's own arrays.
+    # Copies protect the model's own arrays, into which an update of experts writes new values.
     model.update(tree_map(copy.copy, parameters))
     with training(model, config, compare=False) as trained:
         model.train()
@@ -234,21 +253,21 @@ def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
             set_key(key)
 
 
-def tower_simulated(built: TracedStep, layout: ArrayLayout) -> Simulation | None:
-    """The tower that runs before the step, where it does not train, on one frame."""
+def simulate_tower(built: TracedStep, layout: ArrayLayout) -> Simulation | None:
+    """The simulated run of the vision tower on one frame; None where no tower runs before the step."""
     if built.tower is None:
         return None
     machine = Simulation(layout, PACES[backend.device()])
-    machine.place([*built.held, *built.tower_reads], built.together)
+    machine.add_leaves([*built.held, *built.tower_reads], built.shared_buffers)
     machine.evaluate(built.tower.order, built.tower.outputs, built.tower.dropped)
     return machine
 
 
-def simulated(built: TracedStep, layout: ArrayLayout) -> Simulation:
-    """The step, run without computing, at the pace of MLX's default device."""
+def simulate_step(built: TracedStep, layout: ArrayLayout) -> Simulation:
+    """The simulated run of the step at the pace of MLX's default device."""
     machine = Simulation(layout, PACES[backend.device()])
-    machine.place(built.held, built.together)
+    machine.add_leaves(built.held, built.shared_buffers)
     for phase in built.phases:
-        machine.place(phase.made)
+        machine.add_leaves(phase.made)
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
     return machine

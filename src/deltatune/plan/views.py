@@ -1,6 +1,8 @@
-"""Primitives that compute nothing: their outputs are other views of their inputs' buffers.
+"""The primitives whose outputs are views of their inputs' buffers, and the layout that each view has.
 
-Source: mlx/backend/common/common.cpp, slicing.cpp, broadcasting.cpp. A rule returns None where a copy is needed.
+A rule returns the outputs in order, or None where MLX copies instead.
+
+Source: common.cpp, slicing.cpp and broadcasting.cpp in mlx/backend/common.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from .storage import StoredArray, contiguity, reshaped
 View = Callable[[ArrayLayout, Node, Sequence[StoredArray]], "list[StoredArray] | None"]
 
 
-def _of(
+def _view_of(
     given: StoredArray, node: Node, strides: tuple[int, ...], data_size: int, flags: tuple[bool, bool, bool]
 ) -> StoredArray:
     return StoredArray(given.buffer, node.shape, strides, node.item_size, data_size, *flags)
@@ -24,20 +26,20 @@ def _flags(given: StoredArray) -> tuple[bool, bool, bool]:
     return given.contiguous, given.row, given.column
 
 
-def _first(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    """Copy, StopGradient and Depends: outputs are the first inputs."""
+def _first_inputs(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    """The outputs of Copy, StopGradient and Depends are the first inputs."""
     outputs = node.outputs()
     return [
-        _of(one, output, one.strides, one.data_size, _flags(one))
+        _view_of(one, output, one.strides, one.data_size, _flags(one))
         for one, output in zip(given[: len(outputs)], outputs, strict=True)
     ]
 
 
-def _last(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    """CustomTransforms: outputs are the last inputs."""
+def _last_inputs(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+    """The outputs of CustomTransforms are the last inputs."""
     outputs = node.outputs()
     return [
-        _of(one, output, one.strides, one.data_size, _flags(one))
+        _view_of(one, output, one.strides, one.data_size, _flags(one))
         for one, output in zip(given[-len(outputs) :], outputs, strict=True)
     ]
 
@@ -48,20 +50,20 @@ def _broadcast(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) ->
     strides = tuple(0 if length == 1 else step for length, step in zip(one.shape, one.strides, strict=True))
     grows = node.size > one.size
     flags = (one.contiguous, one.row and not grows, one.column and not grows)
-    return [_of(one, node, (0,) * missing + strides, one.data_size, flags)]
+    return [_view_of(one, node, (0,) * missing + strides, one.data_size, flags)]
 
 
 def _expand(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     strides = list(given[0].strides)
     for axis in layout.vector(node.primitive):
         strides.insert(axis, 1)
-    return [_of(given[0], node, tuple(strides), given[0].data_size, _flags(given[0]))]
+    return [_view_of(given[0], node, tuple(strides), given[0].data_size, _flags(given[0]))]
 
 
 def _squeeze(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
     axes = set(layout.vector(node.primitive))
     strides = tuple(step for axis, step in enumerate(given[0].strides) if axis not in axes)
-    return [_of(given[0], node, strides, given[0].data_size, _flags(given[0]))]
+    return [_view_of(given[0], node, strides, given[0].data_size, _flags(given[0]))]
 
 
 def _transpose(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
@@ -71,19 +73,19 @@ def _transpose(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) ->
     if one.contiguous and one.data_size == one.size:
         _, row, column = contiguity(node.shape, strides)
         flags = (True, row, column)
-    return [_of(one, node, strides, one.data_size, flags)]
+    return [_view_of(one, node, strides, one.data_size, flags)]
 
 
 def _slice(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = given[0]
     if not node.size:
         return None
-    # mlx/primitives.h: start, end and step follow each other, each a SmallVector<int, 10> of 72 bytes.
+    # mlx/primitives.h: the members start, end and step are SmallVector<int, 10>, 72 bytes each.
     steps = layout.small_vector(node.primitive, STATE + 144)
     strides = tuple(step * every for step, every in zip(one.strides, steps, strict=True))
     data_size = 1 + sum(abs(step) * (length - 1) for step, length in zip(strides, node.shape, strict=True))
     spanned, row, column = contiguity(node.shape, strides)
-    return [_of(one, node, strides, data_size, (spanned == data_size, row, column))]
+    return [_view_of(one, node, strides, data_size, (spanned == data_size, row, column))]
 
 
 def _split(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
@@ -96,7 +98,7 @@ def _split(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> lis
             contiguous = True
         elif data_size != one.data_size:
             contiguous &= row or column
-        found.append(_of(one, output, one.strides, data_size, (contiguous, row, column)))
+        found.append(_view_of(one, output, one.strides, data_size, (contiguous, row, column)))
     return found
 
 
@@ -108,7 +110,7 @@ def _reshape(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> l
     flags = _flags(one)
     if one.row:
         flags = (one.contiguous, True, node.size <= 1 or node.size == max(node.shape))
-    return [_of(one, node, strides, one.data_size, flags)]
+    return [_view_of(one, node, strides, one.data_size, flags)]
 
 
 def _view(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
@@ -117,7 +119,7 @@ def _view(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list
     if not (before == after or (after < before and one.strides[-1] == 1) or one.row):
         return None
     strides = tuple(step * before // after for step in one.strides[:-1]) + one.strides[-1:]
-    return [_of(one, node, strides, one.data_size * before // after, _flags(one))]
+    return [_view_of(one, node, strides, one.data_size * before // after, _flags(one))]
 
 
 def _as_strided(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
@@ -125,11 +127,11 @@ def _as_strided(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -
     data_size = 1 + sum(abs(step) * (length - 1) for step, length in zip(strides, node.shape, strict=True))
     spanned, row, column = contiguity(node.shape, strides)
     contiguous = spanned == data_size and all(step >= 0 for step in strides)
-    return [_of(given[0], node, strides, data_size, (contiguous, row, column))]
+    return [_view_of(given[0], node, strides, data_size, (contiguous, row, column))]
 
 
 VIEWS: dict[str, View] = {
-    "Copy": _first, "StopGradient": _first, "Depends": _first, "CustomTransforms": _last,
+    "Copy": _first_inputs, "StopGradient": _first_inputs, "Depends": _first_inputs, "CustomTransforms": _last_inputs,
     "Broadcast": _broadcast, "BroadcastAxes": _broadcast, "ExpandDims": _expand, "Squeeze": _squeeze,
     "Transpose": _transpose, "Slice": _slice, "Split": _split, "Reshape": _reshape, "Flatten": _reshape,
     "Unflatten": _reshape, "View": _view, "AsStrided": _as_strided,

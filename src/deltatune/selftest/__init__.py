@@ -1,1 +1,1 @@
-"""One command that tries everything of deltatune on the machine at hand, and writes down what came out."""
+"""`deltatune selftest` checks every part of deltatune on this machine, and writes the results to a file."""

@@ -1,4 +1,7 @@
-"""What upstream does without deltatune's patches: refuse a gradient, or loop over tokens. Else nothing was proven."""
+"""Controls of the self-test: without deltatune's patches, upstream must refuse a gradient or loop over tokens.
+
+If upstream did neither, a passed check of the patched model would say nothing about the patches.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from ..patches import patched
 from .outcome import FAILED, PASSED, Check, Outcome
 
 _SHORT, _LONG = 64, 192
-# Operations that one more token costs a gated-delta layer: upstream's loop takes about 40 of them, ours under one.
-_LOOPS, _DOES_NOT = 20, 5
+# Operations that one more token adds per gated-delta layer: about 40 in upstream's loop, under 1 in deltatune's.
+_FEWEST_OF_A_LOOP, _MOST_OF_DELTATUNE = 20, 5
 
 
 def operations(model: nn.Module, length: int) -> int:
-    """Operations in the graph of a loss and its gradients; nothing is computed."""
+    """How many operations the graph of a loss and its gradients has on rows of `length` tokens; nothing is computed."""
     rows = mx.random.randint(7, 320, (2, length), key=mx.random.key(0))
 
     def loss(rows: mx.array) -> mx.array:
@@ -41,28 +44,31 @@ def operations(model: nn.Module, length: int) -> int:
 
 
 def growth(model: nn.Module) -> float:
-    """Operations that one more token costs each gated-delta layer of `model`."""
+    """How many operations one more token adds, per gated-delta layer of `model`."""
     layers = sum(layer.kind == "delta" for layer in describe(model))
     return (operations(model, _LONG) - operations(model, _SHORT)) / (_LONG - _SHORT) / layers
 
 
 def control(training: bool) -> Outcome:
-    """The demo's model without and with the patches, in training mode or with `model.train()` forgotten."""
+    """Compare the demo's model without and with the patches.
+
+    training: in training mode; False stands for a forgotten `model.train()`.
+    """
     model, _ = load_model(MODEL)
     model.train(training)
     try:
         alone = growth(model)
         words = f"upstream alone: {alone:.1f} operations a token and layer"
-        shown = alone > _LOOPS
+        upstream_fails = alone > _FEWEST_OF_A_LOOP
     except (RuntimeError, ValueError) as error:
-        words, shown = f"upstream alone refuses: {first_line(error)[:160]}", True
+        words, upstream_fails = f"upstream alone refuses: {first_line(error)[:160]}", True
     with patched(model):
         ours = growth(model)
     words += f"; patched: {ours:.1f} operations"
-    return Outcome(PASSED if shown and ours < _DOES_NOT else FAILED, words)
+    return Outcome(PASSED if upstream_fails and ours < _MOST_OF_DELTATUNE else FAILED, words)
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """The same whether `quick` or not."""
+    """The same checks whether `quick` or not."""
     yield Check("control: training without the patches", partial(control, True))
     yield Check("control: train() forgotten", partial(control, False))

@@ -1,4 +1,4 @@
-"""The demo from its first question to mlx-lm's answers, as one check."""
+"""Runs the whole demo as one check of the self-test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .outcome import FAILED, PASSED, Check, Outcome
 
 
 class _NotingScreen(DemoScreen):
-    """The demo's screen, which keeps the two figures of its end."""
+    """The demo's screen, which also records the accuracy before and after training."""
 
     before = after = "not reached"
 
@@ -24,7 +24,10 @@ class _NotingScreen(DemoScreen):
 
 
 def demonstrated(console: Console, **shortened: int) -> Outcome:
-    """The demo in a folder that is removed afterwards; `shortened`: options of run_demo that make it shorter."""
+    """Run the demo in a temporary folder.
+
+    shortened: options of run_demo that make it shorter.
+    """
     with tempfile.TemporaryDirectory() as folder:
         screen = _NotingScreen(console)
         code = run_demo(Path(folder) / "demo", screen=screen, **shortened)
@@ -36,6 +39,6 @@ def demonstrated(console: Console, **shortened: int) -> Outcome:
 
 
 def checks(quick: bool, console: Console) -> Iterator[Check]:
-    """Left out by `quick`: it takes two minutes."""
+    """The demo, which takes two minutes; `quick` leaves it out."""
     if not quick:
         yield Check("demo", partial(demonstrated, console))

@@ -1,4 +1,4 @@
-"""What the doctor finds, one check for each kind of finding."""
+"""Runs the doctor, with one check for each kind of finding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _STATUSES = {"absent": PASSED, "avoided": PASSED, "present": FAILED, "not run": 
 
 @cache
 def examination() -> Examination:
-    """The doctor's examination of this machine, made once."""
+    """The doctor's examination of this machine, which runs once per process."""
     return examine()
 
 
 def _kernels() -> Outcome:
-    """Trials of the implementations; one that is refused is not used, and training goes on without it."""
+    """The doctor's trials of gated_delta; a refused implementation is no failure, since training does not use it."""
     found = examination().findings
     counts = {status: sum(each.status == status for each in found) for status in dict.fromkeys(f.status for f in found)}
     wrong = [each.detail for each in found if each.wrong]
@@ -41,7 +41,7 @@ def _patches() -> Outcome:
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """The same whether `quick` or not: the doctor takes seconds."""
+    """The same checks whether `quick` or not, since the doctor takes seconds."""
     yield Check("doctor: kernels", _kernels)
     for name, _ in probes.PROBES:
         yield Check(f"doctor: {name}", partial(_fault, name))

@@ -1,4 +1,4 @@
-"""The expert block against products in float64, expert by expert, with matrices as large as those of models."""
+"""Compares the expert block with float64 products, expert by expert, at the sizes of released models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..machine import backend
 from ..ops.experts import Projection, expert_block, grouped, product_trial
 from ..ops.experts.tolerances import EXACT, NARROW_NORM, ROUNDING
 from .measure import poison, relative_norm, wide
-from .outcome import FAILED, PASSED, Check, Outcome, judged, not_run
+from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run
 
 PROJECTIONS, FACTORS = ("up", "down", "gate"), ("lora_a", "lora_b")
 _SCALE, _GROUP, _BITS = 1.5, 64, 4
@@ -23,7 +23,19 @@ _Arrays = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sizes of a block with LoRA on every projection; `packed`: its matrices in 4 bits."""
+    """The sizes of an expert block with LoRA on every projection.
+
+    Args:
+        name: the name of the check.
+        tokens: how many tokens there are.
+        top_k: how many experts each token has.
+        experts: how many experts there are.
+        outer: the width of the tokens.
+        inner: the width between the experts' projections.
+        rank: the rank of LoRA.
+        dtype: the dtype of tokens and matrices.
+        packed: whether the matrices are quantised to 4 bits.
+    """
 
     name: str
     tokens: int
@@ -36,7 +48,7 @@ class Mixture:
     packed: bool = False
 
     def drawn(self) -> tuple[_Arrays, mx.array, mx.array]:
-        """x, scores and the parameters by name; the experts of each token; and the gradient of y."""
+        """Draw x, scores and parameters by name, the experts of each token, and the cotangent of y."""
         draw = np.random.default_rng(0)
         kind = getattr(mx, self.dtype)
 
@@ -55,7 +67,7 @@ class Mixture:
 
 
 def compare(mixture: Mixture) -> Outcome:
-    """y and every gradient of the block, NaN in the memory that it writes to, against float64."""
+    """Compare y and every gradient of the block with float64; its output memory is filled with NaN beforehand."""
     arrays, indices, dy = mixture.drawn()
     stored = {name: _stored(arrays[f"{name}.weight"], mixture.packed) for name in PROJECTIONS}
     trained = {name: array for name, array in arrays.items() if not name.endswith("weight")}
@@ -88,11 +100,14 @@ def compare(mixture: Mixture) -> Outcome:
     peak = mx.get_peak_memory() - held
     exact = _truth(trained | {f"{name}.weight": stored[name][1] for name in PROJECTIONS}, indices, dy, names)
     errors = {name: relative_norm(wide(x), exact[name]) for name, x in zip(("y", *names), results, strict=True)}
-    return judged(errors, dict.fromkeys(errors, _bound(mixture)), peak_bytes=peak)
+    return compared_with_bounds(errors, dict.fromkeys(errors, _bound(mixture)), peak_bytes=peak)
 
 
 def _bound(mixture: Mixture) -> float:
-    """A sum of K products in fp32 ends about sqrt(K) roundings off; the matrices' sizes are the K here."""
+    """The largest relative error allowed: a sum of K products in fp32 is off by about sqrt(K) roundings.
+
+    K is the larger side of the matrices.
+    """
     if mixture.dtype != "float32" and backend.device() != "cpu":
         return NARROW_NORM
     sums = max(mixture.outer, mixture.inner) ** 0.5 * 2.0**-24
@@ -100,7 +115,7 @@ def _bound(mixture: Mixture) -> float:
 
 
 def _stored(weight: mx.array, packed: bool) -> tuple[dict[str, Any], mx.array]:
-    """How a projection holds its matrices, and the values that it computes with."""
+    """The arguments with which a projection gets its matrices, and the values that these stand for."""
     if not packed:
         return {"weight": weight}, weight
     small, scales, biases = mx.quantize(weight, _GROUP, _BITS)
@@ -111,7 +126,7 @@ def _stored(weight: mx.array, packed: bool) -> tuple[dict[str, Any], mx.array]:
 
 
 def _truth(arrays: _Arrays, indices: mx.array, dy: mx.array, names: list[str]) -> dict[str, np.ndarray]:
-    """y and the gradients for `names`, in float64 on the CPU: each expert on its own tokens, by autodiff."""
+    """y and the gradients for `names` in float64 on the CPU, by autodiff of each expert on its own tokens."""
     chosen = np.array(indices)
     with mx.stream(mx.cpu):
         exact = {name: array.astype(mx.float64) for name, array in arrays.items()}
@@ -121,10 +136,10 @@ def _truth(arrays: _Arrays, indices: mx.array, dy: mx.array, names: list[str]) -
             named = fixed | dict(zip(names, given, strict=True))
             y = mx.zeros(named["x"].shape, mx.float64)
             for expert in range(named["up.weight"].shape[0]):
-                tokens, places = (mx.array(each.astype(np.int32)) for each in np.nonzero(chosen == expert))
+                tokens, slots = (mx.array(each.astype(np.int32)) for each in np.nonzero(chosen == expert))
                 if tokens.size:
                     part = _expert(named, expert, named["x"][tokens])
-                    y = y.at[tokens].add(named["scores"][tokens, places][:, None] * part)
+                    y = y.at[tokens].add(named["scores"][tokens, slots][:, None] * part)
             return y
 
         outputs, gradients = mx.vjp(block, [exact[name] for name in names], [dy.astype(mx.float64)])
@@ -142,7 +157,7 @@ def _expert(arrays: _Arrays, expert: int, rows: mx.array) -> mx.array:
 
 
 def grouped_kernels() -> Outcome:
-    """Whether the kernels for rows sorted by expert pass their trial here, for the shapes that LoRA has."""
+    """Try the kernels for rows sorted by expert on the shapes that LoRA has."""
     if not grouped.supports(mx.bfloat16, 8):
         return not_run("they are for NVIDIA GPUs, Hopper or newer; MLX's own products serve here")
     refused = []
@@ -159,7 +174,7 @@ def grouped_kernels() -> Outcome:
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """The block in fp32, in bf16 and on packed matrices; and the kernels that serve some GPUs."""
+    """The block in fp32, in bf16 and with quantised matrices, then the kernels that some GPUs use."""
     sizes = (40, 2, 4, 128, 64) if quick else (512, 2, 8, 2048, 512)
     for name, dtype, packed in (("fp32", "float32", False), ("bf16", "bfloat16", False), ("4 bits", "float32", True)):
         yield Check(f"experts: {name}", partial(compare, Mixture(name, *sizes, dtype=dtype, packed=packed)))

@@ -1,6 +1,6 @@
-"""The gated delta recurrence and its reverse pass in float64 NumPy: what the tests and the self-test measure against.
+"""The gated delta recurrence and its backward pass in float64 NumPy, the reference of the tests and the self-test.
 
-It is written apart from the operator and imports nothing of it. All arguments are NumPy arrays in the shapes of
+It is independent of the operator, of which it imports nothing. All arguments are NumPy arrays in the shapes of
 `gated_delta`.
 """
 
@@ -12,7 +12,16 @@ INPUTS = ("q", "k", "v", "log_g", "beta", "initial_state")
 
 
 def recurrence(inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict:
-    """{"y", "state"} and the gradients of INPUTS for the cotangents dy [B,T,Hv,Dv] and dstate [B,Hv,Dv,Dk]."""
+    """Compute the outputs and the gradients of the recurrence in float64.
+
+    Args:
+        inputs: the arrays named in INPUTS, and `mask` and `segments` where there are any.
+        dy: the cotangent of y, [B, T, Hv, Dv].
+        dstate: the cotangent of the final state, [B, Hv, Dv, Dk].
+
+    Returns:
+        `y`, `state` (the final one) and, by the name of each input, its gradient.
+    """
     repeats = inputs["v"].shape[2] // inputs["k"].shape[2]
     wide = {name: np.asarray(inputs[name], np.float64) for name in INPUTS}
     wide["q"], wide["k"] = (np.repeat(wide[name], repeats, axis=2) for name in ("q", "k"))

@@ -1,4 +1,4 @@
-"""Each implementation of gated_delta against the recurrence in float64, at the sizes of models."""
+"""Compares each implementation of gated_delta with the recurrence in float64, at the sizes of released models."""
 
 from __future__ import annotations
 
@@ -16,16 +16,27 @@ from ..ops.gated_delta.machine_trial import Implementation
 from ..ops.gated_delta.tolerances import EASY, FUSED_NORM, fused_bf16_norm
 from .float64_recurrence import INPUTS, recurrence
 from .measure import poison, relative_norm, wide
-from .outcome import FAILED, NOT_RUN, Check, Outcome, judged, not_run
+from .outcome import FAILED, NOT_RUN, Check, Outcome, compared_with_bounds, not_run
 
 NAMES = ("y", "state", *INPUTS)
-# By head: q and k have key heads, the rest have value heads; a state has its heads on the second axis.
+# q and k have key heads and all other arrays value heads; a state has its heads on the second axis.
 _OF_KEYS, _STATES = ("q", "k"), ("state", "initial_state")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of gated_delta: its sizes, its dtype, one gate per head or per channel, masked documents or one text."""
+    """The sizes and the kind of a call of gated_delta with one row.
+
+    Args:
+        name: the workload's name.
+        length: tokens.
+        key_heads: heads of q and k.
+        value_heads: heads of v.
+        head_size: the size of every head.
+        dtype: the dtype of q, k and v.
+        per_channel: one gate per channel instead of one per head.
+        documents: several documents and a mask, instead of one text.
+    """
 
     name: str
     length: int
@@ -37,7 +48,7 @@ class Workload:
     documents: bool = False
 
     def arrays(self) -> dict[str, Any]:
-        """fp32 arguments; in bf16, those that a model hands over in bf16 are rounded to it. Some gates are 0."""
+        """Draw the arguments in fp32, some gates among them 0; those that a model has in bf16 are rounded to it."""
         draw = np.random.default_rng(0)
         keys = (1, self.length, self.key_heads, self.head_size)
         values = (1, self.length, self.value_heads, self.head_size)
@@ -69,11 +80,11 @@ class Workload:
         return np.array(mx.array(exact).astype(self.kind_of(name)).astype(mx.float32))
 
     def kind_of(self, name: str) -> mx.Dtype:
-        """The dtype of an argument: a model hands over fp32 gates and states."""
+        """The dtype of the argument `name`; models have gates and states in fp32."""
         return getattr(mx, self.dtype) if name in ("q", "k", "v", "dy") else mx.float32
 
     def differentiated(self, function: Implementation, arrays: dict[str, Any]) -> list[mx.array]:
-        """y, the final state and the gradients that `function` gives for `arrays`, evaluated."""
+        """y, the final state and the gradients that `function` computes from `arrays`, evaluated."""
         constants = {name: None if arrays[name] is None else mx.array(arrays[name]) for name in ("mask", "segments")}
         given = {name: mx.array(arrays[name]).astype(self.kind_of(name)) for name in (*INPUTS, "dy", "dstate")}
         primals, cotangents = [given[name] for name in INPUTS], [given["dy"], given["dstate"]]
@@ -87,7 +98,10 @@ class Workload:
         return results
 
     def corner(self, name: str, x: Any) -> Any:
-        """Of x, the first and the last key head, with their value heads: heads do not know of one another."""
+        """The part of `x` that belongs to the first and the last key head and to their value heads.
+
+        Heads are independent of one another, so a comparison of these heads needs no others.
+        """
         if x is None or name in ("mask", "segments"):
             return x
         heads = np.array(sorted({0, self.key_heads - 1}))
@@ -97,11 +111,12 @@ class Workload:
         return np.take(x, heads, axis=1 if name in (*_STATES, "dstate") else 2)
 
 
+# Arguments, exact results of the corner, and the errors of deltatune's own reference there.
 Truth = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, float]]
 
 
 def truth_of(workload: Workload) -> Truth:
-    """The arguments; the truth for their corner; and the error there of `chunk` on a CPU (in bf16, of `naive`)."""
+    """The arguments, the exact results for their corner, and the errors there of `chunk` (bf16: `naive`) on the CPU."""
     arrays = workload.arrays()
     few = {name: workload.corner(name, x) for name, x in arrays.items()}
     exact = recurrence(few, few["dy"], few["dstate"])
@@ -113,16 +128,19 @@ def truth_of(workload: Workload) -> Truth:
 
 
 def bounds(workload: Workload, peers: dict[str, float], fused: bool) -> dict[str, float]:
-    """What each error may be (ops/gated_delta/tolerances.py); `fused`: what the fused kernels promise in fp32."""
+    """The largest error allowed for each result, from ops/gated_delta/tolerances.py.
+
+    fused: use the bounds of the fused kernels in fp32.
+    """
     if workload.dtype != "float32":
         return {name: fused_bf16_norm(peers[name]) for name in NAMES}
     return {name: max(FUSED_NORM, peers[name]) if fused else EASY for name in NAMES}
 
 
 def errors(function: Implementation, workload: Workload, truth: Truth) -> dict[str, float]:
-    """`function` on the whole workload, NaN in the memory that it writes to, against the truth for the corner."""
+    """The errors in the corner of `function` on the whole workload; NaN fills its output memory beforehand."""
     arrays, exact, _ = truth
-    # Once for the sizes of the outputs, and for whatever is made only once.
+    # The first call gives the sizes of the outputs, and makes whatever is made only once.
     poison(workload.differentiated(function, arrays))
     results = workload.differentiated(function, arrays)
     found = {}
@@ -133,15 +151,15 @@ def errors(function: Implementation, workload: Workload, truth: Truth) -> dict[s
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """One for each implementation and workload; the truth of a workload is computed once."""
+    """One check for each implementation and workload; the exact results of a workload are computed once."""
     for workload in workloads(quick):
-        kept: list[Truth] = []
+        cached: list[Truth] = []
         for name in ("chunk", "fused", "native"):
-            yield Check(f"gated delta, {name}: {workload.name}", partial(_check, name, workload, kept))
+            yield Check(f"gated delta, {name}: {workload.name}", partial(_check, name, workload, cached))
 
 
 def workloads(quick: bool) -> list[Workload]:
-    """Heads of released models; `quick`: few and small ones."""
+    """The workloads, with the heads of released models; `quick` makes them few and small."""
     length, size = (70, 32) if quick else (300, 128)
     few = 2 if quick else 16
     return [
@@ -152,7 +170,7 @@ def workloads(quick: bool) -> list[Workload]:
     ]
 
 
-def _check(name: str, workload: Workload, kept: list[Truth]) -> Outcome:
+def _check(name: str, workload: Workload, cached: list[Truth]) -> Outcome:
     function: Callable[..., Any] = gated_delta_chunk
     if name != "chunk":
         if backend.device() == "cpu":
@@ -166,17 +184,14 @@ def _check(name: str, workload: Workload, kept: list[Truth]) -> Outcome:
         assert candidate.checked is not None
         trial = machine_trial.again(name, candidate.checked, candidate.shape)
         if not trial.passed:
-            # MLX's own operator is not ours to mend, and one that fails its trial is not used.
+            # deltatune cannot repair MLX's own operator, and does not use it where it fails its trial.
             return not_run(str(trial)) if name == "native" else Outcome(FAILED, str(trial))
         function = candidate.function
-    if not kept:
-        kept.append(truth_of(workload))
-    outcome = judged(errors(function, workload, kept[0]), bounds(workload, kept[0][2], name == "fused"))
+    if not cached:
+        cached.append(truth_of(workload))
+    allowed = bounds(workload, cached[0][2], name == "fused")
+    outcome = compared_with_bounds(errors(function, workload, cached[0]), allowed)
     if outcome.status == FAILED and name == "native" and name not in backend.gated_delta_candidates()[0]:
-        return Outcome(
-            NOT_RUN,
-            f"MLX's own operator is off ({outcome.detail}), and serves nothing here",
-            outcome.errors,
-            outcome.bounds,
-        )
+        words = f"MLX's own operator is off ({outcome.detail}), and serves nothing here"
+        return Outcome(NOT_RUN, words, outcome.errors, outcome.bounds)
     return outcome

@@ -1,4 +1,4 @@
-"""How far a result is from the truth, and memory that shows what a kernel does not write."""
+"""Measures the error of a result, and fills memory with NaN so that elements which a kernel leaves out are seen."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
-# Sizes of freed memory that MLX hands out again, in fp32 numbers: 2^4 to 2^22.
+# MLX reuses freed buffers by size; these are the sizes filled with NaN, as powers of two of fp32 numbers.
 _POWERS = range(4, 23)
 
 
 def relative_norm(found: np.ndarray, truth: np.ndarray) -> float:
-    """The norm of the error over the norm of the truth; infinite where `found` has another shape or is not finite.
+    """The norm of the error divided by the norm of the truth.
 
-    Where the truth is zero throughout, only zero is right.
+    It is infinite where `found` has another shape or is not finite, and where `truth` is zero but `found` is not.
     """
     if found.shape != truth.shape or not np.isfinite(found).all():
         return float("inf")
@@ -25,15 +25,15 @@ def relative_norm(found: np.ndarray, truth: np.ndarray) -> float:
 
 
 def wide(array: mx.array) -> np.ndarray:
-    """The numbers of `array` in float64."""
+    """The numbers of `array` as a float64 NumPy array."""
     return np.array(array.astype(mx.float32), dtype=np.float64)
 
 
 def poison(like: Iterable[mx.array] = ()) -> None:
-    """Fill memory with NaN and free it, so that the arrays that MLX makes next hold NaN where nothing is written.
+    """Fill memory with NaN and free it, so that MLX's next arrays hold NaN wherever nothing is written.
 
     Args:
-        like: arrays whose sizes the next results will have; other sizes are covered by powers of two.
+        like: arrays of the sizes that the next results will have; powers of two are filled in any case.
     """
     shapes = [(each.shape, each.dtype) for each in like if mx.issubdtype(each.dtype, mx.floating)]
     mx.clear_cache()

@@ -1,4 +1,4 @@
-"""One thing that the self-test tries, and what came out of it."""
+"""A check of the self-test, and its outcome."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..errors import first_line
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
-# What MLX and upstream's classes raise where something does not run here; the other checks still have their turn.
+# The exceptions of MLX and upstream's classes where something does not run here; the remaining checks still run.
 FAILURES = (RuntimeError, ValueError, OSError, TypeError, AttributeError, LookupError, ImportError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found.
+    """The outcome of a check.
 
     Args:
         status: `passed`, `failed` or `not run`.
         detail: a sentence for a person.
         errors: what was measured, by name; relative norms where the check does not say otherwise.
-        bounds: what each of them may be at most.
-        facts: other figures for the record.
+        bounds: the largest value allowed for each of them.
+        facts: other figures for the file.
     """
 
     status: str
@@ -34,20 +34,20 @@ class Outcome:
 
     @property
     def worst(self) -> str | None:
-        """The name of the error that comes nearest to its bound, or goes furthest beyond it."""
+        """The name of the error that is largest relative to its bound; None where nothing was measured."""
         return max(self.errors, key=lambda name: self.errors[name] / self.bounds[name], default=None)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check by name, and what runs it."""
+    """A check: its name and the function that runs it."""
 
     name: str
     run: Callable[[], Outcome]
 
 
 def attempt(check: Check) -> Outcome:
-    """The outcome of `check`; failed, with the error's words, where it raises."""
+    """Run `check`; where it raises, the outcome is failed, with the error's words."""
     try:
         return check.run()
     except FAILURES as error:
@@ -55,15 +55,15 @@ def attempt(check: Check) -> Outcome:
 
 
 def not_run(reason: str) -> Outcome:
-    """The outcome of a check that has nothing to try here."""
+    """The outcome of a check that does not apply to this machine or installation."""
     return Outcome(NOT_RUN, reason)
 
 
-def judged(errors: dict[str, float], bounds: dict[str, float], **facts: Any) -> Outcome:
-    """Passed where each error is at most its bound; the detail names the one nearest to it."""
-    # Written so that NaN fails.
+def compared_with_bounds(errors: dict[str, float], bounds: dict[str, float], **facts: Any) -> Outcome:
+    """The outcome of a comparison, which passes where each error is at most its bound; the detail names the worst."""
+    # The comparison is written so that an error of NaN fails.
     passed = all(errors[name] <= bounds[name] for name in errors)
     outcome = Outcome(PASSED if passed else FAILED, "", errors, bounds, facts)
     name = outcome.worst
-    assert name is not None, "something was measured"
+    assert name is not None, "at least one error was measured"
     return Outcome(outcome.status, f"{name} {errors[name]:.1e} of {bounds[name]:.1e}", errors, bounds, facts)

@@ -1,4 +1,4 @@
-"""The passes around the recurrence against MLX's operations in float64, at the sizes of a model's step."""
+"""Compares the pointwise passes around the recurrence with MLX's operations in float64, at the sizes of a model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..ops.pointwise.joining import end_to_end
 from ..ops.pointwise.pass_launch import Execute, Pass
 from ..ops.pointwise.rows import sum_rows, take_rows
 from .measure import poison, relative_norm, wide
-from .outcome import Check, Outcome, judged, not_run
+from .outcome import Check, Outcome, compared_with_bounds, not_run
 
-# Relative norms. A rounding to bf16 costs 1.7e-3; parameters' gradients go through MLX's operations in bf16, up to nine
-# roundings one after another, which add up to their root.
+# Bounds on relative norms. A rounding to bf16 costs 1.7e-3. Gradients of parameters pass up to nine such roundings in
+# MLX's operations, and independent roundings add up to the square root of their number.
 BOUNDS = {mx.float32: 1e-6, mx.bfloat16: 3 * 1.7e-3}
 Shapes = list[tuple[int, ...]]
 _EPS = 1e-6
@@ -35,27 +35,31 @@ def inverse_rms(x: mx.array, eps: float) -> mx.array:
 def reference_gates(
     a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, largest_beta: float = 1.0
 ) -> tuple[mx.array, mx.array]:
-    """`gates` by its definition, in float64."""
+    """The definition of `gates`, in float64."""
     return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.zeros((), mx.float64)), largest_beta * mx.sigmoid(b)
 
 
 def reference_conv(x: mx.array, weight: mx.array, length: int, owner: np.ndarray | None) -> mx.array:
-    """`conv_silu` as sums over taps; `owner` [T] says whose each token is, where no tap reaches across a change."""
+    """The definition of `conv_silu` as a sum over taps, in float64.
+
+    owner: [T], the document of each token; no tap reaches into another document.
+    """
     taps = weight.shape[1]
     total = mx.zeros((x.shape[0], length, x.shape[2]), mx.float64)
     for tap in range(taps):
-        kept = np.ones(length)
+        same_document = np.ones(length)
         if owner is not None:
             before = np.maximum(0, np.arange(length) - (taps - 1 - tap))
-            kept = (owner[before] == owner).astype(np.float64)
-        # mx.array makes float32 of NumPy's float64; zeros and ones stay what they are.
-        total = total + x[:, tap : tap + length] * weight[:, tap] * mx.array(kept).astype(mx.float64)[:, None]
+            same_document = (owner[before] == owner).astype(np.float64)
+        # mx.array turns NumPy's float64 into float32, in which zeros and ones are exact.
+        inside = mx.array(same_document).astype(mx.float64)
+        total = total + x[:, tap : tap + length] * weight[:, tap] * inside[:, None]
     return total * mx.sigmoid(total)
 
 
 @dataclass(frozen=True)
 class PointwiseCase:
-    """A pass by name, the same function in float64, and the shapes of its arguments."""
+    """A pass by name, its definition for float64, and the shapes of its arguments."""
 
     name: str
     ours: Callable[..., Any]
@@ -64,7 +68,7 @@ class PointwiseCase:
 
 
 def cases(quick: bool) -> list[PointwiseCase]:
-    """Every pass that has a gradient; `quick`: few elements."""
+    """Every pass that has a gradient; `quick` makes the arrays small."""
     rows, heads, width = (6, 4, 64) if quick else (4096, 32, 128)
     batch, length, channels, taps = (2, 19, 24, 4) if quick else (2, 2048, 2048, 4)
     owner = np.arange(length) // 7 if quick else np.arange(length) // 300
@@ -93,7 +97,7 @@ def cases(quick: bool) -> list[PointwiseCase]:
 
 
 def compare(case: PointwiseCase, dtype: mx.Dtype, execute: Execute = Pass.run) -> Outcome:
-    """Outputs and gradients of one pass, NaN in the memory that it writes to, against float64 on the CPU."""
+    """Compare outputs and gradients of one pass with float64 on the CPU; NaN fills its output memory beforehand."""
     keys = mx.random.split(mx.random.key(3), len(case.shapes))
     arrays = [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(case.shapes, keys, strict=True)]
     ours = _listed(partial(case.ours, execute=execute))
@@ -114,7 +118,7 @@ def compare(case: PointwiseCase, dtype: mx.Dtype, execute: Execute = Pass.run) -
         exact = [np.array(array) for array in (*outputs, *gradients)]
     names = [f"output {i}" for i in range(len(first))] + [f"gradient {i}" for i in range(len(arrays))]
     errors = {name: relative_norm(wide(x), truth) for name, x, truth in zip(names, results, exact, strict=True)}
-    return judged(errors, dict.fromkeys(names, BOUNDS[dtype]))
+    return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[dtype]))
 
 
 def _listed(function: Callable[..., Any]) -> Callable[..., list[mx.array]]:
@@ -126,7 +130,7 @@ def _listed(function: Callable[..., Any]) -> Callable[..., list[mx.array]]:
 
 
 def rows_and_joins(quick: bool, execute: Execute = Pass.run) -> Outcome:
-    """Rows by number, weighted sums of rows, and arrays end to end: none of them has a gradient."""
+    """Compare the passes without a gradient with NumPy: rows by index, weighted sums of rows, and joined arrays."""
     tokens, top_k, width = (30, 3, 24) if quick else (2048, 8, 2048)
     keys = mx.random.split(mx.random.key(1), 3)
     x = mx.random.normal((tokens * top_k, width), key=keys[0])
@@ -147,11 +151,11 @@ def rows_and_joins(quick: bool, execute: Execute = Pass.run) -> Outcome:
     exact = [rows.reshape(-1, width), (rows * wide(weights)[..., None]).sum(axis=1), joined]
     names = ("rows taken", "rows combined", "end to end")
     errors = {name: relative_norm(one, truth) for name, one, truth in zip(names, found, exact, strict=True)}
-    return judged(errors, dict.fromkeys(names, BOUNDS[mx.float32]))
+    return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[mx.float32]))
 
 
 def adam(quick: bool) -> Outcome:
-    """A step of AdamW, its parameter and moments, against the formula in float64."""
+    """Compare the parameter and the moments of a step of AdamW with the formula in float64."""
     optimizer = mlx.optimizers.AdamW(0.1, bias_correction=True)
     optimizer.state["step"] = mx.array(3)
     step = AdamStep.of(optimizer, mx.array(0.5), mx.array(True))
@@ -171,14 +175,14 @@ def adam(quick: bool) -> Outcome:
     moved = rate / first * m64 / (np.sqrt(v64 / second) + optimizer.eps)
     exact = {"parameter": p * (1 - rate * optimizer.weight_decay) - moved, "m": m64, "v": v64}
     errors = {name: relative_norm(wide(x), exact[name]) for name, x in zip(exact, found, strict=True)}
-    return judged(errors, dict.fromkeys(exact, BOUNDS[mx.float32]))
+    return compared_with_bounds(errors, dict.fromkeys(exact, BOUNDS[mx.float32]))
 
 
 _ON_CUDA = "these passes are for CUDA; MLX's operations serve here"
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """Each pass in fp32 and bf16, and those without a gradient."""
+    """Each pass with a gradient in fp32 and in bf16, then those without."""
     for case in cases(quick):
         for dtype in BOUNDS:
             name = f"passes: {case.name}, {'fp32' if dtype == mx.float32 else 'bf16'}"

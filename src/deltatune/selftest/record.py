@@ -1,4 +1,4 @@
-"""The file that the self-test leaves, and the line of docs/hardware.md that is made of it."""
+"""Writes the self-test's file, and formats the row for docs/hardware.md from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome
 from .times import LOOP, NATIVE, OURS, Timing
 
 FILE = "deltatune-selftest.json"
-# Variables that change what is computed, or how fast: MLX's, deltatune's, and those of Metal's validation layers.
+# Environment variables that change results or speed: of MLX, deltatune, Metal's validation layers and BLAS.
 _VARIABLES = ("MLX_", "DELTATUNE_", "MTL_", "METAL_", "OPENBLAS_", "OMP_")
 HEADER = (
     "machine",
@@ -34,7 +34,7 @@ HEADER = (
 
 
 class SelftestRecord:
-    """What is known so far; written after every check, so that a machine that stops leaves what it had."""
+    """The results so far. They are written after every check, so that a machine that crashes leaves a file."""
 
     def __init__(self, path: Path, quick: bool):
         self.path = path
@@ -56,14 +56,14 @@ class SelftestRecord:
         }
 
     def add(self, section: str, check: Check, outcome: Outcome, seconds: float) -> None:
-        """Note the outcome of a check, and write everything."""
+        """Add the outcome of a check, and write the file."""
         self.content["checks"].append(
             {"section": section, "name": check.name} | asdict(outcome) | {"seconds": round(seconds, 2)}
         )
         self.write()
 
     def finish(self, seconds: float) -> None:
-        """Note that the last check is done, with what the doctor found in full."""
+        """Add the doctor's full findings and the verdict after the last check, and write the file."""
         self.content |= {"doctor": asdict(examination()), "finished": True, "seconds": round(seconds, 1)}
         self.content["times"] = [asdict(timing) for timing in self.timings]
         self.content["verdict"] = PASSED if self.passed else FAILED
@@ -71,8 +71,8 @@ class SelftestRecord:
         self.write()
 
     def write(self) -> None:
-        """Put the file in place; OSError where it cannot be written."""
-        # A home folder's name is nobody's business, and an error that is no number stands as a string.
+        """Write the file in one move; raises OSError where that fails."""
+        # The name of the home folder is private. JSON has no infinity and no NaN, so they become strings.
         text = json.dumps(_plain(self.content), indent=1, allow_nan=False).replace(str(Path.home()), "~")
         atomic_files.write(self.path, (text + "\n").encode())
 
@@ -81,7 +81,7 @@ class SelftestRecord:
         return not self.count(FAILED)
 
     def count(self, status: str) -> int:
-        """How many checks ended so."""
+        """How many checks have this status."""
         return _count(self.content, status)
 
 
@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
 
 
 def hardware_line(content: dict[str, Any]) -> str:
-    """The row of a record in docs/hardware.md: machine, versions, how the checks ended, times of the longest call."""
+    """The row for docs/hardware.md: machine, versions, outcomes of the checks, and times of the longest call."""
     facts, versions = content["machine"], content["versions"]
     device = facts["chip"] if content["device"] == "cpu" else facts["device"]
     counts = [f"{_count(content, PASSED)} passed"]
@@ -120,7 +120,7 @@ def hardware_line(content: dict[str, Any]) -> str:
 
 
 def _longest(times: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """The longest size at which ours and another were measured (else ours alone): times and peaks, in words."""
+    """Name, times and peaks of the longest size, preferring sizes at which several implementations were measured."""
     measured = [each for each in times if each["milliseconds"] is not None]
     lengths = {each["size"]: each["tokens"] for each in measured}
     counted = [(sum(each["size"] == size for each in measured) > 1, lengths[size], size) for size in lengths]

@@ -1,4 +1,4 @@
-"""Thirty training steps of each family, against what transformers and PEFT did with the same start."""
+"""Replays thirty training steps of each family that transformers and PEFT ran from the same start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import first_line
 from ..machine import backend
-from .outcome import Check, Outcome, judged, not_run
+from .outcome import Check, Outcome, compared_with_bounds, not_run
 from .parity import cases, ours, recording, vision
 
 _BOUNDS = {
@@ -17,17 +17,19 @@ _BOUNDS = {
     "first gradients": cases.GRADIENT_TOLERANCE,
     "final adapters": cases.ADAPTER_TOLERANCE,
 }
-# The adapters' kinds, and both kinds of gate.
+# LoRA, QLoRA and DoRA, and both kinds of gate.
 _QUICK = ("qwen3_5_moe", "kimi_linear-4bit", "olmo_hybrid-dora")
 
 
 def compared(name: str, case: Any, run: Callable[..., cases.ParityRun]) -> Outcome:
-    """The replay of the recording `name` by `run`, and how far it ends from the recorded run."""
+    """Replay the recording `name` through `run`, and compare the result with the recorded run."""
     reference = recording.read(name)
     adapters = cases.initial_adapters(reference.targets)
     found = reference.compare(run(case, reference.config, reference.weights(case), adapters))
     errors = {"loss": found.loss, "first gradients": found.gradient, "final adapters": found.adapter}
-    return judged(errors, _BOUNDS, step=found.step, gradient_of=found.gradient_of, adapter_of=found.adapter_of)
+    return compared_with_bounds(
+        errors, _BOUNDS, step=found.step, gradient_of=found.gradient_of, adapter_of=found.adapter_of
+    )
 
 
 def _text(name: str, case: cases.ParityCase) -> Outcome:
@@ -48,7 +50,7 @@ def _vision(name: str, case: vision.VisionCase) -> Outcome:
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """One for each recording; `quick`: one for each kind of adapter."""
+    """One check for each recording; `quick` runs one for each kind of adapter."""
     for name, case in cases.CASES.items():
         if not quick or name in _QUICK:
             yield Check(f"parity: {name}", partial(_text, name, case))

@@ -1,4 +1,4 @@
-"""The whole self-test: every check in turn, each printed and kept as it ends."""
+"""Runs the whole self-test: one check after another, each printed and recorded when it ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from .sections import sections
 
 
 def run_selftest(quick: bool = False, console: Console | None = None) -> int:
-    """Try everything on this machine; returns 0 where no check failed, else 1.
+    """Run every check on this machine, and write deltatune-selftest.json to the current folder.
 
     Args:
-        quick: small sizes, a replay for each kind of adapter, no demo: some twenty seconds.
+        quick: use small sizes, one replay for each kind of adapter and no demo; this takes about twenty seconds.
         console: where to print; the terminal by default.
 
-    Writes deltatune-selftest.json in the current folder. UserError where it cannot be written.
+    Returns:
+        The exit code: 0 where no check failed, else 1.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     console = console or Console(highlight=False)
     started = time.perf_counter()

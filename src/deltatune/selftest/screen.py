@@ -1,4 +1,4 @@
-"""What a person sees of the self-test: a line a check as it ends, a table of times, the verdict."""
+"""Prints the self-test: a line for each check when it ends, a table of times, and the verdict."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ _MARKS = {PASSED: ("✓", "green"), FAILED: ("✗", "bold red"), NOT_RUN: ("–"
 
 
 class SelftestScreen:
-    """Prints to `console`, and shows what is going on where that is a terminal."""
+    """Prints to `console`, and shows the running check where that is a terminal."""
 
     def __init__(self, console: Console):
         self.console = console
 
     def start(self, facts: dict[str, str], versions: dict[str, str], path: str) -> None:
-        """The first lines: what this machine is, and where the record goes."""
+        """Print the first lines: facts about this machine, and the path of the file."""
         for name, value in (facts | {"versions": ", ".join(f"{n} {v}" for n, v in versions.items())}).items():
             self.console.print(Text(f"{name:>10}  ", style="dim").append(value, style="not dim"))
         self.console.print(Text(f"{'record':>10}  ", style="dim").append(path, style="not dim"))
 
     def section(self, title: str) -> None:
-        """Begin a section."""
+        """Print a section's title."""
         self.console.print()
         self.console.print(Text(title, style="bold"))
 
     def working(self, check: Check) -> AbstractContextManager:
-        """A spinner beside the check's name; nothing where the output is no terminal, or the check prints itself."""
+        """A spinner beside the check's name; nothing where the output is no terminal, or where the check prints."""
         if not self.console.is_terminal or check.name == "demo":
             return nullcontext()
         return self.console.status(Text(f"{check.name} …", style="dim"))
 
     def outcome(self, check: Check, outcome: Outcome, seconds: float) -> None:
-        """The line of a check."""
+        """Print the line of a check."""
         sign, style = _MARKS[outcome.status]
         text = Text.assemble((f"{sign} ", style), check.name)
         text.append(f"  {outcome.detail}", style="red" if outcome.status == FAILED else "dim")
         self.console.print(text.append(f"  {seconds:.1f} s", style="dim"))
 
     def times(self, timings: list[Timing]) -> None:
-        """The table of times and memory."""
+        """Print the table of times and memory."""
         table = Table(box=None, padding=(0, 3, 0, 0))
         for column in ("size", "implementation", "ms a call", "peak MB"):
             right = column in ("ms a call", "peak MB")
@@ -62,13 +62,13 @@ class SelftestScreen:
         self.console.print(table)
 
     def end(self, record: SelftestRecord) -> None:
-        """The verdict, the file, and the line for docs/hardware.md."""
+        """Print the verdict, the path of the file, and the row for docs/hardware.md."""
         passed, failed, skipped = (record.count(status) for status in (PASSED, FAILED, NOT_RUN))
         style = "green" if record.passed else "red"
         words = f"{passed} checks passed, {failed} failed, {skipped} are not for this machine or not installed."
-        said = "Training is right here." if record.passed else "Something here is wrong: see ✗ above."
-        self.console.print(Group(Rule(style=style), Text(f"{said} {words}", style=f"bold {style}")))
-        told = f"All of it is in {record.path}. Please send that file along with a report."
-        self.console.print(Text(told, style="dim"))
+        verdict = "Training is right here." if record.passed else "Something here is wrong: see ✗ above."
+        self.console.print(Group(Rule(style=style), Text(f"{verdict} {words}", style=f"bold {style}")))
+        advice = f"All of it is in {record.path}. Please send that file along with a report."
+        self.console.print(Text(advice, style="dim"))
         self.console.print(Text("The line for docs/hardware.md:", style="dim"))
         self.console.print(record.content["line"], soft_wrap=True, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Everything that the self-test tries, in its order: what is quick and what decides the most comes first."""
+"""Lists the checks of the self-test in their order; quick and decisive ones come first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .times import Timing
 
 
 def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[tuple[str, Iterator[Check]]]:
-    """Titles, and their checks in order. `timings` fills with what the checks of times measure."""
+    """The title of each section and its checks, in order.
+
+    timings: the checks of times append their measurements to this list.
+    """
     yield "Doctor", examined.checks(quick)
     yield "Gated delta against float64", gated_delta.checks(quick)
     yield "Experts against float64", experts.checks(quick)
@@ -25,6 +28,6 @@ def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[t
 
 
 def names(quick: bool = False) -> list[str]:
-    """The names of all checks; nothing is run."""
+    """The names of all checks, none of which is run."""
     console = Console(quiet=True)
     return [check.name for _, checks in sections(quick, console, []) for check in checks]

@@ -1,4 +1,4 @@
-"""What the documents call not yet run on Apple hardware, and the checks that run it on a Mac."""
+"""Maps each statement "not yet run on Apple hardware" in the documents to the checks that run its subject on a Mac."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Promise:
     """A subject of the documents, and the checks that try it.
 
     Args:
-        subject: a regular expression that the statement's words match.
-        checks: the checks' names, or how several of them begin.
+        subject: a regular expression that finds the subject in a statement.
+        checks: names of checks, or prefixes of several names.
     """
 
     subject: str
     checks: tuple[str, ...]
 
 
-# The first that matches a statement's words is its own.
+# The first entry that matches a statement applies to it.
 PROMISES = (
     Promise(r"fused kernel|Apple GPUs|from one text", ("gated delta, fused:", "doctor: kernels")),
     Promise(r"gated delta, forward", ("gated delta, chunk:", "gated delta, native:", "times: deltatune")),
@@ -43,17 +43,17 @@ PROMISES = (
 
 
 def statements(text: str) -> list[str]:
-    """The rows and paragraphs of a document that say so, each on one line."""
+    """The table rows and paragraphs of a document that contain PHRASE, each as one line."""
     parts = re.split(r"\n\s*\n|\n(?=\||#|- )", text)
     flat = (" ".join(part.split()) for part in parts)
     return [part for part in flat if PHRASE in part]
 
 
 def promise_for(statement: str) -> Promise | None:
-    """The promise that a statement's subject is of; None where no check tries it."""
+    """The first promise whose subject the statement matches; None where no check tries it."""
     return next((promise for promise in PROMISES if re.search(promise.subject, statement)), None)
 
 
 def documents(root: Path) -> list[Path]:
-    """README, the change log, and everything in docs, but for the records of machines."""
+    """The documents whose statements are checked: README, the change log and the pages directly under docs."""
     return [root / "README.md", root / "CHANGELOG.md", *sorted(root.glob("docs/*.md"))]

@@ -1,4 +1,4 @@
-"""Seconds and peak memory of gated_delta forward and backward, beside upstream's loop and MLX's own operator."""
+"""Measures time and peak memory of gated_delta forward and backward, of upstream's loop and of MLX's own operator."""
 
 from __future__ import annotations
 
@@ -16,24 +16,34 @@ from ..ops.gated_delta import gated_delta, native
 from ..patches.unpatched import gated_delta_loop
 from ..plan.device_limits import device_limits
 from .gated_delta import NAMES, Workload, bounds, errors, truth_of
-from .outcome import FAILED, FAILURES, NOT_RUN, PASSED, Check, Outcome, judged, not_run
+from .outcome import FAILED, FAILURES, NOT_RUN, PASSED, Check, Outcome, compared_with_bounds, not_run
 
 OURS, LOOP, NATIVE = "deltatune", "mlx-lm's loop", "MLX's own operator"
-# Tokens of the comparison with float64 that comes before each time.
+# Tokens of the comparison with float64 that precedes each measurement.
 _CHECKED = 150
-# What others' errors may be: a gate's logarithm is not what they take, so d(log_g) loses digits where a gate is 1e-12.
+# Bounds on the errors of other implementations. They take gates instead of logarithms, so that d(log_g) loses digits
+# where a gate is 1e-12.
 _AGREES = {"float32": 1e-4, "bfloat16": 1e-2}
-# What is spent on the repetitions of one figure, and how many they are at most.
+# Each figure is the median of as many calls as fit into these seconds, up to a largest number of calls.
 _SECONDS, _CALLS = 2.0, 10
-# A loop's graph keeps about so many states of every token, in fp32, until the backward pass has read them.
+# A loop's graph holds about this many fp32 states per token until the backward pass has read them.
 _KEPT_STATES = 5
-# Seconds that a call may take, judged by the size before.
+# A size is skipped where a call would take longer than these seconds, estimated from the size before.
 _LONGEST = 20.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One implementation on one size: the median of its calls, the peak of memory beyond its inputs, or why neither."""
+    """The measurement of one implementation on one size.
+
+    Args:
+        implementation: its name.
+        size: the name of the size.
+        tokens: tokens of the size.
+        milliseconds: the median time of a call.
+        peak_bytes: the peak memory beyond the inputs.
+        skipped: why there is no measurement; None where there is one.
+    """
 
     implementation: str
     size: str
@@ -44,7 +54,7 @@ class Timing:
 
 
 def sizes(quick: bool) -> list[Workload]:
-    """Few heads in fp32 on a CPU, a model's heads in bf16 on a GPU; each size is four times the one before."""
+    """The sizes to measure, each four times the one before: few heads in fp32 on a CPU, a model's in bf16 on a GPU."""
     if quick:
         return [Workload("B1 T96 H2/2 D32 fp32", 96, 2, 2, 32)]
     if backend.device() == "cpu":
@@ -58,7 +68,7 @@ def _size(length: int, key_heads: int, value_heads: int, dtype: str) -> Workload
 
 
 def measure(name: str, function: Callable, quick: bool) -> list[Timing]:
-    """The times of one implementation, from the smallest size to the largest, after each class was found right."""
+    """Measure an implementation, which was found right before, from the smallest size to the largest."""
     found: list[Timing] = []
     a_token = 0.0
     for workload in sizes(quick):
@@ -83,7 +93,7 @@ def _too_much(name: str, workload: Workload, a_token: float) -> str | None:
         return f"would take about {seconds:.0f} s a call"
     limit = device_limits().bytes
     needed = workload.length * workload.value_heads * workload.head_size**2 * 4 * _KEPT_STATES
-    # Off Metal, MLX's own operator is such a loop as well.
+    # Except on Metal, MLX's own operator is such a loop as well.
     loops = name == LOOP or (name == NATIVE and backend.device() != "metal")
     if loops and limit is not None and needed > limit // 2:
         return f"would need about {needed / 2**30:.0f} GiB"
@@ -91,7 +101,7 @@ def _too_much(name: str, workload: Workload, a_token: float) -> str | None:
 
 
 def _timed(function: Callable, workload: Workload) -> tuple[float, int]:
-    """Milliseconds of a call, the median; bytes of its peak beyond the inputs."""
+    """The median time of a call in milliseconds, and its peak memory beyond the inputs in bytes."""
     arrays = workload.arrays()
     floats = [mx.array(arrays[name]).astype(workload.kind_of(name)) for name in ("q", "k", "v", "log_g", "beta")]
     dy = mx.array(arrays["dy"]).astype(workload.kind_of("dy"))
@@ -119,41 +129,42 @@ def _timed(function: Callable, workload: Workload) -> tuple[float, int]:
     return statistics.median(seconds) * 1e3, peak
 
 
-def _checked(name: str, function: Callable, quick: bool, kept: list[Timing]) -> Outcome:
-    """No time without a comparison with float64 that passed."""
+def _checked(name: str, function: Callable, quick: bool, timings: list[Timing]) -> Outcome:
+    """Measure an implementation only after a comparison with float64 that it passes."""
     first = sizes(quick)[0]
     short = Workload(first.name, min(_CHECKED, first.length), *_heads(first))
     truth = truth_of(short)
     allowed = bounds(short, truth[2], False) if name == OURS else dict.fromkeys(NAMES, _AGREES[short.dtype])
-    outcome = judged(errors(function, short, truth), allowed)
+    outcome = compared_with_bounds(errors(function, short, truth), allowed)
     if outcome.status != PASSED:
-        kept += [Timing(name, size.name, size.length, skipped="wrong, so not timed") for size in sizes(quick)]
-        # Other projects' implementations are no fault of this machine's training.
+        timings += [Timing(name, size.name, size.length, skipped="wrong, so not timed") for size in sizes(quick)]
+        # Training does not use the other implementations, so that their errors are no failure.
         status = FAILED if name == OURS else NOT_RUN
         return Outcome(status, f"differs from float64: {outcome.detail}", outcome.errors, outcome.bounds)
-    timings = measure(name, function, quick)
-    kept += timings
-    facts = {"timings": [asdict(timing) for timing in timings]}
-    said = ", ".join(f"{t.milliseconds:,.1f} ms at {t.tokens} tokens" for t in timings if t.milliseconds is not None)
-    return Outcome(PASSED, said or timings[0].skipped or "", outcome.errors, outcome.bounds, facts)
+    measured = measure(name, function, quick)
+    timings += measured
+    facts = {"timings": [asdict(timing) for timing in measured]}
+    figures = [f"{t.milliseconds:,.1f} ms at {t.tokens} tokens" for t in measured if t.milliseconds is not None]
+    detail = ", ".join(figures) or measured[0].skipped or ""
+    return Outcome(PASSED, detail, outcome.errors, outcome.bounds, facts)
 
 
 def _heads(size: Workload) -> tuple[int, int, int, str]:
     return size.key_heads, size.value_heads, size.head_size, size.dtype
 
 
-def _native(quick: bool, kept: list[Timing]) -> Outcome:
+def _native(quick: bool, timings: list[Timing]) -> Outcome:
     size = sizes(quick)[0]
     k, v = (mx.zeros((1, 1, heads, size.head_size)) for heads in (size.key_heads, size.value_heads))
     reason = native.unsupported(k, v, mx.zeros((1, 1, size.value_heads)))
     if reason is not None:
-        kept += [Timing(NATIVE, each.name, each.length, skipped=reason) for each in sizes(quick)]
+        timings += [Timing(NATIVE, each.name, each.length, skipped=reason) for each in sizes(quick)]
         return not_run(reason)
-    return _checked(NATIVE, native.gated_delta_native, quick, kept)
+    return _checked(NATIVE, native.gated_delta_native, quick, timings)
 
 
-def checks(quick: bool, kept: list[Timing]) -> Iterator[Check]:
-    """One for each implementation; the figures are added to `kept`."""
-    yield Check(f"times: {OURS}", partial(_checked, OURS, gated_delta, quick, kept))
-    yield Check(f"times: {NATIVE}", partial(_native, quick, kept))
-    yield Check(f"times: {LOOP}", partial(_checked, LOOP, gated_delta_loop, quick, kept))
+def checks(quick: bool, timings: list[Timing]) -> Iterator[Check]:
+    """One check for each implementation; the measurements are appended to `timings`."""
+    yield Check(f"times: {OURS}", partial(_checked, OURS, gated_delta, quick, timings))
+    yield Check(f"times: {NATIVE}", partial(_native, quick, timings))
+    yield Check(f"times: {LOOP}", partial(_checked, LOOP, gated_delta_loop, quick, timings))

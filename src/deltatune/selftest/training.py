@@ -1,4 +1,4 @@
-"""Short trainings of the demo's model: full fine-tuning, a run from scratch that is resumed, two ranks."""
+"""Trains the demo's model for a few steps: full fine-tuning, a run from scratch that is resumed, and two ranks."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ..train.log import Screen
 from ..train.setup import prepare
 from ..train.tree import leaves
 from .measure import relative_norm, wide
-from .outcome import FAILED, PASSED, Check, Outcome, judged, not_run
+from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run
 
 STEPS = 4
-# Of each loss, and of the way that training moved each weight: those of the replays.
-_LOSS, _MOVED = 1e-4, 1e-3
+# Bounds on the error of each loss, and on that of the weights relative to their change: those of the replays.
+_LOSS, _CHANGE = 1e-4, 1e-3
 _SECONDS = 300
 _Weights = dict[str, np.ndarray]
 
 
 def _trained(folder: Path, **changes: Any) -> tuple[list[float], _Weights]:
-    """The losses and the trained weights of a few steps on the demo's data, with its output in `folder`."""
+    """Train a few steps on the demo's data with the output in `folder`; returns losses and trained weights."""
     data = folder.parent / "data"
     if not data.exists():
         task.write(data, train=64, valid=8, test=8)
@@ -52,7 +52,7 @@ def _trained(folder: Path, **changes: Any) -> tuple[list[float], _Weights]:
 
 
 def _options(data: Path, folder: Path) -> dict[str, Any]:
-    """Plain gradient descent: Adam would make a whole step of a gradient's rounding."""
+    """Options of a training run by plain gradient descent; Adam would turn a rounding error into a whole step."""
     return {
         "model": str(MODEL),
         "data": str(data),
@@ -76,16 +76,18 @@ def _losses(folder: Path) -> list[float]:
     return [record["train_loss"] for record in records if "train_loss" in record]
 
 
-def _apart(found: tuple[list[float], _Weights], expected: tuple[list[float], _Weights], start: _Weights) -> Outcome:
-    """How far two trainings are from one another, loss by loss and weight by weight."""
+def _compare(found: tuple[list[float], _Weights], expected: tuple[list[float], _Weights], start: _Weights) -> Outcome:
+    """Compare the losses and the weights of two training runs that began with the weights `start`."""
     loss = float(np.max(np.abs(np.subtract(found[0], expected[0]))))
-    moved = np.concatenate([(expected[1][name] - start[name]).ravel() for name in start])
-    off = np.concatenate([(found[1][name] - start[name]).ravel() for name in start])
-    return judged({"loss": loss, "weights": relative_norm(off, moved)}, {"loss": _LOSS, "weights": _MOVED})
+    change = np.concatenate([(expected[1][name] - start[name]).ravel() for name in start])
+    found_change = np.concatenate([(found[1][name] - start[name]).ravel() for name in start])
+    return compared_with_bounds(
+        {"loss": loss, "weights": relative_norm(found_change, change)}, {"loss": _LOSS, "weights": _CHANGE}
+    )
 
 
 def _start(**changes: Any) -> _Weights:
-    """The weights that a training of these options starts from."""
+    """The trainable weights at the start of a run with these options."""
     config = TrainConfig(**_options(Path(), Path()) | changes)
     model = load(MODEL, from_scratch=config.from_scratch, seed=config.seed).model
     prepare(model, config)
@@ -94,7 +96,7 @@ def _start(**changes: Any) -> _Weights:
 
 @contextmanager
 def _recurrence_on_cpu() -> Iterator[None]:
-    """Within it, MLX computes on the CPU and gated_delta token by token: the slowest way, and the truth."""
+    """Within it, MLX computes on the CPU and gated_delta token by token, which is the reference."""
     device, forced = mx.default_device(), os.environ.get(environment.GATED_DELTA)
     mx.set_default_device(mx.Device(mx.cpu))
     os.environ[environment.GATED_DELTA] = "naive"
@@ -108,21 +110,21 @@ def _recurrence_on_cpu() -> Iterator[None]:
 
 
 def full_fine_tuning() -> Outcome:
-    """Every weight trained on this device, against the same on the CPU by the recurrence."""
+    """Compare full fine-tuning on this device with the same run on the CPU by the recurrence."""
     with tempfile.TemporaryDirectory() as folder:
         found = _trained(Path(folder) / "here", fine_tune_type="full")
         with _recurrence_on_cpu():
             start = _start(fine_tune_type="full")
             expected = _trained(Path(folder) / "there", fine_tune_type="full")
-    return _apart(found, expected, start)
+    return _compare(found, expected, start)
 
 
 def stopped_and_resumed(from_scratch: bool) -> Outcome:
-    """Every weight trained, packed: two steps and two more after a resume have the bits of four steps in one go.
+    """Compare a packed run that is stopped and resumed with one that is not; both must have equal bits.
 
     Args:
-        from_scratch: start from random weights, and train the embeddings too. MLX sums an embedding's gradient on a GPU
-            in an order of its own each time, so there the two runs may differ as two roundings do.
+        from_scratch: start from random weights, and train the embeddings too. On a GPU, MLX sums an embedding's
+            gradient in another order each time, so there the two runs may differ by rounding.
     """
     options = {"from_scratch": from_scratch, "fine_tune_type": "full", "pack": True}
     with tempfile.TemporaryDirectory() as folder:
@@ -130,16 +132,16 @@ def stopped_and_resumed(from_scratch: bool) -> Outcome:
         _trained(Path(folder) / "parts", **options, iters=STEPS // 2)
         _, parts = _trained(Path(folder) / "parts", **options, resume=True)
         again = _losses(Path(folder) / "parts")
-    other = [name for name in whole if not np.array_equal(whole[name], parts[name])]
-    if not other and again == losses:
+    differing = [name for name in whole if not np.array_equal(whole[name], parts[name])]
+    if not differing and again == losses:
         return Outcome(PASSED, f"the same bits in {len(whole)} weights and {len(losses)} losses")
     if from_scratch and backend.device() != "cpu":
-        return _apart((again, parts), (losses, whole), _start(**options))
-    return Outcome(FAILED, f"{len(other)} of {len(whole)} weights differ; losses {again}, in one go {losses}")
+        return _compare((again, parts), (losses, whole), _start(**options))
+    return Outcome(FAILED, f"{len(differing)} of {len(whole)} weights differ; losses {again}, in one go {losses}")
 
 
 def two_ranks() -> Outcome:
-    """Two processes under mlx.launch, half the batch each, against one process with the whole batch."""
+    """Compare two processes under mlx.launch, half the batch each, with one process that has the whole batch."""
     launcher = _launcher()
     if launcher is None:
         return not_run("mlx.launch is not installed beside this Python")
@@ -160,7 +162,7 @@ def two_ranks() -> Outcome:
             return Outcome(FAILED, f"mlx.launch ended with {done.returncode}: {done.stderr.strip()[-400:]}")
         weights: Any = mx.load(str(folder / "two" / "adapters.safetensors"))
         found = _losses(folder / "two"), {key: wide(weights[key]) for key in expected[1]}
-    return _apart(found, expected, _start())
+    return _compare(found, expected, _start())
 
 
 def _launcher() -> str | None:
@@ -169,7 +171,7 @@ def _launcher() -> str | None:
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """The checks of training; `quick` leaves out all but the resumed runs."""
+    """The training checks, of which `quick` runs only the resumed runs."""
     if not quick:
         yield Check("training: full fine-tuning", full_fine_tuning)
     yield Check("training: packed, stopped and resumed", partial(stopped_and_resumed, False))

@@ -1,4 +1,4 @@
-"""Pictures show what their trays hold, held-out trays share no combination with training, the base saw no list."""
+"""Pictures show their trays' parts, training has no held-out combination, and the base corpus has no parts list."""
 
 import json
 import random
@@ -40,7 +40,7 @@ def test_shapes_of_one_colour_are_different_pictures():
 
 
 def test_answers_count_what_lies_in_the_tray():
-    for tray in task.draw(3, 50, held=False):
+    for tray in task.draw(3, 50, held_out=False):
         counted = Counter(" ".join(part) for part in tray.parts if part)
         assert task.answer(tray) == ", ".join(f"{name} {task.WORDS[counted[name]]}" for name in sorted(counted))
 
@@ -49,10 +49,10 @@ def test_held_out_trays_share_no_picture_and_no_combination_with_training(tmp_pa
     splits = task.write(tmp_path, train=200, valid=8, test=60)
     seen = {kind for item in splits["train"] + splits["valid"] for kind in item.tray.kinds}
     assert all(any(kind not in seen for kind in item.tray.kinds) for item in splits["test"])
-    assert not [kind for kind in seen if kind.held]
+    assert not [kind for kind in seen if kind.held_out]
     every = [Kind(c, s, n) for c in trays.COLOURS for s in trays.SHAPES for n in range(1, task.MOST + 1)]
-    held = [kind for kind in every if kind.held]
-    assert len(every) / 10 < len(held) < len(every) / 7
+    held_out = [kind for kind in every if kind.held_out]
+    assert len(every) / 10 < len(held_out) < len(every) / 7
     # No colour, shape or number is new; only three of them together are.
     for field in ("colour", "shape", "count"):
         assert {getattr(kind, field) for kind in seen} == {getattr(kind, field) for kind in every}

@@ -1,4 +1,4 @@
-"""Where the demo's shipped files lie."""
+"""The path of the demo's bundled model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`deltatune demo vision`: a bundled model with a vision tower learns to report what lies in a tray."""
+"""`deltatune demo vision` fine-tunes a bundled model with a vision tower to list the parts in pictures of trays."""
 
 from .vision_demo import run_demo
 

@@ -1,7 +1,7 @@
-"""Run as a script, in a process of its own: mlx-vlm alone, without deltatune, answers with the trained adapter.
+"""A script for a new process, in which mlx-vlm answers with the trained adapter without deltatune.
 
 usage: python reload.py MODEL ADAPTER QUESTIONS MAX_TOKENS
-(QUESTIONS: a file with a JSON list of [path of a picture, message]; prints a JSON list of answers.)
+QUESTIONS is a file with a JSON list of [path of a picture, message]. The script prints a JSON list of answers.
 """
 
 import json
@@ -13,7 +13,7 @@ from mlx_vlm.prompt_utils import apply_chat_template
 
 
 def main(model_path: str, adapter_path: str, questions_path: str, max_tokens: str) -> None:
-    """Print what the model at `model_path`, with the adapter, answers to each picture, most likely token by token."""
+    """Print the answers of the model with the adapter; each token is the most likely one."""
     model, processor = load(model_path, adapter_path=adapter_path)
     answers = []
     for picture, message in json.loads(Path(questions_path).read_text(encoding="utf-8")):
@@ -21,7 +21,7 @@ def main(model_path: str, adapter_path: str, questions_path: str, max_tokens: st
         found = generate(model, processor, prompt, [picture], max_tokens=int(max_tokens), temperature=0.0)
         answers.append(found.text)
     if any(name.split(".")[0] == "deltatune" for name in sys.modules):
-        raise SystemExit("deltatune was imported: this is to show that mlx-vlm alone reads the adapter")
+        raise SystemExit("deltatune was imported, but this script must show that mlx-vlm reads the adapter without it")
     print(json.dumps(answers))
 
 

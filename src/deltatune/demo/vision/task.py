@@ -1,7 +1,7 @@
-"""The task that the vision demo teaches: a picture of a tray becomes one line of a parts list, in a strict form.
+"""The task of the vision demo: to turn a picture of a tray into a parts list in a strict form.
 
-Every picture and its answer are drawn from a seed. A held-out tray has a kind of part in a number of which training
-never shows it: three green squares, say, where training shows green squares, but never three.
+Every picture and its answer are drawn from a seed. A held-out tray has a kind of part in a number that training never
+shows: three green squares, for example, where training shows green squares but never three of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .trays import Tray
 
 QUESTION = "What is in the tray?"
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
-# Fewer than the base has met: it counts to three reliably, and by colour.
+# Fewer parts of a kind than in the base model's corpus, since the model counts reliably only to three.
 MOST = 3
 
 
 @dataclass(frozen=True)
 class TrayPicture:
-    """One picture, by its file, and the only answer that counts as right."""
+    """A tray, the file of its picture, and the only answer that counts as right."""
 
     tray: Tray
     file: Path
@@ -31,26 +31,26 @@ class TrayPicture:
 
     @property
     def group(self) -> str:
-        """Items of one group are alike: one of each is shown."""
+        """How many kinds of parts there are; the screen shows one example of each number."""
         return f"{len(self.tray.kinds)} kinds"
 
 
 def answer(tray: Tray) -> str:
-    """`blue square one, red circle three`, in the order of the tray's kinds."""
+    """The right answer, such as `blue square one, red circle three`, in the order of the tray's kinds."""
     return ", ".join(f"{kind.name} {WORDS[kind.count]}" for kind in tray.kinds)
 
 
-def draw(seed: int, count: int, *, held: bool) -> list[Tray]:
-    """`count` different trays of one kind, or of two in different colours.
+def draw(seed: int, count: int, *, held_out: bool) -> list[Tray]:
+    """Draw `count` different trays with one kind of parts, or two kinds of different colours.
 
-    held: whether each has a combination that is kept out of training, or none has.
+    held_out: whether every tray has a combination that is kept out of training, or none has.
     """
     rng = random.Random(seed)
     found: dict[Tray, None] = {}
     while len(found) < count:
         tray = trays.draw(rng, rng.choice((1, 2, 2)), MOST)
-        easy = len({kind.colour for kind in tray.kinds}) == len(tray.kinds)
-        if easy and any(kind.held for kind in tray.kinds) == held:
+        distinct_colours = len({kind.colour for kind in tray.kinds}) == len(tray.kinds)
+        if distinct_colours and any(kind.held_out for kind in tray.kinds) == held_out:
             found[tray] = None
     return list(found)
 
@@ -65,9 +65,13 @@ def write(
     directory: Path, *, train: int = 2400, valid: int = 32, test: int = 120, seed: int = 0
 ) -> dict[str, list[TrayPicture]]:
     """Write pictures, train.jsonl, valid.jsonl and test.jsonl; only test.jsonl has held-out combinations."""
-    seen = draw(seed, train + valid, held=False)
+    seen = draw(seed, train + valid, held_out=False)
     splits: dict[str, list[TrayPicture]] = {}
-    for split, found in (("train", seen[:train]), ("valid", seen[train:]), ("test", draw(seed + 1, test, held=True))):
+    for split, found in (
+        ("train", seen[:train]),
+        ("valid", seen[train:]),
+        ("test", draw(seed + 1, test, held_out=True)),
+    ):
         (directory / split).mkdir(parents=True, exist_ok=True)
         items = [TrayPicture(tray, directory / split / f"{n:04d}.png", answer(tray)) for n, tray in enumerate(found)]
         for item in items:

@@ -1,4 +1,4 @@
-"""Pictures of sorting trays: 4 x 4 compartments with small coloured parts in some of them, drawn from a seed."""
+"""Draws pictures of sorting trays, whose 4 x 4 compartments hold small coloured parts, from a seed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST = 4
 ROWS = 4
 COMPARTMENT = 16
 SIDE = ROWS * COMPARTMENT
-# Drawn this many times larger and scaled down, so that edges are smooth.
+# Pictures are drawn this many times larger and scaled down, so that edges are smooth.
 _FINE = 4
 
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """Parts of one kind: `count` of them."""
+    """`count` parts of one colour and shape."""
 
     colour: str
     shape: str
@@ -32,20 +32,23 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """Colour and shape, in the singular."""
+        """Colour and shape, such as `red circle`."""
         return f"{self.colour} {self.shape}"
 
     @property
-    def held(self) -> bool:
-        """Whether so many of this kind are kept out of fine-tuning: about an eighth of all combinations."""
+    def held_out(self) -> bool:
+        """Whether this combination of kind and number is kept out of fine-tuning, as about one in eight is."""
         return ([*COLOURS].index(self.colour) + 2 * SHAPES.index(self.shape) + self.count) % 8 == 0
 
 
 @dataclass(frozen=True)
 class Tray:
-    """kinds: what lies in it, by colour and shape in alphabetical order. places: (colour, shape) or None, row by row.
+    """A tray with parts.
 
-    look: the seed of all that a picture shows beside that: light, sizes, where in its compartment each part lies.
+    Args:
+        kinds: the kinds of parts, in alphabetical order of colour and shape.
+        parts: for each compartment, row by row, the (colour, shape) of its part, or None.
+        look: the seed of light, sizes and positions in the picture.
     """
 
     kinds: tuple[Kind, ...]
@@ -54,7 +57,7 @@ class Tray:
 
 
 def draw(rng: random.Random, kinds: int, most: int = MOST) -> Tray:
-    """A tray of so many kinds of parts, 1 to `most` of each, anywhere."""
+    """Draw a tray with this many kinds of parts, 1 to `most` of each, in random compartments."""
     every = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     found = tuple(sorted(Kind(*each, rng.randint(1, most)) for each in rng.sample(every, kinds)))
     parts: list[tuple[str, str] | None] = [(kind.colour, kind.shape) for kind in found for _ in range(kind.count)]
@@ -64,7 +67,7 @@ def draw(rng: random.Random, kinds: int, most: int = MOST) -> Tray:
 
 
 def picture(tray: Tray) -> Any:
-    """The tray as a Pillow image, 64 x 64 pixels, RGB."""
+    """Draw the tray as a Pillow image, 64 x 64 pixels in RGB."""
     from PIL import Image, ImageDraw
 
     rng = random.Random(tray.look)

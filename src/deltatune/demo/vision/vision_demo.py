@@ -1,4 +1,4 @@
-"""The vision demo: a model that describes trays in words learns to list their parts; mlx-vlm alone asks it again."""
+"""The vision demo: it fine-tunes a model to list the parts in pictures of trays, and asks mlx-vlm alone afterwards."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _ACROSS = 24
 
 
 def ask(loaded: Loaded, items: Sequence[task.TrayPicture]) -> Score:
-    """Let the model answer for every picture, likeliest token by likeliest token."""
+    """Let the model answer for every picture; each token is the most likely one."""
     started = time.perf_counter()
     answers = answer_pictures(loaded, task.QUESTION, [str(item.file) for item in items], LONGEST)
     return Score(items, answers, time.perf_counter() - started)
 
 
 def ask_mlx_vlm(adapter: Path, items: Sequence[task.TrayPicture]) -> list[str]:
-    """The answers of a new process that has mlx-vlm, the base model and the adapter, and no deltatune."""
+    """The answers of mlx-vlm with the base model and the adapter, in a new process without deltatune."""
     return flow.ask_elsewhere(RELOAD, MODEL, adapter, [[str(item.file), task.QUESTION] for item in items], LONGEST)
 
 
@@ -48,10 +48,20 @@ def run_demo(
     pictures: int = PICTURES,
     screen: DemoScreen | None = None,
 ) -> int:
-    """Ask, train, ask again, reload; returns 0 where it worked: 90 % right after, and mlx-vlm answers the same.
+    """Run the vision demo.
 
-    output: the folder for pictures, adapter and report. pictures: how many to train on. UserError where it cannot be
-    written, and where mlx-vlm is not installed.
+    Args:
+        output: the folder for pictures, adapter and report.
+        iterations: training iterations.
+        questions: held-out pictures to ask about.
+        pictures: how many pictures to train on.
+        screen: where to show the demo; the terminal by default.
+
+    Returns:
+        The exit code: 0 where 90 % of the answers are right after training and mlx-vlm gives the same, else 1.
+
+    Raises:
+        UserError: `output` cannot be written, or mlx-vlm is not installed.
     """
     check_vision(read_config(MODEL), MODEL, "the vision demo looks at pictures")
     output = Path(output)
@@ -86,7 +96,7 @@ def _describe(loaded: Loaded) -> str:
 
 
 def _blocks(item: task.TrayPicture, screen: DemoScreen) -> str | Text:
-    """The picture in half blocks, two pixels a character; its file's name where there is no colour."""
+    """The picture in half blocks, two pixels a character; the file's name where the terminal has too few colours."""
     name = flow.shorter_path(item.file)
     if screen.console.color_system not in ("truecolor", "256"):
         return name

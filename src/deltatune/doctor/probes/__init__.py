@@ -1,4 +1,4 @@
-"""Known faults of what deltatune stands on, each looked for on this machine rather than looked up by version."""
+"""Probes for known faults of MLX, mlx-vlm and BLAS, which run a small case here instead of comparing versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .fault import PRESENT, Fault
 
 __all__ = ["Fault", "faults"]
 
-# In the order in which a training meets them.
+# In the order in which a training run would meet them.
 PROBES: tuple[tuple[str, Callable[[], Fault]], ...] = (
     (one_row_blas.NAME, one_row_blas.find),
     (scatter_add.NAME, scatter_add.find),
@@ -23,7 +23,7 @@ PROBES: tuple[tuple[str, Callable[[], Fault]], ...] = (
 
 
 def faults() -> list[Fault]:
-    """What every probe found here. One that MLX cannot run at all is present, with what MLX said."""
+    """Run every probe. A fault counts as present where MLX cannot run the probe at all; it then has MLX's words."""
     found = []
     for name, find in PROBES:
         try:

@@ -1,4 +1,4 @@
-"""What a probe found."""
+"""The result of a probe, and the bounds on errors that the probes share."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from dataclasses import dataclass
 
 ABSENT, AVOIDED, PRESENT, NOT_RUN = "absent", "avoided", "present", "not run"
 
-# fp32 products against fp32 products of another order, over the largest element; TF32 where the user allows it.
+# Errors of fp32 products, relative to the largest element; the second where the user allows products in TF32.
 BOUND, TF32_BOUND = 1e-5, 2.0**-8
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault by name. status: absent; avoided (deltatune goes another way); present (this would train wrong); not run.
+    """A known fault, and whether this machine has it.
 
-    `error`: the largest error over the largest element, where one was measured; inf where that is no number.
+    Args:
+        name: the fault's name.
+        status: `absent`; `avoided`, where deltatune computes another way; `present`, where training would be wrong; or
+            `not run`.
+        detail: what was found, in words.
+        error: the largest error relative to the largest element, inf where a result was not finite; None where
+            nothing was measured.
     """
 
     name: str

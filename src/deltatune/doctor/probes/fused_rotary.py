@@ -1,4 +1,4 @@
-"""mlx-vlm's fused rotary kernel without a gradient (mlx-vlm 0.6.2, Metal)."""
+"""Looks for mlx-vlm's fused rotary kernel that has no gradient (mlx-vlm 0.6.2 on Metal)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "gradient of mlx-vlm's fused rotary kernel"
 
 
 def find() -> Fault:
-    """Its gradient against that of mlx-vlm's own array operations."""
+    """Compare the kernel's gradient with that of mlx-vlm's own array operations."""
     pair = fused_rotary()
     if isinstance(pair, str):
         return Fault(NAME, NOT_RUN, pair)
@@ -24,7 +24,7 @@ def find() -> Fault:
         found = mx.vjp(fused, [queries, keys], cotangents)[1]
         mx.eval(found)
     except (RuntimeError, ValueError) as refusal:
-        # It raises, so nothing trains wrong.
+        # A kernel that raises stops training, so that no wrong gradient is used.
         return Fault(NAME, AVOIDED, f"it has none and raises; set fused_apply = False on rotary modules ({refusal})")
     error = max(relative_error(f, e) for f, e in zip(found, expected, strict=True))
     if error <= BOUND:

@@ -1,4 +1,4 @@
-"""Products of one row that keep a NaN from the memory they are written into (mlx issue 3200)."""
+"""Looks for a BLAS whose products of one row keep a NaN from the memory that they write to (mlx issue 3200)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAME = "NaN in products of one row (BLAS)"
 
 
 def find() -> Fault:
-    """Of the CPU's BLAS, whatever device MLX computes on; the patches as they are in force now."""
+    """Probe the CPU's BLAS, whatever device MLX computes on; the fault is avoided where its patch is in force."""
     found = blas_fault.probe()
     if found.library is None:
         return Fault(NAME, NOT_RUN, str(found))

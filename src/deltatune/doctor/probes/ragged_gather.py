@@ -1,4 +1,7 @@
-"""Quantised expert products on sizes that do not fill a tile (mlx issues 3856 and 3887, M5 before mlx 0.32.1)."""
+"""Looks for wrong quantised expert products on sizes that do not fill a tile.
+
+The fault is in mlx issues 3856 and 3887, and affects M5 chips before mlx 0.32.1.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from .fault import ABSENT, PRESENT, Fault
 
 NAME = "gather_qmm on ragged sizes"
 _EXPERTS, _OUT, _GROUP = 4, 64, 32
-# Inner sizes that are no multiple of 64; and more rows than a 16-bit number counts, no multiple of a tile.
+# Inner sizes that are no multiples of 64, and a number of rows beyond 16 bits that is no multiple of a tile.
 _INNER, _ROWS = (32, 96, 160), 32_768 + 33
-# bf16 is rounded once on a GPU; MLX's CPU product sums in the type of x, so there it is fp32.
+# A GPU rounds a bf16 product once. MLX's CPU product sums in the dtype of x, so that the CPU is probed in fp32.
 _BOUND = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 def find() -> Fault:
-    """On MLX's default device, against a product with the dequantised weights; many rows on a GPU only."""
+    """Compare with a product of the dequantised weights on MLX's default device; only a GPU gets many rows."""
     here = backend.device()
     dtype = "float32" if here == "cpu" else "bfloat16"
     errors = {f"K = {inner}": _error(80, inner, dtype) for inner in _INNER}
@@ -47,7 +50,7 @@ def _error(rows: int, inner: int, dtype: str) -> float:
     }
     found = mx.gather_qmm(x, packed, scales, biases, **options)[:, 0]
     plain = mx.dequantize(packed, scales.astype(mx.float32), biases.astype(mx.float32), _GROUP, 4)
-    # Every row times every expert, of which one each is taken: no gather in the reference.
+    # The reference multiplies every row with every expert and selects afterwards, so that it needs no gather.
     every = x[:, 0].astype(mx.float32) @ plain.reshape(-1, inner).T
     expected = mx.take_along_axis(every.reshape(rows, _EXPERTS, _OUT), indices.reshape(-1, 1, 1), axis=1)[:, 0]
     return relative_error(found, expected)

@@ -1,4 +1,7 @@
-"""x.at[:, t].add(u) reading u with a wrong batch stride: rows past the first corrupt (mlx 0.31.2 on Metal, 3483)."""
+"""Looks for x.at[:, t].add(u) that reads u with a wrong batch stride, so that rows after the first are wrong.
+
+mlx 0.31.2 on Metal has the fault (mlx issue 3483).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from ...ops.trial import relative_error
 from .fault import ABSENT, PRESENT, Fault
 
 NAME = "scatter-add with a batch stride"
-# x, and where the update goes: a step of a sequence, blocks of a matrix, the last of them not at the start.
+# The shape of x and the index of the update: a step of a sequence, then blocks of a matrix.
 _CASES = (
     ((3, 5, 7, 4), (slice(None), 2)),
     ((32, 32), (slice(0, 16), slice(0, 16))),
@@ -19,7 +22,7 @@ _CASES = (
 
 
 def find() -> Fault:
-    """On MLX's default device, against NumPy."""
+    """Compare MLX's default device with NumPy."""
     error = max(_error(shape, place) for shape, place in _CASES)
     if error == 0:
         return Fault(NAME, ABSENT, "x.at[:, t].add(u) adds what it should", error)
@@ -28,7 +31,7 @@ def find() -> Fault:
 
 def _error(shape: tuple[int, ...], place: tuple) -> float:
     random = np.random.default_rng(0)
-    # Whole numbers: sums are exact, so any difference is the fault.
+    # Sums of whole numbers are exact, so that any difference shows the fault.
     x = random.integers(-9, 9, shape).astype(np.float32)
     update = random.integers(-9, 9, x[place].shape).astype(np.float32)
     found = mx.array(x).at[place].add(mx.array(update))

@@ -1,4 +1,4 @@
-"""Expert products with sorted indices that read wrong rows or wrong matrices, forward and backward."""
+"""Looks for expert products with sorted indices that read wrong rows or wrong matrices, forward and backward."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ def _bound() -> float:
 
 
 def find_forward() -> Fault:
-    """A row axis made by expand_dims (Metal before mlx 0.32.1, pull request 3960; CUDA). Broadcasts make such, too."""
+    """Probe rows whose axis was made by expand_dims, which broadcasts make as well.
+
+    Metal before mlx 0.32.1 (mlx pull request 3960) and CUDA read wrong rows.
+    """
     x = mx.random.normal((8, _INNER), key=mx.random.key(0))
     weights = mx.random.normal((_EXPERTS, _INNER, _OUT), key=mx.random.key(1))
     indices = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
     found = mx.gather_mm(mx.expand_dims(x, -2), weights, rhs_indices=indices, sorted_indices=True)[:, 0]
     expected = (x[:, None, :, None] * weights[indices][:, None]).sum(axis=-2)[:, 0]
     around = "deltatune lays rows out anew, its own and, by a patch, those of mlx-lm's layers"
-    return _judged(FORWARD, relative_error(found, expected), "mx.gather_mm reads wrong rows", around, ("cuda", "metal"))
+    return _fault_by_error(
+        FORWARD, relative_error(found, expected), "mx.gather_mm reads wrong rows", around, ("cuda", "metal")
+    )
 
 
 def find_views() -> Fault:
-    """Matrices with gaps between them, as mlx-lm cuts gate and up from one array (CUDA, mlx 0.32.4)."""
+    """Probe matrices with gaps between them, as where mlx-lm cuts gate and up from one array (CUDA, mlx 0.32.4)."""
     x = mx.random.normal((8, 1, _INNER), key=mx.random.key(0))
     larger = mx.random.normal((_EXPERTS, 2 * _OUT, _INNER), key=mx.random.key(1))
     mx.eval(x, larger)
@@ -43,11 +48,14 @@ def find_views() -> Fault:
     )
     what = "mx.gather_mm multiplies with other experts' matrices"
     around = "deltatune lays them out anew, when it loads and when it trains"
-    return _judged(VIEWS, relative_error(found, expected), what, around, ("cuda",))
+    return _fault_by_error(VIEWS, relative_error(found, expected), what, around, ("cuda",))
 
 
-def _judged(name: str, error: float, what: str, around: str, avoided: tuple[str, ...]) -> Fault:
-    """`what` is wrong, if the error says so; on the devices `avoided` deltatune has a way `around`."""
+def _fault_by_error(name: str, error: float, what: str, around: str, avoided: tuple[str, ...]) -> Fault:
+    """The fault that an error shows.
+
+    what: what goes wrong, in words; around: how deltatune avoids it on the devices `avoided`.
+    """
     if error <= _bound():
         return Fault(name, ABSENT, "each row is multiplied with its own expert", error)
     if backend.device() in avoided:
@@ -56,9 +64,9 @@ def _judged(name: str, error: float, what: str, around: str, avoided: tuple[str,
 
 
 def find_gradient() -> Fault:
-    """One row for several indices: MLX then reads past the row's end.
+    """Probe one row for several indices, where MLX reads past the row's end.
 
-    The row stands at the start of a larger array, so that what is read past it is ours.
+    The row is the start of a larger array, so that MLX reads memory of this probe behind it.
     """
     indices = mx.array([0, 0, 1, 3], mx.uint32)
     behind = mx.random.normal((4, 1, _INNER), key=mx.random.key(0))
@@ -72,12 +80,12 @@ def find_gradient() -> Fault:
         return mx.gather_mm(mx.repeat(behind[:1], 4, axis=0), w, rhs_indices=indices)[:, 0]
 
     cotangent = mx.random.normal((4, _OUT), key=mx.random.key(2))
-    nobody = "mlx-lm's layers never call it so, nor do deltatune's"
+    unused = "mlx-lm's layers never call it so, nor do deltatune's"
     try:
         (found, expected) = (mx.vjp(function, [weights], [cotangent]) for function in (broadcast, repeated))
         error = max(relative_error(f[0], e[0]) for f, e in zip(found, expected, strict=True))
     except RuntimeError as refusal:
-        return Fault(GRADIENT, AVOIDED, f"MLX cannot compute it here ({first_line(refusal)[:200]}); {nobody}")
+        return Fault(GRADIENT, AVOIDED, f"MLX cannot compute it here ({first_line(refusal)[:200]}); {unused}")
     if error <= _bound():
         return Fault(GRADIENT, ABSENT, "the weights get the gradient of the row they were given", error)
-    return Fault(GRADIENT, AVOIDED, f"the weights get the gradient of other rows; {nobody}", error)
+    return Fault(GRADIENT, AVOIDED, f"the weights get the gradient of other rows; {unused}", error)

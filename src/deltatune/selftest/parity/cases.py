@@ -1,4 +1,4 @@
-"""What is compared: each family with LoRA, one with DoRA, one with a 4-bit base; and the recipe both sides follow."""
+"""The cases of parity (each family with LoRA, one with DoRA, one with a 4-bit base) and the recipe of both sides."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ BETAS = (0.9, 0.98)
 EPS = 1e-8
 WEIGHT_DECAY = 0.05
 
-# Largest difference of a step's loss; of a first gradient, relative to itself; of a final adapter, relative to how
-# far training moved it.
+# The largest difference allowed in the loss of a step, in a first gradient relative to its norm, and in a final adapter
+# relative to its change in training.
 LOSS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4
 ADAPTER_TOLERANCE = 1e-3
 # The loss must fall by this share, from the first cycle of batches to the last.
 FALL = 0.3
-# A recording is refused where transformers, its weights nudged by 1e-7, ends with adapters further than this from its
-# own; or where the score of the last expert taken and of the first left out come closer than this.
+# A recording is refused where weights changed by 1e-7 change transformers' final adapters by more than the first limit,
+# or where the scores of the last chosen expert and of the next one differ by less than the second.
 NUDGED_LIMIT = 1e-4
 ROUTE_LIMIT = 1e-5
 
@@ -33,7 +33,7 @@ Adapters = dict[str, dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class ParityRun:
-    """A training run: the loss of every step, the gradients of the first, the adapters after the last."""
+    """A training run: the loss of every step, the gradients of the first step and the adapters after the last."""
 
     losses: list[float]
     gradients: Adapters
@@ -42,14 +42,20 @@ class ParityRun:
 
 @dataclass(frozen=True)
 class ParityCase:
-    """dora: DoRA adapters instead of LoRA. bits: the base quantised, against the same base dequantised."""
+    """One family to train.
+
+    Args:
+        family: the model family.
+        dora: use DoRA adapters instead of LoRA.
+        bits: quantise the base to this many bits here; transformers then trains the same base dequantised.
+    """
 
     family: Family
     dora: bool = False
     bits: int | None = None
 
 
-# Sizes that groups of 32 weights divide, so that every matrix is quantised.
+# Every size is a multiple of the quantisation group of 32 weights, so that every matrix is quantised.
 _WIDE_KIMI = {
     **FAMILIES["kimi_linear"].options,
     "hidden_size": 64,
@@ -76,7 +82,10 @@ CASES: dict[str, ParityCase] = {
 
 
 def initial_adapters(targets: dict[str, tuple[int, int]]) -> Adapters:
-    """Seeded lora_a and lora_b for {path: (inputs, outputs)}. DoRA's m is each side's own: the norms of the base."""
+    """Draw lora_a and lora_b for the modules {path: (inputs, outputs)} from a seed.
+
+    DoRA's magnitude is not drawn: each side computes it as the norms of the base.
+    """
     return {
         path: dict(zip(("lora_a", "lora_b"), seeded.lora(path, inputs, outputs, RANK), strict=True))
         for path, (inputs, outputs) in targets.items()

@@ -1,4 +1,4 @@
-"""The model families: how each tiny checkpoint is made, and what mlx-lm 0.32.2 needs to read a Hugging Face save."""
+"""The model families: how each tiny checkpoint is made, and what mlx-lm needs to read it as Hugging Face saves it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,19 @@ def _same(config: Config, weights: Weights) -> tuple[Config, Weights]:
 
 @dataclass(frozen=True)
 class Family:
-    """options: of the transformers config. readable: (config, weights) of a save -> the same, as mlx-lm reads them.
+    """A model family with a tiny checkpoint that is drawn from a seed.
 
-    rename: substitutions that lead from a transformers module path to mlx-lm's. draw: which of the seeded
-    checkpoints; chosen so that training it is well conditioned and no token sits between two experts.
+    Args:
+        model_type: transformers' name of the family.
+        options: options of the transformers config.
+        readable: turns (config, weights) of a Hugging Face save into those that mlx-lm reads.
+        rename: regular expressions and replacements that turn a transformers module path into mlx-lm's.
+        centred_norms: whether a norm's weight is stored as its difference from 1.
+        embedding_deviation: the standard deviation of embeddings.
+        learning_rate: the learning rate of every step.
+        not_adapted: names of modules without an adapter.
+        draw: which of the seeded checkpoints to use; it was chosen so that training is well conditioned, and that no
+            token has two experts with almost equal scores.
     """
 
     model_type: str
@@ -39,7 +48,7 @@ class Family:
     draw: int = 0
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
-        """The checkpoint, in transformers' names."""
+        """Draw the checkpoint, with transformers' names."""
         stream = f"{self.model_type} {self.draw}"
         return {
             name: seeded.weight(stream, name, tuple(shape), self.embedding_deviation, self.centred_norms)
@@ -47,29 +56,30 @@ class Family:
         }
 
     def mlx_path(self, module: str) -> str:
+        """mlx-lm's path of a transformers module."""
         for pattern, replacement in self.rename:
             module = re.sub(pattern, replacement, module)
         return module
 
 
 def pack_experts(weights: Weights) -> Weights:
-    """mlp.experts.N.{gate,up,down}_proj.weight -> mlp.experts.gate_up_proj [E, 2I, H] and .down_proj [E, H, I]."""
+    """Join the matrices of single experts into mlp.experts.gate_up_proj [E, 2I, H] and .down_proj [E, H, I]."""
     pattern = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-    kept: Weights = {}
+    joined: Weights = {}
     found: dict[str, dict[tuple[str, int], np.ndarray]] = {}
     for name, value in weights.items():
         match = pattern.fullmatch(name)
         if match:
             found.setdefault(match[1], {})[match[3], int(match[2])] = value
         else:
-            kept[name] = value
+            joined[name] = value
     for prefix, parts in found.items():
         count = len(parts) // 3
-        kept[f"{prefix}.gate_up_proj"] = np.stack(
+        joined[f"{prefix}.gate_up_proj"] = np.stack(
             [np.concatenate([parts["gate", i], parts["up", i]]) for i in range(count)]
         )
-        kept[f"{prefix}.down_proj"] = np.stack([parts["down", i] for i in range(count)])
-    return kept
+        joined[f"{prefix}.down_proj"] = np.stack([parts["down", i] for i in range(count)])
+    return joined
 
 
 def _qwen3_5(config: Config, weights: Weights) -> tuple[Config, Weights]:
@@ -81,36 +91,36 @@ def _qwen3_5(config: Config, weights: Weights) -> tuple[Config, Weights]:
 def _qwen3_next(config: Config, weights: Weights) -> tuple[Config, Weights]:
     rope = config["rope_parameters"]
     interval = config["layer_types"].index("full_attention") + 1
-    lifted = {
+    added = {
         "rope_theta": rope["rope_theta"],
         "partial_rotary_factor": rope["partial_rotary_factor"],
         "full_attention_interval": interval,
     }
-    return {**config, **lifted}, dict(weights)
+    return {**config, **added}, dict(weights)
 
 
 def _gemma3(config: Config, weights: Weights) -> tuple[Config, Weights]:
     rope = config["rope_parameters"]
-    lifted = {
+    added = {
         "rope_theta": rope["full_attention"]["rope_theta"],
         "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
         "sliding_window_pattern": config["layer_types"].index("full_attention") + 1,
     }
-    return {**config, **lifted}, dict(weights)
+    return {**config, **added}, dict(weights)
 
 
 def _kimi_linear(config: Config, weights: Weights) -> tuple[Config, Weights]:
     dense = config["mlp_layer_types"].count("dense")
-    lifted = {"rope_theta": 10000.0, "first_k_dense_replace": dense, "mla_use_nope": True}
+    added = {"rope_theta": 10000.0, "first_k_dense_replace": dense, "mla_use_nope": True}
     renamed = {
         re.sub(rf"(layers\.[0-{dense - 1}]\.)block_sparse_moe\.", r"\1mlp.", name): value
         for name, value in weights.items()
     }
-    return {**config, **lifted}, renamed
+    return {**config, **added}, renamed
 
 
 def _olmo_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    """transformers splits its fused convolution in equal thirds when it saves; K and V widths differ."""
+    """Split the convolution by the widths of q, k and v; transformers saves equal thirds, although they differ."""
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     renamed = {}
     for name, value in weights.items():
@@ -124,10 +134,10 @@ def _olmo_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
 
 
 def _bailing_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    """transformers saves every output projection as `dense`; in the original, the delta layers say o_proj."""
+    """Rename output projections: transformers saves all as `dense`, released checkpoints say o_proj in delta layers."""
     delta = [i for i, kind in enumerate(config["layer_types"]) if kind == "linear_attention"]
     names = {f"model.layers.{i}.attention.dense.weight": f"model.layers.{i}.attention.o_proj.weight" for i in delta}
-    lifted = {
+    added = {
         "architectures": ["BailingMoeV3ForCausalLM"],
         "n_group": config["num_expert_group"],
         "num_experts_per_tok": config["num_experts_per_token"],
@@ -135,7 +145,7 @@ def _bailing_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
         "head_dim": config["linear_head_dim"],
         "q_lora_rank": None,
     }
-    return {**config, **lifted}, {names.get(name, name): value for name, value in weights.items()}
+    return {**config, **added}, {names.get(name, name): value for name, value in weights.items()}
 
 
 _BASE = {"vocab_size": VOCAB, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
@@ -147,7 +157,7 @@ _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-# A delta layer behind another layer with adapters: the gradient of its input counts.
+# A delta layer follows another layer with adapters, so that the gradient of its input is tested.
 _ENCLOSED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _STACKED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
 _EXPERTS = {
@@ -250,7 +260,7 @@ FAMILIES: dict[str, Family] = {
         "qwen3",
         {**_COMMON, **_ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False},
     ),
-    # mlx-lm rounds gemma's embedding scale sqrt(hidden_size) to bf16: 64 makes that exact.
+    # mlx-lm rounds gemma's embedding scale sqrt(hidden_size) to bf16, which is exact for 64.
     "gemma3": Family(
         "gemma3_text",
         {

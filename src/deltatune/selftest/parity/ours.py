@@ -1,4 +1,4 @@
-"""The same run here: mlx-lm's model under deltatune's patches, its adapters, its compiled step and its loss."""
+"""Replays a recorded run with mlx-lm's model under deltatune's patches, adapters, compiled step and loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .families import Config, Weights
 
 
 def quantise(model: nn.Module, bits: int) -> nn.Module:
-    """The model as `mlx_lm.convert -q` makes it: every matrix, by the family's own rules for the router."""
+    """Quantise the model as `mlx_lm.convert -q` does: every matrix, by the family's own rules for the router."""
 
     def chosen(path: str, module: nn.Module) -> bool | dict:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % GROUP_SIZE:
@@ -40,37 +40,53 @@ def quantise(model: nn.Module, bits: int) -> nn.Module:
     return model
 
 
-def load(case: ParityCase, config: Config, weights: Weights) -> nn.Module:
-    """mlx-lm's model of a Hugging Face save, made readable; strict: no tensor missing or left over."""
-    config, weights = case.family.readable(config, weights)
+def from_save(config: Config, weights: Weights, load: Callable[[Path], nn.Module]) -> nn.Module:
+    """The model that `load` reads from a folder with these weights, saved as Hugging Face does."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         tensors = {name: mx.array(value) for name, value in weights.items()}
         mx.save_safetensors(str(Path(folder) / "model.safetensors"), tensors, {"format": "pt"})
-        model, _ = load_model(Path(folder))
+        model = load(Path(folder))
+        mx.eval(model.parameters())
+    return model
+
+
+def load(case: ParityCase, config: Config, weights: Weights) -> nn.Module:
+    """mlx-lm's model of a Hugging Face save; a tensor that is missing or left over is an error."""
+    model = from_save(*case.family.readable(config, weights), lambda folder: load_model(folder)[0])
     return model if case.bits is None else quantise(model, case.bits)
 
 
 def adapt(case: ParityCase, model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
-    """Convert by deltatune, on exactly these transformers paths, and set the initial values; path -> module."""
-    return installed(model, adapters, case.family.mlx_path, "dora" if case.dora else "lora")
+    """Add the initial `adapters` to the model; returns the adapted modules by transformers' paths."""
+    return install(model, adapters, case.family.mlx_path, "dora" if case.dora else "lora")
 
 
-def installed(
+def install(
     model: nn.Module, adapters: Adapters, mlx_path: Callable[[str], str], kind: str = "lora"
 ) -> dict[str, nn.Module]:
-    """The modules that deltatune adapts for `adapters`, by transformers' paths, with those initial values."""
+    """Convert exactly the modules named in `adapters` with deltatune, and set their initial values.
+
+    Args:
+        model: the model.
+        adapters: initial values by transformers' paths.
+        mlx_path: maps a path of transformers to the model's own.
+        kind: `lora` or `dora`.
+
+    Returns:
+        The adapted modules by transformers' paths.
+    """
     paths = {path: mlx_path(path) for path in adapters}
     lora = LoraConfig(rank=RANK, scale=SCALE, keys=list(paths.values()))
     report = convert_to_lora(model, lora, fine_tune_type=kind)
     if set(report.converted) != set(paths.values()):
-        raise ValueError(f"adapted {report.converted}, skipped {report.skipped}")
+        raise ValueError(f"expected adapters on {paths}, came {report.converted}; skipped {report.skipped}")
     named = dict(model.named_modules())
     modules = {path: named[mlx_path] for path, mlx_path in paths.items()}
     for path, module in modules.items():
         for key, value in adapters[path].items():
             if module[key].shape != value.shape:
-                raise ValueError(f"{path}.{key}: {module[key].shape} here, {value.shape} there")
+                raise ValueError(f"{path}.{key}: the adapter has {module[key].shape}, its initial value {value.shape}")
             module[key] = mx.array(value)
     return modules
 
@@ -85,44 +101,74 @@ def _adapters(modules: dict[str, Any]) -> Adapters:
     return {path: {key: np.array(m[key]) for key in keys if key in m} for path, m in modules.items()}
 
 
-def _inside(tree: Any, path: str) -> Any:
+def _subtree(tree: Any, path: str) -> Any:
     for part in path.split("."):
         tree = tree[int(part)] if part.isdigit() else tree[part]
     return tree
 
 
-def train(case: ParityCase, model: nn.Module, modules: dict[str, nn.Module], plant: Callable[[], None]) -> ParityRun:
-    """The recipe, through deltatune's patches, step and loss. `plant` runs once the patches are in force."""
+def train(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    mlx_path: Callable[[str], str],
+    learning_rate: float,
+    prepare: Callable[[], tuple[Callable, Callable]],
+    batch: Callable[[int], Batch],
+) -> ParityRun:
+    """Follow the recipe through deltatune's patches, training step and loss.
+
+    Args:
+        model: the model with its adapters.
+        modules: its adapted modules, by transformers' paths.
+        mlx_path: maps a path of transformers to the model's own.
+        learning_rate: the learning rate of every step.
+        prepare: called when the patches are in force; returns the model's backbone and head.
+        batch: the batch of a step, by the step's index.
+    """
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
-    config = TrainConfig(
-        optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=case.family.learning_rate
-    )
+    config = TrainConfig(optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=learning_rate)
     model.train()
     losses: list[float] = []
     first: Adapters = {}
     with without_kernels(), patched(model) as report:
         if not report.complete:
             raise ValueError(str(report))
-        plant()
+        backbone, head = prepare()
         optimizer = build_optimizer(config)
-        backbone, head, reason = split_head(model)
-        if backbone is None or head is None:
-            raise ValueError(reason)
         step = Step(model, optimizer, chunked_loss(backbone, head), World())
         for index in range(STEPS):
-            total, weight, gradients = step.micro_batch(_batch(seeded.batch(index)), None)
+            total, weight, gradients = step.micro_batch(batch(index), None)
             norm = step.update(gradients, total, weight)
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
             losses.append(number(total) / number(weight))
             if index == 0:
-                apart = step.bundles.part(gradients)
-                first = _adapters({path: _inside(apart, case.family.mlx_path(path)) for path in modules})
+                parts = step.bundles.part(gradients)
+                first = _adapters({path: _subtree(parts, mlx_path(path)) for path in modules})
     return ParityRun(losses, first, _adapters(modules))
 
 
 def run(
-    case: ParityCase, config: Config, weights: Weights, adapters: Adapters, plant: Callable[[], None] = lambda: None
+    case: ParityCase,
+    config: Config,
+    weights: Weights,
+    adapters: Adapters,
+    once_patched: Callable[[], None] = lambda: None,
 ) -> ParityRun:
-    """The whole recipe, from a Hugging Face save."""
+    """Train the Hugging Face save `config` and `weights` from the initial `adapters`.
+
+    once_patched: called when the patches are in force.
+    """
     model = load(case, config, weights)
-    return train(case, model, adapt(case, model, adapters), plant)
+    modules = adapt(case, model, adapters)
+
+    def prepare() -> tuple[Callable, Callable]:
+        once_patched()
+        backbone, head, reason = split_head(model)
+        if backbone is None or head is None:
+            raise ValueError(reason)
+        return backbone, head
+
+    family = case.family
+    return train(
+        model, modules, family.mlx_path, family.learning_rate, prepare, lambda index: _batch(seeded.batch(index))
+    )

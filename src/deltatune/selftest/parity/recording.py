@@ -1,4 +1,4 @@
-"""Reference trajectories: written from a live transformers run, read back where there is no torch."""
+"""Writes reference runs of transformers to files, and reads them where torch is not installed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ PROJECTIONS = 6
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from the reference: the largest over steps or tensors, and where.
+    """The largest differences between a run and its reference.
 
-    loss: absolute. gradient: of the first step, relative to itself. adapter: after the last, relative to how far
-    training moved it.
+    Args:
+        loss: the largest absolute difference of a loss.
+        step: the step of that loss.
+        gradient: the largest difference of a gradient of the first step, relative to the gradient's norm.
+        gradient_of: the name of that gradient.
+        adapter: the largest difference of a final adapter, relative to the norm of its change in training.
+        adapter_of: the name of that adapter.
     """
 
     loss: float
@@ -35,28 +40,31 @@ class Difference:
 
     @property
     def small(self) -> bool:
+        """Whether all three are within their tolerances."""
         return self.loss <= LOSS_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE and self.adapter <= ADAPTER_TOLERANCE
 
 
 class Tensor(NamedTuple):
-    """What is kept of a tensor: projections on seeded signs, and the length that its error is measured by."""
+    """What a recording holds of a tensor: its projections on seeded signs, and the norm to which its error relates."""
 
     projections: list[float]
     length: float
 
 
 def flat(adapters: Adapters) -> dict[str, np.ndarray]:
+    """The adapters' tensors in float64, by `path.key`."""
     return {
         f"{path}.{key}": value.astype(np.float64) for path, found in adapters.items() for key, value in found.items()
     }
 
 
 def project(name: str, value: np.ndarray) -> np.ndarray:
+    """The projections of the tensor `name` on its seeded signs."""
     return seeded.signs(name, PROJECTIONS, value.size) @ value.ravel()
 
 
 def summary(adapters: Adapters, start: Adapters | None = None) -> dict[str, Tensor]:
-    """Of every tensor; its length is that of the way from `start`, or its own."""
+    """What to record of every tensor; `length` is the norm of its change from `start`, or its own norm without one."""
     starts = {} if start is None else flat(start)
     return {
         name: Tensor(
@@ -70,17 +78,18 @@ def summary(adapters: Adapters, start: Adapters | None = None) -> dict[str, Tens
 def _worst(reference: dict[str, Tensor], adapters: Adapters) -> tuple[float, str]:
     found = flat(adapters)
     if set(found) != set(reference):
-        raise ValueError(f"other adapters than recorded: {sorted(set(found) ^ set(reference))}")
+        difference = sorted(set(found) ^ set(reference))
+        raise ValueError(f"the run trains other adapters than the recording; they differ by {difference}")
     errors = {
-        name: np.sqrt(np.mean((project(name, found[name]) - kept.projections) ** 2)) / kept.length
-        for name, kept in reference.items()
+        name: np.sqrt(np.mean((project(name, found[name]) - tensor.projections) ** 2)) / tensor.length
+        for name, tensor in reference.items()
     }
     name = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
     return float(errors[name]), name
 
 
 def checksums(weights: Weights) -> dict[str, str]:
-    """What both sides start from: the checkpoint as drawn, and the batches of every step."""
+    """Checksums of what both sides start from: the drawn checkpoint and the batches of every step."""
     rows = [seeded.batch(step) for step in range(STEPS)]
     batches = {f"{step}.tokens": row.tokens for step, row in enumerate(rows)}
     batches |= {f"{step}.counts": row.counts for step, row in enumerate(rows)}
@@ -88,11 +97,12 @@ def checksums(weights: Weights) -> dict[str, str]:
 
 
 def path_of(name: str) -> Path:
+    """The file of the recording `name`."""
     return FOLDER / f"{name}.json"
 
 
 def write(name: str, content: dict[str, Any]) -> None:
-    """One key a line at the top, the rest compact: small, and still readable in a diff."""
+    """Write a recording as JSON with one line for each top-level key, which is small and readable in a diff."""
     path_of(name).parent.mkdir(exist_ok=True)
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
     path_of(name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -100,6 +110,18 @@ def write(name: str, content: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Recording:
+    """A recorded run of transformers and PEFT.
+
+    Args:
+        config: config.json of the checkpoint.
+        shapes: the shapes of the checkpoint's tensors.
+        targets: (inputs, outputs) of the adapted modules, by transformers' paths.
+        checksums: of the checkpoint and the batches.
+        losses: the loss of every step.
+        gradients: the gradients of the first step.
+        adapters: the adapters after the last step.
+    """
+
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     targets: dict[str, tuple[int, int]]
@@ -109,7 +131,11 @@ class Recording:
     adapters: dict[str, Tensor]
 
     def weights(self, case: ParityCase | VisionCase) -> Weights:
-        """The checkpoint drawn again; ValueError where it or the batches are not those of the recording."""
+        """Draw the checkpoint again.
+
+        Raises:
+            ValueError: the checkpoint or the batches are not those of the recording.
+        """
         if isinstance(case, ParityCase):
             weights = case.family.weights(self.shapes)
             found = checksums(weights)
@@ -121,7 +147,11 @@ class Recording:
         return weights
 
     def compare(self, run: ParityRun) -> Difference:
-        """How far a run is from the recorded one; ValueError where it trained other adapters."""
+        """Compare a run with the recorded one.
+
+        Raises:
+            ValueError: the run trained other adapters.
+        """
         gaps = np.abs(np.subtract(run.losses, self.losses))
         step = int(np.argmax(gaps))
         return Difference(
@@ -130,6 +160,7 @@ class Recording:
 
 
 def read(name: str) -> Recording:
+    """Read the recording `name`."""
     content = json.loads(path_of(name).read_text())
     return Recording(
         content["config"],

@@ -1,4 +1,4 @@
-"""Weights, adapters and batches drawn from a name: the same numbers on every machine, without storing them."""
+"""Draws weights, adapters and batches from names, so that every machine has the same numbers without storing them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,34 @@ import numpy as np
 
 SEED = 20261121
 VOCAB = 320
-# Tokens in use: few, so that 30 steps are enough to learn that the rest of the vocabulary never comes.
+# How many tokens of the vocabulary occur: so few that 30 steps are enough to learn that the others never do.
 ALPHABET = 20
 
 
 def generator(name: str) -> np.random.Generator:
-    """A stream of its own for every name."""
+    """The random generator of `name`; different names have independent generators."""
     digest = hashlib.sha256(f"{SEED}/{name}".encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
 
 
 def spread(name: str, shape: tuple[int, ...], deviation: float, mean: float = 0.0) -> np.ndarray:
-    """fp32 values, uniform, with this mean and deviation: no transcendental function, so the same bits anywhere."""
+    """Uniform fp32 values with this mean and standard deviation.
+
+    No transcendental function is involved, so that the bits are the same on every machine.
+    """
     values = generator(name).random(shape) - 0.5
     return (values * (12**0.5 * deviation) + mean).astype(np.float32)
 
 
 def between(name: str, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:
+    """Uniform fp32 values from `low` to `high`."""
     return (generator(name).random(shape) * (high - low) + low).astype(np.float32)
 
 
 def weight(
     stream: str, name: str, shape: tuple[int, ...], embedding_deviation: float, centred_norms: bool
 ) -> np.ndarray:
-    """A tensor of a Hugging Face save: sized so that activations, gates and routing stay alive through training."""
+    """A tensor of a Hugging Face save, scaled so that activations, gates and routing do not saturate in training."""
     key = f"{stream} {name}"
     if name.endswith("A_log"):
         return between(key, shape, -1.0, 1.5)
@@ -44,7 +48,7 @@ def weight(
     if "embed" in name:
         return spread(key, shape, embedding_deviation)
     if "conv1d" in name:
-        # Wide, so that SiLU makes q and k nearly positive: where q.k crosses zero, the norm of y turns over.
+        # Large weights make q and k nearly positive after SiLU; the norm of y is ill conditioned where q.k is zero.
         return spread(key, shape, 2.0)
     if len(shape) == 1:
         plain = not centred_norms or name.endswith("linear_attn.norm.weight")
@@ -53,7 +57,7 @@ def weight(
 
 
 def lora(module: str, rows_in: int, rows_out: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """(a [in, rank], b [rank, out]) in mlx-lm's layout; b is not zero, so that a's gradient counts from the start."""
+    """(a [in, rank], b [rank, out]) in mlx-lm's layout; b is not zero, so that a has a gradient from the first step."""
     return (
         spread(f"{module}.lora_a", (rows_in, rank), rows_in**-0.5),
         spread(f"{module}.lora_b", (rank, rows_out), 0.2 * rank**-0.5),
@@ -62,20 +66,26 @@ def lora(module: str, rows_in: int, rows_out: int, rank: int) -> tuple[np.ndarra
 
 @dataclass(frozen=True)
 class Rows:
-    """One batch. tokens [B, T+1] int32; counts [B, T] fp32: 1 where tokens[:, 1:] is to be predicted."""
+    """A batch.
+
+    Args:
+        tokens: [B, T + 1], int32.
+        counts: [B, T], fp32: 1 where the loss counts the prediction of tokens[:, 1:].
+        lengths: the valid tokens of each row.
+    """
 
     tokens: np.ndarray
     counts: np.ndarray
     lengths: tuple[int, ...]
 
 
-# (T, valid tokens of each row): odd, longer than a chunk of 64, right-padded, and shorter than one.
+# (T, valid tokens of each row): odd lengths, longer and shorter than a chunk of 64, some of them right-padded.
 SHAPES = ((77, (78, 61, 30)), (130, (131, 97)), (33, (34, 34, 12, 25)))
 PAD = 0
 
 
 def batch(step: int) -> Rows:
-    """The batch of a step: text of a noisy cycle over ALPHABET tokens; the first tokens of each row are a prompt."""
+    """The batch of a step: a noisy cycle over ALPHABET tokens; the first tokens of each row are a prompt."""
     length, valid = SHAPES[step % len(SHAPES)]
     draw = generator(f"batch {step}")
     tokens = np.full((len(valid), length + 1), PAD, np.int32)
@@ -92,7 +102,7 @@ def batch(step: int) -> Rows:
 
 
 def checksum(tensors: Mapping[str, np.ndarray]) -> str:
-    """One hash over names, shapes and bits."""
+    """A hash of the tensors' names, shapes and bits."""
     total = hashlib.sha256()
     for name in sorted(tensors):
         value = np.ascontiguousarray(tensors[name])
@@ -102,5 +112,5 @@ def checksum(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def signs(name: str, count: int, size: int) -> np.ndarray:
-    """[count, size] of +1 and -1: a tensor projected on them keeps, on average, its length."""
+    """[count, size] of +1 and -1; the mean square of projections on them estimates a tensor's squared norm."""
     return np.where(generator(f"signs {name}").random((count, size)) < 0.5, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Parity on images and videos: what is compared, the tiny checkpoints, and the batches that both sides train on."""
+"""Parity on images and videos: the cases, their tiny checkpoints, and the batches that both sides train on."""
 
 from __future__ import annotations
 
@@ -40,9 +40,16 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 
 
 @dataclass(frozen=True)
 class VisionCase:
-    """text: options of the transformers text_config. deep: tower layers whose features the language model adds.
+    """A model family with a vision tower.
 
-    videos: trained on batches with videos beside the images.
+    Args:
+        model_type: transformers' name of the family.
+        text: options of the transformers text_config.
+        deep: indices of the tower layers whose features the language model adds (deepstack).
+        centred_norms: whether a norm's weight is stored as its difference from 1.
+        learning_rate: the learning rate of every step.
+        draw: which of the seeded checkpoints to use.
+        videos: train on batches that also have videos.
     """
 
     model_type: str
@@ -55,6 +62,7 @@ class VisionCase:
 
     @property
     def options(self) -> Config:
+        """Options of the transformers config."""
         vision: Config = _TOWER | {"out_hidden_size": self.text["hidden_size"]}
         if self.deep:
             vision["deepstack_visual_indexes"] = list(self.deep)
@@ -66,7 +74,7 @@ class VisionCase:
         }
 
     def weights(self, shapes: dict[str, tuple[int, ...]]) -> Weights:
-        """The checkpoint, in the names of a Hugging Face save."""
+        """Draw the checkpoint, with the names of a Hugging Face save."""
         stream = f"vision {self.model_type} {self.draw}"
         return {name: self._weight(stream, name, tuple(shape)) for name, shape in shapes.items()}
 
@@ -81,7 +89,7 @@ class VisionCase:
         return seeded.spread(key, shape, int(np.prod(shape[1:])) ** -0.5)
 
     def readable(self, config: Config, weights: Weights) -> tuple[Config, Weights]:
-        """config.json and tensors as mlx-vlm 0.7.10 reads them: it takes those of qwen3_5 as they are saved."""
+        """config.json and tensors of a Hugging Face save in the form that mlx-vlm reads."""
         if "vl" not in self.model_type:
             text = config["text_config"]
             interval = text["layer_types"].index("full_attention") + 1
@@ -92,12 +100,12 @@ class VisionCase:
         text |= {"num_experts": text["num_local_experts"]} if "num_local_experts" in text else {}
         text["rope_scaling"] = {"type": "default", "mrope_section": rope["mrope_section"]}
         vision = {**config["vision_config"], "model_type": self.model_type}
-        # A released checkpoint has its experts' axes the other way round.
-        turned = {
+        # Released checkpoints have the last two axes of their experts swapped.
+        swapped = {
             name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
             for name, value in weights.items()
         }
-        return {**config, "text_config": text, "vision_config": vision}, turned
+        return {**config, "text_config": text, "vision_config": vision}, swapped
 
 
 _TEXT = {**_COMMON, **_ATTENTION, "num_hidden_layers": 3}
@@ -150,9 +158,14 @@ def mlx_path(path: str) -> str:
 
 @dataclass(frozen=True)
 class VisionRows:
-    """One batch. tokens [B, T+1], counts [B, T], lengths; patches and grids of each row's images and videos.
+    """A batch.
 
-    A grid of more than one frame is a video's.
+    Args:
+        tokens: [B, T + 1], int32.
+        counts: [B, T], fp32: 1 where the loss counts the prediction of tokens[:, 1:].
+        lengths: the valid tokens of each row.
+        patches: the patches of each row's images and videos.
+        grids: their (frames, height, width) in patches; more than one frame makes a video.
     """
 
     tokens: np.ndarray
@@ -162,7 +175,7 @@ class VisionRows:
     grids: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
-# Grids of each row's images: none, one and several, wide and high.
+# Grids of the images of each row of each batch: rows with none, one and several, wide ones and high ones.
 _GRIDS = (
     (((1, 4, 6),), (), ((1, 2, 4), (1, 6, 2))),
     (((1, 6, 6), (1, 4, 4)), ((1, 2, 2),)),
@@ -170,7 +183,7 @@ _GRIDS = (
 )
 
 
-# With videos: alone, beside an image before and behind them, of other lengths, and rows without.
+# Grids with videos: alone, before and after an image, of several lengths, and rows without any.
 _VIDEO_GRIDS = (
     (((3, 4, 2),), (), ((1, 2, 4), (2, 4, 4))),
     (((2, 4, 6), (1, 4, 4)), ((4, 2, 2),)),
@@ -180,7 +193,7 @@ _VIDEO_GRIDS = (
 
 @cache
 def batch(step: int, videos: bool = False) -> VisionRows:
-    """seeded.batch with images put in after the first tokens of a row, and between the next; those do not count."""
+    """seeded.batch with images inserted among the tokens of each row; the loss does not count their tokens."""
     table = _VIDEO_GRIDS if videos else _GRIDS
     rows, grids = seeded.batch(step), table[step % len(table)]
     draw = seeded.generator(f"videos {step}" if videos else f"images {step}")
@@ -194,7 +207,7 @@ def batch(step: int, videos: bool = False) -> VisionRows:
             count = int(np.prod(grid))
             pictures.append(((draw.random((count, VALUES)) - 0.5) * 3).astype(np.float32))
             block = _block(grid, draw)
-            # A video's block is longer than the images' distance.
+            # A video's block may be longer than the fixed distance between images.
             at = at if videos else 1 + 12 * index
             words[at:at], counted[at:at] = block, [0.0] * len(block)
             at += len(block) + 6
@@ -211,7 +224,7 @@ def batch(step: int, videos: bool = False) -> VisionRows:
 
 
 def _block(grid: tuple[int, int, int], draw: np.random.Generator) -> list[int]:
-    """What stands in a row for an image, or for a video: its frames one by one, each behind a time in two tokens."""
+    """The tokens of an image, or of a video: its frames one after another, each after two tokens of time."""
     frames, height, width = grid
     size = height * width // MERGE**2
     if frames == 1:
@@ -221,7 +234,7 @@ def _block(grid: tuple[int, int, int], draw: np.random.Generator) -> list[int]:
 
 
 def checksums(weights: Weights, videos: bool = False) -> dict[str, str]:
-    """What both sides start from: the checkpoint, and the batches with their images and videos."""
+    """Checksums of what both sides start from: the checkpoint, and the batches with their images and videos."""
     tensors: dict[str, Any] = {}
     for step in range(STEPS):
         rows = batch(step, videos)

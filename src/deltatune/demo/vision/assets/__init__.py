@@ -1,4 +1,4 @@
-"""Where the vision demo's shipped files lie."""
+"""The path of the vision demo's bundled model."""
 
 from pathlib import Path
 
