@@ -1,4 +1,4 @@
-"""Tells which device MLX computes on, and which implementations of gated_delta can run there."""
+"""Tells which device MLX computes on, and which implementations of gated_delta and attention can run there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..errors import UserError
 from . import environment, nvidia
 
-# In order of preference: ops/gated_delta/choice.py takes the first that supports a call and passes its trial.
+# In order of preference: the choice.py of each operator takes the first that supports a call and passes its trial.
 _GATED_DELTA = {"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")}
 _ATTENTION = {"cpu": ("blocked",), "cuda": ("fused", "blocked"), "metal": ("fused", "blocked")}
 
@@ -53,6 +53,7 @@ def attention_candidates() -> tuple[tuple[str, ...], str]:
 def _candidates(
     variable: str, forced: str | None, preferred: dict[str, tuple[str, ...]]
 ) -> tuple[tuple[str, ...], str]:
+    """Choose from `preferred`, by device, unless the environment `variable` has the value `forced`."""
     here = device()
     problem = _why_not_fused() if here == "cuda" else None
     if forced is None:

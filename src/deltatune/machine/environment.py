@@ -73,7 +73,7 @@ def gated_delta() -> str | None:
 
 
 def attention() -> str | None:
-    """The forced implementation of attention, or None for the automatic choice."""
+    """Return the implementation of attention that the user forces, or None for the automatic choice."""
     return _choice(ATTENTION, ATTENTION_CHOICES)
 
 

@@ -192,7 +192,8 @@ def test_nothing_is_touched_where_the_blas_is_right():
 @ON_A_CPU
 def test_everything_is_replaced_where_it_is_not_and_given_back(faulty):
     before = [current(name) for name in NAMES]
-    with pytest.warns(PatchWarning, match="come out wrong here: planted computes these products wrongly"):
+    message = "computes products of one row wrong: planted computes these products wrongly"
+    with pytest.warns(PatchWarning, match=message):
         report = apply()
     assert set(NAMES) <= {each.patch.name for each in report.applied}
     assert report.left_alone == []

@@ -62,7 +62,7 @@ def _warn(result: ProbeResult) -> None:
         return
     _warned.add(str(result))
     warnings.warn(
-        f"Matrix products of one row come out wrong here: {result}. deltatune computes them with two rows "
+        f"The BLAS of this machine computes products of one row wrong: {result}. deltatune computes them with two rows "
         "instead; other programs may get NaN. Update the BLAS (on macOS, the system) to correct it.",
         PatchWarning,
         stacklevel=5,
