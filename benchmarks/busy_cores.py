@@ -37,6 +37,7 @@ def train(seconds: float) -> dict[str, object]:
     from deltatune.models.load import load
     from deltatune.train import Trainer
     from deltatune.train.log import Screen
+    from deltatune.train.setup import prepare
 
     ends: list[float] = []
 
@@ -54,7 +55,7 @@ def train(seconds: float) -> dict[str, object]:
         task.write(output / "data", test=8)
         config = dataclasses.replace(flow.options(MODEL, output, 1000, (5e-3, 2e-4)), val_batches=0)
         loaded = load(MODEL)
-        flow.prepare(loaded.model, config)
+        prepare(loaded.model, config)
         trainer = Trainer(
             loaded.model, loaded.tokenizer, config, load_datasets(config, loaded.tokenizer, None), screen=Clock()
         )

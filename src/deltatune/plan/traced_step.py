@@ -94,15 +94,9 @@ def build(
     layout: ArrayLayout,
     shapes: ImageShapes | None = None,
 ) -> TracedStep:
-    """Build the graphs of one training iteration; the model is left unchanged.
+    """Build the graphs of one training iteration of the prepared `model`, which is left unchanged.
 
-    Args:
-        model: the prepared model.
-        config: the run.
-        rows: rows of the batch.
-        length: tokens of a row.
-        layout: how the loaded MLX stores its arrays.
-        shapes: the shapes of the batch's images; None for text.
+    The batch has `rows` rows of `length` tokens, and images of `shapes` where given.
 
     Raises:
         UserError: the options of `config` contradict one another or the model.
@@ -131,11 +125,8 @@ def build(
         # Arrays that pass through unchanged have no kind: no phase makes them.
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
         data = existing | _addresses(layout, _leaves(batch))
-        held = (
-            read(layout, [*given, *_leaves(batch)], data)
-            + _constants(loss_nodes, data)
-            + _constants(update_nodes, evaluated)
-        )
+        held = read(layout, [*given, *_leaves(batch)], data)
+        held += _constants(loss_nodes, data) + _constants(update_nodes, evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the graph has read them.
         dropped = [layout.address(array) for array in [*_leaves(sums), *_leaves(batch)]]
         phases = [_phase("forward and backward", loss_nodes, dropped)]
