@@ -96,10 +96,7 @@ def build(
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model`, which is left unchanged.
 
-    The batch has `rows` rows of `length` tokens, and images of `shapes` where given.
-
-    Raises:
-        UserError: the options of `config` contradict one another or the model.
+    The batch has `rows` rows of `length` tokens, and images of `shapes`. UserError where options of `config` conflict.
     """
     with _as_trained(model, config) as loss_function:
         optimizer = build_optimizer(config)
@@ -118,11 +115,10 @@ def build(
         norm, experts = step.begin_update(*new)
         second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm, get_key()]
         second += _leaves(experts) if experts else []
-
         existing = _addresses(layout, given)
         loss_nodes = read(layout, first, existing)
         evaluated = existing | {node.address for node in all_nodes(loss_nodes)}
-        # Arrays that pass through unchanged have no kind: no phase makes them.
+        # Nodes without a kind pass through unchanged.
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
         data = existing | _addresses(layout, _leaves(batch))
         held = read(layout, [*given, *_leaves(batch)], data)
