@@ -30,14 +30,12 @@ class _EnoughError(Exception):
 
 def train(seconds: float) -> dict[str, object]:
     """Train for this many seconds after the first iterations; returns iterations a second and the threads."""
-    from deltatune.data import load_datasets
     from deltatune.demo import flow, task
     from deltatune.demo.assets import MODEL
     from deltatune.machine import blas
-    from deltatune.models.load import load
     from deltatune.train import Trainer
     from deltatune.train.log import Screen
-    from deltatune.train.setup import prepare
+    from deltatune.train.setup import ready
 
     ends: list[float] = []
 
@@ -54,11 +52,9 @@ def train(seconds: float) -> dict[str, object]:
         output = Path(folder)
         task.write(output / "data", test=8)
         config = dataclasses.replace(flow.options(MODEL, output, 1000, (5e-3, 2e-4)), val_batches=0)
-        loaded = load(MODEL)
-        prepare(loaded.model, config)
-        trainer = Trainer(
-            loaded.model, loaded.tokenizer, config, load_datasets(config, loaded.tokenizer, None), screen=Clock()
-        )
+        run = ready(config)
+        run.prepare()
+        trainer = Trainer.of(run, Clock())
         with suppress(_EnoughError):
             trainer.run()
     rate = (len(ends) - 1 - WARM) / (ends[-1] - ends[WARM])

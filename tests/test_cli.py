@@ -55,8 +55,8 @@ def test_defaults_are_those_of_mlx_lm_lora_but_for_four():
 
     ours = dataclasses.asdict(config())
     differ = {name for name, value in CONFIG_DEFAULTS.items() if name != "config" and ours[name] != value}
-    # train: the command itself says so; mask_prompt: on where there is a prompt; optimizer_config: nothing to list;
-    # clear_cache_threshold: by device, theirs but on NVIDIA GPUs.
+    # `train` is implied by the command, mask_prompt is on for rows with a prompt, optimizer_config lists no optimizers,
+    # and clear_cache_threshold depends on the device.
     assert differ == {"train", "mask_prompt", "optimizer_config", "lora_parameters", "clear_cache_threshold"}
     assert CONFIG_DEFAULTS["lora_parameters"].items() <= ours["lora_parameters"].items()
 
@@ -119,6 +119,9 @@ def test_help_is_grouped_and_complete(run):
         assert f"\n{title}\n" in out
     for field in dataclasses.fields(TrainConfig):
         assert (f"--{field.name.replace('_', '-')}" in out) == field.metadata["flag"]
+    words = " ".join(out.split())
+    assert "make one optimizer step (default: 1)" in words
+    assert "order of the data (default: 0)" in words
 
 
 def test_train_eval_generate_and_merge_work_together(run, checkpoint, data, tmp_path):
@@ -154,14 +157,14 @@ def test_from_scratch_writes_a_checkpoint_that_mlx_lm_loads(run, checkpoint, dat
     import mlx.core as mx
     import mlx_lm
 
-    out, bare = tmp_path / "out", tmp_path / "bare"
-    bare.mkdir()
+    out, without_weights = tmp_path / "out", tmp_path / "without_weights"
+    without_weights.mkdir()
     for file in checkpoint.iterdir():
         if file.suffix != ".safetensors":
-            (bare / file.name).write_bytes(file.read_bytes())
+            (without_weights / file.name).write_bytes(file.read_bytes())
     common = ["--data", data, "--batch-size", "2"]
     flags = ["--from-scratch", "--iters", "15", "--learning-rate", "1e-2", "--adapter-path", out, "--test"]
-    code, said, err = run("train", "--model", bare, *common, *flags)
+    code, said, err = run("train", "--model", without_weights, *common, *flags)
     assert code == 0, err
     assert "(100.000%)" in said
     tested = float(re.search(r"Test loss ([\d.]+)", said)[1])

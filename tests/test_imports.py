@@ -14,10 +14,16 @@ MODULES = tree.modules()
 IMPORTS = tree.imports()
 # Files of one name in two folders, and what the name means in both; commands/ has files named by their command.
 SHARED_NAMES = {
+    "choice": "which implementation of an operator serves a call",
     "experts": "the routed experts of a layer: their adapters, and the patches of their modules",
+    "fused": "launches of an operator's kernels",
+    "fused_op": "the differentiable function around an operator's kernels",
     "generate": "text from a model, through mlx-lm or mlx-vlm",
     "load": "a model from its checkpoint, through mlx-lm or mlx-vlm",
     "merge": "an adapter folded into weights",
+    "naive": "an operator by its definition, what its other implementations answer to",
+    "native": "an operator by MLX's own function",
+    "op": "an operator's checked entry point",
     "pointwise": "the passes around the recurrence: the patches that put them in place, and their checks",
     "quantized_product": "the product with a packed matrix, and the patch that puts it in place",
     "reload": "the demo's last part: the adapter loaded by upstream alone",

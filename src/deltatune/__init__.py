@@ -1,4 +1,8 @@
-"""deltatune: fine-tune hybrid gated-delta models with MLX. Import it before mlx to get a fast BLAS on Linux CPUs."""
+"""deltatune fine-tunes hybrid gated-delta models with MLX.
+
+Import it before mlx: it sets environment variables that MLX reads when it starts, and on Linux CPUs it loads a fast
+BLAS, which MLX can only use if it is loaded first.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,15 @@ if TYPE_CHECKING:
     from .train import Trainer
 
 _environment.keep_full_fp32()
-_environment.queue_little()
+_environment.limit_queue()
 _environment.see_own_gpu()
+# MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
 with _subnormals.flushed():
     _blas.load()
     _subnormals.start_mlx()
 
-_HOMES = {
+# The module that defines each public name, relative to this package.
+_MODULES = {
     "LoraConfig": "config",
     "TrainConfig": "config",
     "Trainer": "train",
@@ -49,7 +55,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported at first use: `import deltatune` alone stays quick, and loads the BLAS before mlx."""
-    if name not in _HOMES:
+    """Import a public name at its first use, so that `import deltatune` alone stays quick."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

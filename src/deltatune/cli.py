@@ -1,4 +1,4 @@
-"""The command line: the list of its commands, and how each ends."""
+"""The command line `deltatune`: it lists the commands, runs one, and turns its outcome into an exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMANDS = (train, plan, eval, generate, merge, run, doctor, selftest, demo)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Return the parser of the whole command line, with every command and its flags."""
     top = Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
@@ -23,7 +23,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code. 2, with one message on standard error, for what the user can mend."""
+    """Run a command.
+
+    Args:
+        argv: the words after `deltatune`; None takes those of this process.
+
+    Returns:
+        The exit code. It is 2, with one message on standard error, for a mistake that the user can correct.
+    """
     try:
         arguments = parser().parse_args(argv)
         return arguments.call(arguments)

@@ -1,6 +1,7 @@
-"""All options of a training run, each with its only default, and the YAML files that set them.
+"""The options of a training run, and the YAML files that set them. Each option has its one default here.
 
-Names and defaults are those of `mlx_lm.lora` wherever it has the option; docs/guides/from-mlx-lm.md lists what differs.
+Names and defaults are those of `mlx_lm.lora` for every option that it has; docs/guides/from-mlx-lm.md lists the
+differences.
 """
 
 from __future__ import annotations
@@ -66,149 +67,201 @@ class TrainConfig:
     data: str = field(
         default="mlx-community/WikiSQL",
         metadata=_about(
-            _DATA, "folder with train.jsonl, valid.jsonl and test.jsonl, or the name of a Hugging Face data set"
+            _DATA, "folder that holds train.jsonl, valid.jsonl and test.jsonl, or the name of a Hugging Face data set"
         ),
     )
     hf_dataset: Any = field(
-        default=None, metadata=_about(_DATA, "a Hugging Face data set, or several: mlx_lm.lora's mapping", flag=False)
+        default=None,
+        metadata=_about(
+            _DATA, "a Hugging Face data set, or a list of them, with the keys that mlx_lm.lora reads", flag=False
+        ),
     )
     train: bool = field(
-        default=True, metadata=_about(_RUN, "accepted for mlx_lm.lora's sake: this command always trains")
+        default=True, metadata=_about(_RUN, "accepted because mlx_lm.lora has it; this command always trains")
     )
-    test: bool = field(default=False, metadata=_about(_RUN, "evaluate on the test set after training"))
+    test: bool = field(default=False, metadata=_about(_RUN, "evaluate the model on the test set after training"))
     fine_tune_type: str = field(
         default="lora",
         metadata=_about(
-            _TUNE, "lora, dora (adapters), or full (the layers themselves)", choices=("lora", "dora", "full")
+            _TUNE,
+            "train LoRA adapters (lora), DoRA adapters (dora) or the layers' own weights (full)",
+            choices=("lora", "dora", "full"),
         ),
     )
     from_scratch: bool = field(
         default=False,
         metadata=_about(
-            _TUNE, "random weights drawn from the model's config.json; trains all of them and writes a checkpoint"
+            _TUNE, "build the model of config.json with random weights, train all of them, and write a whole checkpoint"
         ),
     )
     optimizer: str = field(
-        default="adam", metadata=_about(_OPTIMIZER, "any optimizer of MLX: adam, adamw, muon, sgd, adafactor, lion ...")
+        default="adam",
+        metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd, adafactor or lion"),
     )
     optimizer_config: dict[str, dict[str, Any]] = field(
         default_factory=dict,
-        metadata=_about(_OPTIMIZER, "settings by optimizer name, such as {adamw: {weight_decay: 0.01}}", flag=False),
+        metadata=_about(
+            _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
+        ),
     )
-    learning_rate: float = field(default=1e-5, metadata=_about(_OPTIMIZER, "step size, where no lr_schedule is given"))
+    learning_rate: float = field(
+        default=1e-5, metadata=_about(_OPTIMIZER, "learning rate, used when no lr_schedule is given")
+    )
     lr_schedule: dict[str, Any] | None = field(
         default=None,
-        metadata=_about(_OPTIMIZER, "name, arguments, warmup, warmup_init; in optimizer steps", flag=False),
+        metadata=_about(
+            _OPTIMIZER,
+            "learning rate schedule, counted in optimizer steps, with the keys name, arguments, warmup and warmup_init",
+            flag=False,
+        ),
     )
     grad_clip: float | None = field(
-        default=None, metadata=_about(_OPTIMIZER, "largest global gradient norm; longer gradients are scaled")
+        default=None,
+        metadata=_about(_OPTIMIZER, "largest global gradient norm; a larger gradient is scaled down to this norm"),
     )
     grad_accumulation_steps: int = field(
-        default=1, metadata=_about(_OPTIMIZER, "iterations whose gradients make one update, weighted by their tokens")
+        default=1,
+        metadata=_about(
+            _OPTIMIZER, "number of iterations whose gradients, weighted by their tokens, make one optimizer step"
+        ),
     )
     expert_updates: str = field(
         default="dense",
         metadata=_about(
             _OPTIMIZER,
-            "active: experts without tokens keep adapters and moments as they are (lazy AdamW); dense: all move",
+            "dense updates all experts; active leaves the adapters and optimizer moments of an expert that received no "
+            "tokens as they are (lazy AdamW)",
             choices=("dense", "active"),
         ),
     )
-    seed: int = field(default=0, metadata=_about(_RUN, "seed of weights, dropout and data order"))
+    seed: int = field(
+        default=0, metadata=_about(_RUN, "seed of the random weights, the dropout and the order of the data")
+    )
     num_layers: int = field(
-        default=16, metadata=_about(_TUNE, "how many layers train, from the last; -1 for all, as when there are fewer")
+        default=16,
+        metadata=_about(
+            _TUNE, "number of layers to train, counted from the last; -1, or a number above the model's, trains all"
+        ),
     )
     lora_parameters: LoraConfig = field(
         default_factory=LoraConfig,
-        metadata=_about(_TUNE, "rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora", flag=False),
+        metadata=_about(
+            _TUNE,
+            "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers and rslora",
+            flag=False,
+        ),
     )
-    batch_size: int = field(default=4, metadata=_about(_RUN, "rows of a batch, over all ranks"))
-    iters: int = field(default=1000, metadata=_about(_RUN, "iterations to train for"))
+    batch_size: int = field(default=4, metadata=_about(_RUN, "number of rows in a batch, summed over all ranks"))
+    iters: int = field(default=1000, metadata=_about(_RUN, "number of iterations to train for"))
     grad_checkpoint: bool = field(
-        default=False, metadata=_about(_RUN, "recompute each layer in the backward pass: less memory, more time")
+        default=False,
+        metadata=_about(_RUN, "recompute each layer in the backward pass, which takes less memory and more time"),
     )
-    max_seq_length: int = field(default=2048, metadata=_about(_DATA, "longest row, in tokens"))
+    max_seq_length: int = field(default=2048, metadata=_about(_DATA, "largest length of a row, in tokens"))
     overlong: str = field(
         default="truncate",
-        metadata=_about(_DATA, "what to do with an example longer than that", choices=("truncate", "skip")),
+        metadata=_about(
+            _DATA,
+            "whether an example longer than max_seq_length is cut (truncate) or left out (skip)",
+            choices=("truncate", "skip"),
+        ),
     )
     mask_prompt: bool | None = field(
         default=None,
         metadata=_about(
-            _DATA, "loss on completions only: the default for prompts and chats; --no-mask-prompt: on every token"
+            _DATA,
+            "count only completions in the loss, which is the default for prompts and chats; --no-mask-prompt counts "
+            "every token",
         ),
     )
     min_pixels: int | None = field(
-        default=None, metadata=_about(_DATA, "smaller images are scaled up to this area; default: the model's own")
+        default=None,
+        metadata=_about(_DATA, "area, in pixels, to which smaller images are scaled up; default: the model's own"),
     )
     max_pixels: int | None = field(
-        default=None, metadata=_about(_DATA, "larger images are scaled down to this area; default: the model's own")
+        default=None,
+        metadata=_about(_DATA, "area, in pixels, to which larger images are scaled down; default: the model's own"),
     )
     fps: float | None = field(
         default=None,
         metadata=_about(
-            _DATA, "frames a second to take from a video, or of a video given as frames; default: the model's own"
+            _DATA,
+            "frames per second to take from a video file, or at which a list of frames was recorded; default: "
+            "the model's own",
         ),
     )
     video_max_frames: int | None = field(
-        default=None, metadata=_about(_DATA, "most frames to take of a video; default: the model's own")
+        default=None, metadata=_about(_DATA, "largest number of frames to take from a video; default: the model's own")
     )
     pack: bool = field(
         default=False,
-        metadata=_about(_DATA, "several documents to a row, kept apart in attention, recurrence and convolution"),
+        metadata=_about(
+            _DATA, "put several documents into a row; attention, recurrence and convolution do not cross between them"
+        ),
     )
     val_batches: int = field(
-        default=25, metadata=_about(_RUN, "batches of an evaluation; -1 for the whole validation set, 0 for none")
+        default=25,
+        metadata=_about(
+            _RUN, "number of batches in an evaluation; -1 takes the whole validation set, 0 turns evaluation off"
+        ),
     )
-    test_batches: int = field(default=500, metadata=_about(_RUN, "batches of the test; -1 for the whole test set"))
-    steps_per_report: int = field(default=10, metadata=_about(_SAVE, "iterations between reports of the training loss"))
-    steps_per_eval: int = field(default=200, metadata=_about(_RUN, "iterations between evaluations"))
-    save_every: int = field(default=100, metadata=_about(_SAVE, "iterations between saves"))
+    test_batches: int = field(
+        default=500, metadata=_about(_RUN, "number of batches in the test; -1 takes the whole test set")
+    )
+    steps_per_report: int = field(
+        default=10, metadata=_about(_SAVE, "number of iterations between reports of the training loss")
+    )
+    steps_per_eval: int = field(default=200, metadata=_about(_RUN, "number of iterations between evaluations"))
+    save_every: int = field(default=100, metadata=_about(_SAVE, "number of iterations between saves"))
     early_stopping: int | None = field(
-        default=None, metadata=_about(_RUN, "stop after so many evaluations without a lower loss")
+        default=None, metadata=_about(_RUN, "stop training after this many evaluations without a lower loss")
     )
-    adapter_path: str = field(default="adapters", metadata=_about(_SAVE, "folder for everything that a run writes"))
+    adapter_path: str = field(default="adapters", metadata=_about(_SAVE, "folder to which a run writes all its files"))
     resume: bool = field(
-        default=False, metadata=_about(_SAVE, "continue the run saved in the adapter path, bit for bit")
+        default=False,
+        metadata=_about(_SAVE, "continue the run that is saved in adapter_path, with the same results bit for bit"),
     )
     parts: str = field(
         default="language",
-        metadata=_about(
-            _TUNE, "which parts of a model with images train, separated by commas: language, vision, projector"
-        ),
+        metadata=_about(_TUNE, "parts of a vision model to train, separated by commas: language, vision, projector"),
     )
-    resume_adapter_file: str | None = field(default=None, metadata=_about(_TUNE, "start from these adapter weights"))
+    resume_adapter_file: str | None = field(
+        default=None, metadata=_about(_TUNE, "file of adapter weights to start from")
+    )
     clear_cache_threshold: int | None = field(
         default=None,
         metadata=_about(
             _RUN,
-            "clear MLX's cache between iterations above this size (such as 4GB); default: 0, and on an NVIDIA GPU a "
-            "quarter of its memory",
+            "size, such as 4GB, above which MLX's cache is cleared between iterations; default: 0, or a quarter of "
+            "the GPU's memory on NVIDIA",
         ),
     )
-    report_to: str | None = field(default=None, metadata=_about(_SAVE, "any of tensorboard,wandb,swanlab"))
+    report_to: str | None = field(
+        default=None, metadata=_about(_SAVE, "loggers to report to, separated by commas: tensorboard, wandb, swanlab")
+    )
     project_name: str | None = field(
-        default=None, metadata=_about(_SAVE, "project for those; default: the current folder's name")
+        default=None,
+        metadata=_about(_SAVE, "project name for the loggers of report_to; default: the current folder's name"),
     )
     trust_remote_code: bool = field(
-        default=False, metadata=_about(_MODEL, "run code that comes with the model or tokenizer")
+        default=False, metadata=_about(_MODEL, "allow code that comes with the model or its tokenizer to run")
     )
     prompt_feature: str | None = field(
-        default=None, metadata=_about(_DATA, "key of the prompt; default prompt", flag=False)
+        default=None, metadata=_about(_DATA, "key that holds the prompt of a row; default: prompt", flag=False)
     )
     text_feature: str | None = field(
-        default=None, metadata=_about(_DATA, "key of a plain text; default text", flag=False)
+        default=None, metadata=_about(_DATA, "key that holds the plain text of a row; default: text", flag=False)
     )
     completion_feature: str | None = field(
-        default=None, metadata=_about(_DATA, "key of the completion; default completion", flag=False)
+        default=None, metadata=_about(_DATA, "key that holds the completion of a row; default: completion", flag=False)
     )
     chat_feature: str | None = field(
-        default=None, metadata=_about(_DATA, "key of a chat; default messages", flag=False)
+        default=None, metadata=_about(_DATA, "key that holds the messages of a chat; default: messages", flag=False)
     )
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which here reads 1e-5 as a number, as YAML 1.2 does; PyYAML by itself reads a string."""
+    """PyYAML's safe loader, extended to read 1e-5 as a number, as YAML 1.2 does; by default PyYAML reads a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -231,7 +284,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"config {path}: not YAML: {error}") from error
+        raise UserError(f"config {path}: the file is not YAML: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -281,7 +334,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _checked(value: Any, annotation: str, where: str) -> Any:
-    """Return the value, an integer as a float where the annotation asks for one, or refuse another type."""
+    """Return the value, converted from int to float where the annotation asks for a float; refuse any other type."""
     names = [part.split("[")[0].strip() for part in re.sub(r"\[.*\]", "", annotation).split("|")]
     if "Any" in names or (value is None and "None" in names):
         return value

@@ -1,4 +1,4 @@
-"""`deltatune run`: other people's programs, each in a process of its own."""
+"""`deltatune run` with other programs, each in a process of its own."""
 
 from __future__ import annotations
 

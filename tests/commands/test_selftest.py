@@ -1,4 +1,4 @@
-"""`deltatune selftest` as a person types it: what it refuses, what it prints and writes, how it ends."""
+"""`deltatune selftest` refuses bad usage, prints and writes its checks, and ends with the right exit code."""
 
 import io
 import json
@@ -18,7 +18,7 @@ def _in_a_folder_of_its_own(monkeypatch, tmp_path):
 
 
 def of(monkeypatch, *outcomes):
-    """The self-test of these checks alone: its exit code, its record, what it printed."""
+    """Run the self-test with these checks alone, and return its exit code, its record and what it printed."""
 
     def raised():
         raise RuntimeError("[metal::Device] Unable to build metal library\nfrom source")

@@ -75,7 +75,7 @@ def check_experts(model: nn.Module, training: bool, refused: bool, record_proper
     record_property("unpatched", "refused" if refused else "accepted")
     with pytest.raises(ValueError, match=REFUSED) if refused else nullcontext():
         gradients(model, tokens(20))
-    # Fewer tokens than a prompt has: on a CPU the patches serve prompts, bit for bit or not.
+    # Fewer tokens than a prompt has: off Metal the patches serve prompts, bit for bit or not.
     few = tokens(PROMPT - 1)
     expected = logits(model, few)
     mx.eval(expected)

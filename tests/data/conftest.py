@@ -1,4 +1,4 @@
-"""Tokenizers with templates of several kinds, and small data folders."""
+"""Provides tokenizers with chat templates of several kinds, small data folders and random examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Says itself what is generated: the answer and its end token, not the line break.
+# This template marks what is generated: the answer and its end token, but not the line break.
 GENERATION = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -30,7 +30,7 @@ GENERATION = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Reasoning is written for answers after the last question, and dropped from history.
+# This template writes the reasoning of answers after the last question, and drops it from earlier turns.
 THINKING = (
     "{% set asked = namespace(last=-1) %}"
     "{% for message in messages %}{% if message['role'] == 'user' %}{% set asked.last = loop.index0 %}{% endif %}"
@@ -45,7 +45,7 @@ THINKING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-# Ends a conversation, but no turn within it, with a token of its own.
+# This template ends a conversation with a special token that no turn within it has.
 CLOSING = PLAIN.replace("{% endif %}", "{% else %}{{ '<|endoftext|>' }}{% endif %}")
 STRICT = (
     "{% for message in messages %}"

@@ -13,7 +13,7 @@ CONVERSATION = [QUESTION, ANSWER, FURTHER, SECOND]
 
 
 def counted(tokenizer, messages, tools=None, **options) -> list[str]:
-    """The pieces of text whose tokens count in the loss."""
+    """Return the pieces of text whose tokens count in the loss."""
     tokens, targets = tokenize_chat(
         tokenizer, messages, tools, **({"completions_only": True, "source": "file:1"} | options)
     )
@@ -74,7 +74,7 @@ def test_reasoning_counts_and_its_opening_tag_does_not(tokenizers):
 
 
 def test_an_answer_without_reasoning_follows_the_prompt_without_thinking(tokenizers):
-    # The open prompt "<think>\n" is no token prefix of "<think>\n\n</think>": the line breaks are one token there.
+    # The tokens of "<think>\n" are no prefix of those of "<think>\n\n</think>", whose line breaks are one token.
     tokenizer = tokenizers("thinking")
     prompt = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([QUESTION, ANSWER])
@@ -93,7 +93,7 @@ def test_rewritten_history_is_named_and_the_remedies_work(tokenizers):
 
 
 def test_a_turn_rewritten_after_an_unchanged_prompt_is_named(tokenizers):
-    # Qwen3's way: the prompt says nothing of thinking, the turn has a block while it is the last and loses it later.
+    # Qwen3's template writes no thinking in the prompt; the last turn has a block, which it loses later.
     tokenizer = tokenizers("thinking")
     template = tokenizer.chat_template
     tokenizer.chat_template = template.replace("assistant\n<think>\n' }}", "assistant\n' }}")

@@ -46,7 +46,7 @@ def test_widths_are_buckets_and_rows_of_like_length_go_together(examples_of):
     widths = [batch.inputs.shape for batch in order.epoch(0)]
     assert {rows for rows, _ in widths} == {3}
     assert {width for _, width in widths} <= set(order.widths) == {32, 64, 96, 128}
-    # At most two rows stand with longer ones at each of the three borders, and two rows are blank.
+    # At each of the three changes of width, at most two rows share a batch with longer ones; two rows are blank.
     padded = sum(3 * width for _, width in widths)
     assert padded <= sum(-(-(size - 1) // 32) * 32 for size in SIZES) + (3 * 2 + 2) * 32
 

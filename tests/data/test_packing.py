@@ -16,7 +16,7 @@ def test_every_document_once_and_no_row_too_long():
 
 
 def test_the_best_fitting_row_is_taken():
-    # 6 and 7 leave room for 4 and 3: the 3 belongs with the 7, though the first row would take it too.
+    # The rows of 6 and 7 have room for 4 and 3; the 3 goes to the 7, which it fills, though it would fit the 6 too.
     assert pack([6, 7, 3], 10) == [(1, 2), (0,)]
     assert pack([5, 5, 5, 5], 10) == [(0, 1), (2, 3)]
 

@@ -1,4 +1,4 @@
-"""The claim of Batch's docstring: padding on the right reaches no real position, forward or backward, unmasked."""
+"""Padding on the right reaches no real position, forward or backward, without a mask, as `Batch` claims."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ ROWS = [{"text": f"row number {number}", "note": "aside"} for number in range(20
 
 @pytest.fixture(autouse=True)
 def hub(monkeypatch, tmp_path):
-    """A cache of the test's own, and no hub."""
+    """Give the test a cache of its own, and keep it from reaching the hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -141,7 +141,7 @@ def planted(monkeypatch, swept, tiny_model):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     module = importlib.import_module("planted_kernel")
     model = module.Model(tiny_model("qwen3", num_hidden_layers=1).args)
-    monkeypatch.setattr(examination, "to_train_on", lambda path: ({"text": model}, []))
+    monkeypatch.setattr(examination, "load_for_data", lambda path: ({"text": model}, []))
 
 
 def test_a_kernel_without_a_gradient_stops_training(planted, monkeypatch, tmp_path, capsys):
@@ -175,7 +175,7 @@ def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeyp
     assert cli.main(["doctor", "--model", str(tiny_vision_checkpoint("qwen3_5"))]) == 0
     text = said(capsys)
     assert "✓ 3 of 3 delta layers train with deltatune's on text, through mlx-lm" in text
-    assert "– its config.json has a vision tower, which needs mlx-vlm, and that is not installed" in text
+    assert "– its config.json has a vision tower, which needs mlx-vlm, and mlx-vlm is not installed" in text
 
 
 def test_a_forward_that_cannot_be_traced_is_said(tiny_checkpoint, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The choice of implementation, and what it says when it cannot be had."""
+"""Tests which implementation of gated_delta each device gets, and the refusal of one that cannot run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_nvidia_gpu_older_than_hopper_gets_chunk(monkeypatch):
 
 def test_unknown_choice(monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fast")
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="expected one of naive"):
         backend.gated_delta_implementation()
 
 

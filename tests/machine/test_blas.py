@@ -1,4 +1,4 @@
-"""blas.py in fresh processes: what MLX binds to can be decided only once in each."""
+"""Tests blas.py in fresh processes, since libmlx is bound to a BLAS only once in each."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def cache(tmp_path_factory):
 
 
 def bound(folder: Path, cache: Path, **environment: str) -> set[str]:
-    """The libraries whose cblas_sgemm libmlx calls, as the dynamic linker reports it."""
+    """Return the libraries whose cblas_sgemm libmlx calls, as the dynamic linker reports them."""
     probe(cache, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(folder / "linker"), **environment)
     lines = [line for file in folder.glob("linker.*") for line in file.read_text(errors="replace").splitlines()]
     calls = [line for line in lines if "libmlx" in line.partition(" to ")[0] and line.endswith("`cblas_sgemm'")]
@@ -65,7 +65,7 @@ def test_mlx_keeps_its_own_blas_where_the_user_says_so(cache, tmp_path):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's kernels")
 def test_the_kernels_named_are_those_that_run(cache):
-    """Every x86-64 CPU since 2008 has what Nehalem's need."""
+    """Nehalem's kernels are forced, since they run on every x86-64 CPU made after 2008."""
     assert probe(cache, OPENBLAS_CORETYPE="Nehalem")["kernels"] == "Nehalem"
 
 
@@ -89,10 +89,10 @@ def test_mlx_imported_first_is_said_once(cache):
 
 def test_a_damaged_cache_file_is_built_again(cache):
     path = Path(probe(cache)["path"])
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     assert probe(cache)["name"] == "openblas"
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
 
 
 def test_an_unwritable_cache_is_said_and_survived(tmp_path):

@@ -1,4 +1,4 @@
-"""The probe of the BLAS: what it says of a good one, of planted faults, and of the one that MLX uses here."""
+"""Tests the probe of the BLAS on a correct sgemm, on sgemms with planted faults, and on the one that MLX calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deltatune.machine import blas_fault
 from deltatune.machine.blas_fault import CASES, FAULT, TWO_ROWS
 
 
-def multiply(keeps=lambda rows, b, old: False):
-    """A cblas_sgemm of NumPy; where `keeps` says so, 0 * C is added to the product."""
+def multiply(reads_output=lambda rows, b, old: False):
+    """Return a cblas_sgemm made with NumPy; where `reads_output` is true, it adds 0 * C to the product."""
 
     def sgemm(order, transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
         def view(address, rows, columns):
@@ -29,7 +29,7 @@ def multiply(keeps=lambda rows, b, old: False):
 
         right = view(b, n, k).T if transpose_b == 112 else view(b, k, n)
         out = view(c, m, n)
-        old = beta * out if keeps(m, b, out) else 0
+        old = beta * out if reads_output(m, b, out) else 0
         out[:] = alpha * view(a, m, k) @ right + old
 
     return sgemm
@@ -37,23 +37,23 @@ def multiply(keeps=lambda rows, b, old: False):
 
 def test_a_blas_that_ignores_what_it_overwrites_passes():
     found = blas_fault.examine(multiply(), "good")
-    assert (found.wrong, found.faulty, found.mendable) == ((), False, True)
-    assert "good computes them right" in str(found)
+    assert (found.wrong, found.faulty, found.two_rows_work) == ((), False, True)
+    assert "good computes products of one row correctly" in str(found)
 
 
 def test_the_known_fault_and_its_controls():
-    """Only the full combination shows it: one row, B off alignment, NaN before."""
+    """The fault shows only if all three hold: one row, B unaligned, and NaN in the output before."""
     found = blas_fault.examine(multiply(lambda rows, b, old: rows == 1 and b % 64), "planted")
     assert found.wrong == (FAULT.name,)
     assert found.faulty
-    assert found.mendable
-    assert str(found) == "planted computes these wrong: one row"
+    assert found.two_rows_work
+    assert str(found) == "planted computes these products wrongly: one row"
 
 
 def test_two_rows_wrong_is_no_way_out():
     found = blas_fault.examine(multiply(lambda rows, b, old: True), "worse")
     assert TWO_ROWS.name in found.wrong
-    assert not found.mendable
+    assert not found.two_rows_work
 
 
 def test_a_fault_with_any_stale_value_is_seen():
@@ -76,7 +76,7 @@ def test_the_blas_here_is_found_and_right():
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Linux binds OpenBLAS")
 def test_the_probe_follows_what_mlx_is_bound_to():
-    """OpenBLAS where blas.py binds it, else the library that the wheel brings."""
+    """The probe must test OpenBLAS if blas.py has bound it, else the library that the wheel brings."""
     code = (
         "import json, deltatune; from deltatune.machine import blas, blas_fault\n"
         "print(json.dumps([blas.status().name, str(blas.status().path), blas_fault.probe().library]))"

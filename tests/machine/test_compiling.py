@@ -1,3 +1,5 @@
+"""Tests that mx.compile builds no kernels inside without_kernels(), and works as before after it."""
+
 import os
 import subprocess
 import sys
@@ -8,7 +10,7 @@ import pytest
 from deltatune.machine import backend
 from deltatune.machine.compiling import compiles, without_kernels
 
-# A chain that MLX fuses: its kernel would be built into the temporary folder.
+# MLX would fuse this chain into a kernel and build it in the temporary folder.
 PROGRAM = """
 import deltatune
 import mlx.core as mx

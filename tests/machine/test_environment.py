@@ -1,4 +1,4 @@
-"""Environment variables that deltatune sets for MLX."""
+"""Tests the environment variables that deltatune sets for MLX and CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ print(getenv(b"MLX_ENABLE_TF32").decode(), deltatune._environment.tf32())
 
 @pytest.mark.parametrize(("before", "after"), [(None, "0 False"), ("1", "1 True"), ("0", "0 False")])
 def test_fp32_stays_fp32_unless_the_user_chose(before, after):
-    """MLX reads the variable in C, at its first product on the GPU."""
+    """The variable must be set for C too, since MLX reads it there."""
     env = {name: value for name, value in os.environ.items() if name != environment.TF32}
     if before is not None:
         env[environment.TF32] = before

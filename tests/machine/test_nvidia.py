@@ -1,4 +1,4 @@
-"""What is asked of an NVIDIA GPU's driver, and what serves where there is none."""
+"""Tests the limits of an NVIDIA GPU, with a driver, without one, and with one that refuses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deltatune.machine import nvidia
 
 
 class Driver:
-    """libcuda: each function's answer, with the values of attributes."""
+    """Stands in for libcuda: `status` is what each query returns, `values` the attributes."""
 
     def __init__(self, status=0, values=None):
         self.status, self.values = status, values or {97: 101_376, 16: 170}

@@ -1,4 +1,7 @@
-"""MLX's CPU threads flush subnormal numbers; Python's own do not. In fresh processes: it is decided once in each."""
+"""Tests that MLX's CPU thread flushes subnormal numbers and Python's does not.
+
+Every case runs in a fresh process, since the setting is decided once in each.
+"""
 
 import json
 import platform
@@ -37,5 +40,5 @@ def test_mlx_flushes_them_and_python_does_not():
 
 
 def test_mlx_alone_keeps_them():
-    """The reason for this module: where it ends to hold, the module can go. What they cost depends on the CPU."""
+    """This is why machine/subnormals.py exists. If MLX itself flushes them one day, the module can be deleted."""
     assert probe("")["product"][0] == pytest.approx(1e-39, rel=1e-5)

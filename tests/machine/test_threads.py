@@ -1,4 +1,4 @@
-"""The number of BLAS threads, from what the machine, its container and mlx.launch say, and from a trial."""
+"""Tests the number of BLAS threads: the share of the cores (machine, container, launcher) and the trial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltatune.machine.threads import Threads, choose, quota, ranks_here, share
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch):
-    """A machine of eight cores and nothing else: no container, no launcher, nothing forced."""
+    """Pretend to be on a machine of eight cores without container, launcher or forced number."""
     for name in (environment.THREADS, "MLX_HOSTFILE", "MLX_RANK", *threads._MPI_RANKS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 8)
@@ -20,7 +20,7 @@ def eight_cores(monkeypatch):
 
 
 def idle(number: int) -> float:
-    """Seconds of a product that threads share evenly."""
+    """Return the seconds of a product that `number` threads share evenly."""
     return 0.04 / number
 
 
@@ -34,7 +34,7 @@ def test_two_threads_a_core_are_not_used_where_they_gain_nothing():
 
 @pytest.mark.parametrize("stalled", [1.0, 30.0])
 def test_busy_cores_leave_one_thread(stalled):
-    """As measured: threads that wait for cores which others use are slower than one."""
+    """Threads that wait for busy cores are slower than one thread, as was measured."""
     chosen = choose(lambda number: 0.01 * (1 + stalled * (number > 1)))
     assert chosen.number == 1
     assert "busy" in chosen.why
@@ -42,7 +42,7 @@ def test_busy_cores_leave_one_thread(stalled):
 
 
 def test_a_rare_stall_counts(monkeypatch):
-    """One product in four waits for time slices: the best of them, or their median, would look fine."""
+    """One product in four waits for a time slice. The fastest product, or the median, would hide it."""
     monkeypatch.setattr(environment, "cores", lambda: 2)
     calls = iter(range(1000))
     chosen = choose(lambda number: idle(number) + (0.1 if number == 2 and next(calls) % 4 == 3 else 0.0))

@@ -1,4 +1,4 @@
-"""Packing is measured before it is used: models that keep documents apart pass, all others are refused by name."""
+"""Models that keep packed documents separate pass the check; all others are refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from a model, one answer or many: mlx-lm's own, under the patches, and nothing in force afterwards."""
+"""Answers come from mlx-lm while the patches are applied, and the patches are reverted afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model split before its head: the same logits, and the same gradients for everything on both sides."""
+"""A split model gives the model's logits, and the same gradients to the parameters of both parts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def whole(model: nn.Module, tokens: mx.array) -> mx.array:
 
 
 def check(model: nn.Module) -> None:
-    """Loss and gradients through split_head and the chunked loss, against those of the whole model."""
+    """Assert that loss and gradients through split_head and the chunked loss are those of the whole model."""
     split = split_head(model)
     assert split.reason is None
     tokens = mx.random.randint(0, 60, (2, 9), key=mx.random.key(3))
     assert mx.array_equal(split.head(split.backbone(tokens)), model(tokens))
 
-    def halves(model: nn.Module, tokens: mx.array) -> mx.array:
+    def in_parts(model: nn.Module, tokens: mx.array) -> mx.array:
         hidden = split.backbone(tokens[:, :-1])
         return linear_cross_entropy(split.head, hidden, tokens[:, 1:], mx.ones((2, 8)), chunk_tokens=5)[0]
 
     expected_loss, expected = nn.value_and_grad(model, whole)(model, tokens)
-    loss, actual = nn.value_and_grad(model, halves)(model, tokens)
+    loss, actual = nn.value_and_grad(model, in_parts)(model, tokens)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
     for (name, one), (_, other) in zip(tree_flatten(expected), tree_flatten(actual), strict=True):
         largest = mx.abs(one).max().item()
@@ -86,4 +86,4 @@ def test_what_cannot_be_split_says_why(tiny_model):
     split = split_head(Wrapped())
     assert split.backbone is None
     assert split.head is None
-    assert "`scale` stands beside the layers" in split.reason
+    assert "`scale` is not a module" in split.reason

@@ -1,4 +1,4 @@
-"""Loading: what is right loads as mlx-lm loads it; what is wrong gets one message that says what and where."""
+"""A right checkpoint loads as mlx-lm loads it; a wrong one gets one message that says what is wrong and where."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = mx.array([[5, 6, 7, 8, 9]])
 
 @pytest.fixture
 def damaged(tiny_checkpoint, tmp_path):
-    """A copy of a tiny qwen3 checkpoint, to be damaged."""
+    """A function that copies a tiny checkpoint, so that a test can damage it."""
 
     def copy(family: str = "qwen3", **options) -> Path:
         return Path(shutil.copytree(tiny_checkpoint(family, **options), tmp_path / "model"))
@@ -58,7 +58,7 @@ def test_loads_what_mlx_lm_loads(tiny_checkpoint, family, quantize):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_halves_of_gate_and_up_are_laid_out_anew_on_cuda(damaged, device, monkeypatch):
+def test_slices_of_gate_and_up_are_copied_on_cuda(damaged, device, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
     path = damaged("qwen3_5_moe")
 
@@ -110,12 +110,13 @@ def test_no_such_model(tmp_path):
     refused("a file; expected the folder", load, file)
 
 
-def test_hub_name_that_cannot_be_had(monkeypatch):
+def test_hub_name_that_cannot_be_downloaded(monkeypatch):
     def offline(name):
         raise OSError(f"{name} is not a valid model identifier\nmore text")
 
     monkeypatch.setattr(mlx_lm.utils, "_download", offline)
-    refused("owner/model: no such directory, and not to be had from the hub: owner/model is not", locate, "owner/model")
+    message = "owner/model: no such directory, and it cannot be downloaded from the hub: owner/model is not"
+    refused(message, locate, "owner/model")
 
 
 def test_hub_name_is_downloaded_by_mlx_lm(monkeypatch, tiny_checkpoint):
@@ -220,7 +221,7 @@ def test_corrupt_headers(damaged, header, message):
 def test_pickled_weights_are_never_loaded(damaged):
     path = damaged()
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    refused("only pytorch_model.bin .* never loaded", load, path)
+    refused("are in pytorch_model.bin .* never loaded", load, path)
     (path / "pytorch_model.bin").unlink()
     refused("no weights in it", load, path)
 
@@ -229,13 +230,13 @@ def test_index(damaged):
     path = damaged()
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../etc/model.safetensors"}}))
-    refused("no plain file name", load, path)
+    refused("is not a plain file name", load, path)
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
     refused("1 weight files of the index are missing, such as model-00002-of-00002", load, path)
     index.write_text(json.dumps({"weight_map": {"model.absent.weight": "model.safetensors"}}))
     refused("missing, such as model.absent.weight", load, path)
     index.write_text("{}")
-    refused("no weight_map", load, path)
+    refused("has no weight_map", load, path)
 
 
 def test_quantisation_that_config_does_not_know(damaged):
@@ -280,9 +281,9 @@ def test_code_in_a_checkpoint_is_not_run(damaged):
     path = damaged()
     (path / "code.py").write_text(CODE)
     rewrite(path / "config.json", model_file="code.py")
-    refused("nothing in a checkpoint is run unless you pass --trust-remote-code", load, path)
+    refused("runs no code from a checkpoint unless you pass --trust-remote-code", load, path)
     rewrite(path / "config.json", model_file="../code.py")
-    refused("no plain file name", load, path, trust_remote_code=True)
+    refused("is not a plain file name", load, path, trust_remote_code=True)
     rewrite(path / "config.json", model_file=None)
     rewrite(path / "tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Tokenizer", None]}, tokenizer_class="Own")
     assert load(path).tokenizer.encode("the dog")

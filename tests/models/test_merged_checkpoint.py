@@ -1,4 +1,4 @@
-"""A merged checkpoint says what the adapted model says, in the base's own names, and is otherwise the base."""
+"""A merged checkpoint computes what the adapted model computes, and is the base in everything else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = mx.array([[5, 6, 7, 8, 9]])
 
 
 def adapt(path: Path, adapter: Path, kind: str = "lora", **options) -> mx.array:
-    """Save a random adapter for the model in `path`; the adapted model's logits."""
+    """Save a random adapter for the model in `path`, and return the adapted model's logits."""
     model, _ = load_model(path)
     convert_to_lora(model, LoraConfig(rank=4, scale=2.0, **options), fine_tune_type=kind)
     mx.random.seed(7)
@@ -50,7 +50,7 @@ def difference(a: mx.array, b: mx.array) -> float:
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merge_says_what_the_adapted_model_says(tiny_checkpoint, tmp_path, family, kind):
+def test_a_merged_model_computes_what_the_adapted_one_does(tiny_checkpoint, tmp_path, family, kind):
     base = tiny_checkpoint(family)
     adapted = adapt(base, tmp_path / "adapter", kind)
     done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
@@ -93,7 +93,7 @@ def test_quantised_base_stays_as_it_was_packed(tiny_checkpoint, tmp_path, settin
 
 
 def hugging_face_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """A tiny qwen3_5_moe as transformers stores it: packed experts, unshifted norms, vision tower, next-token heads."""
+    """A tiny qwen3_5_moe as transformers stores it: stacked experts, norms without the one, vision tower, MTP heads."""
     stored = {}
     for name, value in tensors.items():
         new = name.replace("language_model.model.", "model.language_model.")
@@ -114,7 +114,7 @@ def hugging_face_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def save_sharded(folder: Path, tensors: dict[str, mx.array], shards: int = 3) -> None:
-    """Weights in several files with an index, as large checkpoints have them."""
+    """Save weights in several files with an index, as large checkpoints have them."""
     (folder / "model.safetensors").unlink()
     names = list(tensors)
     weight_map = {}
@@ -146,7 +146,7 @@ def test_hugging_face_checkpoint_keeps_its_format_and_what_text_models_drop(tiny
     assert before.keys() == after.keys()
     assert {name for name in before if before[name] != after[name]} == set(done.changed)
     assert not any(name.startswith(("mtp", "model.visual")) for name in done.changed)
-    # Only up_proj was trained: the half of the packed tensor that is gate_proj is what it was, bit for bit.
+    # Only up_proj was trained, so the half of the tensor that holds gate_proj keeps its bits.
     if kind == "lora":
         name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
         assert name in done.changed
@@ -225,7 +225,7 @@ def test_existing_folder_is_not_overwritten(tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_nothing_half_written_is_left(tiny_checkpoint, tmp_path, monkeypatch, fault):
+def test_an_error_leaves_no_files_behind(tiny_checkpoint, tmp_path, monkeypatch, fault):
     base = tiny_checkpoint("qwen3")
     adapt(base, tmp_path / "adapter")
 

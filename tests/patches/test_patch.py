@@ -1,4 +1,4 @@
-"""Records applied to a small package made for the purpose: every holder reached, everything given back."""
+"""Patches on a small package made for the tests: every holder is reached, and every original restored."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ RECORD = Patch(
 
 @pytest.fixture
 def acme(tmp_path, monkeypatch):
-    """A function that imports a module of the package; the package and all patches are gone afterwards."""
+    """A function that imports a module of the package. The package and all patches are removed afterwards."""
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def acme(tmp_path, monkeypatch):
 
 
 def test_checks_build_no_kernels(acme):
-    """On CUDA those of a few numbers would take half a minute, in every process."""
+    """On CUDA, kernels for a few numbers would take half a minute to build, in every process."""
     found = []
 
     def check(upstream, ours):
@@ -173,7 +173,7 @@ print(len(targets), *sorted(set(targets) - applied))
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "metal"])
 def test_every_target_of_mlx_lm_follows_a_late_import(device):
-    """As under `deltatune run`, whose program imports mlx-lm after the patches are there."""
+    """`deltatune run` applies the patches before its program imports mlx-lm."""
     done = subprocess.run([sys.executable, "-c", LATE, device], capture_output=True, text=True)
     count, *missing = done.stdout.split()
     assert int(count) > 8
@@ -208,7 +208,7 @@ def test_an_import_that_fails_once_is_still_watched(acme, tmp_path):
     ],
     ids=["version", "signature", "check"],
 )
-def test_what_a_record_does_not_know_stays_and_is_said(acme, change, message):
+def test_what_a_record_does_not_expect_stays_with_a_warning(acme, change, message):
     one = acme("acme.one")
     upstream = one.update
     with pytest.warns(PatchWarning, match=message + ".*Training goes slowly"):
@@ -224,12 +224,12 @@ def test_the_record_of_the_installed_version_is_chosen(acme):
     assert patch.apply([old, RECORD]).applied[0].patch is RECORD
 
 
-def test_somebody_elses_function_in_a_holder_is_left_alone_and_said(acme):
+def test_somebody_elses_function_in_a_holder_stays_with_a_warning(acme):
     ops, one = acme("acme.ops"), acme("acme.one")
     theirs = functools.wraps(ops.update)(lambda x, scale=1: "theirs")
     one.update = theirs
     with pytest.warns(
-        PatchWarning, match=r"acme.one.update is .* neither acme's nor deltatune's.*slowly.*hand it over"
+        PatchWarning, match=r"acme.one.update is .* neither acme's nor deltatune's.*slowly.*let deltatune replace it"
     ):
         report = patch.apply([RECORD])
     assert one.update is theirs
@@ -254,7 +254,7 @@ def test_somebody_elses_function_in_the_defining_module(acme):
 def test_upstreams_function_gone_everywhere(acme):
     ops = acme("acme.ops")
     ops.update = acme("foreign").update
-    with pytest.warns(PatchWarning, match="nowhere to be found"):
+    with pytest.warns(PatchWarning, match="no loaded module holds acme.s own function"):
         report = patch.apply([RECORD])
     assert ops.update(1) == "theirs"
     assert not report.applied

@@ -74,7 +74,7 @@ def waiting_queue(monkeypatch):
 def measured_peak(model, config, rows, length):
     """The peak of the second step by MLX's own count."""
     images = blank_vision_batch(rows, length, IMAGES[:2], vision_spec(model))
-    images.feature[0, : IMAGES.frames] = np.arange(IMAGES.frames) * (IMAGES.patches // 4)
+    images.feature_rows[0, : IMAGES.frames] = np.arange(IMAGES.frames) * (IMAGES.patches // 4)
     batch = replace(blank_batch(rows, length, False), images=images)
     with patched(model), without_kernels():
         loss, _ = choose_loss(model)
@@ -116,7 +116,7 @@ def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
     with patched(model):
         tower = FrozenTower(model)
         mx.reset_peak_memory()
-        mx.eval(tower.look(blank_vision_batch(1, 64, (1, 2048), vision_spec(model)), 0, 2048))
+        mx.eval(tower.frame_features(blank_vision_batch(1, 64, (1, 2048), vision_spec(model)), 0, 2048))
     moments = 2 * plan.sizes["gradients"]
     assert plan.bytes.amount == pytest.approx(mx.get_peak_memory() - before + moments, rel=0.05)
 

@@ -165,7 +165,7 @@ def test_a_resumed_run_of_other_bits_fails(monkeypatch):
     runs = iter([([1.0], {"w": np.ones(2)}), ([1.0], {}), ([1.0], {"w": np.array([1.0, 1.0 + 1e-12])})])
     monkeypatch.setattr(training, "_trained", lambda *_, **__: next(runs))
     monkeypatch.setattr(training, "_losses", lambda folder: [1.0])
-    assert training.stopped_and_resumed().status == FAILED
+    assert training.stopped_and_resumed(True).status == FAILED
 
 
 def test_full_fine_tuning_against_the_recurrence(monkeypatch):

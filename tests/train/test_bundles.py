@@ -1,4 +1,4 @@
-"""Which parameters go end to end, and that they come apart as they were."""
+"""Tests which parameters are joined into bundles, and that parting and updating them changes no bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def paths(made):
 
 
 def test_small_leaves_go_together_and_come_apart_as_they_were(tree, monkeypatch):
-    for name in ("MOST", "MOST_ON_CPU"):
+    for name in ("MOST_NUMBERS", "MOST_NUMBERS_ON_CPU"):
         monkeypatch.setattr(bundles, name, 20)
     made = Bundles(tree, mlx.optimizers.AdamW(1e-3))
     assert paths(made) == [["layers.0.x", "layers.0.y"], ["layers.1.x", "z"]]
@@ -52,7 +52,7 @@ def test_what_does_not_go_together(tree):
 
 @pytest.mark.parametrize("name", bundles.ELEMENTWISE)
 def test_the_update_is_that_of_the_leaves_to_the_bit(name, tree):
-    """For every optimizer whose numbers are said to be apart."""
+    """This must hold for every optimizer in ELEMENTWISE."""
     gradients = {"w": mx.random.normal((10, 10)), "z": mx.ones(1)}
     gradients["layers"] = [{"x": mx.random.normal((3, 4)), "y": mx.ones(5)}, {"x": mx.random.normal((2, 2, 2))}]
     kind = getattr(mlx.optimizers, name)
@@ -66,7 +66,7 @@ def test_the_update_is_that_of_the_leaves_to_the_bit(name, tree):
     assert same(together.part(found), expected)
 
 
-def test_lent_leaves_are_cast_and_their_gradients_are_those_of_the_leaves(tree):
+def test_used_leaves_are_cast_and_their_gradients_are_those_of_the_leaves(tree):
     made = Bundles(tree, mlx.optimizers.AdamW(1e-3), used_as={"z": mx.bfloat16})
 
     def loss(used):
@@ -85,7 +85,7 @@ def test_lent_leaves_are_cast_and_their_gradients_are_those_of_the_leaves(tree):
 
 @pytest.mark.parametrize("name", bundles.ELEMENTWISE)
 def test_state_is_kept_by_the_path_of_its_parameter(name, tree):
-    """So that a run goes on where bundles are cut otherwise."""
+    """A run can then continue where the bundles are cut differently."""
     optimizer, plain = (getattr(mlx.optimizers, name)(learning_rate=1e-2) for _ in range(2))
     made = Bundles(tree, optimizer)
     optimizer.init(made.join(tree)), plain.init(tree)

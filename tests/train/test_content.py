@@ -1,4 +1,4 @@
-"""Resuming with what may change: paths and memory; and what may not: the numbers that a run started from."""
+"""Tests that a resumed run may change paths and memory options, but not the weights that it started from."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ def adapters(folder):
 
 @pytest.fixture
 def moved(checkpoint, tmp_path):
-    """A copy of the checkpoint in another place."""
+    """A copy of the checkpoint in another folder."""
     return shutil.copytree(checkpoint, tmp_path / "moved")
 
 
@@ -66,7 +66,7 @@ def test_checkpointing_may_be_added_after_memory_ran_out(make_trainer, tmp_path,
 
 
 def test_a_state_of_the_first_format_is_read(make_trainer, tmp_path):
-    """It named paths and ranks, and held a random key for each rank."""
+    """Format 1 named paths and ranks, and held a random key for each rank."""
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
     make_trainer(iters=3).run()
     path = state.state_path(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Two ranks under mlx.launch against one process with the same global batches."""
+"""Tests that several ranks under mlx.launch train as one process does on the same global batches."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +9,7 @@ from deltatune.train.distributed import MESSAGE_BYTES, World, _messages
 
 @pytest.fixture
 def shared(options, tmp_path):
-    """No dropout (its draws differ between ranks), and SGD: Adam turns a rounding of 0 into a whole step."""
+    """Options without dropout, whose draws differ between ranks, and with SGD: Adam makes a rounding a full step."""
     changes = {
         "lora_parameters": {"rank": 2, "scale": 10.0, "dropout": 0.0},
         "optimizer": "sgd",
@@ -25,7 +25,7 @@ def shared(options, tmp_path):
 
 @pytest.fixture
 def same(tmp_path, read_metrics):
-    """same(one, two): both runs have the same adapters and losses, to the rounding of sums in another order."""
+    """same(one, two) checks that both runs have the same adapters and losses, up to the rounding of sums."""
 
     def check(one, two):
         left, right = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in (one, two))
@@ -34,7 +34,7 @@ def same(tmp_path, read_metrics):
         left, right = (read_metrics(tmp_path / name) for name in (one, two))
         for name in ("train_loss", "val_loss"):
             first, second = ({r["iteration"]: r[name] for r in records if name in r} for records in (left, right))
-            # A shorter run evaluates at its end, too.
+            # A shorter run has one more evaluation, at its end.
             assert {iteration: second[iteration] for iteration in first} == pytest.approx(first, rel=1e-5)
 
     return check
@@ -42,7 +42,7 @@ def same(tmp_path, read_metrics):
 
 @pytest.mark.parametrize("backend", ["ring", "mpi"])
 def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, tmp_path, backend):
-    """The first launch ends inside an accumulation: each rank's own gradients wait in the state for the second."""
+    """The first launch ends inside an accumulation, so that the state holds each rank's own gradients."""
     first = launch(shared | {"iters": 3}, backend=backend)
     assert first.returncode == 0, first.stderr
     assert "4 a batch, 2 on each of 2 ranks" in first.stdout
@@ -55,18 +55,18 @@ def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, t
 
 @pytest.mark.parametrize("more", [True, False])
 def test_a_run_resumes_on_another_number_of_ranks(make_trainer, launch, shared, same, screen_text, tmp_path, more):
-    """Both parts of the run meet inside an accumulation of 2."""
+    """The first part of the run ends inside an accumulation of 2."""
     make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
     part, rest = shared | {"iters": 3}, shared | {"resume": True}
     if more:
         make_trainer(**part).run()
         done = launch(rest)
-        assert "Ranks: 2, where 1 saved the state" in done.stdout, done.stderr
+        assert "The number of ranks is 2; it was 1 when the state was saved." in done.stdout, done.stderr
     else:
         done = launch(part)
         assert "Iter 3/3" in done.stdout, done.stderr
         make_trainer(**rest).run()
-        assert "Ranks: 1, where 2 saved the state" in screen_text.text()
+        assert "The number of ranks is 1; it was 2 when the state was saved." in screen_text.text()
     same("one", "two")
 
 

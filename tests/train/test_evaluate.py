@@ -1,3 +1,5 @@
+"""Tests the loss per token of an evaluation, and that the model is afterwards as it was before."""
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from deltatune.train.step import full_loss
 
 @pytest.fixture
 def model(make_trainer):
-    """With adapters that do something, and dropout that would be seen."""
+    """A model with adapters that are not zero, and with dropout, which would change the loss."""
     made = make_trainer().model
     mx.random.seed(5)
     for path, leaf in tree_flatten(made.trainable_parameters()):
@@ -28,7 +30,7 @@ def order(splits):
 
 
 def test_the_loss_is_per_token_whatever_the_batches(model, splits):
-    """Against each example alone, summed in float64; 6 rows make one whole and one half-empty batch of 4."""
+    """The reference is each example alone, summed in float64; 6 rows fill one batch of 4, and half of another."""
     with patched(model):
         got = Evaluation(model, choose_loss(model)[0], World())(order(splits))
         total = tokens = 0.0

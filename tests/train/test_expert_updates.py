@@ -1,4 +1,4 @@
-"""Lazy updates of experts: who moves, by how much, at what cost, and what else stays as the dense update has it."""
+"""Tests lazy updates of experts: which experts change, by how much, at what cost, and what stays as with dense."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADAMW = {"adamw": {"weight_decay": 0.1, "bias_correction": True}}
 
 
 class Layer(nn.Module):
-    """Experts that the input names, and a linear: [rows, 1 + width], whose first column is the expert."""
+    """Experts and a linear layer. The input is [rows, 1 + width], and its first column names the expert."""
 
     def __init__(self, experts: int, width: int = 16):
         super().__init__()
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 class Rows:
-    """What Step takes from a batch."""
+    """Stands in for a batch, with the fields that Step reads."""
 
     segments = images = None
 
@@ -89,7 +89,7 @@ def run(step: Step, model: nn.Module, *windows: list[Rows]) -> list[float]:
 
 
 def everything(model: nn.Module, optimizer: mlx.optimizers.Optimizer, step: Step) -> dict[str, mx.array]:
-    """Copies of parameters and optimizer state, by path."""
+    """Return copies of parameters and optimizer state, by path."""
     state = step.bundles.part_state(optimizer.state)
     flat = tree_flatten({"model": model.trainable_parameters(), "state": state})
     copies = {path: mx.array(leaf) for path, leaf in flat}
@@ -98,8 +98,8 @@ def everything(model: nn.Module, optimizer: mlx.optimizers.Optimizer, step: Step
 
 
 def test_with_every_expert_routed_it_is_the_dense_update(monkeypatch):
-    # Experts go by themselves where they are active: so do they here, for both norms to add up alike.
-    monkeypatch.setattr(bundles, "MOST_ON_CPU", 0)
+    # Active experts are never joined. Here dense ones are not, either, so that both norms are summed in one order.
+    monkeypatch.setattr(bundles, "MOST_NUMBERS_ON_CPU", 0)
     windows = [[Rows([0, 1, 2, 3, 4, 5, 5], seed)] for seed in range(4)]
     results = []
     for mode in ("dense", "active"):
@@ -135,7 +135,7 @@ def test_experts_without_tokens_stay_bitwise(accumulate):
 
 
 def test_an_expert_that_returns_is_corrected_by_the_global_step():
-    """Two updates elsewhere, then one here: the step of AdamW with zero moments at step 3."""
+    """After two updates of other experts, AdamW makes its third step from moments of zero."""
     model, _, step = make("active")
     run(step, model, [Rows([0, 1], 0)], [Rows([1, 2], 1)])
     name = "up_proj"
@@ -182,7 +182,7 @@ def test_refused_where_it_cannot_be():
     model = Layer(4)
     with pytest.raises(UserError, match="adafactor does not"):
         ActiveExperts(model, mlx.optimizers.Adafactor())
-    with pytest.raises(UserError, match="no expert layer trains"):
+    with pytest.raises(UserError, match="needs a trainable expert layer"):
         ActiveExperts(nn.Linear(3, 3), mlx.optimizers.AdamW(1e-3))
 
 

@@ -1,4 +1,4 @@
-"""Signals: an answer at once, a save during the step at the second one, and SIGHUP as SIGTERM."""
+"""Tests signals: the first is answered at once, the second saves during the step, and SIGHUP acts as SIGTERM does."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from deltatune.train import state
 from deltatune.train.interrupt import StopRequest
 
-# In one iteration MLX waits for gradients as long as a large model would need: Python runs no signal handler then.
+# In one iteration MLX computes as long as a large model would, during which Python runs no signal handler.
 SLOW = """
 import sys
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ sys.exit(main(["train", "-c", *sys.argv[3:]]))
 
 @pytest.fixture
 def slow_run(options, tmp_path):
-    """slow_run(iteration, products, **how to start it): a run in `out` that has begun to wait in that iteration."""
+    """slow_run(iteration, products, **how) starts a run in `out` that waits in that iteration; `how` goes to Popen."""
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "out"), "val_batches": 0}))
     started = []
@@ -63,7 +63,7 @@ def slow_run(options, tmp_path):
 
 
 def until(stream, text):
-    """The lines up to the one with `text`."""
+    """Read the lines up to the first one with `text`."""
     lines = []
     for line in stream:
         lines.append(line)
@@ -95,7 +95,7 @@ def test_a_signal_is_answered_while_mlx_waits(slow_run, make_trainer, tmp_path, 
 
 @pytest.mark.parametrize("iteration", [5, 6])
 def test_a_second_signal_saves_the_last_update_and_ends_during_the_step(slow_run, make_trainer, tmp_path, iteration):
-    """Iterations 5 and 6 make one update: what the update of iteration 4 left is saved, and nothing before it."""
+    """Iterations 5 and 6 make one update together, so that the state after iteration 4 must be saved."""
     process = slow_run(iteration, 2000)
     until(process.stdout, "waiting")
     process.send_signal(signal.SIGINT)
@@ -109,7 +109,7 @@ def test_a_second_signal_saves_the_last_update_and_ends_during_the_step(slow_run
 
 
 def test_a_closed_terminal_ends_the_run_with_its_state(slow_run, make_trainer, tmp_path):
-    """Nothing can be printed any more, and that must not keep the state from the disk."""
+    """Printing fails once the terminal is closed, and the state must be saved all the same."""
     ours, theirs = pty.openpty()
     process = slow_run(3, 25, stdin=theirs, stdout=theirs, stderr=theirs, text=False, start_new_session=True,
                        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)))  # fmt: skip
@@ -147,7 +147,7 @@ def test_calls_and_what_was_before():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_nohup_keeps_its_word():
+def test_nohup_still_ignores_sighup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest(print, print) as stop:

@@ -1,3 +1,5 @@
+"""Tests metrics.jsonl, the screen, and the services that receive metrics."""
+
 import io
 import json
 import sys
@@ -122,7 +124,7 @@ def test_unknown_services_are_named_before_any_is_opened(tmp_path):
 
 
 def test_a_run_goes_on_where_nobody_reads(monkeypatch):
-    """Writing fails once a terminal or a pipe is closed."""
+    """Writing fails once the terminal or pipe is closed."""
 
     class Closed(io.StringIO):
         def write(self, text):

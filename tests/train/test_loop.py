@@ -1,3 +1,5 @@
+"""Tests whole runs: what they write, how they stop, and that a resumed run ends with the same bits."""
+
 import dataclasses
 import errno
 import json
@@ -54,7 +56,7 @@ def test_the_adapter_is_mlx_lms(make_trainer, checkpoint, tmp_path):
 def test_ctrl_c_saves_and_the_resumed_run_gives_the_same_bits(
     make_trainer, tmp_path, read_metrics, monkeypatch, stop_at
 ):
-    """Iterations 3 and 5 lie inside an accumulation of 2 and inside a report window of 3."""
+    """Iterations 3 and 5 are inside an accumulation of 2 and inside a report window of 3."""
     straight = make_trainer(adapter_path=str(tmp_path / "straight")).run()
     trainer = make_trainer()
     plain = trainer._advance
@@ -80,7 +82,7 @@ def test_a_finished_run_can_be_made_longer(make_trainer, tmp_path, read_metrics)
     make_trainer(iters=6).run()
     make_trainer(iters=9, resume=True).run()
     assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
-    # The shorter run evaluated and reported at its own end, too: the last report of the longer one is the same.
+    # The shorter run also evaluated and reported at its end, so that only the last reports can be equal.
     assert read_metrics(tmp_path / "out")[-1] == read_metrics(tmp_path / "straight")[-1]
 
 
@@ -143,7 +145,7 @@ def all_training(model):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_trainer, tmp_path, splits, accumulate):
-    """A weight turned infinite before iteration 4 (in the second window) must stop the run as if it never ran."""
+    """A weight becomes infinite before iteration 4. The run must stop as if that iteration had not begun."""
     trainer = make_trainer(grad_accumulation_steps=accumulate, val_batches=0, save_every=100, lr_schedule=None)
     plain = trainer._advance
     broken = trainer.model.layers[1].mlp.down_proj.linear
@@ -172,7 +174,7 @@ def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_train
 
 
 def test_an_error_of_mlx_saves_what_it_leaves_whole(make_trainer, tmp_path, read_metrics, monkeypatch):
-    """Iteration 4 runs out of memory, inside a window of 2 whose first half was reported as iteration 3."""
+    """Iteration 4 runs out of memory in the second half of an accumulation; iteration 3 is already reported."""
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
     trainer = make_trainer(save_every=100)
     plain = trainer._advance
@@ -212,7 +214,7 @@ def test_an_error_right_after_resuming_inside_a_window(make_trainer, tmp_path, m
 
 
 def test_an_error_of_a_reporting_service_loses_nothing(make_trainer, tmp_path, read_metrics, monkeypatch):
-    """It breaks at the report of iteration 6, behind an update."""
+    """The service fails at the report of iteration 6, after an update."""
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
 
     class Service:
@@ -297,7 +299,7 @@ def test_nothing_to_train_is_an_error(make_trainer):
 
 
 def test_a_custom_rule_of_loss_without_targets_in_a_batch(make_trainer):
-    """A batch none of whose tokens count reports no loss and moves nothing."""
+    """A batch in which no token counts reports no loss and changes no parameter."""
     blank = [Example(np.arange(3, 9, dtype=np.int32), np.zeros(6, bool), f"row {n}") for n in range(4)]
     trainer = make_trainer(splits=Splits(train=blank), iters=1, grad_accumulation_steps=1, lr_schedule=None)
     before = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]

@@ -1,3 +1,5 @@
+"""Tests that the first place that is not finite is found: layer output, loss, gradient or parameter."""
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -21,7 +23,7 @@ class Layer(nn.Module):
         if self.spoil == "output":
             out = out * mx.array(float("inf")) * 0
         if self.spoil == "gradient":
-            # sqrt(0) is 0 and its slope infinite; infinity times the 0 behind it is NaN.
+            # The derivative of sqrt at 0 is infinite, and infinity times the 0 of x * 0 is NaN.
             out = out + mx.sqrt(x * 0)
         return out
 
@@ -82,7 +84,7 @@ def test_the_loss_itself(model, watched):
         total, weight = full_loss(model)(inputs, targets, weights)
         return total + mx.log(mx.array(0.0)), weight
 
-    assert find(model, loss, batch(), watched) == "every layer's output is finite, the loss is not"
+    assert find(model, loss, batch(), watched) == "every layer's output is finite, but the loss is not"
 
 
 def test_a_parameter_behind_the_first_layer(model, watched):

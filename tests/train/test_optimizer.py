@@ -1,3 +1,5 @@
+"""Tests optimizers and schedules against those of mlx-lm and MLX, and that nothing changes without a finite norm."""
+
 import mlx.core as mx
 import mlx.optimizers
 import numpy as np
@@ -73,7 +75,7 @@ def test_an_update_is_that_of_mlx(name):
         expected = reference.apply_gradients(gradients, expected)
         got, norm = apply(ours, got, gradients, mx.array(True), None)
     assert norm.item() == pytest.approx(np.sqrt(sum((g**2).sum() for g in flat(gradients).values())), rel=1e-6)
-    # On CUDA Adam's and AdamW's operations are one pass, which rounds less often.
+    # On CUDA, Adam and AdamW are computed by one kernel, which rounds less often.
     off = {"rtol": 2e-6, "atol": 2e-7} if backend.device() == "cuda" else {"rtol": 0, "atol": 0}
     for key, value in flat(expected).items():
         np.testing.assert_allclose(flat(got)[key], value, **off)
@@ -122,11 +124,11 @@ def test_an_update_never_holds_all_parameters_twice(peak_bytes):
 
     def update():
         updated, norm = apply(optimizer, parameters, gradients, mx.array(True), None)
-        # Only what is kept is referred to while it is evaluated, so that buffers are reused.
+        # Parameters and gradients are released before the evaluation, so that MLX can reuse their buffers.
         parameters.clear()
         gradients.clear()
         return updated, optimizer.state, norm
 
     extra = peak_bytes(update) / (4 * size)
-    # One parameter's own: its gradient, its moments and its new value.
+    # The update of one parameter holds its gradient, two moments and the new value.
     assert extra < 5, f"{extra:.0f} of {count} parameters"

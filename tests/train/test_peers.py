@@ -1,4 +1,4 @@
-"""A rank that is killed: the others end soon, with one message, and the resumed run has the bits of one left alone."""
+"""Tests that ranks end soon, with one message, after another is killed, and that the run resumes to the same bits."""
 
 import random
 import re
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-# Rank VICTIM kills itself a while after training begins, and notes when it did.
+# One rank kills itself some time after training begins, and writes the time of its death to a file.
 KILLED = """
 import os, signal, sys, threading, time
 import deltatune
@@ -29,13 +29,13 @@ Trainer._loop = loop
 from deltatune.cli import main
 sys.exit(main(["train", *sys.argv[4:]]))
 """
-# The longest that the others may take to end, and the most time after which a rank kills itself.
+# The most seconds that the others may take to end, and the most seconds until the rank kills itself.
 ALLOWED, LONGEST = 30.0, 6.0
 
 
 @pytest.fixture
 def killed(launch, tmp_path):
-    """killed(options, victim, delay, ...): the launched run, and whether the rank was there to be killed."""
+    """killed(options, victim, delay, ...) launches a run, and returns it and whether the rank lived until its kill."""
 
     def run(options, victim, delay, **how):
         note = tmp_path / "killed"
@@ -51,12 +51,12 @@ def killed(launch, tmp_path):
 
 @pytest.fixture
 def two_ranks(options, tmp_path):
-    """A run of 40 iterations, with dropout, that ends in the folder `out`."""
+    """Options of a run of 40 iterations, with dropout, into the folder `out`."""
     return options | {"iters": 40, "val_batches": 0, "adapter_path": str(tmp_path / "out"), "save_every": 10}
 
 
 def message(done):
-    """The one message of the ranks that were not killed."""
+    """Return the message of the surviving ranks, which must be a single one."""
     found = re.findall(r"deltatune: (.*)", done.stderr)
     assert len(found) == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -73,20 +73,20 @@ def test_a_killed_rank_is_named_once_and_the_others_end(killed, two_ranks, tmp_p
     assert was_killed
     assert f"rank {victim} of 2 ended before the run did" in message(done)
     assert "Run the same command with --resume" in message(done)
-    # mlx.launch's own word on how each rank ended.
+    # mlx.launch prints how each rank ended.
     assert f"Node with rank {1 - victim} exited with code 2" in done.stdout + done.stderr
     if victim == 1:
         assert re.search(r"the state after iteration [1-9]\d* is saved", message(done))
 
 
 def test_one_of_two_others_speaks_for_both(killed, two_ranks):
-    """The lowest does, and rank 0 is gone."""
+    """Rank 0 is dead, so that the lower of the other two reports it."""
     done, was_killed = killed(two_ranks | {"iters": 10**5, "batch_size": 6}, 0, 2.0, ranks=3)
     assert was_killed
     assert "rank 0 of 3 ended before the run did" in message(done)
 
 
-# mpirun names the rank itself, and mostly kills the others before they can.
+# mpirun reports the dead rank itself, and mostly kills the others before they can.
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ring", "mpi"])
 def test_killed_at_ten_random_moments_the_run_ends_with_the_same_bits(killed, launch, two_ranks, tmp_path, backend):
@@ -94,7 +94,7 @@ def test_killed_at_ten_random_moments_the_run_ends_with_the_same_bits(killed, la
     assert "Iter 40/40" in straight.stdout, straight.stderr
     draw = random.Random(0)
     kills = 0
-    # A run that was quicker than its victim starts anew, in another folder.
+    # If a run finishes before its victim dies, the next one starts in another folder.
     for folder in range(10):
         options = two_ranks | {"adapter_path": str(tmp_path / f"out{folder}")}
         finished = False

@@ -1,3 +1,5 @@
+"""Tests the HTML report: sound, self-contained, escaped, with curves at the right places."""
+
 import json
 import re
 from html.parser import HTMLParser
@@ -20,7 +22,7 @@ RESULT = {
 
 
 class Balanced(HTMLParser):
-    """Fails on a tag that closes what is not open."""
+    """Parses HTML, and fails if a closing tag does not match the tag that is open."""
 
     void = frozenset({"meta", "polyline", "line", "circle", "br"})
 

@@ -1,4 +1,4 @@
-"""kill -9 at any instant, then --resume: the bits of the run that was never killed."""
+"""Tests that a run that is killed at any instant and resumed ends with the bits of a run that was never killed."""
 
 import ctypes
 import json
@@ -13,7 +13,7 @@ from deltatune.machine import blas, environment, threads
 from deltatune.machine.threads import Threads
 from deltatune.train import state
 
-# Runs `deltatune train -c FILE ...` and kills itself, without a word, where it is told to.
+# This program runs `deltatune train -c FILE ...` and kills itself at the point that its arguments name.
 DRIVER = """
 import os, signal, sys
 import deltatune
@@ -57,7 +57,7 @@ sys.exit(main(["train", "-c", *sys.argv[3:]]))
 
 @pytest.fixture
 def killed_run(options, tmp_path):
-    """killed_run(where, count, *flags): a run in `out` that SIGKILL ends at the count-th such point."""
+    """killed_run(where, count, *flags) runs in `out` until SIGKILL at the count-th such point; returns its output."""
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "out")}))
 
@@ -71,11 +71,11 @@ def killed_run(options, tmp_path):
 
 
 def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, killed_run, tmp_path, read_metrics):
-    """In the middle of writing the first state; after a state's rename; inside an accumulation; in a second save."""
+    """The kills come while the first state is written, after its rename, inside an accumulation and in a later save."""
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
     killed_run("write", 1)
     assert not (tmp_path / "out" / "state" / "state.safetensors").exists()
-    # The fifth rename of a run is its first state's: from then on iteration 3, half an accumulation of 2, is safe.
+    # The fifth rename of a run puts its first state in place, after iteration 3, which is inside an accumulation of 2.
     killed_run("replace", 5, "--resume")
     assert "Resuming after iteration 3 of 8" in killed_run("iteration", 3, "--resume")
     assert "Iter 6/8" in killed_run("write", 1, "--resume")
@@ -88,7 +88,7 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, ki
 
 @pytest.mark.skipif(blas.status().name != "openblas", reason="threads of OpenBLAS")
 def test_a_run_goes_on_with_the_blas_threads_that_it_had(make_trainer, monkeypatch, tmp_path, screen_text):
-    """The last bits of a product depend on their number, which another load could choose otherwise."""
+    """The last bits of a product depend on the number of threads, which another load of the machine could change."""
     monkeypatch.setattr(blas, "_status", replace(blas.status(), threads=Threads(2, "here")))
     make_trainer(iters=2).run()
     assert state.peek(state.state_path(tmp_path / "out")).blas_threads == 2
@@ -100,8 +100,8 @@ def test_a_run_goes_on_with_the_blas_threads_that_it_had(make_trainer, monkeypat
     try:
         make_trainer(resume=True, iters=4).run()
         assert library.openblas_get_num_threads() == 2
-        assert "BLAS: 2 threads (as in the run that goes on here)." in screen_text.text()
-        # Not more than this machine gives, and not another number than the user's.
+        assert "BLAS: 2 threads (as in the run that is continued)." in screen_text.text()
+        # The number must not exceed this machine's cores, nor replace the one that the user forces.
         assert not blas.use_threads(3, "more than cores")
         monkeypatch.setenv(environment.THREADS, "1")
         assert not blas.use_threads(1, "not the user's number")

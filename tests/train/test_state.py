@@ -1,3 +1,5 @@
+"""Tests the state file: exact contents, atomic writes, refusals of the disk and of foreign states."""
+
 import errno
 import os
 from pathlib import Path
@@ -46,7 +48,7 @@ def test_a_refusing_disk_leaves_the_last_state_and_no_litter(tmp_path, monkeypat
 
 
 def test_a_real_full_disk_is_noticed(tmp_path):
-    # /dev/full takes the open and refuses the bytes, as a full disk does.
+    # /dev/full can be opened but refuses all bytes, as a full disk does.
     with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         mx.save_safetensors(file, {"a": mx.zeros((1000, 1000))})
 
@@ -117,7 +119,7 @@ def test_unpack_refuses_what_does_not_fit():
     saved = state.pack("trainable", like)
     assert set(saved) == {"trainable/a", "trainable/b.0"}
     assert mx.array_equal(state.unpack("trainable", like, saved, Path("x"))["a"], like["a"])
-    with pytest.raises(UserError, match="1 tensors differ, first trainable/a"):
+    with pytest.raises(UserError, match="1 tensors differ, the first is trainable/a"):
         state.unpack("trainable", like | {"a": mx.zeros(3)}, saved, Path("x"))
-    with pytest.raises(UserError, match="first trainable/c"):
+    with pytest.raises(UserError, match="the first is trainable/c"):
         state.unpack("trainable", like | {"c": mx.zeros(3)}, saved, Path("x"))

@@ -1,3 +1,5 @@
+"""Tests the training step: accumulation, compilation, dropout, replaced parameters and packed documents."""
+
 import dataclasses
 
 import mlx.core as mx
@@ -15,7 +17,7 @@ from deltatune.train.step import Step, full_loss, mean_loss_and_gradients
 
 
 class Tiny(nn.Module):
-    """Embeds, drops, projects: enough for a step, and quick to compile."""
+    """An embedding, dropout and a linear layer, which compile quickly."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -63,7 +65,7 @@ def run(made, batches, accumulate, loss=None, **options):
 
 
 def test_accumulation_weighs_by_tokens():
-    """Micro-batches of 1 and 9 counted tokens make the update of one batch with all ten, not the mean of two."""
+    """Micro-batches with 1 and 9 counted tokens must make the update of one batch with all ten, not the mean of two."""
     parts = [batch(0, counted=1), batch(1, counted=9)]
     whole, split = model(), model()
     run(whole, [joined(*parts)], 1)
@@ -106,7 +108,7 @@ def test_dropout_is_drawn_anew_each_step_from_the_random_state():
 
 @pytest.mark.parametrize("between", ["before the gradients", "before the update"])
 def test_a_parameter_that_somebody_replaces_is_the_one_that_trains(between):
-    """Parameters are parts of one buffer: a new leaf must not be lost for the buffer's old numbers."""
+    """Parameters are parts of one bundle. The bundle's old numbers must not overwrite a parameter that was replaced."""
     made, config = model(), TrainConfig(optimizer="sgd", learning_rate=0.5)
     step = Step(made, build_optimizer(config), full_loss(made), World())
     loss, weight, gradients = step.micro_batch(batch(0), None)
@@ -152,7 +154,7 @@ def test_the_model_keeps_its_own_arrays_after_a_gradient():
 
 
 def test_packed_documents_get_the_gradients_they_get_alone(tiny_model):
-    """Two documents in one row against one in each of two rows, through recurrence, convolution and attention."""
+    """Two documents in one row must give the gradients of two rows, through recurrence, convolution and attention."""
     made = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
     made.train()
     draw = np.random.default_rng(0)

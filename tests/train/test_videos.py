@@ -1,4 +1,4 @@
-"""Runs on videos: a run learns what moves, an adapter answers, resumed runs, one message without a vision tower."""
+"""Tests runs on videos: they learn, answer and resume, and a model without a vision tower is refused."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from PIL import Image
 
 from deltatune import cli
 from deltatune.config import TrainConfig
-from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
-from deltatune.models.load import load
 from deltatune.patches import patched
 from deltatune.train import setup
-from deltatune.train.step import arrays, loss_of
+from vision_runs import check_batch_weighs_as_its_rows, check_resumed_run_is_bit_equal, options
 
 pytest.importorskip("mlx_vlm", minversion="0.7")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Rows with none, one and two videos of frames that grow lighter or darker, some with an image."""
+    """Rows with no, one or two videos whose frames grow lighter or darker, some with an image."""
     path = tmp_path_factory.mktemp("videos")
     rows = []
     for index in range(12):
@@ -52,12 +50,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def options(model, folder, target, **more):
-    flags = {"model": model, "data": folder, "adapter-path": target, "iters": 6, "batch-size": 4, "num-layers": -1}
-    flags |= {"learning-rate": 2e-3, "steps-per-report": 2, "steps-per-eval": 6} | more
-    return [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-
-
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
 def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, family, capsys):
     path = tiny_vision_checkpoint(family)
@@ -74,7 +66,7 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
     assert cli.main([*asked, "--max-tokens", "4", "--fps", "1", "--video", *frames]) == 0
     said = capsys.readouterr().out
 
-    # The same prompt, through the training forward, token by token.
+    # The same prompt is given to the forward pass of training, whose most likely token must begin the answer.
     loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
     row = {"messages": [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "x"}]}
     row |= {"video": frames, "fps": 1}
@@ -96,26 +88,12 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
 def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
-    """Videos and images in differing number within a batch: the loss of four rows is that of the four alone."""
-    loaded = load(tiny_vision_checkpoint(family), image="a test")
-    config = TrainConfig(data=str(folder), batch_size=4)
-    examples = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train[:4]
-    with patched(loaded.model):
-        loss, _ = setup.choose_loss(loaded.model)
-        together = loss_of(loss, arrays(next(BatchOrder(examples, 4, 2048))))
-        alone = [loss_of(loss, arrays(next(BatchOrder([example], 1, 2048)))) for example in examples]
-    assert together[1].item() == sum(weight.item() for _, weight in alone)
-    assert together[0].item() == pytest.approx(sum(total.item() for total, _ in alone), rel=1e-4)
+    check_batch_weighs_as_its_rows(tiny_vision_checkpoint(family), folder)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path):
-    path = tiny_vision_checkpoint("qwen3_vl")
+def test_a_stopped_run_resumes_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path):
     more = {"parts": "vision,projector", "iters": 4, "video-max-frames": 4}
-    assert cli.main(["train", *options(path, folder, tmp_path / "whole", **more)]) == 0
-    assert cli.main(["train", *options(path, folder, tmp_path / "again", **more | {"iters": 2})]) == 0
-    assert cli.main(["train", *options(path, folder, tmp_path / "again", **more), "--resume"]) == 0
-    whole, again = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("whole", "again"))
-    assert all(mx.array_equal(value, again[name]) for name, value in whole.items())
+    check_resumed_run_is_bit_equal(tiny_vision_checkpoint("qwen3_vl"), folder, tmp_path, 2, **more)
 
 
 def test_a_text_model_given_videos_is_one_message(tiny_checkpoint, folder, tmp_path, capsys):
@@ -132,7 +110,7 @@ def test_generate_names_what_it_cannot_watch(tiny_vision_checkpoint, folder, cap
     for given, message in (
         (["--video", "none.mp4"], "--video none.mp4: no such file"),
         (["--video", frame, "--image", frame], "--image and --video: give one of them"),
-        (["--video", frame, str(folder / "text.mp4")], "--video: images beside videos"),
+        (["--video", frame, str(folder / "text.mp4")], "--video: got images together with videos"),
         (["--video", str(folder / "text.mp4")], "no video, truncated"),
         (["--video", frame], "1 frame; a video needs 2 or more"),
         (["--video", frame, frame, "--fps", "0"], "fps: expected a number above 0"),

@@ -1,4 +1,4 @@
-"""Runs on images and text: every family, every part, adapters that mlx-vlm loads, merges, answers, resumed runs."""
+"""Tests runs on images and text: training of each part, adapters in mlx-vlm, merging, answers and resumed runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from PIL import Image
 
 from deltatune import cli
 from deltatune.config import LoraConfig, TrainConfig
-from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models.load import load
 from deltatune.models.merged_checkpoint import merge_checkpoint
-from deltatune.patches import patched
 from deltatune.train import setup
-from deltatune.train.step import arrays, loss_of
+from vision_runs import check_batch_weighs_as_its_rows, check_resumed_run_is_bit_equal, options
 
 pytest.importorskip("mlx_vlm")
 
@@ -32,7 +30,7 @@ COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Rows with none, one and two images of several sizes."""
+    """Rows with no, one or two images of several sizes."""
     path = tmp_path_factory.mktemp("pictures")
     rows = []
     for index in range(12):
@@ -50,18 +48,12 @@ def folder(tmp_path_factory):
     return path
 
 
-def options(model, folder, target, **more):
-    flags = {"model": model, "data": folder, "adapter-path": target, "iters": 6, "batch-size": 4, "num-layers": -1}
-    flags |= {"learning-rate": 2e-3, "steps-per-report": 2, "steps-per-eval": 6} | more
-    return [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-
-
 def train(model, folder, target, **more):
     return cli.main(["train", *options(model, folder, target, **more)])
 
 
 def logits(model, example):
-    """mlx-vlm's own, of one example."""
+    """Return the logits that mlx-vlm's model computes for one example."""
     model.eval()
     model.language_model._position_ids = model.language_model._rope_deltas = None
     held = example.pictures
@@ -77,7 +69,7 @@ def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, fold
     from mlx_vlm import load as upstream_load
 
     path = tiny_vision_checkpoint(family)
-    # mlx-vlm refuses adapters on experts by name, so a mixture of experts is trained whole layers at a time here.
+    # mlx-vlm refuses adapters on experts that are given by name, so a mixture of experts is adapted by whole layers.
     parts = "language" if "moe" in family else "language,vision,projector"
     assert train(path, folder, tmp_path / "a", parts=parts) == 0
     losses = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
@@ -98,7 +90,7 @@ def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, fold
                      str(tmp_path / "merged")]) == 0  # fmt: skip
     merged = load(tmp_path / "merged", image="a test")
     for example in examples[:3]:
-        # A token that two experts tie for may go to the other one after the merge.
+        # A token for which two experts tie may be routed to the other one after the merge.
         difference = mx.abs(logits(merged.model, example) - logits(loaded.model, example))
         assert np.median(np.array(difference)) < 1e-4
 
@@ -123,7 +115,7 @@ def test_parts_train_by_themselves(tiny_vision_model, part, inside, kind):
 def test_an_adapter_that_mlx_vlm_refuses_is_announced_and_merges(tiny_vision_checkpoint, folder, tmp_path, capsys):
     path = tiny_vision_checkpoint("qwen3_vl_moe")
     assert train(path, folder, tmp_path / "a", parts="language,vision", iters=2) == 0
-    assert "it will not load this adapter" in capsys.readouterr().out
+    assert "it cannot load this adapter" in capsys.readouterr().out
     loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
     merge_checkpoint(path, tmp_path / "a", tmp_path / "merged")
     config = TrainConfig(data=str(folder), batch_size=4)
@@ -148,26 +140,12 @@ def test_keys_reach_the_tower_too(tiny_vision_model):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
 def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
-    """Images in differing number within a batch: the loss of four rows is that of the four alone."""
-    loaded = load(tiny_vision_checkpoint(family), image="a test")
-    config = TrainConfig(data=str(folder), batch_size=4)
-    examples = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train[:4]
-    with patched(loaded.model):
-        loss, _ = setup.choose_loss(loaded.model)
-        together = loss_of(loss, arrays(next(BatchOrder(examples, 4, 2048))))
-        alone = [loss_of(loss, arrays(next(BatchOrder([example], 1, 2048)))) for example in examples]
-    assert together[1].item() == sum(weight.item() for _, weight in alone)
-    assert together[0].item() == pytest.approx(sum(total.item() for total, _ in alone), rel=1e-4)
+    check_batch_weighs_as_its_rows(tiny_vision_checkpoint(family), folder)
 
 
 @pytest.mark.parametrize("parts", ["vision", "language"])
-def test_a_killed_run_goes_on_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path, parts):
-    path = tiny_vision_checkpoint("qwen3_vl")
-    assert train(path, folder, tmp_path / "whole", parts=parts) == 0
-    assert cli.main(["train", *options(path, folder, tmp_path / "again", parts=parts, iters=3)]) == 0
-    assert cli.main(["train", *options(path, folder, tmp_path / "again", parts=parts), "--resume"]) == 0
-    whole, again = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("whole", "again"))
-    assert all(mx.array_equal(value, again[name]) for name, value in whole.items())
+def test_a_stopped_run_resumes_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path, parts):
+    check_resumed_run_is_bit_equal(tiny_vision_checkpoint("qwen3_vl"), folder, tmp_path, 3, parts=parts)
 
 
 def test_eval_and_generate_look_at_images(tiny_vision_checkpoint, folder, capsys):

@@ -1,4 +1,4 @@
-"""QLoRA on images: 4- and 8-bit language towers that mlx-vlm's own converter wrote, experts included."""
+"""Tests QLoRA on images, with 4- and 8-bit language towers from mlx-vlm's own converter, experts included."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def quantized(source, target, bits):
-    """`source` as mlx-vlm's converter stores it: the vision tower as it was."""
+    """Quantize `source` with mlx-vlm's converter, which leaves the vision tower as it is."""
     from mlx_vlm.convert import convert
 
     convert(str(source), str(target), quantize=True, q_group_size=32, q_bits=bits)

@@ -1,1 +1,1 @@
-"""The commands of `deltatune`: one file each, with its flags beside its work."""
+"""The commands of `deltatune`. Each has one file, which holds its flags and what it does."""

@@ -1,4 +1,4 @@
-"""`deltatune demo`: train on the bundled model and data."""
+"""`deltatune demo` trains the model that comes with deltatune on the data that comes with it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """The command and its flags."""
-    parser = commands.add_parser("demo", help="train on the bundled model and data; shows accuracy before and after")
-    parser.add_argument(
-        "kind", nargs="?", choices=("text", "vision"), default="text", help="messages (default), or pictures"
+    """Add the command and its flags to the command line."""
+    parser = commands.add_parser(
+        "demo", help="train the bundled model on the bundled data and show its accuracy before and after"
     )
-    parser.add_argument("--output", metavar="DIR", help="folder for its files (default: demo-out; demo-vision-out)")
+    parser.add_argument(
+        "kind",
+        nargs="?",
+        choices=("text", "vision"),
+        default="text",
+        help="the demo to run: text is about messages (default), vision about pictures",
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder for its files (default: demo-out, or demo-vision-out for vision)"
+    )
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo that the arguments name."""
+    """Run the demo that the arguments name and return its exit code."""
     if arguments.kind == "vision":
         from ..demo.vision import run_demo as run_vision_demo
 

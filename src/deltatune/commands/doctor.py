@@ -1,4 +1,4 @@
-"""`deltatune doctor`: what runs here, and whether it trains right."""
+"""`deltatune doctor` examines this machine: what is installed, and whether training computes the right numbers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """The command and its flags."""
+    """Add the command and its flags to the command line."""
     parser = commands.add_parser(
-        "doctor", help="versions, device, BLAS, kernels, known faults, patches: is training right here?"
+        "doctor",
+        help="check versions, device, BLAS, kernels, known faults and patches: is training right on this machine?",
     )
-    parser.add_argument("--model", metavar="TEXT", help="a model to look at too: its layers, and what they train with")
-    parser.add_argument("--json", action="store_true", help="print all of it, with every error measured, as JSON")
+    parser.add_argument(
+        "--model", metavar="TEXT", help="a model to examine as well: its layers, and the code that trains each"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the whole result, with every measured error, as JSON"
+    )
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine and print. Exit code 1 if training here would compute wrong numbers or the model cannot be trained."""
+    """Print what was examined. The exit code is 1 if training would be wrong here or the model cannot be trained."""
     from ..doctor import screen
 
     return screen.run(arguments.json, arguments.model)

@@ -1,4 +1,4 @@
-"""`deltatune eval`: loss and perplexity on the test set."""
+"""`deltatune eval` prints the loss and perplexity of a model on the test set."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _OPTIONS = (
 
 
 def add(commands: Any) -> None:
-    """The command and its flags."""
-    parser = commands.add_parser("eval", help="loss and perplexity on test.jsonl, with or without an adapter")
+    """Add the command and its flags to the command line."""
+    parser = commands.add_parser("eval", help="print loss and perplexity on test.jsonl, with or without an adapter")
     add_adapter(parser)
     add_options(parser, _OPTIONS)
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate as the arguments say."""
+    """Evaluate the model that the arguments name and return exit code 0."""
     adapter = arguments.adapter_path
     arguments.adapter_path = None
     evaluate(config_from(arguments), adapter)
@@ -33,7 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
-    """Print and return the loss per token on the test set, of the model with the adapter or without one."""
+    """Print and return a model's loss per token on the test set.
+
+    Args:
+        config: options of a run, of which the model, the data and the batches matter here.
+        adapter_path: the folder of an adapter to put on the model, or None for the model alone.
+    """
     from ..train.evaluate import say_loss
     from ..train.log import Screen
     from ..train.setup import ready

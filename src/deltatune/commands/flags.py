@@ -1,4 +1,4 @@
-"""How the commands read their options: flags made from the fields of TrainConfig, and the YAML file under them."""
+"""Makes flags from the fields of TrainConfig, and reads a command's options from its flags and a YAML file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with the nearest known flag or command in its errors, and no abbreviations."""
+    """An argument parser that takes no abbreviations and names the nearest known flag or command in its errors."""
 
     def __init__(self, **options: Any):
         super().__init__(**{"allow_abbrev": False} | options)
@@ -35,15 +35,15 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # Python's own sends leftovers of a subcommand to the outer parser, which knows none of its flags.
-        found, rest = self.parse_known_args(args, namespace)
+        # argparse reports a command's unknown flags through the outer parser, which knows none of its flags.
+        arguments, rest = self.parse_known_args(args, namespace)
         if rest:
-            getattr(found, "parser", self).error(f"unrecognized arguments: {' '.join(rest)}")
-        return found
+            getattr(arguments, "parser", self).error(f"unrecognized arguments: {' '.join(rest)}")
+        return arguments
 
 
 def size(text: str) -> int:
-    """Bytes from `4GB`, `500MB` or a plain number."""
+    """Return the bytes that a text such as `4GB`, `500MB` or a plain number stands for."""
     match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
     try:
         if match:
@@ -54,11 +54,12 @@ def size(text: str) -> int:
 
 
 def _add_option(group: Any, field: dataclasses.Field) -> None:
-    """The flag of one option. Its own default is None, so that a YAML file can tell what was given."""
+    """Add the flag of one option. Its default is None, so that the YAML file decides where it is not given."""
     name = "--" + field.name.replace("_", "-")
     default = field.default
-    shown = "" if default in (None, False, True, dataclasses.MISSING) else f" (default: {default})"
-    text = (field.metadata["help"] + shown).replace("%", "%%")
+    has_default = not (default is None or default is dataclasses.MISSING or isinstance(default, bool))
+    default_text = f" (default: {default})" if has_default else ""
+    text = (field.metadata["help"] + default_text).replace("%", "%%")
     kind = str(field.type)
     if field.name == "train":
         group.add_argument(name, action="store_true", default=None, help=text)
@@ -74,8 +75,8 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """Give `parser` the flags of TrainConfig's fields, those of `names` alone where given, and -c for a YAML file."""
-    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags win over it")
+    """Give `parser` the flag -c for a YAML file and the flags of TrainConfig's fields, or of those in `names` alone."""
+    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags override it")
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(TrainConfig):
         if not field.metadata["flag"] or (names is not None and field.name not in names):
@@ -87,17 +88,21 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = N
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the flag of an adapter that a model may have."""
+    """Give `parser` the flag that names an adapter for the model."""
     parser.add_argument("--adapter-path", metavar="DIR", help="adapter to put on the model (default: none)")
 
 
 def config_from(arguments: argparse.Namespace) -> TrainConfig:
-    """The options of a run: flags first, then the YAML file's, then the defaults."""
+    """Return the options of a run: a flag overrides the YAML file, which overrides the default.
+
+    Raises:
+        UserError: the YAML file cannot be read, or an option is unknown or of the wrong type.
+    """
     values: dict[str, Any] = {}
     file = getattr(arguments, "config", None)
     if file is not None:
         values = read_yaml(file)
-        # mlx_lm.lora's own default file writes null where it means its default.
+        # The example file of mlx_lm.lora writes null for an option that keeps its default.
         values = {key: value for key, value in values.items() if value is not None}
     build(TrainConfig, values, str(file))
     names = {field.name for field in dataclasses.fields(TrainConfig)}

@@ -1,4 +1,4 @@
-"""`deltatune generate`: let a model, with or without an adapter, answer a prompt."""
+"""`deltatune generate` lets a model, with or without an adapter, answer a prompt."""
 
 from __future__ import annotations
 
@@ -19,39 +19,58 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """The command and its flags."""
+    """Add the command and its flags to the command line."""
     parser = commands.add_parser("generate", help="let a model, with or without an adapter, answer a prompt")
     add = parser.add_argument
     add("--model", required=True, metavar="TEXT", help="folder of the model, or its name on the Hugging Face hub")
     add_adapter(parser)
-    add("--prompt", "-p", required=True, metavar="TEXT", help="the user's message; - reads it from the input")
-    add("--system-prompt", metavar="TEXT", help="system message for the chat template")
-    add("--prefill-response", metavar="TEXT", help="how the answer begins")
-    add("--max-tokens", "-m", type=int, metavar="N", help="longest answer, in tokens (default: 100)")
-    add("--temp", type=float, metavar="X", help="sampling temperature; 0 takes the likeliest token (default: 0)")
-    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens of this total probability")
+    add("--prompt", "-p", required=True, metavar="TEXT", help="the user's message; - reads it from standard input")
+    add("--system-prompt", metavar="TEXT", help="system message that goes before the prompt")
+    add("--prefill-response", metavar="TEXT", help="text with which the answer begins")
+    add("--max-tokens", "-m", type=int, metavar="N", help="largest number of tokens in the answer (default: 100)")
+    add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
+    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
     add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
-    add("--top-k", type=int, metavar="N", help="sample from so many of the likeliest tokens")
+    add("--top-k", type=int, metavar="N", help="sample from this number of the likeliest tokens")
     add("--seed", type=int, metavar="N", help="seed of the sampling")
-    add("--ignore-chat-template", action="store_true", help="take the prompt as it is")
-    add("--chat-template-config", metavar="JSON", help='options of the chat template, as {"enable_thinking": false}')
+    add("--ignore-chat-template", action="store_true", help="give the prompt to the model without a chat template")
+    add(
+        "--chat-template-config",
+        metavar="JSON",
+        help='options of the chat template, such as {"enable_thinking": false}',
+    )
     add(
         "--image",
         nargs="+",
         metavar="FILE",
-        help="images before the prompt, for a model with a vision tower",
+        help="images to put before the prompt, for a model with a vision tower",
     )
-    add("--video", nargs="+", metavar="FILE", help="videos before the prompt, or the images that are the frames of one")
-    add("--fps", type=float, metavar="X", help="frames a second to take from --video; default: the model's own")
-    add("--video-max-frames", type=int, metavar="N", help="most frames to take of --video; default: the model's own")
-    add("--extra-eos-token", nargs="+", metavar="TEXT", help="more tokens that end an answer")
-    add("--verbose", type=lambda text: text.lower() not in ("false", "f"), metavar="BOOL", help="speeds after the text")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the model or tokenizer")
+    add(
+        "--video",
+        nargs="+",
+        metavar="FILE",
+        help="videos to put before the prompt, or images that are the frames of one video",
+    )
+    add("--fps", type=float, metavar="X", help="frames per second to take from --video; default: the model's own")
+    add(
+        "--video-max-frames",
+        type=int,
+        metavar="N",
+        help="largest number of frames to take from --video; default: the model's own",
+    )
+    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
+    add(
+        "--verbose",
+        type=lambda text: text.lower() not in ("false", "f"),
+        metavar="BOOL",
+        help="whether to print speeds after the answer",
+    )
+    add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate as the arguments say."""
+    """Generate an answer as the arguments say and return exit code 0."""
     known = {field.name for field in dataclasses.fields(GenerateOptions)}
     given = {key: value for key, value in vars(arguments).items() if key in known and value is not None}
     generate(GenerateOptions(**given))
@@ -60,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """The options of `generate`, by mlx_lm.generate's names."""
+    """The options of `generate`, under the names that mlx_lm.generate gives them."""
 
     model: str
     prompt: str
@@ -85,10 +104,14 @@ class GenerateOptions:
 
 
 def generate(options: GenerateOptions) -> str:
-    """Print, as it comes, what the model answers; returns it."""
+    """Print the model's answer as it is generated, and return it.
+
+    Raises:
+        UserError: an option or a file is not valid, or the prompt is empty.
+    """
     import mlx.core as mx
 
-    from ..data.vision.videos import video_texts, with_features
+    from ..data.vision.videos import repeat_video_tokens, video_texts
     from ..models.generate import Sampling, prompt_tokens, stream
     from ..models.vision.generate import stream_with_images, stream_with_videos
     from ..models.vision.split import vision_spec
@@ -97,9 +120,9 @@ def generate(options: GenerateOptions) -> str:
     if options.seed is not None:
         mx.random.seed(options.seed)
     template_options = _template_options(options.chat_template_config)
-    shown = _shown(options)
+    media = _first_media(options)
     trusted = options.trust_remote_code
-    loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=shown)
+    loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
     for token in options.extra_eos_token:
         loaded.tokenizer.add_eos_token(token)
     clips = _clips(options, loaded) if options.video else []
@@ -115,12 +138,12 @@ def generate(options: GenerateOptions) -> str:
         videos=video_texts(loaded.tokenizer, clips, vision_spec(loaded.model)) if clips else (),
     )
     if not tokens:
-        raise UserError("--prompt: nothing is left of it after the chat template; give a text.")
+        raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
     if options.image:
         answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
     elif clips:
-        tokens = with_features(tokens, clips, vision_spec(loaded.model))
+        tokens = repeat_video_tokens(tokens, clips, vision_spec(loaded.model))
         pictures = [clip.picture for clip in clips]
         answer = stream_with_videos(loaded, tokens, pictures, options.max_tokens, sampling)
     else:
@@ -138,39 +161,44 @@ def generate(options: GenerateOptions) -> str:
     return "".join(parts)
 
 
-def _shown(options: GenerateOptions) -> str | None:
-    """The first image or video, as messages name it."""
+def _first_media(options: GenerateOptions) -> str | None:
+    """Return the flag and the file of the first image or video, as messages name it, or None where there is none."""
     for flag, names in (("--image", options.image), ("--video", options.video)):
         for name in names:
             if not Path(name).is_file():
-                raise UserError(f"{flag} {name}: no such file.")
+                raise UserError(f"{flag} {name}: no such file; give the path of an image or video.")
     if options.image and options.video:
-        raise UserError("--image and --video: give one of them.")
+        raise UserError("--image and --video: give one of them, not both.")
     if options.video:
         return f"--video {options.video[0]}"
     return f"--image {options.image[0]}" if options.image else None
 
 
 def _clips(options: GenerateOptions, loaded: Loaded) -> list[Clip]:
-    """The videos in patches. Several images are the frames of one."""
+    """Decode the videos of the options; where all of the files are images, they are the frames of one video."""
     from ..data.vision.videos import Video, VideoReader
 
     names = options.video
-    framed = [(guess_type(name)[0] or "").startswith("image/") for name in names]
-    if any(framed) and not all(framed):
-        raise UserError("--video: images beside videos; give video files, or the images that are the frames of one.")
+    are_images = [(guess_type(name)[0] or "").startswith("image/") for name in names]
+    if any(are_images) and not all(are_images):
+        raise UserError(
+            "--video: got images together with videos; give video files, or images that are the frames of one video."
+        )
     processor = getattr(loaded.processor, "video_processor", None)
     reader = VideoReader(processor, Path(), {}, options.fps, options.video_max_frames)
-    return [reader.clip(Video(value), "--video") for value in ([list(names)] if all(framed) else names)]
+    return [reader.clip(Video(value), "--video") for value in ([list(names)] if all(are_images) else names)]
 
 
 def _template_options(text: str | None) -> dict[str, Any]:
+    """Parse the JSON object of --chat-template-config; None gives an empty one."""
     if text is None:
         return {}
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"--chat-template-config: not JSON ({error}).") from error
+        raise UserError(
+            f'--chat-template-config: not JSON ({error}); give an object such as {{"enable_thinking": false}}.'
+        ) from error
     if not isinstance(options, dict):
         raise UserError(f"--chat-template-config: expected a JSON object, got {text!r}.")
     return options

@@ -1,4 +1,4 @@
-"""`deltatune plan`: what a training step will hold, before it runs."""
+"""`deltatune plan` computes how much memory a training step will need, before anything is trained."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from .flags import add_options, config_from
 
 
 def add(commands: Any) -> None:
-    """The command and its flags."""
+    """Add the command and its flags to the command line."""
     parser = commands.add_parser(
         "plan",
-        help="peak memory and live buffers of a training step, and the largest that fits, before anything runs",
+        help="print the peak memory and live buffers of a training step, and the largest step that fits",
         usage="deltatune plan --model MODEL --data DATA [-c FILE] [train's options]",
-        description="Plan a run without running a step: options are those of `deltatune train` (docs/how/memory.md). "
-        "Exit code 1 where it does not fit.",
+        description="Plan a run without running a step. The options are those of `deltatune train` (see "
+        "docs/how/memory.md). The exit code is 1 if the run does not fit.",
     )
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan of a run; exit code 0 where it fits, 1 where not."""
+    """Print the plan of a run. The exit code is 0 if the run fits in memory, and 1 if not."""
     config = config_from(arguments)
     from ..plan import screen
     from ..plan.fit import examine
     from ..plan.search import fits
 
-    found = examine(config)
-    print(screen.text(found))
-    return 0 if fits(found.forecast, found.limits) else 1
+    plan = examine(config)
+    print(screen.text(plan))
+    return 0 if fits(plan.forecast, plan.limits) else 1

@@ -1,4 +1,4 @@
-"""`deltatune run -- CMD`: somebody else's MLX program, in this process, with a fast BLAS and the patches applied."""
+"""`deltatune run -- CMD` runs another MLX program in this process, with a fast BLAS and deltatune's patches applied."""
 
 from __future__ import annotations
 
@@ -25,59 +25,71 @@ USAGE = "Give a console script, a module, or a Python file: deltatune run -- mlx
 
 
 def add(commands: Any) -> None:
-    """The command; all that follows it is the other program's."""
-    parser = commands.add_parser("run", help="run another MLX trainer with these gradients in it")
+    """Add the command to the command line; every word after it belongs to the other program."""
+    parser = commands.add_parser("run", help="run another MLX trainer with deltatune's gradients in it")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the program that the arguments name."""
+    """Run the program that the arguments name and return its exit code."""
     return run_program(arguments.command)
 
 
 def run_program(argv: list[str]) -> int:
-    """Run `argv` (a console script, a module, FILE.py, or `python` before FILE.py or -m MODULE) and give its exit code.
+    """Run a Python program with the patches applied.
 
-    What it raises passes through, its traceback shown without the frames of this function. Raises UserError for a
-    command that is not Python.
+    Args:
+        argv: a console script, a module or FILE.py, or `python` before FILE.py or -m MODULE, and its arguments.
+
+    Returns:
+        The program's exit code.
+
+    Raises:
+        UserError: the command is not a Python program. An exception of the program passes through; Python then shows
+            its traceback without deltatune's own frames.
+
+    Example:
+        >>> run_program(["mlx_lm.lora", "--model", "Qwen/Qwen3.5-0.8B", "--train"])
     """
     program = _program(argv[1:] if argv[:1] == ["--"] else argv)
     argv_before, path_before, hook = sys.argv, list(sys.path), sys.excepthook
     sys.excepthook = _without_our_frames(hook)
     try:
-        with _compiled():
+        with _compile_mode():
             code = _patched(program)
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
-    # An exception on its way out still needs our hook: it is shown after this function is left.
+    # After an exception the hook stays: Python shows the traceback when this function has already been left.
     sys.excepthook = hook
     return code
 
 
 def _patched(program: Callable[[], None]) -> int:
+    """Run a program with the patches applied, report how often they served it, and return its exit code."""
     recurrence.reset()
-    with patched(announce=_say) as report:
-        _say(report)
+    with patched(announce=_report_patches) as report:
+        _report_patches(report)
         try:
             program()
         except SystemExit as exit_:
-            return _code(exit_)
+            return _exit_code(exit_)
         finally:
-            _summary()
+            _report_calls()
     return 0
 
 
-def _compiled() -> AbstractContextManager[object]:
-    """On CUDA, mx.compile without kernels of its own, which are minutes of building in every process there."""
+def _compile_mode() -> AbstractContextManager[object]:
+    """On CUDA, keep mx.compile from building kernels of its own, which takes minutes in every process."""
     return without_kernels() if backend.device() == "cuda" else nullcontext()
 
 
 def _program(command: list[str]) -> Callable[[], None]:
+    """Return a function that runs the Python program that the command names; UserError where it names none."""
     if command and Path(command[0]).name.startswith("python") and not command[0].endswith(".py"):
         return _interpreter(command[1:])
     if not command:
-        raise UserError(f"deltatune run: no command. {USAGE}")
+        raise UserError(f"deltatune run: no command was given. {USAGE}")
     name, arguments = command[0], command[1:]
     for entry in importlib.metadata.entry_points(group="console_scripts", name=Path(name).name):
         return _script(entry, [shutil.which(name) or name, *arguments])
@@ -90,20 +102,22 @@ def _program(command: list[str]) -> Callable[[], None]:
 
 
 def _interpreter(command: list[str]) -> Callable[[], None]:
+    """Return a function that runs what stands after `python`: FILE.py or -m MODULE."""
     if len(command) > 1 and command[0] == "-m":
         if not _is_module(command[1]):
-            raise UserError(f"deltatune run: no module named {command[1]!r}.")
+            raise UserError(f"deltatune run: no module named {command[1]!r}; give one of this environment or folder.")
         return _module(command[1], command[2:])
     if not command or command[0].startswith("-"):
         raise UserError(
             f"deltatune run: after python, give FILE.py or -m MODULE, not {' '.join(command[:1]) or 'nothing'}."
         )
     if not Path(command[0]).is_file():
-        raise UserError(f"deltatune run: no such file: {command[0]}")
+        raise UserError(f"deltatune run: no such file: {command[0]}; give the path of a Python file.")
     return _file(Path(command[0]), command[1:])
 
 
 def _is_module(name: str) -> bool:
+    """Whether a module of this name can be imported from the environment or the current folder."""
     if not all(part.isidentifier() for part in name.split(".")):
         return False
     sys.path.insert(0, os.getcwd())
@@ -116,6 +130,7 @@ def _is_module(name: str) -> bool:
 
 
 def _is_python(path: Path) -> bool:
+    """Whether the first line of the file asks for a Python interpreter."""
     with path.open("rb") as file:
         first = file.readline(256)
     return first.startswith(b"#!") and b"python" in first
@@ -147,19 +162,21 @@ def _module(name: str, arguments: list[str]) -> Callable[[], None]:
     return program
 
 
-def _code(exit_: SystemExit) -> int:
+def _exit_code(exit_: SystemExit) -> int:
+    """Return the exit code of a SystemExit and print its message, as Python itself would."""
     if exit_.code is None or isinstance(exit_.code, int):
         return exit_.code or 0
     print(exit_.code, file=sys.stderr)
     return 1
 
 
-def _say(report: PatchReport) -> None:
-    if any(each.patch.name == "gated_delta_update" for each in report.applied):
+def _report_patches(report: PatchReport) -> None:
+    if any(applied.patch.name == "gated_delta_update" for applied in report.applied):
         print(f"deltatune: patched {report}", file=sys.stderr)
 
 
-def _summary() -> None:
+def _report_calls() -> None:
+    """Print how many calls of the program got deltatune's gradients, or a warning where none did."""
     counts = recurrence.served()
     ours = counts[recurrence.OURS] + counts[recurrence.BACKWARD]
     if ours:
@@ -168,13 +185,13 @@ def _summary() -> None:
     else:
         print(
             "deltatune: WARNING: no gated-delta layer was reached. Whatever this program trained, it trained with its "
-            "own code: it has no such layer, runs it in another process, or replaced it by itself.",
+            "own code: the program has no such layer, runs it in another process, or replaces it itself.",
             file=sys.stderr,
         )
 
 
 def _without_our_frames(hook: Callable[..., object]) -> Callable[..., object]:
-    """An excepthook that starts the traceback where the program starts, as Python would show it."""
+    """Return an excepthook whose tracebacks start where the program starts, as if Python had run it directly."""
     skipped = (__file__, runpy.__file__, "<frozen runpy>")
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""`deltatune train`: fine-tune a model."""
+"""`deltatune train` fine-tunes a model."""
 
 from __future__ import annotations
 
@@ -13,35 +13,42 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """The command and its flags."""
+    """Add the command and its flags to the command line."""
     parser = commands.add_parser(
         "train",
-        help="fine-tune a model: LoRA by default",
+        help="fine-tune a model, with LoRA by default",
         usage="deltatune train --model MODEL --data DATA [-c FILE] [options]",
-        description="Fine-tune a model. Options are those of mlx_lm.lora wherever it has one; a YAML file (-c) has "
-        "lora_parameters, lr_schedule, optimizer_config and hf_dataset besides (docs/reference/options.md).",
+        description="Fine-tune a model. The options that mlx_lm.lora has are named as it names them. A YAML file (-c) "
+        "can also set lora_parameters, lr_schedule, optimizer_config and hf_dataset (see docs/reference/options.md).",
     )
     parser.add_argument(
-        "--show-batch", action="store_true", help="print the first batch, what counts in the loss marked, and stop"
+        "--show-batch",
+        action="store_true",
+        help="print the first batch, with the tokens that count in the loss marked, and stop",
     )
-    parser.add_argument("--force", action="store_true", help="train even where the plan says that it cannot fit")
+    parser.add_argument(
+        "--force", action="store_true", help="train even if the plan says that the run cannot fit in memory"
+    )
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train as the arguments say. What takes seconds to import waits until the options are known to be sound."""
+    """Train as the arguments say and return exit code 0. The options are checked before the slow imports."""
     train(config_from(arguments), show=arguments.show_batch, force=arguments.force)
     return 0
 
 
 def train(config: TrainConfig, *, show: bool = False, force: bool = False) -> Result | None:
-    """A whole run: load, convert, train, save; then the test where asked for.
+    """Carry out a whole run: load the model, add adapters, train, save, and test where `config.test` asks for it.
 
     Args:
         config: the options of the run.
-        show: print the first batch instead.
-        force: train even where the plan says that the run cannot fit.
+        show: print the first batch and stop, instead of training.
+        force: train even if the plan says that the run cannot fit in memory.
+
+    Returns:
+        How the run ended, or None where `show` stopped it.
     """
     from ..data.show import show_batch
     from ..plan.fit import check

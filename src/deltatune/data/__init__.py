@@ -1,4 +1,4 @@
-"""Data: JSONL files and Hugging Face data sets to examples, and examples to batches of few shapes."""
+"""Turns JSONL files and Hugging Face data sets into tokenised examples, and examples into batches of few shapes."""
 
 from .batch import Batch, bucket_widths, collate
 from .datasets import load_datasets

@@ -1,4 +1,7 @@
-"""A batch of fixed shape from examples: shifted by one, padded on the right, weights where a target counts."""
+"""Builds batches of fixed shape from examples.
+
+Targets are the inputs shifted by one, rows are padded on the right, and weights mark the targets that count.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from ..models.vision.inputs import VisionBatch
 from .example import Example
 from .vision.media import collate_pictures
 
+# Widths up to FINE_LIMIT are multiples of FINE_STEP; above it, at most COARSE_SHAPES multiples of COARSE_STEP.
 FINE_STEP = 32
 FINE_LIMIT = 256
 COARSE_STEP = 64
@@ -20,15 +24,21 @@ COARSE_SHAPES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """B rows of T positions.
+    """A batch of B rows with T positions each.
 
-    inputs int32 [B,T]; targets int32 [B,T], the token that follows each input; weights float32 [B,T], 1 where that
-    token counts in the loss and 0 elsewhere; segments int32 [B,T] for packed rows (non-decreasing, one number a
-    document, the padding has the last), else None. sources and positions: for each row, each document's source and
-    number of positions, in order; blank rows have none. images: what a vision tower reads of the rows.
+    Rows are padded on the right. In a causal model (attention, recurrence and short convolution alike) a position reads
+    only itself and the positions to its left, so padding reaches no real position, forward or backward, and needs no
+    mask.
 
-    Padding stands on the right. In a causal model (attention, recurrence and short convolution alike) a position reads
-    only itself and what is left of it, so padding reaches no real position, forward or backward, and needs no mask.
+    Args:
+        inputs: int32 [B, T], the tokens that the model reads.
+        targets: int32 [B, T], the token that follows each input.
+        weights: float32 [B, T], 1 where the target counts in the loss and 0 elsewhere.
+        segments: int32 [B, T] for packed rows, else None; non-decreasing along a row, with one number for each document
+            and one more for the padding.
+        sources: for each row, the source of each of its documents; a blank row has none.
+        positions: for each row, the number of positions of each of its documents.
+        images: the inputs of the vision tower, or None for a model without one.
     """
 
     inputs: np.ndarray
@@ -41,10 +51,10 @@ class Batch:
 
 
 def bucket_widths(max_seq_length: int) -> list[int]:
-    """The at most 16 widths to which batches are padded, ascending, the last `max_seq_length`.
+    """Return the widths to which batches are padded: at most 16, ascending, the last equal to `max_seq_length`.
 
-    Multiples of 32 to 256, then up to eight multiples of 64 in steps of at least a factor of about 1.4: a compiled
-    step is compiled once for each.
+    They are multiples of 32 up to 256, then up to eight multiples of 64 that grow by a factor of about 1.4 or more.
+    There are few of them because a training step is compiled once for each.
     """
     fine = [width for width in range(FINE_STEP, FINE_LIMIT + 1, FINE_STEP) if width < max_seq_length]
     octaves = math.log2(max(max_seq_length / FINE_LIMIT, 1.0))
@@ -55,10 +65,17 @@ def bucket_widths(max_seq_length: int) -> list[int]:
 
 
 def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool) -> Batch:
-    """The batch of `rows`, each a list of documents laid end to end (none: a blank row of weight 0).
+    """Build a batch from rows of documents.
 
-    width: T, at least the positions of every row. Each document keeps its own shift by one, so no target crosses from
-    one document into the next. ValueError where a row is longer than `width`, or holds two documents unpacked.
+    Each document is shifted by one on its own, so no target crosses from one document into the next.
+
+    Args:
+        rows: for each row, its documents in order; an empty row becomes a blank row of weight 0.
+        width: the number of positions T of every row.
+        packed: whether a row may hold several documents, which are then told apart by `segments`.
+
+    Raises:
+        ValueError: a row needs more than `width` positions, or holds several documents and `packed` is False.
     """
     shape = (len(rows), width)
     inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)

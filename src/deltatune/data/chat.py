@@ -1,4 +1,4 @@
-"""Conversations to tokens through the model's chat template, and the spans of tokens that assistant turns own."""
+"""Tokenises conversations through the model's chat template, and finds the tokens that belong to assistant turns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..errors import UserError
 
 ASSISTANT = "assistant"
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# How many tokens a message quotes from the place where two renderings differ.
 _SHOWN_TOKENS = 6
 
 Messages = list[dict[str, Any]]
@@ -21,32 +22,43 @@ Messages = list[dict[str, Any]]
 def tokenize_chat(
     tokenizer: Any, messages: Messages, tools: list[Any] | None, *, completions_only: bool, source: str
 ) -> tuple[list[int], np.ndarray]:
-    """Token ids of the conversation, and bool [N]: which of them count in the loss.
+    """Tokenise a conversation and mark the tokens that count in the loss.
 
-    Every token counts unless `completions_only`; then those of every assistant message do, save the ones with
-    `"weight": 0`. A turn starts after the prompt that generation would be given there and runs to the end of what the
-    template writes for it. Templates with `{% generation %}` blocks say themselves what counts.
+    An assistant turn starts after the prompt from which it would be generated, and runs to the end of what the template
+    writes for it. A template with `{% generation %}` blocks marks by itself what counts, unless a turn has weight 0.
 
-    UserError, with `source`, where the template refuses the conversation or renders nothing, and where a turn's prompt
-    is not a token prefix of the whole: a template that rewrites history would train on what is never generated.
+    Args:
+        tokenizer: mlx-lm's TokenizerWrapper.
+        messages: the conversation; a message with `"weight": 0` does not count.
+        tools: the tools that the template describes to the model.
+        completions_only: whether only assistant turns count, rather than every token.
+        source: where the conversation came from, for messages to the user.
+
+    Returns:
+        The token ids, and bool [N], which of them count.
+
+    Raises:
+        UserError: the template refuses the conversation or renders nothing, or the prompt of a turn is not a prefix of
+            the conversation's tokens. A template that rewrites earlier turns would train on what is never generated.
     """
-    whole = _render(tokenizer, messages, tools, source)
-    if not whole:
-        raise UserError(f"{source}: empty after the chat template; give it messages with content.")
+    tokens = _render(tokenizer, messages, tools, source)
+    if not tokens:
+        raise UserError(f"{source}: empty after the chat template; give the conversation messages with content.")
     if not completions_only:
-        return whole, np.ones(len(whole), bool)
+        return tokens, np.ones(len(tokens), bool)
     turns = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     counted = [index for index in turns if _weight(messages[index], index, source)]
-    if turns == counted and _says_what_counts(tokenizer, tools):
-        return whole, _template_mask(tokenizer, messages, tools, whole, source)
-    targets = np.zeros(len(whole), bool)
+    if turns == counted and _has_generation_blocks(tokenizer, tools):
+        return tokens, _template_mask(tokenizer, messages, tools, tokens, source)
+    targets = np.zeros(len(tokens), bool)
     for index in counted:
-        start, end = _span(tokenizer, messages, tools, index, whole, source)
+        start, end = _turn_span(tokenizer, messages, tools, index, tokens, source)
         targets[start:end] = True
-    return whole, targets
+    return tokens, targets
 
 
 def _weight(message: dict[str, Any], index: int, source: str) -> bool:
+    """Whether a message counts in the loss: its "weight" is 1 or not given."""
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
         raise UserError(f'{source}: message {index + 1}: expected "weight" 0 or 1, got {weight!r}.')
@@ -54,6 +66,7 @@ def _weight(message: dict[str, Any], index: int, source: str) -> bool:
 
 
 def _render(tokenizer: Any, messages: Messages, tools: list[Any] | None, source: str, **options: Any) -> Any:
+    """Return the tokens that the chat template gives for a conversation."""
     if not tokenizer.has_chat_template:
         raise UserError(
             f"{source}: the model's tokenizer has no chat template, which prompt/completion and chat lines need; "
@@ -65,7 +78,8 @@ def _render(tokenizer: Any, messages: Messages, tools: list[Any] | None, source:
         raise UserError(f"{source}: the model's chat template refuses this conversation: {error}") from error
 
 
-def _says_what_counts(tokenizer: Any, tools: list[Any] | None) -> bool:
+def _has_generation_blocks(tokenizer: Any, tools: list[Any] | None) -> bool:
+    """Whether the chat template marks the generated text with `{% generation %}` blocks."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = tokenizer.get_chat_template(tools=tools)
@@ -73,9 +87,10 @@ def _says_what_counts(tokenizer: Any, tools: list[Any] | None) -> bool:
 
 
 def _template_mask(
-    tokenizer: Any, messages: Messages, tools: list[Any] | None, whole: list[int], source: str
+    tokenizer: Any, messages: Messages, tools: list[Any] | None, tokens: list[int], source: str
 ) -> np.ndarray:
-    # mlx-lm's wrapper drops the mask, so its Hugging Face tokenizer is asked, with the options the wrapper adds.
+    """Return the mask of the template's `{% generation %}` blocks, bool [N]."""
+    # mlx-lm's wrapper drops the mask, so this calls the Hugging Face tokenizer with the options that the wrapper adds.
     encoded = tokenizer._tokenizer.apply_chat_template(
         messages,
         tools=tools,
@@ -83,37 +98,37 @@ def _template_mask(
         return_assistant_tokens_mask=True,
         enable_thinking=tokenizer.has_thinking,
     )
-    if encoded["input_ids"] != whole:
-        raise UserError(f"{source}: the chat template's assistant mask belongs to other tokens; use --no-mask-prompt.")
+    if encoded["input_ids"] != tokens:
+        raise UserError(f"{source}: the chat template's assistant mask does not fit its tokens; use --no-mask-prompt.")
     return np.array(encoded["assistant_masks"], bool)
 
 
-def _span(
-    tokenizer: Any, messages: Messages, tools: list[Any] | None, index: int, whole: list[int], source: str
+def _turn_span(
+    tokenizer: Any, messages: Messages, tools: list[Any] | None, index: int, tokens: list[int], source: str
 ) -> tuple[int, int]:
-    """First and past-the-last token of assistant message `index` in `whole`."""
+    """Return where in `tokens` the assistant message `index` starts, and where it ends (exclusive)."""
     where = f"{source}: message {index + 1}"
     if index == 0:
         raise UserError(
             f"{where}: the conversation begins with an assistant turn, so there is no prompt to leave out; put a user "
             f"message before it. {_REMEDY}"
         )
-    asked = messages[:index]
-    prompt = _render(tokenizer, asked, tools, source, add_generation_prompt=True)
-    if _common(prompt, whole) < len(prompt):
+    before = messages[:index]
+    prompt = _render(tokenizer, before, tools, source, add_generation_prompt=True)
+    if _common_prefix(prompt, tokens) < len(prompt):
         # An answer without reasoning follows the prompt that a template writes when thinking is switched off.
-        plain = _render(tokenizer, asked, tools, source, add_generation_prompt=True, enable_thinking=False)
-        if _common(plain, whole) < len(plain):
-            raise UserError(f"{where}: {_difference(tokenizer, prompt, whole)} {_REMEDY}")
+        plain = _render(tokenizer, before, tools, source, add_generation_prompt=True, enable_thinking=False)
+        if _common_prefix(plain, tokens) < len(plain):
+            raise UserError(f"{where}: {_difference(tokenizer, prompt, tokens)} {_REMEDY}")
         prompt = plain
     if index == len(messages) - 1:
-        return len(prompt), len(whole)
-    alone = _render(tokenizer, messages[: index + 1], tools, source)
-    end = _common(alone, whole)
-    # Some templates close a conversation with a token of their own; anything else left over is a rewritten turn.
+        return len(prompt), len(tokens)
+    up_to_turn = _render(tokenizer, messages[: index + 1], tools, source)
+    end = _common_prefix(up_to_turn, tokens)
+    # Some templates end a conversation with a special token; any other difference means that the turn was rewritten.
     closing = set(tokenizer.all_special_ids) | set(tokenizer.eos_token_ids)
-    if end <= len(prompt) or not closing.issuperset(alone[end:]):
-        raise UserError(f"{where}: {_difference(tokenizer, alone, whole)} {_REMEDY}")
+    if end <= len(prompt) or not closing.issuperset(up_to_turn[end:]):
+        raise UserError(f"{where}: {_difference(tokenizer, up_to_turn, tokens)} {_REMEDY}")
     return len(prompt), end
 
 
@@ -122,23 +137,24 @@ _REMEDY = (
 )
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
     length = min(len(left), len(right))
-    differs = np.flatnonzero(np.asarray(left[:length]) != np.asarray(right[:length]))
-    return int(differs[0]) if len(differs) else length
+    differences = np.flatnonzero(np.asarray(left[:length]) != np.asarray(right[:length]))
+    return int(differences[0]) if len(differences) else length
 
 
-def _difference(tokenizer: Any, prompt: list[int], whole: list[int]) -> str:
-    at = _common(prompt, whole)
-    before, after = (tokenizer.decode(ids[max(at - 1, 0) : at + _SHOWN_TOKENS]) for ids in (prompt, whole))
-    if tokenizer.decode(whole).startswith(tokenizer.decode(prompt)):
+def _difference(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
+    """Explain to the user why `prompt` is not a prefix of the conversation's tokens."""
+    at = _common_prefix(prompt, tokens)
+    before, after = (tokenizer.decode(ids[max(at - 1, 0) : at + _SHOWN_TOKENS]) for ids in (prompt, tokens))
+    if tokenizer.decode(tokens).startswith(tokenizer.decode(prompt)):
         return (
             f"the start of this answer merges into one token with the end of its prompt ({before!r} became {after!r}), "
-            "so the prompt's tokens are not those it is generated from; remove white space at the answer's start."
+            "so the answer is not generated from these prompt tokens; remove white space at the start of the answer."
         )
     return (
         "the chat template writes the conversation up to here differently once the rest follows "
         f"({before!r} became {after!r}; thinking templates do this to earlier turns), so this turn would be trained on "
-        "in a context from which it is never generated. Give the conversation up to this turn a line of its own."
+        "in a context from which it is never generated. Put the conversation up to this turn on a line of its own."
     )

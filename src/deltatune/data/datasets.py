@@ -1,4 +1,4 @@
-"""From the options of a run to its examples: which tables, which loss rule, which length."""
+"""Loads the examples of a run: chooses the tables that its options name, reads them, and checks what they hold."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..errors import UserError
 from .example import Example, Splits
 from .packing import pack
 from .reader import Reader, VisionProcessors
-from .sources import DataTable, hugging_face, jsonl, saved
+from .sources import DataTable, hugging_face, is_saved_dataset, jsonl
 from .text import CHAT, COMPLETION, TEXT, Features
-from .vision.messages import VIDEO, seen_in
+from .vision.messages import VIDEO, media_kind
 
 OVERLONG = ("truncate", "skip")
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
@@ -24,71 +24,88 @@ _DATA_FILES = ("*.parquet", "*.arrow", "*.csv", "*.jsonl", "*.jsonl.gz")
 
 
 def first_image(config: TrainConfig) -> str | None:
-    """Where the first image or video of the data stands (file and line), or None where it is text alone."""
-    wanted = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
-    for parts in _tables(config, wanted).values():
+    """Return the source (file and line) of the first image or video in the data, or None if it is text alone."""
+    for parts in _tables(config, _needed_splits(config)).values():
         for table, features in parts:
             for source, row in table.candidates():
-                if seen := seen_in(row, features.chat):
-                    return f"{source}, in a video" if seen == VIDEO else source
+                if kind := media_kind(row, features.chat):
+                    return f"{source}, in a video" if kind == VIDEO else source
     return None
 
 
 def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None) -> Splits:
-    """The tokenised examples of the splits that the run needs: train and valid to train, test to test.
+    """Load and tokenise the splits that a run needs: train and valid for training, test for testing.
 
-    Reads `hf_dataset` where given (mlx_lm.lora's keys), else `data`: a folder with train.jsonl, valid.jsonl and
-    test.jsonl, a folder of a Hugging Face data set, or a name on the hub. tokenizer: mlx-lm's TokenizerWrapper.
-    processors: of a model that looks at images. Everything is tokenised here, and every image looked at, so that
-    lengths are known and a bad line is named before the first step. UserError for anything in the data or the options
-    that the user can mend.
+    The data comes from `hf_dataset` if it is set (with mlx_lm.lora's keys), else from `data`: a folder with
+    train.jsonl, valid.jsonl and test.jsonl, a folder of a Hugging Face data set, or a name on the hub. Every row is
+    tokenised and every image opened here, so that lengths are known and a bad line is named before the first step.
+
+    Args:
+        config: the options of the run.
+        tokenizer: mlx-lm's TokenizerWrapper.
+        processors: the processors of a model with a vision tower, or None for a text model.
+
+    Raises:
+        UserError: the data or an option has a mistake that the user can correct.
+
+    Example:
+        >>> splits = load_datasets(TrainConfig(data="my-data"), tokenizer)
+        >>> len(splits.train), splits.rule
     """
     if config.overlong not in OVERLONG:
         raise UserError(f"overlong: expected one of {', '.join(OVERLONG)}, got {config.overlong!r}.")
     if config.max_seq_length < 2:
         raise UserError(f"max_seq_length: expected 2 or more, got {config.max_seq_length}.")
-    wanted = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
+    needed = _needed_splits(config)
     if processors is not None and config.pack:
         raise UserError("pack: rows with images are not packed; train this model without --pack.")
-    found = _tables(config, wanted)
+    tables = _tables(config, needed)
     reader = Reader(config, tokenizer, processors)
-    splits = {name: [example for part in found[name] for example in reader.read(*part)] for name in wanted}
-    _check(config, splits, found, reader.notes)
+    splits = {name: [example for part in tables[name] for example in reader.read(*part)] for name in needed}
+    _check(config, splits, tables, reader.notes)
     return Splits(**splits, rule=_rule(reader.kinds, config.mask_prompt), notes=reader.notes)
 
 
 Part = tuple[DataTable, Features]
 
 
-def _tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]]:
-    return _hf_tables(config, wanted) if config.hf_dataset else _data_tables(config, wanted)
+def _needed_splits(config: TrainConfig) -> list[str]:
+    return (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
+
+
+def _tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
+    """Return the tables of each needed split, with the keys of their rows."""
+    return _hf_tables(config, needed) if config.hf_dataset else _data_tables(config, needed)
 
 
 def _features(values: dict[str, Any]) -> Features:
+    """Return the keys of a row from options such as `text_feature`."""
     named = {key.removesuffix("_feature"): value for key, value in values.items() if key.endswith("_feature")}
     return Features(**{key: value for key, value in named.items() if value is not None})
 
 
-def _data_tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]]:
+def _data_tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
+    """Return the tables that the option `data` names."""
     features = _features(vars(config))
     folder = Path(config.data).expanduser()
     if folder.is_file():
         raise UserError(f"{config.data}: expected a folder with train.jsonl in it, got a file; give its folder.")
     files = {name: folder / f"{name}.jsonl" for name in _SPLITS}
     if any(path.exists() for path in files.values()):
-        return {name: [(jsonl(files[name]), features)] if files[name].exists() else [] for name in wanted}
-    if folder.is_dir() and not saved(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
+        return {name: [(jsonl(files[name]), features)] if files[name].exists() else [] for name in needed}
+    if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(
             f"{config.data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there."
         )
     if not folder.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") > 1):
         raise UserError(f"{config.data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.")
     tables = hugging_face(str(folder) if folder.is_dir() else config.data)
-    return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in wanted}
+    return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
 
 
-def _hf_tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]]:
-    found: dict[str, list[Part]] = {name: [] for name in wanted}
+def _hf_tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
+    """Return the tables that the option `hf_dataset` names."""
+    tables: dict[str, list[Part]] = {name: [] for name in needed}
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     for number, entry in enumerate(entries, 1):
         where = f"hf_dataset {number}" if len(entries) > 1 else "hf_dataset"
@@ -105,25 +122,26 @@ def _hf_tables(config: TrainConfig, wanted: list[str]) -> dict[str, list[Part]]:
         if not isinstance(options, dict):
             raise UserError(f"{where}: config: expected a mapping of options of load_dataset, got {options!r}.")
         splits = {"train": "train[:80%]", "valid": "train[-10%:]"}
-        for name in wanted:
+        for name in needed:
             split = entry.get(f"{name}_split", splits.get(name))
             if split is None:
                 raise UserError(f"{where}: {name}_split is needed to {name}; give the name of a split of {path}.")
-            found[name] += [(table, _features(entry)) for table in hugging_face(path, split, options).values()]
-    return found
+            tables[name] += [(table, _features(entry)) for table in hugging_face(path, split, options).values()]
+    return tables
 
 
 def _check(
-    config: TrainConfig, splits: dict[str, list[Example]], found: dict[str, list[Part]], notes: list[str]
+    config: TrainConfig, splits: dict[str, list[Example]], tables: dict[str, list[Part]], notes: list[str]
 ) -> None:
+    """Refuse splits without examples and training data without a full batch; note a missing validation set."""
     for name, examples in splits.items():
         if examples:
             continue
-        tables = ", ".join(table.name for table, _ in found[name])
+        names = ", ".join(table.name for table, _ in tables[name])
         if name == "valid":
             notes.append("No validation set: training goes on without validation.")
-        elif tables:
-            raise UserError(f"{tables}: no example left to {name} on; expected at least one.")
+        elif names:
+            raise UserError(f"{names}: no example left to {name} on; expected at least one.")
         else:
             where = (
                 Path(config.data) / f"{name}.jsonl" if Path(config.data).is_dir() else f"{config.data}, {name} split"
@@ -144,7 +162,7 @@ def _check(
 
 
 def _rule(kinds: set[str], mask_prompt: bool | None) -> str:
-    """What the loss counts, in one sentence."""
+    """Return one sentence that says which tokens count in the loss."""
     if mask_prompt is False and kinds - {TEXT}:
         return "Loss on every token, prompts included (--no-mask-prompt)."
     parts = {
@@ -152,6 +170,6 @@ def _rule(kinds: set[str], mask_prompt: bool | None) -> str:
         CHAT: "every assistant turn only",
         TEXT: "every token of text lines" if len(kinds) > 1 else "every token",
     }
-    said = ", ".join(words for kind, words in parts.items() if kind in kinds)
+    counted = ", ".join(words for kind, words in parts.items() if kind in kinds)
     how = "; --no-mask-prompt counts every token" if kinds - {TEXT} else ""
-    return f"Loss on {said}{how}."
+    return f"Loss on {counted}{how}."

@@ -1,4 +1,4 @@
-"""What the trainer learns from: token ids, which of them count, and where they came from."""
+"""Defines the examples that the trainer learns from, and the splits of a data set."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from .vision.media import Pictures
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """One document.
+    """One tokenised document.
 
-    tokens: int32 [N], N >= 2. targets: bool [N]; targets[i] says that token i counts as a prediction (made from the
-    tokens before it); targets[0] is never true. source: file and line, or data set and row, for messages. pictures: the
-    images of an example for a model with a vision tower, None for any other model.
+    Args:
+        tokens: int32 [N], with N >= 2.
+        targets: bool [N], whether the prediction of each token from the tokens before it counts in the loss. The first
+            token is never predicted, so targets[0] is False.
+        source: the file and line, or data set and row, that messages name.
+        pictures: the images and videos of the example for a model with a vision tower, None for any other model.
     """
 
     tokens: np.ndarray
@@ -26,16 +29,17 @@ class Example:
 
     @property
     def positions(self) -> int:
-        """Places in a model's input: one fewer than tokens, since the last token is predicted and never read."""
+        """The length of the model's input, one less than the tokens: the last token is predicted but never read."""
         return len(self.tokens) - 1
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The examples of a run. A split that was not asked for, or does not exist, is empty.
+    """The examples of a run. A split that the run does not need, or that does not exist, is empty.
 
-    rule: one sentence that says which tokens count in the loss. notes: sentences to be said at the start (how many
-    examples were truncated or skipped, a missing validation set).
+    Args:
+        rule: one sentence that says which tokens count in the loss.
+        notes: sentences to print at the start, such as how many examples were truncated or skipped.
     """
 
     train: Sequence[Example] = ()

@@ -1,4 +1,4 @@
-"""Which examples are trained on when: a sequence of batches that depends on the data, the seed and nothing else."""
+"""Decides the order of training: a sequence of batches that depends on the data, the options and the seed alone."""
 
 from __future__ import annotations
 
@@ -18,15 +18,25 @@ Row = tuple[int, ...]
 
 
 class BatchOrder:
-    """An endless iterator of `Batch`, epoch after epoch.
+    """An endless iterator of batches, one epoch after the other.
 
-    Each epoch shuffles the rows by (seed, epoch), sorts them by padded width (a stable sort, so equals stay shuffled),
-    cuts them into batches of `batch_size` and shuffles the batches. No row is dropped: where the rows do not fill
-    whole batches, the epoch's batch of shortest rows is completed with blank rows of weight 0, so that its shape is one
-    that is compiled anyway. The batches are the same for any `world`; rank r gets the rows r, r + world, ... of each.
+    Each epoch shuffles the rows by (seed, epoch), sorts them by padded width with a stable sort, cuts them into batches
+    and shuffles the batches. No row is dropped: if the rows do not fill whole batches, blank rows of weight 0 complete
+    the batch with the shortest rows, whose shape is compiled in any case. The batches are the same for any `world`;
+    rank r gets the rows r, r + world, r + 2 world and so on of each.
 
-    examples: the documents. batch_size: rows of a batch over all ranks. packed: several documents to a row of
-    `max_seq_length` positions. UserError where `batch_size` is no multiple of `world`.
+    Args:
+        examples: the documents.
+        batch_size: the rows of a batch, summed over all ranks.
+        max_seq_length: the largest number of positions in a row.
+        seed: the seed of the shuffles.
+        packed: whether a row holds several documents.
+        rank: the number of this process, from 0.
+        world: the number of processes.
+
+    Raises:
+        UserError: there are no examples, or `batch_size` is not a multiple of `world`.
+        ValueError: an example has more than `max_seq_length` positions.
     """
 
     def __init__(
@@ -46,7 +56,7 @@ class BatchOrder:
                 f"own rows; use {max(world, batch_size // world * world)}."
             )
         if not examples:
-            raise UserError("no examples: nothing to make batches from.")
+            raise UserError("no examples: there is nothing to make batches from; give training data.")
         self._examples = examples
         self._batch_size, self._seed, self._packed = batch_size, seed, packed
         self._max_seq_length, self._rank, self._world = max_seq_length, rank, world
@@ -64,7 +74,7 @@ class BatchOrder:
 
     @property
     def rows(self) -> int:
-        """Rows of an epoch: examples, or packed rows."""
+        """The number of rows in an epoch: one for each example, or fewer if rows are packed."""
         return len(self._rows)
 
     @property
@@ -78,7 +88,7 @@ class BatchOrder:
 
     @property
     def widths(self) -> list[int]:
-        """Every batch width T that can occur, ascending."""
+        """The widths T that a batch can have, ascending."""
         return sorted({int(width) for width in self._widths})
 
     def __iter__(self) -> Iterator[Batch]:
@@ -92,25 +102,30 @@ class BatchOrder:
         return self._batch(self._plan[self._step - 1])
 
     def epoch(self, number: int = 0) -> Iterator[Batch]:
-        """One pass over every row, for evaluation; the place of the endless iteration does not move."""
+        """Iterate over the batches of one epoch, for evaluation; the endless iteration stays where it is."""
         return (self._batch(rows) for rows in self._epoch_plan(number))
 
     def state(self) -> dict[str, Any]:
-        """The place in the data, as JSON values: restored in a BatchOrder of the same data, the rest is the same."""
+        """Return the place in the data, as JSON values from which `restore` continues with the same batches."""
         return {"epoch": self._epoch, "step": self._step, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the batch that `state` was taken after. UserError where data or options are not the same."""
-        for name, mine in self._identity().items():
-            if state.get(name) != mine:
+        """Continue from the place that `state()` returned.
+
+        Raises:
+            UserError: the state belongs to other data or other options.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
                 raise UserError(
-                    f"resume: {name} was {state.get(name)!r} when the state was saved and is {mine!r} now, so the run "
+                    f"resume: {name} was {state.get(name)!r} when the state was saved and is {value!r} now, so the run "
                     "cannot go on where it stopped; give the same data and options, or start anew without --resume."
                 )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
         self._plan = self._epoch_plan(self._epoch)
 
     def _identity(self) -> dict[str, Any]:
+        """Return the options and the digest of the data on which the order depends."""
         if self._digest is None:
             digest = hashlib.blake2b(digest_size=16)
             for example in self._examples:
@@ -130,7 +145,7 @@ class BatchOrder:
         }
 
     def _epoch_plan(self, epoch: int) -> list[list[int]]:
-        """The row numbers of every global batch of the epoch; the one incomplete batch has fewer."""
+        """Return the row numbers of each batch of the epoch; one batch may be incomplete."""
         random = np.random.default_rng([self._seed % 2**64, epoch])
         order = random.permutation(len(self._rows))
         order = order[np.argsort(self._widths[order], kind="stable")]
@@ -142,7 +157,8 @@ class BatchOrder:
         return [batches[index] for index in random.permutation(len(batches))]
 
     def _batch(self, rows: list[int]) -> Batch:
+        """Build the batch of these rows, of which this rank takes its share."""
         width = int(self._widths[rows].max())
         filled: list[Row] = [self._rows[row] for row in rows] + [()] * (self._batch_size - len(rows))
-        mine = filled[self._rank :: self._world]
-        return collate([[self._examples[number] for number in row] for row in mine], width, packed=self._packed)
+        own = filled[self._rank :: self._world]
+        return collate([[self._examples[number] for number in row] for row in own], width, packed=self._packed)

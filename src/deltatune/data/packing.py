@@ -1,4 +1,4 @@
-"""Several documents to a row, so that little of a batch is padding."""
+"""Packs several documents into a row, so that little of a batch is padding."""
 
 from __future__ import annotations
 
@@ -7,18 +7,35 @@ from collections.abc import Sequence
 
 
 def pack(positions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """Rows of document numbers whose positions sum to at most `capacity`, by best-fit decreasing.
+    """Distribute documents over rows by best-fit decreasing.
 
-    Longest first, each into the row with the least room that still takes it; equal cases go to the lower number, so
-    the result depends on the arguments alone. It needs at most 11/9 of the fewest rows possible and a few more
-    (Johnson et al. 1974, doi:10.1137/0203025). ValueError where a document is longer than `capacity`.
+    The longest document comes first, and each goes into the fullest row that still has room for it. Equal cases go to
+    the lower number, so the result depends on the arguments alone. The number of rows is at most 11/9 of the smallest
+    possible number, plus a small constant.
+
+    Args:
+        positions: the number of positions of each document.
+        capacity: the largest number of positions in a row.
+
+    Returns:
+        The document numbers of each row.
+
+    Raises:
+        ValueError: a document is longer than `capacity`.
+
+    Source:
+        Johnson et al. 1974, doi:10.1137/0203025.
+
+    Example:
+        >>> pack([6, 7, 3], 10)
+        [(1, 2), (0,)]
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []
     for number in sorted(range(len(positions)), key=lambda number: -positions[number]):
         size = positions[number]
         if size > capacity:
-            raise ValueError(f"document {number} has {size} positions, a row {capacity}.")
+            raise ValueError(f"document {number} has {size} positions, and a row holds {capacity}.")
         place = bisect_left(room, (size, -1))
         if place < len(room):
             left, row = room.pop(place)

@@ -1,4 +1,4 @@
-"""Reads tables to examples: each row tokenised, its images looked at, the limit applied, and what to say of it."""
+"""Reads the rows of a table as examples: tokenises them, opens their images and applies the length limit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ from .vision.images import ImageReader
 from .vision.media import MediaReader
 from .vision.videos import VideoReader, video_names
 
+# A table with fewer rows than this is read without a progress bar.
 _PROGRESS_ROWS = 2000
 
 
 @dataclass(frozen=True)
 class VisionProcessors:
-    """What reading images takes of a model: its image processor, the numbers of its vision tower, and for videos its
-    video processor."""
+    """The parts of a vision model that reading images and videos needs.
+
+    Args:
+        processor: the model's image processor.
+        spec: the token ids and sizes of the vision tower.
+        videos: the model's video processor, or None if it has none.
+    """
 
     processor: Any
     spec: VisionSpec
@@ -35,7 +41,7 @@ class VisionProcessors:
 
 
 class Reader:
-    """Tokenises tables, applies the length limit, and remembers what there is to say about it."""
+    """Reads tables as examples, and collects the formats of their rows (`kinds`) and notes for the user (`notes`)."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None):
         self._config, self._tokenizer, self._vision = config, tokenizer, processors
@@ -43,13 +49,13 @@ class Reader:
         self.notes: list[str] = []
 
     def read(self, table: DataTable, features: Features) -> list[Example]:
-        """Every example of a table that is within the limit, or is cut down to it."""
+        """Return the examples of a table; one that is too long is truncated or left out, as `overlong` says."""
         encoder = self._encoder(features)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
         examples: list[Example] = []
         overlong, longest = 0, 0
         cut_media: list[str] = []
-        # Progress goes to the terminal alone: it has no place in a log file.
+        # A progress bar belongs on a terminal and not in a log file.
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             hidden = table.count < _PROGRESS_ROWS
@@ -61,8 +67,8 @@ class Reader:
                     overlong, longest = overlong + 1, max(longest, len(example.tokens))
                     if skip:
                         continue
-                    if example.pictures is not None and (what := example.pictures.cut_by(example.tokens, limit)):
-                        cut_media.append(what)
+                    if example.pictures is not None and (kind := example.pictures.kind_cut(example.tokens, limit)):
+                        cut_media.append(kind)
                         continue
                     example = _truncated(example, limit)
                 examples.append(example)
@@ -71,6 +77,7 @@ class Reader:
         return examples
 
     def _encoder(self, features: Features) -> TextEncoder | VisionEncoder:
+        """Return the encoder of rows with these keys."""
         text = TextEncoder(self._tokenizer, features, self._config.mask_prompt)
         if self._vision is None:
             return text
@@ -84,6 +91,7 @@ class Reader:
         return VisionEncoder(text, self._vision.spec, MediaReader(images, videos), names)
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
+        """Note how many examples of a table were too long, and what was done with them."""
         if not overlong:
             return
         skip = self._config.overlong == "skip"
@@ -104,6 +112,7 @@ class Reader:
 
 
 def _truncated(example: Example, limit: int) -> Example:
+    """Return the first `limit` tokens of an example; UserError where none of them counts in the loss."""
     tokens, targets = example.tokens[:limit].copy(), example.targets[:limit].copy()
     if not targets.any():
         first = int(np.argmax(example.targets))

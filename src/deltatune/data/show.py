@@ -1,4 +1,4 @@
-"""--show-batch: the tokens of a batch as text, those that count in the loss marked."""
+"""Prints the tokens of a batch as text and marks those that count in the loss, for `train --show-batch`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ OPEN, CLOSE = "⟦", "⟧"
 
 
 def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> None:
-    """Print every document of `batch`: source, token counts, and its text with what counts in the loss marked.
+    """Print the source, the token counts and the text of every document of a batch.
 
-    On a terminal by colour (special tokens in one of their own), elsewhere by ⟦ ⟧ around what counts. Special tokens
-    are written out; control characters are escaped, so nothing in the data reaches the terminal as a command.
+    Text that counts in the loss is marked by colour on a terminal, and by ⟦ ⟧ elsewhere. Special tokens are written
+    out, and control characters are escaped, so that nothing in the data reaches the terminal as a command.
+
+    Args:
+        batch: the batch to print.
+        tokenizer: mlx-lm's TokenizerWrapper.
+        console: where to print; None means standard output.
     """
     console = console or Console()
     rows, width = batch.inputs.shape
@@ -40,19 +45,20 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
 
 
 def _marked(tokens: list[int], counts: list[bool], tokenizer: Any, coloured: bool) -> Text:
-    shown = Text()
+    """Return the text of some tokens, with what counts in the loss marked."""
+    marked = Text()
     for counted, text, special in _pieces(tokens, counts, tokenizer):
         if coloured:
-            shown.append(
+            marked.append(
                 text, style=SPECIAL + (" underline" if counted else "") if special else COUNTED if counted else MASKED
             )
         else:
-            shown.append(f"{OPEN}{text}{CLOSE}" if counted else text)
-    return shown
+            marked.append(f"{OPEN}{text}{CLOSE}" if counted else text)
+    return marked
 
 
 def _pieces(tokens: list[int], counts: list[bool], tokenizer: Any) -> Iterator[tuple[bool, str, bool]]:
-    """(counted, text, special) for each longest run of like tokens: a character may take several of them."""
+    """Yield (counted, text, special) for each run of like tokens, decoded whole as a character may take several."""
     special = set(tokenizer.all_special_ids)
     keys = [(counted, token in special) for token, counted in zip(tokens, counts, strict=True)]
     for (counted, is_special), group in groupby(zip(keys, tokens, strict=True), key=lambda pair: pair[0]):
@@ -61,7 +67,7 @@ def _pieces(tokens: list[int], counts: list[bool], tokenizer: Any) -> Iterator[t
 
 
 def printable(text: str) -> str:
-    r"""`text` with control and format characters (categories Cc, Cf, Cs, Co, Zl, Zp) as escapes; "\n" also breaks."""
+    r"""Escape control and format characters (categories Cc, Cf, Cs, Co, Zl and Zp); "\n" also starts a new line."""
     return "".join(_escape(character) for character in text)
 
 

@@ -1,4 +1,4 @@
-"""Where rows come from: JSONL files, and data sets on the Hugging Face hub or on disk."""
+"""Opens the tables that rows come from: JSONL files, and data sets on the Hugging Face hub or on disk."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from ..errors import UserError, first_line
 
 Rows = Iterator[tuple[str, Any]]
 
+# How many rows of a Hugging Face data set are searched for images.
 _TRIED_ROWS = 100
 
 
 @dataclass(frozen=True)
 class DataTable:
-    """Rows of one split: `rows()` yields (source, row), `count` of them or a few less; `name` is for messages.
+    """The rows of one split.
 
-    `candidates()` yields those that may have an image or a video, found without reading the others closely.
+    Args:
+        name: what messages call the table.
+        count: the number of rows, or a little more where blank lines are counted.
+        rows: a function that yields (source, row) for every row.
+        candidates: a function that yields (source, row) for the rows that may hold an image or a video, found without
+            parsing the others.
     """
 
     name: str
@@ -30,20 +36,24 @@ class DataTable:
 
 
 def jsonl(path: Path) -> DataTable:
-    """The lines of a JSONL file, in order; blank lines are passed over. UserError names file and line of a bad one."""
+    """Open a JSONL file. Its rows are the lines in order, without blank ones.
+
+    Raises:
+        UserError: the file cannot be read; while rows are read, it names the file and line of a bad one.
+    """
     try:
         with path.open("rb") as file:
             count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
     return DataTable(str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')))
 
 
-def _lines(path: Path, holding: tuple[bytes, ...] = (b"",)) -> Rows:
-    """The rows of lines that hold one of some bytes."""
+def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
+    """Yield the rows whose lines contain one of the given byte strings."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            if not any(each in raw for each in holding):
+            if not any(part in raw for part in containing):
                 continue
             source = f"{path}:{number}"
             try:
@@ -57,7 +67,7 @@ def _lines(path: Path, holding: tuple[bytes, ...] = (b"",)) -> Rows:
                 continue
             try:
                 row = json.loads(line)
-                # JSON can spell half a surrogate pair (\ud83d), which is no character and has no tokens.
+                # JSON can hold half of a surrogate pair (\ud83d), which is not a character and has no tokens.
                 if "\\u" in line:
                     json.dumps(row, ensure_ascii=False).encode()
             except json.JSONDecodeError as error:
@@ -65,34 +75,46 @@ def _lines(path: Path, holding: tuple[bytes, ...] = (b"",)) -> Rows:
                     f"{source}: not JSON: {error.msg} at column {error.colno}; expected one object a line."
                 ) from error
             except UnicodeEncodeError as error:
-                raise UserError(f"{source}: a \\u escape that is half of a character ({error.reason}).") from error
+                raise UserError(
+                    f"{source}: a \\u escape is only half of a character ({error.reason}); write both halves."
+                ) from error
             except RecursionError as error:
-                raise UserError(f"{source}: JSON nested too deeply.") from error
+                raise UserError(f"{source}: the JSON is nested too deeply; expected a flat object.") from error
             yield source, row
 
 
-def saved(folder: Path) -> bool:
+def is_saved_dataset(folder: Path) -> bool:
     """Whether the folder was written by `save_to_disk` of the datasets library."""
-    return any((folder / mark).exists() for mark in ("dataset_dict.json", "state.json"))
+    return any((folder / file).exists() for file in ("dataset_dict.json", "state.json"))
 
 
 def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | None = None) -> dict[str, DataTable]:
-    """The splits of a data set by name: one of the hub, or a folder that `datasets` reads or has saved.
+    """Open a data set of the Hugging Face hub, or a folder that the datasets library reads or has saved.
 
-    split: one split, `datasets` slices allowed ("train[:80%]"), given as {split: table}; None gives all of them.
-    options: further arguments of `datasets.load_dataset`. UserError where there is no such data set, split or option.
+    Args:
+        name: the data set's name on the hub, or its folder.
+        split: one split, which may be a slice such as "train[:80%]"; None opens all splits.
+        options: further arguments of `datasets.load_dataset`.
+
+    Returns:
+        The table of each split, by the split's name.
+
+    Raises:
+        UserError: there is no such data set, split or option, or reading it could run code.
     """
     import datasets
 
     options = options or {}
     if "trust_remote_code" in options:
-        raise UserError(f"hf_dataset {name}: trust_remote_code is refused: no code of a data set is ever run.")
+        raise UserError(
+            f"hf_dataset {name}: trust_remote_code is refused: deltatune never runs code of a data set; remove it."
+        )
     if name == "pandas":
         raise UserError(
             "hf_dataset pandas: refused: it unpickles files, and a pickle can run code; use parquet or JSON."
         )
     try:
-        if split is None and saved(Path(name)):
+        if split is None and is_saved_dataset(Path(name)):
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name, split=split, **options)
@@ -107,8 +129,10 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
 
 
 def _table(name: str, dataset: Any) -> DataTable:
+    """Return the rows of a loaded data set as a table."""
+
     def rows() -> Rows:
         return ((f"{name} row {index}", row) for index, row in enumerate(dataset))
 
-    # A data set has the same columns in every row, though they may be empty in some.
+    # Every row has the same columns, so the first rows show whether there are images, unless all of them are empty.
     return DataTable(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS))

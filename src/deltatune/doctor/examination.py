@@ -13,7 +13,7 @@ import mlx.nn as nn
 from ..errors import UserError
 from ..layers import LayerInfo, describe
 from ..machine import backend
-from ..models.load import locate, to_train_on
+from ..models.load import load_for_data, locate
 from ..patches import PATCHES, patched, reached
 from . import implementations, inventory, probes
 from .custom_kernels import ReachedKernel, sweep, without_gradient
@@ -129,7 +129,7 @@ def examine(model: str | None = None) -> Examination:
 
 
 def _layers(path: str) -> Layers:
-    models, left_out = to_train_on(locate(path))
+    models, left_out = load_for_data(locate(path))
     found: list[LayerInfo] = describe(next(iter(models.values())))
     kinds = {kind: sum(layer.kind == kind for layer in found) for kind in sorted({layer.kind for layer in found})}
     forwards = [_forward(data, model) for data, model in models.items()]

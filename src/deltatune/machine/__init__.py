@@ -1,1 +1,1 @@
-"""What deltatune knows of the computer under it: device, BLAS, drivers, environment variables, files."""
+"""What deltatune knows about the computer that it runs on: device, BLAS, drivers, environment variables, files."""

@@ -1,4 +1,4 @@
-"""Files that are there wholly, or not at all, whatever ends this process and whatever others do there."""
+"""Writes files atomically: a reader sees the old file or the complete new one, even if this process is killed."""
 
 from __future__ import annotations
 
@@ -10,36 +10,46 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write(temporary)` make a file beside `path`, then put it there in one move: the old one, or the new one."""
+    """Replace `path` atomically by the file that `write` makes.
+
+    Args:
+        path: The file to replace; its folder must exist.
+        write: Is called with the path of a temporary file in the same folder, which it must create.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         os.replace(temporary, path)
     finally:
-        # Where the folder itself cannot be entered, the error on its way out says so.
+        # If the folder itself cannot be entered, the exception that is already being raised says so.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def replace_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` by what `write` puts into a file, so that it survives a power cut; folders to it are made.
+    """Replace `path` atomically, so that the new file survives a power cut; missing folders are created.
 
-    Raises OSError where the disk refuses.
+    Args:
+        path: The file to replace.
+        write: Is called with an open binary file, into which it writes the content.
+
+    Raises:
+        OSError: If the file system refuses.
     """
 
-    def written_out(temporary: Path) -> None:
+    def write_and_flush(temporary: Path) -> None:
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, written_out)
+    replace_file(path, write_and_flush)
     sync_directory(path.parent)
 
 
 def sync_directory(directory: Path) -> None:
-    """Make a rename in `directory` survive a power cut."""
+    """Flush the entries of `directory` to the disk, so that a rename in it survives a power cut."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,6 +58,6 @@ def sync_directory(directory: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Put `data` at `path`, with the folders to it. Raises OSError where they cannot be written."""
+    """Replace `path` atomically by a file that holds `data`; missing folders are created. May raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda temporary: temporary.write_bytes(data))

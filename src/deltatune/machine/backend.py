@@ -1,4 +1,4 @@
-"""Which device MLX runs on, and which implementations of an operator may serve it."""
+"""Tells which device MLX computes on, and which implementations of gated_delta can run there."""
 
 from __future__ import annotations
 
@@ -7,54 +7,77 @@ import mlx.core as mx
 from ..errors import UserError
 from . import environment, nvidia
 
-# The first that covers a call and passes its check on this machine serves it (ops/gated_delta/choice.py).
+# In order of preference: ops/gated_delta/choice.py takes the first that supports a call and passes its trial.
 _GATED_DELTA = {"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")}
+_ATTENTION = {"cpu": ("blocked",), "cuda": ("fused", "blocked"), "metal": ("fused", "blocked")}
 
 
 def device() -> str:
-    """Where MLX's default device computes: `metal`, `cuda` or `cpu`."""
+    """Name MLX's default device: `metal`, `cuda` or `cpu`."""
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def cache_to_keep() -> int:
-    """Bytes of freed buffers that MLX may keep between iterations: 0, and on NVIDIA GPUs a quarter of the memory.
+    """Return how many bytes of freed buffers MLX may keep between iterations.
 
-    There each buffer is asked of the driver anew otherwise, which took a quarter of a step (docs/log.md).
+    It is a quarter of the memory on NVIDIA GPUs, else 0. Without this cache, allocating every buffer from the CUDA
+    driver again took a quarter of a training step (docs/log.md).
     """
     return int(mx.device_info().get("total_memory", 0)) // 4 if device() == "cuda" else 0
 
 
 def gated_delta_candidates() -> tuple[tuple[str, ...], str]:
-    """Implementations of gated_delta in order of preference, and why: what DELTATUNE_GATED_DELTA forces, alone.
+    """Return the implementations of gated_delta that this device can run, in order of preference, and the reason.
 
-    Raises UserError when an implementation is forced that this device cannot run.
+    If DELTATUNE_GATED_DELTA forces an implementation, it is the only one.
+
+    Raises:
+        UserError: If the forced implementation cannot run on this device.
     """
-    forced, here = environment.gated_delta(), device()
-    lacks = _lacks() if here == "cuda" else None
+    return _candidates(environment.GATED_DELTA, environment.gated_delta(), _GATED_DELTA)
+
+
+def attention_candidates() -> tuple[tuple[str, ...], str]:
+    """Return the implementations of attention that this device can run, in order of preference, and the reason.
+
+    If DELTATUNE_ATTENTION forces an implementation, it is the only one.
+
+    Raises:
+        UserError: If the forced implementation cannot run on this device.
+    """
+    return _candidates(environment.ATTENTION, environment.attention(), _ATTENTION)
+
+
+def _candidates(
+    variable: str, forced: str | None, preferred: dict[str, tuple[str, ...]]
+) -> tuple[tuple[str, ...], str]:
+    here = device()
+    problem = _why_not_fused() if here == "cuda" else None
     if forced is None:
-        return (("chunk",), f"automatic on cuda: {lacks}") if lacks else (_GATED_DELTA[here], f"automatic on {here}")
-    if forced == "fused" and lacks:
-        raise UserError(f"{environment.GATED_DELTA}=fused: {lacks}; unset it for the automatic choice.")
+        names = preferred[here]
+        return (names[-1:], f"automatic on cuda: {problem}") if problem else (names, f"automatic on {here}")
+    if forced == "fused" and problem:
+        raise UserError(f"{variable}=fused: {problem}; unset it for the automatic choice.")
     if forced == "fused" and here == "cpu":
         raise UserError(
-            f"{environment.GATED_DELTA}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for "
-            "the automatic choice."
+            f"{variable}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for the automatic "
+            "choice."
         )
-    return (forced,), f"forced by {environment.GATED_DELTA}"
+    return (forced,), f"forced by {variable}"
 
 
-def _lacks() -> str | None:
-    """What keeps the fused kernels from this NVIDIA GPU."""
-    found = nvidia.generation()
-    if found >= nvidia.HOPPER:
+def _why_not_fused() -> str | None:
+    """Say why the fused kernels cannot run on this NVIDIA GPU; None if they can."""
+    capability = nvidia.generation()
+    if capability >= nvidia.HOPPER:
         return None
-    return f"the fused kernels need an NVIDIA GPU of compute capability 9.0 or more, and this one has {found / 10}"
+    return f"the fused kernels need an NVIDIA GPU of compute capability 9.0 or more, and this one has {capability / 10}"
 
 
 def gated_delta_implementation() -> tuple[str, str]:
-    """The preferred implementation of gated_delta, and why; UserError as gated_delta_candidates."""
+    """Return the preferred implementation of gated_delta, and the reason; raises as gated_delta_candidates does."""
     names, why = gated_delta_candidates()
     if len(names) > 1:
         why += f", where it covers a layer and passes its check; else {' or '.join(names[1:])}"

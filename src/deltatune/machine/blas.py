@@ -1,8 +1,9 @@
-"""Gives MLX a real BLAS on Linux CPUs.
+"""Makes MLX use OpenBLAS on Linux CPUs, in place of the slow reference BLAS of its CPU wheel.
 
-MLX's CPU wheel links Netlib's reference BLAS, about 2-3 GFLOP/s. The wheel `scipy-openblas32` ships OpenBLAS
-with its symbols prefixed `scipy_`; with the prefix taken off and the library loaded globally before mlx.core,
-libmlx binds to it. Nothing happens on macOS (Accelerate), or where mlx.core was imported first.
+MLX's CPU wheel links Netlib's reference BLAS, which reaches 2 to 3 GFLOP/s. The wheel `scipy-openblas32` ships
+OpenBLAS, but all its symbols carry the prefix `scipy_`. This module makes a copy without the prefix and loads it
+globally before mlx.core, so that libmlx binds to it. The package calls load() on import. On macOS, where MLX uses
+Accelerate, and if mlx.core was imported before deltatune, MLX's BLAS stays as it is.
 """
 
 from __future__ import annotations
@@ -27,15 +28,20 @@ PREFIX = "scipy_"
 
 
 class BlasWarning(UserWarning):
-    """MLX stays on its own, slow BLAS; the message says why and what to do."""
+    """Warns that MLX keeps its own slow BLAS; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What MLX's matrix products run on: `name` is openblas, accelerate or system; `detail` says why.
+    """Which BLAS computes MLX's matrix products.
 
-    `kernels` names the family of CPUs whose kernels OpenBLAS chose (OPENBLAS_CORETYPE forces one). `expected` is True
-    where nothing better was to be had, or the user asked for it: no warning then.
+    Attributes:
+        name: `openblas`, `accelerate` or `system` (MLX's own).
+        detail: The version of the BLAS, or the reason why MLX keeps its own.
+        threads: The number of threads that OpenBLAS uses; None for another BLAS.
+        path: The OpenBLAS library that was loaded; None for another BLAS.
+        expected: Whether MLX's own BLAS is right here, or the user asked for it, so that no warning is due.
+        kernels: The CPU family whose kernels OpenBLAS chose; OPENBLAS_CORETYPE forces one.
     """
 
     name: str
@@ -54,12 +60,12 @@ _status: Status | None = None
 
 
 def status() -> Status:
-    """The outcome of load(), which the package calls on import."""
+    """Return the result of load(), which the package calls on import."""
     return _status if _status is not None else load()
 
 
 def load() -> Status:
-    """Bind MLX to OpenBLAS where that helps and can be done; warn once where it cannot. Idempotent."""
+    """Bind MLX to OpenBLAS if that is useful and possible, and warn if it is not possible. Later calls do nothing."""
     global _status
     if _status is None:
         _status = _load()
@@ -69,18 +75,26 @@ def load() -> Status:
 
 
 def use_threads(number: int, why: str) -> bool:
-    """Give the BLAS so many threads from here on; False, and nothing changed, where it cannot be or need not be.
+    """Set the number of threads of OpenBLAS.
 
-    DELTATUNE_THREADS keeps what it forces, and no process gets more threads than its share of the cores.
+    Nothing changes if MLX does not use OpenBLAS, DELTATUNE_THREADS is set, or `number` exceeds this process's share of
+    the cores.
+
+    Args:
+        number: The number of threads.
+        why: The reason, shown wherever the number is reported.
+
+    Returns:
+        Whether the number of threads has changed.
     """
     global _status
-    now = status()
-    if now.threads is None or now.path is None or number == now.threads.number:
+    current = status()
+    if current.threads is None or current.path is None or number == current.threads.number:
         return False
     if environment.threads() is not None or number > share().number:
         return False
-    ctypes.CDLL(str(now.path)).openblas_set_num_threads(number)
-    _status = replace(now, threads=Threads(number, why))
+    ctypes.CDLL(str(current.path)).openblas_set_num_threads(number)
+    _status = replace(current, threads=Threads(number, why))
     return True
 
 
@@ -88,7 +102,7 @@ def _load() -> Status:
     if sys.platform == "darwin":
         return Status("accelerate", "macOS: MLX uses Accelerate")
     if sys.platform != "linux":
-        return Status("system", f"no OpenBLAS is prepared on {sys.platform}", expected=True)
+        return Status("system", f"deltatune prepares OpenBLAS on Linux only, and this is {sys.platform}", expected=True)
     if environment.blas() == "system":
         return Status("system", f"{environment.BLAS}=system: MLX's own BLAS was asked for", expected=True)
     if "mlx.core" in sys.modules:
@@ -142,10 +156,14 @@ def _wheel_library() -> Path | None:
 
 
 def prepare(source: Path, cache: Path) -> Path:
-    """The library `source` with the prefix `scipy_` taken off its symbols, built once into `cache`.
+    """Copy the library `source` into `cache` without the prefix `scipy_` of its symbols, and return the copy's path.
 
-    The file's digest stands beside it and is checked at every start, so a damaged or half-written file is built
-    again. Raises OSError (no patchelf, unwritable cache) or CalledProcessError.
+    The copy is made once. A file beside it holds its digest, which is checked at every call: a damaged or incomplete
+    copy is made again.
+
+    Raises:
+        OSError: If patchelf is missing or the cache cannot be written.
+        subprocess.CalledProcessError: If patchelf fails.
     """
     stamp = source.stat()
     key = hashlib.sha256(f"{source}:{stamp.st_size}:{stamp.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -163,7 +181,7 @@ def prepare(source: Path, cache: Path) -> Path:
         subprocess.run(command, check=True, capture_output=True)
         stamped = Path(folder) / "sha256"
         stamped.write_text(_digest(built))
-        # The digest goes first: a reader that sees the new library always finds a digest that can match it.
+        # The digest is moved first, so that a process that sees the new library also finds its digest.
         os.replace(stamped, digest)
         os.replace(built, target)
     return target
@@ -182,7 +200,7 @@ def _patchelf() -> str:
 
 
 def _exported(library: Path) -> list[str]:
-    """Names with the prefix in the library's string tables: renaming one that is no symbol is harmless."""
+    """Return all strings in the file that look like prefixed symbols; renaming one that is not a symbol is harmless."""
     names = set()
     for chunk in library.read_bytes().split(b"\0"):
         if chunk.startswith(PREFIX.encode()) and len(chunk) < 200 and chunk.isascii():

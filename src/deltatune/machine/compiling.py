@@ -1,9 +1,10 @@
-"""On CPUs and NVIDIA GPUs: compile a step as one graph, without building kernels for it.
+"""Keeps mx.compile from building kernels on CPUs and NVIDIA GPUs; it still compiles a step into one graph.
 
 mx.compile fuses elementwise chains into kernels that it builds at first use, about a hundred for a hybrid model's
-step. With g++, on a CPU, that is 35 to 60 s of one core on a machine that has not built them yet, for 5 to 10 % an
-iteration; with NVRTC, minutes in every process, since each is built for 34 layouts and none is kept (docs/log.md). MLX
-has a mode that traces and simplifies but does not fuse; Python has no binding for it.
+step. On a CPU, g++ needs 35 to 60 s of one core for them on a machine that has not built them before, and an iteration
+becomes 5 to 10 % faster. On NVIDIA GPUs, NVRTC needs minutes in every process, since it builds each kernel for 34
+layouts and keeps none (docs/log.md). MLX has a compile mode that traces and simplifies but does not fuse. It has no
+Python binding, so this module calls the C++ function.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _depth = 0
 
 
 def _library() -> ctypes.CDLL | None:
-    """libmlx, if it lies where the Linux wheels have it and exports what is needed."""
+    """Load libmlx from where the Linux wheels put it; None if it is not there or does not export the function."""
     spec = importlib.util.find_spec("mlx")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "lib" / "libmlx.so"
@@ -37,15 +38,15 @@ def _library() -> ctypes.CDLL | None:
 
 
 def compiles() -> bool:
-    """Whether mx.compile is in force: not disabled by a call, by MLX_DISABLE_COMPILE, or for want of a compiler."""
+    """Find out whether mx.compile has an effect: a call, MLX_DISABLE_COMPILE or a missing compiler may disable it."""
     calls = 0
 
-    def counted(x: mx.array) -> mx.array:
+    def count_call(x: mx.array) -> mx.array:
         nonlocal calls
         calls += 1
         return x + 1
 
-    function = mx.compile(counted)
+    function = mx.compile(count_call)
     for _ in range(2):
         function(mx.zeros(1))
     return calls == 1
@@ -53,9 +54,13 @@ def compiles() -> bool:
 
 @contextmanager
 def without_kernels() -> Iterator[str]:
-    """Within it, mx.compile builds no kernels. Gives what a step will be: `compiled ...` or `not compiled`.
+    """Keep mx.compile from building kernels inside a `with` block.
 
-    On Metal, and where this MLX cannot do it, mx.compile stays as it is. Nests; the outermost exit ends it.
+    On Metal, and if this MLX lacks the compile mode, mx.compile stays as it is. Blocks may be nested: the end of the
+    outermost one restores mx.compile.
+
+    Yields:
+        How a step is compiled inside the block, in words: `compiled ...` or `not compiled ...`.
     """
     global _depth
     if not compiles():

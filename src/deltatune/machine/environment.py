@@ -1,4 +1,4 @@
-"""Every environment variable that deltatune reads, in one place."""
+"""Reads and sets the environment variables that control deltatune, MLX and CUDA."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ BLAS = "DELTATUNE_BLAS"
 THREADS = "DELTATUNE_THREADS"
 CACHE = "DELTATUNE_CACHE"
 GATED_DELTA = "DELTATUNE_GATED_DELTA"
-# MLX's own: 1, its default, lets NVIDIA GPUs round fp32 factors to 10 bits of mantissa.
+ATTENTION = "DELTATUNE_ATTENTION"
+# This is MLX's variable. Its default, 1, lets NVIDIA GPUs round the factors of fp32 products to 10 bits of mantissa.
 TF32 = "MLX_ENABLE_TF32"
-# MLX's own: how much is queued for a GPU as one piece of work, in millions of elements read, whatever its name says.
-# Ten pieces may wait, and hold what they use.
+# This is MLX's variable: the size of one piece of work for a GPU, in millions of elements read, although its name says
+# megabytes. Up to ten pieces wait in the queue, and each holds the buffers that it uses.
 QUEUE, QUEUED = "MLX_MAX_MB_PER_BUFFER", 200
-# CUDA's own: the GPUs that a process may see.
+# This is CUDA's variable: the GPUs that a process may see.
 GPUS = "CUDA_VISIBLE_DEVICES"
-# The number of a process: mlx.launch's, over all machines, and Open MPI's, on its own machine.
+# The rank of a process: mlx.launch counts over all machines, Open MPI's variable counts on one machine.
 RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 BLAS_CHOICES = ("openblas", "system")
 GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
+ATTENTION_CHOICES = ("naive", "blocked", "fused", "native")
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:
@@ -31,17 +33,17 @@ def _choice(name: str, choices: tuple[str, ...]) -> str | None:
     if value is None or value == "":
         return None
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not known: expected one of {', '.join(choices)}, or unset.")
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}, or unset.")
     return value
 
 
 def blas() -> str:
-    """`openblas` (default): give MLX OpenBLAS on Linux CPUs. `system`: leave MLX's own BLAS alone."""
+    """Return `openblas` (the default: give MLX OpenBLAS on Linux CPUs) or `system` (keep MLX's own BLAS)."""
     return _choice(BLAS, BLAS_CHOICES) or "openblas"
 
 
 def threads() -> int | None:
-    """The number of BLAS threads that DELTATUNE_THREADS forces, or None for the choice of threads.py."""
+    """Return the number of BLAS threads that DELTATUNE_THREADS forces, or None if machine/threads.py may choose."""
     value = os.environ.get(THREADS)
     if not value:
         return None
@@ -51,14 +53,14 @@ def threads() -> int | None:
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Count the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cache_directory() -> Path:
-    """Where verdicts and prepared libraries are kept: DELTATUNE_CACHE, else the user's cache folder."""
+    """Return the folder of kernel verdicts and prepared libraries: DELTATUNE_CACHE, else the user's cache folder."""
     value = os.environ.get(CACHE)
     if value:
         return Path(value)
@@ -66,55 +68,67 @@ def cache_directory() -> Path:
 
 
 def gated_delta() -> str | None:
-    """The forced implementation of gated_delta, or None for the automatic choice."""
+    """Return the implementation of gated_delta that the user forces, or None for the automatic choice."""
     return _choice(GATED_DELTA, GATED_DELTA_CHOICES)
 
 
+def attention() -> str | None:
+    """The forced implementation of attention, or None for the automatic choice."""
+    return _choice(ATTENTION, ATTENTION_CHOICES)
+
+
 def keep_full_fp32() -> None:
-    """Have MLX multiply fp32 in fp32 on NVIDIA GPUs, unless the user has chosen. MLX reads it at its first product."""
+    """Make MLX multiply fp32 matrices in full fp32 on NVIDIA GPUs, unless the user has set the variable.
+
+    MLX reads the variable at its first matrix product.
+    """
     os.environ.setdefault(TF32, "0")
 
 
-def queue_little() -> None:
-    """Have MLX hand work to NVIDIA GPUs in pieces of 200 million elements, unless the user chose; its own are to 1,000.
+def limit_queue() -> None:
+    """Make MLX hand work to NVIDIA GPUs in pieces of 200 million elements, unless the user has set the variable.
 
-    On an H200 a checkpointed step took 8 % less time so, and less than half the memory (docs/log.md).
+    MLX's own limit is up to 1,000 million. On an H200, the smaller pieces made a checkpointed step 8 % faster and its
+    memory less than half (docs/log.md).
     """
     if sys.platform == "linux":
         os.environ.setdefault(QUEUE, str(QUEUED))
 
 
 def see_own_gpu() -> None:
-    """Have each process of a launched run see one NVIDIA GPU alone, in turn. CUDA reads it when MLX is first used.
+    """Give each process of a launched run one NVIDIA GPU of its own, in the order of ranks.
 
-    mlx.launch does so itself for NCCL. Over the ring and MPI all processes would compute on the first GPU, so that two
-    H200s train no faster than one (docs/log.md).
+    mlx.launch does this itself for NCCL. Over the ring and MPI, all processes would compute on the first GPU, and two
+    H200s would train no faster than one (docs/log.md). CUDA reads the variable when MLX is first used.
     """
     rank = next((value for name in RANKS if (value := os.environ.get(name, "")).isdigit()), None)
     visible = os.environ.get(GPUS)
-    found = visible.split(",") if visible is not None else [str(number) for number in range(_nvidia_gpus())]
-    if rank is not None and len(found) > 1:
-        os.environ[GPUS] = found[int(rank) % len(found)]
+    gpus = visible.split(",") if visible is not None else [str(number) for number in range(_nvidia_gpus())]
+    if rank is not None and len(gpus) > 1:
+        os.environ[GPUS] = gpus[int(rank) % len(gpus)]
 
 
 def _nvidia_gpus() -> int:
-    """How many NVIDIA GPUs this Linux machine or container has, without starting CUDA, which would fix its choice."""
+    """Count the NVIDIA GPUs of this Linux machine or container, without starting CUDA: it would read GPUS at once."""
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
 
 
 def launched_addresses() -> list[str]:
-    """The addresses at which mlx.launch's ring says that other machines reach this process."""
+    """Return the addresses of this process in the host file of mlx.launch's ring; empty without such a file."""
     hosts, rank = os.environ.get("MLX_HOSTFILE"), os.environ.get(RANKS[0])
     text = Path(hosts).read_text(encoding="utf-8").strip() if hosts and rank else ""
-    return [place.rsplit(":", 1)[0] for place in json.loads(text)[int(rank)]] if text and rank else []
+    return [address.rsplit(":", 1)[0] for address in json.loads(text)[int(rank)]] if text and rank else []
 
 
 def launched_host() -> str | None:
-    """The address of rank 0 under mlx.launch's NCCL, which every machine of the run can reach."""
+    """Return the address of rank 0 that mlx.launch sets for NCCL and that every machine of the run can reach."""
     return os.environ.get("NCCL_HOST_IP")
 
 
 def tf32() -> bool:
-    """Whether MLX may round the factors of fp32 products on NVIDIA GPUs: read as MLX reads it, with atoi."""
+    """Tell whether MLX may round the factors of fp32 products on NVIDIA GPUs.
+
+    The variable is parsed as MLX parses it, with atoi: the digits at its start count.
+    """
     number = re.match(r"\s*[+-]?\d+", os.environ.get(TF32, "1"))
     return number is not None and int(number[0]) != 0

@@ -1,9 +1,9 @@
-"""Makes MLX's CPU threads treat numbers under 1e-38 as zero.
+"""Makes MLX's CPU thread treat subnormal numbers (below about 1e-38) as zero.
 
-On Intel's CPUs such subnormal numbers cost a hundred cycles and more each, on AMD's a few, and a training step is full
-of them: products of gates, second moments of small gradients. MLX leaves them on. A thread inherits the processor's
-setting from the one that starts it, so it is set while MLX starts its CPU thread, and then put back for Python and
-NumPy.
+One operation on a subnormal number costs a hundred cycles or more on Intel's CPUs and a few on AMD's, and a training
+step has many of them: products of gates, second moments of small gradients. MLX does not turn them off. A thread
+inherits the processor's setting from the thread that starts it. So the setting is changed while MLX starts its CPU
+thread, and then restored for Python and NumPy.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# glibc's fenv_t on x86-64: 28 bytes of x87 state, then MXCSR; its bits for flush-to-zero and subnormals-are-zero.
+# glibc's fenv_t on x86-64 is 28 bytes of x87 state, then MXCSR. _FLUSH is MXCSR's bits FTZ and DAZ.
 _FENV_BYTES = 32
 _MXCSR = slice(28, 32)
 _FLUSH = 0x8040
 
 
-def _costly() -> bool:
-    """Whether they may cost much here. All of x86-64 is treated alike, so that every such CPU gives the same bits."""
+def _may_be_slow() -> bool:
+    # All x86-64 CPUs are treated alike, so that they give the same bits.
     return sys.platform == "linux" and platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc"
 
 
 @contextmanager
 def flushed() -> Iterator[None]:
-    """Within it this thread, and those it starts, treat subnormal numbers as zero; a no-op where they cost nothing."""
-    if not _costly():
+    """Inside the `with` block, this thread and those it starts treat subnormal numbers as zero.
+
+    The block changes nothing except on Linux with glibc on x86-64.
+    """
+    if not _may_be_slow():
         yield
         return
     libm = ctypes.CDLL("libm.so.6")
@@ -44,8 +47,8 @@ def flushed() -> Iterator[None]:
 
 
 def start_mlx() -> None:
-    """Have MLX start its CPU thread now, inside flushed(); too late, and left alone, where mlx was imported before."""
-    if _costly() and "mlx.core" not in sys.modules:
+    """Make MLX start its CPU thread; call it inside flushed(). If mlx is already imported, nothing happens."""
+    if _may_be_slow() and "mlx.core" not in sys.modules:
         import mlx.core as mx
 
         mx.eval(mx.add(mx.array(1.0), mx.array(1.0), stream=mx.cpu))

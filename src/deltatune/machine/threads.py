@@ -1,8 +1,8 @@
-"""How many threads the BLAS gets: cores that this process really has, and no more than pay.
+"""Chooses the number of BLAS threads: one for each core that this process may use, or fewer if more are no faster.
 
-OpenBLAS's threads wait for one another by spinning, several times in every product. Where another program keeps one of
-their cores busy, all of them wait for its time slices: two threads on two busy cores did a tenth of what one did. The
-number cannot follow the load later on, because the last bits of a product depend on it.
+OpenBLAS's threads wait for one another by spinning, several times in every product. If another program keeps one of
+their cores busy, all of them wait for its time slices: two threads on two busy cores did a tenth of the work of one.
+The number is chosen once, at the start, because the last bits of a product depend on it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 
 from . import environment
 
-# A larger number of threads must be so many times as fast as half of it.
+# A number of threads is accepted if it is at least this many times as fast as half the number.
 GAIN = 1.1
-# Of each number in a trial: at least so many products, and so many seconds; but never more seconds than the last.
-_PRODUCTS, _ENOUGH, _MOST = 5, 0.03, 0.15
-# mpirun of Open MPI, and of MPICH and Intel MPI: processes on this host.
+# A trial of a number runs at least so many products and so many seconds, unless the time limit ends it (seconds).
+_PRODUCTS, _TRIAL_SECONDS, _TIME_LIMIT = 5, 0.03, 0.15
+# The number of ranks on this host, as set by mpirun of Open MPI, and of MPICH and Intel MPI.
 _MPI_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Threads:
-    """A number of BLAS threads, and why it was chosen."""
+    """A number of BLAS threads, and the reason for it in words."""
 
     number: int
     why: str
@@ -38,22 +38,26 @@ class Threads:
 
 
 def choose(seconds: Callable[[int], float]) -> Threads:
-    """DELTATUNE_THREADS, else this process's share of the cores, halved as long as half as many are as fast.
+    """Choose the number of BLAS threads.
 
-    seconds: how long one matrix product takes with so many threads, on this machine as busy as it is now.
+    DELTATUNE_THREADS forces a number. Otherwise the choice starts at this process's share of the cores, and halves it
+    while half as many threads are about as fast.
+
+    Args:
+        seconds: Times one matrix product with a number of threads, and returns the seconds that it took.
     """
     forced = environment.threads()
     if forced is not None:
         return Threads(forced, f"{environment.THREADS}={forced}")
-    most = share()
-    number = most.number
+    shared = share()
+    number = shared.number
     while number > 1:
         gain = _gain(seconds, number)
         if gain >= GAIN:
             break
         number //= 2
-    if number == most.number:
-        return most
+    if number == shared.number:
+        return shared
     return Threads(
         number,
         "more were no faster when tried at the start: cores are busy, or two threads share one; "
@@ -62,22 +66,25 @@ def choose(seconds: Callable[[int], float]) -> Threads:
 
 
 def _gain(seconds: Callable[[int], float], number: int) -> float:
-    """How many times as fast `number` threads are as half of it, in turns. Sums, since what is rare must count too."""
+    """Measure how many times as fast `number` threads are as half the number, taking turns.
+
+    The times are summed, and no minimum is taken: rare long waits are what too many threads cost.
+    """
     half = number // 2
     seconds(number), seconds(half)
-    many = few = 0.0
-    done = 0
-    while done < _PRODUCTS or max(many, few) < _ENOUGH:
-        many += seconds(number)
-        few += seconds(half)
-        done += 1
-        if many + few > 2 * _MOST:
+    seconds_full = seconds_half = 0.0
+    products = 0
+    while products < _PRODUCTS or max(seconds_full, seconds_half) < _TRIAL_SECONDS:
+        seconds_full += seconds(number)
+        seconds_half += seconds(half)
+        products += 1
+        if seconds_full + seconds_half > 2 * _TIME_LIMIT:
             break
-    return few / many
+    return seconds_half / seconds_full
 
 
 def share() -> Threads:
-    """The cores that this process may use, less what a container grants, divided by the ranks on this host."""
+    """Return this process's share of the cores: the lower of cores and container quota, divided by the ranks here."""
     cores = environment.cores()
     number, why = cores, f"one for each of {cores} cores" if cores > 1 else "one core"
     granted = quota()
@@ -92,7 +99,7 @@ def share() -> Threads:
 
 
 def ranks_here() -> int:
-    """Processes of this distributed run on this host: mpirun's, or those that mlx.launch lists at our address."""
+    """Count the ranks of this distributed run on this host, as mpirun or the host file of mlx.launch says; else 1."""
     for name in _MPI_RANKS:
         if os.environ.get(name, "").isdigit():
             return max(1, int(os.environ[name]))
@@ -100,33 +107,36 @@ def ranks_here() -> int:
     if not hosts or not rank.isdigit():
         return 1
     try:
-        # A list for each rank, of its addresses as host:port.
-        listed = [{address.rsplit(":", 1)[0] for address in each} for each in json.loads(Path(hosts).read_text())]
-        here = listed[int(rank)]
+        # The file holds a list for each rank, with its addresses as host:port.
+        entries = json.loads(Path(hosts).read_text())
+        addresses = [{address.rsplit(":", 1)[0] for address in entry} for entry in entries]
+        own = addresses[int(rank)]
     except (OSError, ValueError, TypeError, IndexError, AttributeError):
-        return 1  # MLX reads the same file, and says what is wrong with it.
-    return sum(bool(here & addresses) for addresses in listed)
+        return 1  # MLX reads the same file and reports what is wrong with it.
+    return sum(bool(own & others) for others in addresses)
 
 
 def quota(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores that control groups grant this process, which a container's limit sets; None where nothing limits them."""
+    """Return how many cores the control groups grant this process; None if they set no limit.
+
+    A container's CPU limit is such a limit. It may be a fraction of a core.
+    """
     try:
         lines = own.read_text().splitlines()
     except OSError:
         return None
-    found = []
+    limits = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found += [_read_v2(folder / "cpu.max") for folder in _upwards(root, path)]
+            limits += [_read_v2(folder / "cpu.max") for folder in _upwards(root, path)]
         elif "cpu" in controllers.split(","):
-            found += [_read_v1(folder) for base in (controllers, "cpu") for folder in _upwards(root / base, path)]
-    limits = [limit for limit in found if limit is not None]
-    return min(limits, default=None)
+            limits += [_read_v1(folder) for base in (controllers, "cpu") for folder in _upwards(root / base, path)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """The folder of a control group and of all around it; in a container only `root` may be there."""
+    """Return the folders of a control group and of its ancestors; in a container only `root` may exist."""
     below = Path(path.lstrip("/"))
     return [root / below, *(root / parent for parent in below.parents)]
 
@@ -148,14 +158,18 @@ def _read_v1(folder: Path) -> float | None:
 
 
 def product(library: ctypes.CDLL, most: int) -> Callable[[int], float]:
-    """A function that multiplies two fp32 matrices with a number of threads and returns the seconds that it took.
+    """Return a function that multiplies two fp32 matrices with a number of threads and returns the seconds it took.
 
-    The matrices grow with the cores, 384 x 384 for two, so that each thread has as much to do.
+    The work per thread stays about the same: the matrices grow with the number of cores, 384 x 384 for two.
+
+    Args:
+        library: OpenBLAS, without the prefix of its symbols.
+        most: The largest number of threads that will be tried.
     """
     side = 64 * round(5 * most ** (1 / 3))
     matrices = [(ctypes.c_float * (side * side))() for _ in range(3)]
     number, one, size = ctypes.c_int, ctypes.c_float(1.0), ctypes.c_int(side)
-    order, plain = number(101), number(111)  # CBLAS: rows first, not transposed.
+    order, plain = number(101), number(111)  # In CBLAS: row-major, not transposed.
     a, b, c = matrices
 
     def seconds(threads: int) -> float:

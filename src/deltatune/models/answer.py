@@ -1,4 +1,7 @@
-"""Greedy answers to many prompts at once: mlx-lm's batched generation, behind one function."""
+"""Answers many prompts at once with mlx-lm's batched generation, always taking the likeliest token.
+
+`deltatune eval` and the demo use it to score a model's answers.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,27 @@ from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..patches import patched
 
-# MLX's rope on CUDA cannot launch for one token of more rows of heads where few pairs turn, as in the demo's model.
-BATCH = {"cuda": 32}
+# By device, else _LARGEST_BATCH. On CUDA, MLX's rotary embedding of one token fails for larger batches of models with
+# few rotated pairs, such as the demo's.
+_BATCH_SIZES = {"cuda": 32}
+_LARGEST_BATCH = 128
 
 
 def answer_all(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[str]:
-    """The model's likeliest continuation of each prompt, token by token, up to its end or `max_tokens`.
+    """Continue each prompt with the likeliest token at every step, until the model ends its answer.
 
-    prompts: tokens, of any lengths. Leaves `model` in inference mode.
+    Args:
+        model: The model. It is left in inference mode.
+        tokenizer: mlx-lm's wrapper of its tokenizer.
+        prompts: The tokens of each prompt. Lengths may differ.
+        max_tokens: The largest number of tokens in an answer.
+
+    Returns:
+        The text of each answer.
     """
     model.eval()
-    batch_size = BATCH.get(backend.device(), 128)
-    # Kernels would take longer to build than all the answers of an evaluation take without.
+    batch_size = _BATCH_SIZES.get(backend.device(), _LARGEST_BATCH)
+    # Building kernels would take longer than all the answers of an evaluation take without them.
     with without_kernels(), patched():
         response = batch_generate(
             model,

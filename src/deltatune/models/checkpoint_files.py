@@ -1,6 +1,7 @@
-"""What may lie in a checkpoint folder: checked before any loader opens it, so that nothing in it runs or leads out.
+"""Checks the files of a checkpoint folder before any loader opens them.
 
-Weights are safetensors only. Every name that a file gives for another one is a plain name inside the folder.
+The checks make sure that no code in the folder runs unless the user allows it, and that no file refers to a path
+outside the folder. Weights must be in safetensors files.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 from ..errors import UserError
 from ..lora.tensor_files import Header, read_header
 
+# Which tensor stands in which file, for checkpoints of several files.
 INDEX = "model.safetensors.index.json"
+# Pattern of the names of weight files.
 WEIGHTS = "model*.safetensors"
 
-# Formats that run code when opened, or that no check here covers.
+# Weight formats that can run code when they are opened, or that nothing here checks.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.npz", "*.h5", "*.msgpack", "*.gguf")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -27,12 +30,12 @@ _TOKENIZERS = (
     "vocab.txt",
     "spiece.model",
 )
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
-_CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. UserError where it is unreadable, not JSON, or another kind of value."""
+    """Read a JSON object from a file. UserError if the file is unreadable, not JSON, or holds another kind of value."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -45,35 +48,49 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain_name(name: Any, where: str) -> str:
-    """`name`, if it is the name of a file and nothing more: no folder, no way up."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    """Return `name` if it is the name of a file inside the checkpoint folder, and raise UserError otherwise.
+
+    Args:
+        name: A value from one of the checkpoint's files.
+        where: The file and key it comes from, for the message.
+    """
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise UserError(
-            f"{where}: {name!r} is no plain file name; names in a checkpoint may not lead out of its folder."
+            f"{where}: {name!r} is not a plain file name; "
+            "files of a checkpoint may not refer to paths outside its folder."
         )
     return name
 
 
 def check_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
-    """Refuse a config without a model type, with code to run that was not asked for, or with names that lead out."""
+    """Check the content of config.json.
+
+    Raises:
+        UserError: It has no model type, asks to run code without `trust_remote_code`, or names files outside `path`.
+    """
     where = str(path / "config.json")
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise UserError(f"{where}: no model_type, so no model can be built from it.")
+        raise UserError(f"{where}: it has no model_type, so no model can be built from it.")
     if "model_file" in config and config["model_file"] is not None:
         plain_name(config["model_file"], f"{where}: model_file")
         if not trust_remote_code:
             raise UserError(
-                f"{where}: asks to run {config['model_file']} from the checkpoint; "
-                "nothing in a checkpoint is run unless you pass --trust-remote-code."
+                f"{where}: the checkpoint asks to run its own code, {config['model_file']}; "
+                "deltatune runs no code from a checkpoint unless you pass --trust-remote-code."
             )
     _check_code(config, where)
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuse a folder without a tokenizer, or whose tokenizer files name others outside the folder."""
+    """Check the tokenizer's files.
+
+    Raises:
+        UserError: The folder has no tokenizer, or one of its files is damaged or names files outside the folder.
+    """
     if not any(next(path.glob(pattern), None) for pattern in _TOKENIZERS):
         raise UserError(
-            f"{path}: no tokenizer in it (tokenizer.json or tokenizer.model expected); copy the model's own."
+            f"{path}: no tokenizer in it (tokenizer.json or tokenizer.model expected); copy the original model's."
         )
     for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
         if (path / name).is_file():
@@ -90,28 +107,40 @@ def check_tokenizer(path: Path) -> None:
                     plain_name(name, f"{config_path}: {key}")
     for key in ("chat_template_type", "tool_parser_type"):
         if config.get(key) is not None and not str(config[key]).isidentifier():
-            raise UserError(f"{config_path}: {key} {config[key]!r} is no name of a parser or template.")
+            raise UserError(f"{config_path}: {key} {config[key]!r} is not the name of a parser or template.")
     _check_code(config, str(config_path))
 
 
 def _check_code(config: dict[str, Any], where: str) -> None:
-    """Class paths in auto_map are module.Class of the folder itself: no other repository, no folder above."""
+    """Check that auto_map names classes as module.Class, in the folder itself and not in another repository."""
     auto_map = config.get("auto_map") or {}
     values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     for value in values:
         for reference in value if isinstance(value, list) else [value]:
-            if reference is not None and not (isinstance(reference, str) and _CODE.fullmatch(reference)):
-                raise UserError(f"{where}: auto_map names {reference!r}; code of another folder is never used.")
+            if reference is not None and not (isinstance(reference, str) and _CLASS_PATH.fullmatch(reference)):
+                raise UserError(
+                    f"{where}: auto_map names {reference!r}; deltatune never uses code from outside the folder."
+                )
 
 
 def weight_headers(path: Path) -> dict[str, Header]:
-    """{file name: checked header} of every weight file, the index compared with them where there is one."""
+    """Read the headers of all weight files and compare them with the index, if there is one.
+
+    Args:
+        path: The checkpoint folder.
+
+    Returns:
+        {file name: header}, in the order of names.
+
+    Raises:
+        UserError: There are no safetensors files, a header is damaged, or files or tensors of the index are missing.
+    """
     files = sorted(path.glob(WEIGHTS))
     if not files:
         others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern))
         if others:
             raise UserError(
-                f"{path}: only {others[0]} and the like, no model*.safetensors; "
+                f"{path}: the weights are in {others[0]} and not in model*.safetensors; "
                 "such files can run code when opened and are never loaded. Convert the model to safetensors first."
             )
         raise UserError(f"{path}: no weights in it (model*.safetensors expected).")
@@ -122,19 +151,21 @@ def weight_headers(path: Path) -> dict[str, Header]:
 
 
 def _check_index(path: Path, headers: dict[str, Header]) -> None:
+    """UserError where the index names files or tensors that are missing."""
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise UserError(f"{path / INDEX}: no weight_map in it.")
+        raise UserError(f"{path / INDEX}: it has no weight_map, which says where each tensor is; download it again.")
     for tensor, file in weight_map.items():
         plain_name(file, f"{path / INDEX}: {tensor}")
     absent = sorted(set(weight_map.values()) - set(headers))
     if absent:
         raise UserError(
-            f"{path}: {len(absent)} weight files of the index are missing, such as {absent[0]}; download again."
+            f"{path}: {len(absent)} weight files of the index are missing, such as {absent[0]}; download them again."
         )
-    lost = [tensor for tensor, file in weight_map.items() if tensor not in headers[file].tensors]
-    if lost:
-        file = weight_map[lost[0]]
+    missing = [tensor for tensor, file in weight_map.items() if tensor not in headers[file].tensors]
+    if missing:
+        file = weight_map[missing[0]]
         raise UserError(
-            f"{path / file}: {len(lost)} tensors that the index places in it are missing, such as {lost[0]}."
+            f"{path / file}: {len(missing)} tensors that the index places in it are missing, such as {missing[0]}; "
+            "download it again."
         )

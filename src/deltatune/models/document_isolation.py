@@ -1,4 +1,7 @@
-"""Whether documents packed into one row stay apart in a model: measured, since any layer may leak."""
+"""Measures whether documents that are packed into one row influence one another in a model.
+
+Any layer of a model may let them, so this is measured before training with packing begins.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,21 @@ from ..errors import UserError
 from ..layers import describe
 from ..ops.segments import segments
 
-# Mean difference over mean size of the logits. A leak gives tenths; 16-bit rounding can send a token to other experts.
-TOLERANCE = {mx.float32: 1e-3}
-HALF_TOLERANCE = 5e-2
+# Largest mean difference of the logits, relative to their mean size. An influence gives tenths. In 16 bits, rounding
+# alone can send a token to other experts.
+_TOLERANCE = {mx.float32: 1e-3}
+_HALF_TOLERANCE = 5e-2
 
 
 def check_packing(model: nn.Module) -> None:
-    """Raise UserError if `model`, with the patches in force, lets a packed document see another or its own place.
+    """Verify that packed documents get the logits that each of them gets alone.
 
-    Runs the model on a dozen tokens: the second document of a row must have the logits that it has alone, whatever
-    the first one says.
+    The model runs on a dozen tokens: the second document of a row must have the logits that it has alone, whatever the
+    first one contains. Call it while the patches are applied.
+
+    Raises:
+        UserError: A document influences another, positions are counted from the start of the row, or the model has
+            layers that cannot be packed.
     """
     mamba = [str(layer.index) for layer in describe(model) if layer.kind == "mamba"]
     if mamba:
@@ -29,7 +37,7 @@ def check_packing(model: nn.Module) -> None:
     first, other, second = mx.array([[1, 2, 3, 4, 5]]), mx.array([[6, 5, 4, 3, 2]]), mx.array([[2, 4, 6, 1, 3, 5, 7]])
     owner = mx.array([[0] * 5 + [1] * 7])
     alone = _logits(model, second, mx.zeros(second.shape, mx.int32))
-    tolerance = TOLERANCE.get(alone.dtype, HALF_TOLERANCE)
+    tolerance = _TOLERANCE.get(alone.dtype, _HALF_TOLERANCE)
     for before in (first, other):
         packed = _logits(model, mx.concatenate([before, second], axis=1), owner)[:, 5:]
         difference = _size(packed - alone) / _size(alone)

@@ -1,4 +1,4 @@
-"""Text from a model: mlx-lm's own generation, behind one function."""
+"""Generates text with mlx-lm, and turns prompts into tokens through the chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from .load import Loaded
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: temperature 0 takes the likeliest. The rest as mlx_lm.generate has it."""
+    """How each next token is chosen. The options mean what they mean in `mlx_lm.generate`.
+
+    Attributes:
+        temp: The temperature. 0 takes the likeliest token, whatever the other options say.
+        top_p: Only the likeliest tokens whose probabilities add up to this are drawn from.
+        min_p: Only tokens at least this likely, relative to the likeliest, are drawn from.
+        top_k: Only this many of the likeliest tokens are drawn from. 0 means all.
+    """
 
     temp: float = 0.0
     top_p: float = 1.0
@@ -35,16 +42,26 @@ def prompt_tokens(
     images: int = 0,
     videos: Sequence[str] = (),
 ) -> list[int]:
-    """The tokens of a user's `prompt`, through the tokenizer's chat template where it has one and it is wanted.
+    """Turn a user's prompt into tokens, through the tokenizer's chat template if it has one.
 
-    images: how many stand before it; the template then writes one image token for each. videos: what is written for
-    each of those that stand before it.
+    Args:
+        tokenizer: mlx-lm's wrapper of the tokenizer.
+        prompt: The user's message. Without a chat template it is the whole text.
+        system_prompt: A system message that stands first.
+        prefill_response: The beginning of the answer, which the model then continues.
+        chat_template: False ignores the template.
+        template_options: Further variables for the template.
+        images: The number of images before the prompt. The template writes one image token for each.
+        videos: For each video before the prompt, the text that stands for it.
+
+    Returns:
+        The token ids.
     """
     if not (chat_template and tokenizer.has_chat_template):
         return tokenizer.encode(prompt)
     messages: list[dict[str, Any]] = []
     if system_prompt is not None:
-        messages = [{"role": "system", "content": system_prompt}]
+        messages.append({"role": "system", "content": system_prompt})
     content: Any = prompt
     if images or videos:
         before = [{"type": "image"}] * images + [{"type": "text", "text": text} for text in videos]
@@ -64,8 +81,19 @@ def prompt_tokens(
 
 
 def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Any]:
-    """mlx-lm's responses one by one: `text`, and on the last one speeds, token counts and `finish_reason`."""
+    """Generate an answer piece by piece.
+
+    Args:
+        loaded: The model and its tokenizer.
+        prompt: The prompt's tokens.
+        max_tokens: The largest number of tokens in the answer.
+        sampling: How each token is chosen.
+
+    Yields:
+        mlx-lm's responses: each has the `text` of a piece; the last one also has speeds, token counts and
+        `finish_reason`.
+    """
     sampler = make_sampler(temp=sampling.temp, top_p=sampling.top_p, min_p=sampling.min_p, top_k=sampling.top_k)
-    # Kernels would take longer to build than an answer takes without, on CUDA in every process.
+    # Building kernels would take longer than an answer takes without them; on CUDA every process builds them anew.
     with without_kernels(), patched():
         yield from stream_generate(loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampler=sampler)

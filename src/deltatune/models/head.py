@@ -1,8 +1,11 @@
-"""Splits a model into what makes hidden states and what makes logits of them, so that a loss can chunk the second.
+"""Splits a model into a backbone (tokens to hidden states) and a head (hidden states to logits).
 
-Nothing is known of any family: the part of the model that holds the layers is swapped for a stand-in while the model
-runs. With it answering as the real part does, the model yields the hidden states; with it answering given hidden
-states, the rest of the model is the head, its multipliers, soft caps and tied embedding included.
+The loss over a large vocabulary needs the two apart, so that it can compute logits in chunks. No model family is known
+here by name. While the model runs, a stand-in takes the place of the trunk, the module that holds the layers:
+
+- The backbone uses a stand-in that calls the trunk and records its output, the hidden states.
+- The head uses a stand-in that returns given hidden states, so that only the rest of the model computes: output
+  multipliers, soft caps and tied embeddings are included.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ Backbone = Callable[..., mx.array]
 
 
 class Split(NamedTuple):
-    """`head(backbone(tokens))` equals the logits of `model(tokens)`; or both are None, and `reason` says why."""
+    """The two parts of a model, or the reason why it cannot be split.
+
+    Attributes:
+        backbone: tokens [B, T] -> hidden states [B, T, D]. None where the model cannot be split.
+        head: hidden states [..., D] -> logits [..., vocabulary], so that head(backbone(tokens)) equals model(tokens).
+        reason: A sentence that says why the model cannot be split, where the other two are None.
+    """
 
     backbone: Backbone | None
     head: nn.Module | None
@@ -28,28 +37,32 @@ class Split(NamedTuple):
 
 
 class _StandIn:
-    """Takes a module's place: calls go to `answer`, every other access to the module, noted in `asked`."""
+    """Takes the place of a module in a model. `used` collects the names that the rest of the model reads from it.
+
+    A call of the stand-in calls `answer`; every other access goes to the module itself.
+    """
 
     def __init__(self, module: Any, answer: Callable[..., Any]) -> None:
         self._module = module
         self._answer = answer
-        self.asked: set[str] = set()
+        self.used: set[str] = set()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        self.asked.add("__call__")
+        self.used.add("__call__")
         return self._answer(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        self.asked.add(name)
+        self.used.add(name)
         return getattr(self._module, name)
 
     def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
+        self.used.add(name)
         return self._module[name]
 
 
 @contextmanager
 def _in_place_of(parent: nn.Module, name: str, stand_in: _StandIn) -> Iterator[None]:
+    """Put `stand_in` in the place of the child `name` of `parent` within a `with` block."""
     module = parent[name]
     dict.__setitem__(parent, name, stand_in)
     try:
@@ -59,14 +72,20 @@ def _in_place_of(parent: nn.Module, name: str, stand_in: _StandIn) -> Iterator[N
 
 
 class Head(nn.Module):
-    """The part of a model behind its layers: hidden states [..., D] -> logits [..., vocab].
+    """The part of a model behind its layers: hidden states [..., D] -> logits [..., vocabulary].
 
-    Its children are the very modules of the model that it uses, so their parameters are the model's.
+    Its children are modules of the model itself, not copies, so their parameters are the model's.
+
+    Args:
+        model: The whole model.
+        parent: The module that holds the trunk.
+        name: The trunk's name in `parent`.
+        parts: The modules of the model that the head uses, by names of their own.
     """
 
     def __init__(self, model: nn.Module, parent: nn.Module, name: str, parts: dict[str, nn.Module]) -> None:
         super().__init__()
-        # In a tuple the model is no child of the head, and only what the head uses counts as its parameters.
+        # MLX does not look for children in a tuple, so only `parts` count as the head's parameters.
         self._model = (model, parent, name)
         self.parts = parts
 
@@ -80,15 +99,25 @@ class Head(nn.Module):
 
 
 def split_head(model: nn.Module, *, compare: bool = True) -> Split:
-    """Split `model`, and verify on two tokens that the halves give its logits, bit for bit.
+    """Split `model` and verify on two tokens that its parts give the model's logits, bit for bit.
 
-    Call it after adapters are in place: a module replaced later is not followed. The backbone passes further keyword
-    arguments on to the model. A model that cannot be split gives Split(None, None, reason). Without `compare` nothing
-    is computed, and lazily loaded weights stay where they are.
+    Call it after adapters are added: modules that are replaced later are not noticed. The backbone passes further
+    keyword arguments on to the model.
+
+    Args:
+        model: A language model that takes tokens [B, T] and returns logits, as an array or as `output.logits`.
+        compare: False skips the verification: nothing is computed, and weights that were loaded lazily are not read.
+
+    Returns:
+        The parts, or Split(None, None, reason) for a model that cannot be split.
+
+    Example:
+        >>> backbone, head, reason = split_head(model)
+        >>> logits = head(backbone(tokens))
     """
     chain = _ancestors(model)
     tokens = mx.array([[1, 2]])
-    reason = "no part of it that holds the layers is called once and gives hidden states [B, T, D]"
+    reason = "no module that holds the layers is called exactly once and returns hidden states [B, T, D]"
     for parent, name in chain:
         backbone = _backbone(model, parent, name)
         hidden, logits = backbone(tokens, both=True)
@@ -101,14 +130,14 @@ def split_head(model: nn.Module, *, compare: bool = True) -> Split:
         head = Head(model, parent, name, parts)
         if not compare or mx.array_equal(head(hidden), logits, equal_nan=True):
             return Split(backbone, head)
-        reason = f"what follows `{name}` gives other logits when it is run alone"
+        reason = f"the part behind `{name}` gives other logits when it runs alone"
     return Split(
         None, None, f"{type(model).__module__}.{type(model).__name__} cannot be split before its head: {reason}."
     )
 
 
 def _ancestors(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(parent, name) of every module on the way from `model` down to its layers."""
+    """(parent, name) of every module on the path from `model` down to its layers."""
     chain, parent = [], model
     for name in layer_paths(model)[0].split("."):
         child = parent[name] if isinstance(parent, nn.Module) and name in parent else None
@@ -124,25 +153,33 @@ def _logits(output: Any) -> mx.array:
 
 
 def _backbone(model: nn.Module, parent: nn.Module, name: str) -> Callable[..., Any]:
+    """A function that runs `model` and returns the output of its trunk, with `both` the logits as well.
+
+    The output is None where the trunk is not called exactly once or does not return an array [B, T, D].
+    """
+
     def backbone(tokens: mx.array, both: bool = False, **keywords: Any) -> Any:
-        found: list[Any] = []
+        outputs: list[Any] = []
 
         def answer(*arguments: Any, **options: Any) -> Any:
-            found.append(trunk(*arguments, **options))
-            return found[-1]
+            outputs.append(trunk(*arguments, **options))
+            return outputs[-1]
 
         trunk = parent[name]
         with _in_place_of(parent, name, _StandIn(trunk, answer)):
             logits = _logits(model(tokens, **keywords))
-        once = len(found) == 1 and isinstance(found[0], mx.array) and found[0].ndim == 3
-        hidden = found[0] if once else None
+        usable = len(outputs) == 1 and isinstance(outputs[0], mx.array) and outputs[0].ndim == 3
+        hidden = outputs[0] if usable else None
         return (hidden, logits) if both else hidden
 
     return backbone
 
 
 def _parts(model: nn.Module, chain: list[tuple[nn.Module, str]], hidden: mx.array) -> dict[str, nn.Module] | str:
-    """The modules that the head uses, by name; or why its parameters cannot be told."""
+    """The modules that the head uses, by name, or a reason why they cannot be determined.
+
+    The model runs once more with stand-ins for the trunk and for every module beside it, which note what is used.
+    """
     parent, name = chain[-1]
     trunk = parent[name]
     beside = {
@@ -151,26 +188,26 @@ def _parts(model: nn.Module, chain: list[tuple[nn.Module, str]], hidden: mx.arra
         for key, child in owner.items()
         if key != skipped and isinstance(child, nn.Module)
     }
-    stands = {label: _StandIn(child, child) for label, (_, _, child) in beside.items()}
-    stand_in = _StandIn(trunk, lambda *_, **__: hidden)
+    stand_ins = {label: _StandIn(child, child) for label, (_, _, child) in beside.items()}
+    trunk_stand_in = _StandIn(trunk, lambda *_, **__: hidden)
     for owner, _ in chain:
-        loose = [key for key, value in owner.items() if isinstance(value, (mx.array, list, dict)) and key[0] != "_"]
-        loose = [key for key in loose if not isinstance(owner[key], nn.Module)]
-        if loose:
-            return f"`{loose[0]}` stands beside the layers, and may or may not belong to the head"
-    with _in_place_of(parent, name, stand_in):
+        arrays = [key for key, value in owner.items() if isinstance(value, (mx.array, list, dict)) and key[0] != "_"]
+        arrays = [key for key in arrays if not isinstance(owner[key], nn.Module)]
+        if arrays:
+            return f"`{arrays[0]}` is not a module, so whether the head reads it cannot be determined"
+    with _in_place_of(parent, name, trunk_stand_in):
         for label, (owner, key, _) in beside.items():
-            dict.__setitem__(owner, key, stands[label])
+            dict.__setitem__(owner, key, stand_ins[label])
         try:
             model(mx.zeros(hidden.shape[:2], mx.int32))
         finally:
             for owner, key, child in beside.values():
                 dict.__setitem__(owner, key, child)
-    parts = {label: child for label, (_, _, child) in beside.items() if stands[label].asked}
-    for asked in stand_in.asked:
-        value = getattr(trunk, asked)
+    parts = {label: child for label, (_, _, child) in beside.items() if stand_ins[label].used}
+    for attribute in trunk_stand_in.used:
+        value = getattr(trunk, attribute)
         if isinstance(value, nn.Module):
-            parts[asked] = value
+            parts[attribute] = value
         elif isinstance(value, (mx.array, list, dict)):
-            return f"its head reads `{asked}` of `{name}`"
+            return f"its head reads `{attribute}` of `{name}`, which is not a module"
     return parts

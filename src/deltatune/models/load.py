@@ -1,7 +1,8 @@
-"""Loads a model, its tokenizer and its config through mlx-lm, with a message for everything that can be wrong.
+"""Loads a model, its tokenizer and its config through mlx-lm, with one clear message for every mistake in the files.
 
-Upstream's loaders do the loading. Before them, the folder is checked, so that nothing in it runs unless asked for;
-between them, tensors are compared with what the model expects, all of them, not just up to the first that differs.
+The loaders of mlx-lm and mlx-vlm do the loading. Before they run, the folder is checked, so that no code in it runs
+unless the user allows it. While they run, every tensor is compared with what the model expects, so that the message
+names all that do not fit, not only the first.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ from .checkpoint_files import check_config, check_tokenizer, read_json, weight_h
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_SHOWN = 4
+# How many tensors a message names before it counts the rest.
+_NAMED_TENSORS = 4
 
 
 @dataclass
 class Loaded:
-    """A model in inference mode, mlx-lm's tokenizer wrapper, the config as mlx-lm completed it, the folder.
+    """A loaded checkpoint.
 
-    processor: mlx-vlm's, which cuts images into patches, where the model was loaded to look at some.
+    Attributes:
+        model: The model, in inference mode.
+        tokenizer: mlx-lm's wrapper of the tokenizer.
+        config: The content of config.json, as mlx-lm completes it.
+        path: The checkpoint folder.
+        processor: mlx-vlm's processor, which cuts images into patches. None unless the model was loaded for images.
     """
 
     model: nn.Module
@@ -54,12 +61,26 @@ def load(
     seed: int = 0,
     image: str | None = None,
 ) -> Loaded:
-    """The model in a folder, or of a name on the Hugging Face hub, with its tokenizer.
+    """Load a model and its tokenizer from a folder or from the Hugging Face hub.
 
-    `lazy` leaves weights on the disk until they are used. `from_scratch` draws them anew from `seed`: config and
-    tokenizer are all that the folder needs. `image` says where the first image stands that the model must look at (file
-    and line): it is then loaded through mlx-vlm, vision tower and image processor included. UserError, one message, for
-    whatever does not fit.
+    Args:
+        path_or_name: A checkpoint folder, or a name on the hub of the form owner/model.
+        trust_remote_code: Whether Python code in the checkpoint may run.
+        lazy: Leave weights on the disk until they are used.
+        from_scratch: Draw random weights instead of reading any. The folder then needs only config and tokenizer.
+        seed: The seed of those random weights.
+        image: The file and line of the first image in the data. If given, the model is loaded through mlx-vlm, with its
+            vision tower and image processor; messages quote it.
+
+    Returns:
+        The model in inference mode, its tokenizer, its config and its folder.
+
+    Raises:
+        UserError: The checkpoint is missing, damaged, of an unknown kind, or would run code.
+
+    Example:
+        >>> loaded = load("path/to/model")
+        >>> loaded.model(mx.array([loaded.tokenizer.encode("Hello")])).shape
     """
     path = locate(path_or_name)
     if image is not None:
@@ -75,7 +96,7 @@ def load(
 
 
 def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | None, image: str) -> Loaded:
-    """`seed`: where weights are to be drawn, not read."""
+    """load() through mlx-vlm. With a `seed`, weights are random, and none are read."""
     config = _plain_config(path, trust_remote_code)
     vision_load.check_vision(config, path, f"{image}: has an image")
     check_tokenizer(path)
@@ -93,39 +114,67 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
 
 
 def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower") -> nn.Module:
-    """mlx-vlm's model of a checkpoint, weights on the disk until they are used. `why`: what needs it, for errors."""
+    """Load a checkpoint's model through mlx-vlm, lazily.
+
+    Args:
+        path: The checkpoint folder.
+        why: What needs the vision tower, as a clause with which messages begin.
+
+    Returns:
+        The model. Its weights stay on the disk until they are used.
+
+    Raises:
+        UserError: The model has no vision tower, mlx-vlm is not installed or does not know the model, or tensors do not
+            fit.
+    """
     config = _plain_config(path, trust_remote_code=False)
     vision_load.check_vision(config, path, why)
     weight_headers(path)
     return vision_load.load_vision_model(path, config, lambda kind: _checked(kind, path), lazy=True)
 
 
-def to_train_on(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
-    """The models of a checkpoint by what they train on, `text` through mlx-lm and `images` through mlx-vlm, and a
-    sentence for each of the two that cannot be had. Weights stay on the disk. UserError where neither can."""
+def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
+    """Load a checkpoint once for each kind of data that it can be trained on, without reading its weights.
+
+    Args:
+        path: The checkpoint folder.
+
+    Returns:
+        The models by kind of data, `text` loaded through mlx-lm and `images` through mlx-vlm, and a message for each
+        kind that cannot be loaded.
+
+    Raises:
+        UserError: Neither can be loaded.
+    """
     models: dict[str, nn.Module] = {}
-    left_out: list[UserError] = []
+    errors: list[UserError] = []
     if _plain_config(path, trust_remote_code=False).get("vision_config"):
         try:
             models["images"] = load_vision_tower(path, "its config.json has a vision tower")
         except UserError as error:
-            left_out.append(error)
+            errors.append(error)
     try:
         models["text"] = load_model(path, lazy=True)[0]
     except UserError as error:
-        left_out.append(error)
+        errors.append(error)
     if not models:
-        raise left_out[-1]
-    return models, [str(error) for error in left_out]
+        raise errors[-1]
+    return models, [str(error) for error in errors]
 
 
 def locate(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint: `path_or_name` itself, or its download from the hub. UserError where neither is."""
+    """Find the folder of a checkpoint, downloading it from the hub if `path_or_name` is a hub name.
+
+    Raises:
+        UserError: There is no such folder, and the name cannot be downloaded.
+    """
     path = Path(path_or_name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(f"model {path}: a file; expected the folder that holds config.json and model*.safetensors.")
+        raise UserError(
+            f"model {path}: this is a file; expected the folder that holds config.json and model*.safetensors."
+        )
     name = str(path_or_name)
     if isinstance(path_or_name, Path) or not _HUB_NAME.fullmatch(name) or name.startswith("."):
         raise UserError(f"model {name}: no such directory, and not a hub name of the form owner/model.")
@@ -133,12 +182,17 @@ def locate(path_or_name: str | Path) -> Path:
         return Path(mlx_lm.utils._download(name))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model {name}: no such directory, and not to be had from the hub: {first_line(error)}"
+            f"model {name}: no such directory, and it cannot be downloaded from the hub: {first_line(error)}"
         ) from error
 
 
 def read_config(path: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-    """config.json as mlx-lm reads it. UserError for an unknown model type and for names that lead out of the folder."""
+    """Read config.json as mlx-lm does.
+
+    Raises:
+        UserError: The file is missing or damaged, names a model type that mlx-lm does not know, names a file outside
+            the folder, or names code to run without `trust_remote_code`.
+    """
     config = _plain_config(path, trust_remote_code)
     if not config.get("model_file"):
         _classes(config)
@@ -146,22 +200,37 @@ def read_config(path: Path, trust_remote_code: bool = False) -> dict[str, Any]:
 
 
 def _plain_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """config.json after the checks that hold for models of mlx-lm and of mlx-vlm alike."""
     if not (path / "config.json").is_file():
-        raise UserError(f"model {path}: no config.json in it; expected a checkpoint folder.")
+        raise UserError(f"model {path}: no config.json in it; expected the folder of a checkpoint.")
     check_config(path, read_json(path / "config.json"), trust_remote_code)
     return mlx_lm.utils.load_config(path)
 
 
 def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint folder and its config. UserError names missing, unknown and misshapen tensors."""
+    """Load the model of a checkpoint folder through mlx-lm, without its tokenizer.
+
+    Args:
+        path: The checkpoint folder.
+        trust_remote_code: Whether Python code in the checkpoint may run.
+        lazy: Leave weights on the disk until they are used.
+
+    Returns:
+        The model in inference mode, and the config as mlx-lm completes it.
+
+    Raises:
+        UserError: config.json or the weights are damaged, or tensors are missing, unknown or misshapen (the message
+            names them).
+    """
     read_config(path, trust_remote_code)
     weight_headers(path)
-    checked: dict[type, type] = {}
+    upstream_classes: dict[type, type] = {}
 
     def classes(config: dict[str, Any]) -> tuple[type, Any]:
         model_class, arguments_class = _classes(config)
-        checked[_checked(model_class, path)] = model_class
-        return next(iter(checked)), arguments_class
+        checked_class = _checked(model_class, path)
+        upstream_classes[checked_class] = model_class
+        return checked_class, arguments_class
 
     options: dict[str, Any] = {"lazy": lazy, "strict": True, "get_model_classes": classes}
     if "trust_remote_code" in inspect.signature(mlx_lm.utils.load_model).parameters:
@@ -172,12 +241,24 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
         raise UserError(f"model {path}: mlx-lm cannot build a model from its config.json: {reason(error)}") from error
-    model.__class__ = checked.get(type(model), type(model))
+    model.__class__ = upstream_classes.get(type(model), type(model))
     return model, config
 
 
 def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: bool = False) -> Any:
-    """mlx-lm's tokenizer wrapper for a checkpoint folder; chat templates are rendered in transformers' sandbox."""
+    """Load the tokenizer of a checkpoint folder through mlx-lm. Transformers renders its chat template in a sandbox.
+
+    Args:
+        path: The checkpoint folder.
+        config: The model's config, for its end-of-sequence tokens.
+        trust_remote_code: Whether Python code in the checkpoint may run.
+
+    Returns:
+        mlx-lm's wrapper of the tokenizer.
+
+    Raises:
+        UserError: The tokenizer is missing or cannot be loaded.
+    """
     check_tokenizer(path)
     try:
         return mlx_lm.utils.load_tokenizer(
@@ -186,16 +267,24 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}{_trust_hint(error)}") from error
     except Exception as error:
-        # The tokenizers package raises bare Exception for a file that it cannot parse; anything else is a defect.
+        # The tokenizers package raises Exception itself for a file that it cannot parse. Subclasses are defects.
         if type(error) is not Exception:
             raise
         raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}") from error
 
 
 def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
-    """A model with random weights, for training from scratch: from config.json's content, or from its folder.
+    """Build a model with random weights, for training from scratch.
 
-    Weights follow from `seed`, which becomes MLX's random state.
+    Args:
+        config: The content of config.json, or the checkpoint (folder or hub name) that holds it.
+        seed: Seeds MLX's global random state, from which the weights are drawn.
+
+    Returns:
+        The model in inference mode.
+
+    Raises:
+        UserError: mlx-lm cannot build a model from this config.
     """
     if not isinstance(config, dict):
         config = read_config(locate(config))
@@ -211,6 +300,7 @@ def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
 
 
 def _classes(config: dict[str, Any]) -> tuple[type, Any]:
+    """mlx-lm's classes of the model and of its arguments. UserError for a model type that it does not know."""
     model_type = config["model_type"]
     try:
         if not re.fullmatch(r"[\w-]+", model_type):
@@ -218,7 +308,7 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
         return mlx_lm.utils._get_classes(config)
     except (ValueError, AttributeError) as error:
         if _vision_only(config):
-            message = "describes a vision encoder alone; give the folder of the whole model."
+            message = "is that of a vision encoder alone; give the folder of the whole model."
         else:
             known = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
             close = difflib.get_close_matches(model_type, [*known, *mlx_lm.utils.MODEL_REMAPPING], n=1, cutoff=0.5)
@@ -228,11 +318,12 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
 
 
 def _vision_only(config: dict[str, Any]) -> bool:
+    """Whether a config describes a vision encoder without a language model."""
     return "vision" in config["model_type"].split("_") and "vocab_size" not in config and "text_config" not in config
 
 
 def _checked(model_class: type, path: Path) -> type:
-    """`model_class`, comparing every tensor before it loads them, and with a sanitize that says what it lacks."""
+    """A subclass of `model_class` that compares every tensor before loading, and reports what `sanitize` misses."""
 
     def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
         _compare(path, dict(weights), tree_flatten(self.parameters(), destination={}))  # type: ignore[arg-type]
@@ -255,6 +346,7 @@ def _checked(model_class: type, path: Path) -> type:
 
 
 def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+    """UserError that names every tensor which is missing, not expected, or of another shape."""
     missing = [name for name in expected if name not in given]
     extra = [name for name in given if name not in expected]
     shapes = [
@@ -262,24 +354,24 @@ def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.arra
         for name in expected
         if name in given and given[name].shape != expected[name].shape
     ]
-    found = [
-        f"{len(names)} {what} ({_some(names)})"
-        for what, names in (("missing", missing), ("unknown to the model", extra), ("misshapen", shapes))
+    problems = [
+        f"{len(names)} {problem} ({_first_names(names)})"
+        for problem, names in (("missing", missing), ("unknown to the model", extra), ("misshapen", shapes))
         if names
     ]
-    if not found:
+    if not problems:
         return
     hint = ""
     if any(name.endswith(".scales") for name in extra):
         hint = " The weights are quantised, but config.json has no `quantization` for them."
     elif any(name.endswith(".scales") for name in missing):
-        hint = " config.json says quantised, but the weights are not."
-    raise UserError(f"model {path}: the tensors do not fit config.json: {'; '.join(found)}.{hint}")
+        hint = " config.json says that the weights are quantised, but they are not."
+    raise UserError(f"model {path}: the tensors do not fit config.json: {'; '.join(problems)}.{hint}")
 
 
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
+def _first_names(names: list[str]) -> str:
+    rest = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
+    return ", ".join(names[:_NAMED_TENSORS]) + rest
 
 
 def _trust_hint(error: BaseException) -> str:

@@ -1,8 +1,8 @@
-"""Merges an adapter into a full checkpoint: the base's own files, with the adapted tensors replaced and nothing else.
+"""Merges an adapter into its base checkpoint and writes the result as a new checkpoint (`deltatune merge`).
 
-Tensors keep the names and the layout that they have in the base's files, whoever wrote them, so whatever reads the
-base reads the merge: what mlx-lm's text models drop (vision towers, multi-token prediction) is carried through, and
-every tensor that training did not touch is carried bit for bit.
+The new checkpoint has the files of the base, with the adapted tensors replaced. Tensors keep their names and layout, so
+every program that reads the base reads the merge. All other tensors are copied bit for bit, including those that
+mlx-lm's text models ignore (vision towers, multi-token prediction).
 """
 
 from __future__ import annotations
@@ -32,12 +32,19 @@ from .stored_names import StoredNames
 from .vision.load import sanitizer
 
 _QUANTISATION_KEYS = ("quantization", "quantization_config")
+# Weight formats that can run code when they are opened.
 _NOT_COPIED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack", ".gguf")
 
 
 @dataclass
 class Merge:
-    """What a merge wrote: `changed` tensors of the base's files, `removed` ones (scales of what is plain now)."""
+    """What a merge wrote.
+
+    Attributes:
+        path: The folder of the merged checkpoint.
+        changed: The names of tensors with new values.
+        removed: The names of tensors that are left out: scales and biases of weights that are no longer quantised.
+    """
 
     path: Path
     changed: list[str] = field(default_factory=list)
@@ -47,18 +54,33 @@ class Merge:
 def merge_checkpoint(
     model_path: str | Path, adapter_path: str | Path, save_path: str | Path, dequantize: bool = False
 ) -> Merge:
-    """Write the checkpoint `model_path` with the adapter in `adapter_path` folded in to the new folder `save_path`.
+    """Merge an adapter into its base checkpoint and write the result to a new folder.
 
-    A quantised base is quantised again at its own width, or written plain throughout with `dequantize`. The folder
-    appears complete, in one move, or not at all. UserError for an adapter of another model, a base whose tensors
-    cannot be written back, a folder that exists already, a disk that refuses.
+    The folder is written under another name and renamed when it is complete, so an error leaves no part of it.
+
+    Args:
+        model_path: The base checkpoint: a folder, or a name on the Hugging Face hub.
+        adapter_path: The folder of the adapter.
+        save_path: The folder to write. It must not exist or must be empty.
+        dequantize: Write all weights of a quantised base without quantisation. Otherwise merged weights are quantised
+            again as they were.
+
+    Returns:
+        The names of the tensors that changed.
+
+    Raises:
+        UserError: The adapter belongs to another model, the base's tensors cannot be written back, the folder exists,
+            or it cannot be written.
+
+    Example:
+        >>> merge_checkpoint("path/to/model", "adapters", "merged").changed
     """
     path, save_path = locate(model_path), Path(save_path)
     if save_path.exists() and (not save_path.is_dir() or any(save_path.iterdir())):
-        raise UserError(f"{save_path}: exists already; give the path of a new folder for the merged model.")
+        raise UserError(f"{save_path}: this folder exists already; give the path of a new one for the merged model.")
     headers = weight_headers(path)
     changes = _changes(path, Path(adapter_path), dequantize)
-    done = Merge(
+    merge = Merge(
         save_path,
         [name for name, value in changes.items() if value is not None],
         [name for name, value in changes.items() if value is None],
@@ -75,11 +97,11 @@ def merge_checkpoint(
         raise UserError(f"{save_path}: the merged model cannot be written ({error.strerror or error}).") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return done
+    return merge
 
 
 def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.array | None]:
-    """{name in the base's files: new value, or None where it goes}. Values are lazy: nothing is in memory yet."""
+    """{name in the base's files: its new value, or None to remove it}. Values are lazy and take no memory yet."""
     if _adapts_vision(adapter_path):
         model = load_vision_tower(path)
         names = StoredNames(model, path, sanitizer(model))
@@ -89,25 +111,26 @@ def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.a
     before = _flat(model)
     load_adapters(model, adapter_path)
     new: dict[str, mx.array] = {}
-    gone: list[str] = []
-    found = adapters(model)
-    for name, adapter in found.items():
+    removed: list[str] = []
+    adapted = adapters(model)
+    for name, adapter in adapted.items():
         base = adapter.linear if "linear" in adapter else adapter.embedding
-        _collect(name, base, adapter.fuse(dequantize=dequantize), new, gone)
-    if not found:
+        _collect(name, base, adapter.fuse(dequantize=dequantize), new, removed)
+    if not adapted:
+        # The adapter folder holds whole weights, of a model that was trained without adapters.
         after = _flat(model)
         new = {name: after[name] for name in after if after[name] is not before[name]}
     if dequantize:
         for name, module in model.named_modules():
-            if is_quantized(module) and not name.startswith(tuple(f"{path}." for path in found)):
+            if is_quantized(module) and not name.startswith(tuple(f"{path}." for path in adapted)):
                 new[f"{name}.weight"] = dense_weight(module)
                 packing = ("scales", "biases", "global_scale", *OUTPUT_SCALES)
-                gone += [f"{name}.{key}" for key in packing if module.get(key) is not None]
-    return names.write_back(new, gone)
+                removed += [f"{name}.{key}" for key in packing if module.get(key) is not None]
+    return names.write_back(new, removed)
 
 
 def _adapts_vision(adapter_path: Path) -> bool:
-    """Whether the adapter reaches beyond the language model, whose tensors mlx-lm names as mlx-vlm does."""
+    """Whether the adapter changes modules outside the language model. mlx-lm and mlx-vlm name those inside alike."""
     read_config(adapter_path)
     return any(part_of(name) is not None for name in read_weights(adapter_path / WEIGHTS_FILE))
 
@@ -116,28 +139,30 @@ def _flat(module: nn.Module) -> dict[str, mx.array]:
     return tree_flatten(module.parameters(), destination={})  # type: ignore[return-value]
 
 
-def _collect(name: str, base: nn.Module, fused: nn.Module, new: dict[str, mx.array], gone: list[str]) -> None:
-    old, now = _flat(base), _flat(fused)
-    new.update({f"{name}.{key}": value for key, value in now.items() if value is not old.get(key)})
-    gone += [f"{name}.{key}" for key in old if key not in now]
+def _collect(name: str, base: nn.Module, fused: nn.Module, new: dict[str, mx.array], removed: list[str]) -> None:
+    """Add the tensors in which `fused` differs from `base` to `new`, and the names of those it lacks to `removed`."""
+    before, after = _flat(base), _flat(fused)
+    new.update({f"{name}.{key}": value for key, value in after.items() if value is not before.get(key)})
+    removed += [f"{name}.{key}" for key in before if key not in after]
 
 
 def _write_weights(
     source: Path, target: Path, headers: Mapping[str, Header], changes: dict[str, mx.array | None]
 ) -> None:
+    """Write the weight files, and an index if the base has one. Files without a change are copied as they are."""
     weight_map, total = {}, 0
     for file, header in headers.items():
-        touched = [name for name in header.tensors if name in changes]
-        if touched:
-            tensors = {**header.tensors, **{name: changes.pop(name) for name in touched}}
-            tensors_left = {name: value for name, value in tensors.items() if value is not None}
-            total += sum(value.nbytes if isinstance(value, mx.array) else value.size for value in tensors_left.values())
-            write_tensors(target / file, tensors_left, header.metadata)
+        changed = [name for name in header.tensors if name in changes]
+        if changed:
+            tensors = {**header.tensors, **{name: changes.pop(name) for name in changed}}
+            written = {name: value for name, value in tensors.items() if value is not None}
+            total += sum(value.nbytes if isinstance(value, mx.array) else value.size for value in written.values())
+            write_tensors(target / file, written, header.metadata)
         else:
-            tensors_left = dict(header.tensors)
-            total += sum(stored.size for stored in tensors_left.values())
+            written = dict(header.tensors)
+            total += sum(stored.size for stored in written.values())
             shutil.copyfile(source / file, target / file)
-        weight_map.update(dict.fromkeys(tensors_left, file))
+        weight_map.update(dict.fromkeys(written, file))
     if (source / INDEX).is_file():
         index = read_json(source / INDEX)
         index["weight_map"] = {name: weight_map[name] for name in index["weight_map"] if name in weight_map}
@@ -147,11 +172,11 @@ def _write_weights(
 
 
 def _write_rest(source: Path, target: Path, dequantize: bool) -> None:
-    """Tokenizer, templates, config, licence: files of the folder itself. Formats that can carry code stay behind."""
+    """Copy all other files (tokenizer, chat templates, config, licence), except formats that can run code."""
     replaced = {file.name for file in source.glob(WEIGHTS)} | {INDEX}
     for file in sorted(source.iterdir()):
-        left = file.name in replaced or file.name.startswith(".") or file.suffix in _NOT_COPIED
-        if file.is_file() and not left:
+        skipped = file.name in replaced or file.name.startswith(".") or file.suffix in _NOT_COPIED
+        if file.is_file() and not skipped:
             shutil.copyfile(file, target / file.name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():

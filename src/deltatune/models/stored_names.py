@@ -1,8 +1,9 @@
-"""From a model's parameters back to the tensors of its files, through mlx-lm's `sanitize` run backwards.
+"""Turns new values of a model's parameters into new values of the tensors in its checkpoint's files.
 
-`sanitize` renames, transposes, stacks, splits, and shifts norms by one: it is affine, and its linear part only moves
-elements. So its inverse, where there is one, is the transpose of its linear part, which mx.vjp gives. Each result is
-run forward again and compared, and what does not come back is refused.
+When a checkpoint is loaded, the model's `sanitize` method makes parameters of stored tensors. It renames, transposes,
+stacks and splits them, and adds one to the weights of norms. So it is affine, and its linear part only moves elements.
+The inverse of such a map, where there is one, is the transpose of its linear part, which mx.vjp computes. Each inverse
+is verified by running `sanitize` on its results, and a parameter that does not come back is refused.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from .checkpoint_files import WEIGHTS
 
 Sanitize = Callable[[dict[str, mx.array]], dict[str, mx.array]]
 
-# Below this, fp32 holds every whole number, and adding one to it is exact.
+# fp32 represents every whole number up to this one exactly, and adding one to it is exact as well.
 _LARGEST_WHOLE = 2**23
 
 
 class StoredNames:
-    """The tensors that a checkpoint's files hold, and what `model.sanitize` makes of them. Reads no values yet."""
+    """The tensors in a checkpoint's files, and the model's parameters that are made of them.
+
+    No values are read before `write_back` needs them.
+
+    Args:
+        model: The model, whose `sanitize` method is used if it has one.
+        path: The checkpoint folder.
+        sanitize: Takes the place of `model.sanitize`. It must not change the tensors that it is given.
+    """
 
     def __init__(self, model: nn.Module, path: Path, sanitize: Sanitize | None = None):
         self._sanitize: Sanitize = sanitize or (model.sanitize if hasattr(model, "sanitize") else dict)
@@ -32,46 +41,60 @@ class StoredNames:
         self._stored: dict[str, mx.array] = {}
         for file in sorted(path.glob(WEIGHTS)):
             self._stored.update(mx.load(str(file)))  # type: ignore[arg-type]
-        self._seen = self._sanitize(dict(self._stored))
+        self._parameters = self._sanitize(dict(self._stored))
         origin = {id(array): name for name, array in self._stored.items()}
-        # An array that comes out as the very object that went in was renamed at most.
-        self._renamed = {name: origin[id(array)] for name, array in self._seen.items() if id(array) in origin}
-        self._numbered = self._of_constants(range(1, len(self._stored) + 1))
-        self._offset = self._of_constants([0] * len(self._stored))
+        # If sanitize returns the same object that it was given, it did no more than rename the tensor.
+        self._stored_name = {name: origin[id(array)] for name, array in self._parameters.items() if id(array) in origin}
+        # With tensors that hold their own number, the parameters show which tensors they are made of. With zeros, they
+        # show the constants that sanitize adds.
+        self._numbers = self._sanitize_constants(range(1, len(self._stored) + 1))
+        self._offsets = self._sanitize_constants([0] * len(self._stored))
 
-    def write_back(self, new: dict[str, mx.array], gone: list[str]) -> dict[str, mx.array | None]:
-        """{name in the files: new value, or None where removed} for new values of model parameters."""
+    def write_back(self, new: dict[str, mx.array], removed: list[str]) -> dict[str, mx.array | None]:
+        """Compute the changes to the files from changes to the model.
+
+        Args:
+            new: New values by the names of the model's parameters.
+            removed: The names of parameters that the model no longer has.
+
+        Returns:
+            {name of a tensor in the files: its new value, or None to remove it}.
+
+        Raises:
+            UserError: A parameter is not made of the stored tensors in a way that can be undone.
+        """
         changes: dict[str, mx.array | None] = {}
-        for name in gone:
-            changes[self._known(name)] = None
+        for name in removed:
+            changes[self._name_in_files(name)] = None
         for name, value in new.items():
-            if name in self._renamed:
-                stored = self._renamed[name]
+            if name in self._stored_name:
+                stored = self._stored_name[name]
                 dtype = self._stored[stored].dtype
                 changes[stored] = value.astype(dtype) if mx.issubdtype(dtype, mx.floating) else value
-            elif name in self._seen:
+            elif name in self._parameters:
                 self._invert(name, value, changes)
             else:
-                self._known(name)
+                self._name_in_files(name)
         return changes
 
-    def _known(self, name: str) -> str:
-        if name in self._renamed:
-            return self._renamed[name]
+    def _name_in_files(self, name: str) -> str:
+        """The stored tensor that the parameter `name` is. UserError where it is none of them."""
+        if name in self._stored_name:
+            return self._stored_name[name]
         raise UserError(
-            f"{self._path}: {name} is not stored as such in this checkpoint (quantised by another tool?), so the merge "
-            "cannot be written back to it. Convert it with mlx_lm.convert first, or merge with mlx_lm.fuse."
+            f"{self._path}: no tensor of this checkpoint holds {name} (perhaps another tool quantised it), so the "
+            "merge cannot be written back to it. Convert it with mlx_lm.convert first, or merge with mlx_lm.fuse."
         )
 
-    def _of_constants(self, values: Iterable[int]) -> dict[str, mx.array]:
-        """What `sanitize` makes of tensors that hold one number each."""
+    def _sanitize_constants(self, values: Iterable[int]) -> dict[str, mx.array]:
+        """The parameters that `sanitize` makes if each stored tensor holds one of `values` in every element."""
         pairs = zip(self._stored.items(), values, strict=True)
         return self._sanitize({n: mx.broadcast_to(mx.array(float(v)), t.shape) for (n, t), v in pairs})
 
     def _invert(self, name: str, value: mx.array, changes: dict[str, mx.array | None]) -> None:
-        """Put `value` of the derived parameter `name` into the tensors that it was derived from."""
-        offset = self._offset.pop(name)
-        sources = self._sources(self._numbered.pop(name) - offset, name)
+        """Add to `changes` the stored tensors from which the parameter `name` gets the new `value`."""
+        offset = self._offsets.pop(name)
+        sources = self._sources(self._numbers.pop(name) - offset, name)
         values = [self._stored[source] if (old := changes.get(source)) is None else old for source in sources]
 
         def derive(*tensors: mx.array) -> mx.array:
@@ -81,27 +104,27 @@ class StoredNames:
         def undo(array: mx.array) -> list[mx.array]:
             return mx.vjp(derive, [mx.zeros(tensor.shape) for tensor in values], [array])[1]
 
-        # Whether elements come back to where they were is a matter of the map alone, so it is tried on numbers.
+        # Whether an element returns to its place does not depend on values, so the check uses distinct numbers.
         trial = (mx.arange(value.size) % _LARGEST_WHOLE).astype(mx.float32).reshape(value.shape)
         if not mx.array_equal(derive(*undo(trial)) - offset, trial).item():
-            raise self._one_way(name)
-        whole = [mx.all(count == 1).item() for count in undo(mx.ones(value.shape))]
-        results = zip(
-            sources, undo(value.astype(mx.float32) - offset), undo(mx.ones(value.shape)), whole, values, strict=True
-        )
-        for source, put, count, all_of_it, old in results:
-            put = put.astype(old.dtype)
-            changes[source] = put if all_of_it else mx.where(count == 1, put, old)
+            raise self._irreversible(name)
+        # `count` is 1 where an element of the stored tensor goes into this parameter; other elements keep their values.
+        # It is built a second time for the results, which thereby stay lazy and take no memory.
+        complete = [mx.all(count == 1).item() for count in undo(mx.ones(value.shape))]
+        results, counts = undo(value.astype(mx.float32) - offset), undo(mx.ones(value.shape))
+        for source, result, count, is_complete, old in zip(sources, results, counts, complete, values, strict=True):
+            result = result.astype(old.dtype)
+            changes[source] = result if is_complete else mx.where(count == 1, result, old)
 
     def _sources(self, numbers: mx.array, name: str) -> list[str]:
-        """The stored tensors that a derived parameter is made of, by the numbers that stand where their values go."""
+        """The stored tensors that a parameter is made of, given `numbers` in the place of their values."""
         names = list(self._stored)
-        found = sorted(_distinct(numbers) - {0.0})
-        if any(number not in range(1, len(names) + 1) for number in found):
-            raise self._one_way(name)
-        return [names[int(number) - 1] for number in found]
+        used = sorted(_distinct(numbers) - {0.0})
+        if any(number not in range(1, len(names) + 1) for number in used):
+            raise self._irreversible(name)
+        return [names[int(number) - 1] for number in used]
 
-    def _one_way(self, name: str) -> UserError:
+    def _irreversible(self, name: str) -> UserError:
         return UserError(
             f"{self._path}: {name} is derived from the stored tensors in a way that cannot be undone, so a merge "
             "cannot be written back to this checkpoint. Convert it with mlx_lm.convert first."
@@ -109,7 +132,7 @@ class StoredNames:
 
 
 def _distinct(array: mx.array) -> set[float]:
-    """The values in an array that is constant in large parts, such as one expert after another, cheaply."""
+    """The values in an array. Fast where most entries of the first axis hold one value each, as stacked experts do."""
     axes = tuple(range(1, array.ndim))
     low, high = array.min(axis=axes), array.max(axis=axes)
     mx.eval(low, high)

@@ -1,4 +1,8 @@
-"""Patches that bring deltatune's gradients into other packages' models: applied explicitly, reverted exactly."""
+"""Brings deltatune's gradients into the models of other packages by replacing functions of those packages.
+
+Patches are applied only when somebody asks for it (`apply` or `patched`), and `revert` restores every original. The
+modules of tables/ list what is replaced; patch.py replaces it.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +34,39 @@ __all__ = [
     "served",
 ]
 
-# Where two records fit one version of a target, the first is taken: what trains right before what trains fast.
+# Patches for every device. Where two records fit one version of a target, the first one is applied, so the records that
+# correct results stand before those that save time.
 PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES)
 
-# Where MLX computes on an NVIDIA GPU, on an Apple GPU, and on a CPU.
+# Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
 ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *quantized_product.PATCHES)
 ON_METAL: tuple[Patch, ...] = sorted_rows.PATCHES
 ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
 
+# How many `patched` blocks are open.
 _depth = 0
 
 
 def _of_device() -> tuple[Patch, ...]:
+    """The further patches for the device that MLX computes on."""
     return {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
 
 
 def apply(model: nn.Module | None = None, announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
-    """Put every patch in force; harmless when they are. With `model`, trace it to see that each layer is reached.
+    """Apply every patch that this machine needs. Patches that are applied already stay as they are.
 
-    `announce` gets a report for each target whose module is imported only later. Warns (PatchWarning) about whatever
-    stays on other code. On a CPU whose BLAS computes one-row products wrong, those go another way (one_row); on
-    an NVIDIA GPU, so do activations and norms (pointwise), and experts are laid out anew (loading); on any GPU, so are
-    their rows (sorted_rows). On CPUs and NVIDIA GPUs packed matrices are unpacked before they meet many rows (packed).
+    Some patches depend on the device; each module of the folder tables/ says where its own are needed. The call warns
+    (PatchWarning) about every target that it leaves alone.
+
+    Args:
+        model: A model to verify. It is traced, and each gated-delta layer that does not call deltatune is reported.
+        announce: Is called with a further report whenever the module of a waiting target is imported later.
+
+    Returns:
+        A report of what was patched, what was left alone, and which modules have not been imported yet.
+
+    Raises:
+        UserError: The BLAS of this machine computes wrong products that no patch can correct.
     """
     report = patch.apply((*one_row_products.records(), *_of_device(), *PATCHES), announce)
     if model is not None:
@@ -63,7 +78,7 @@ def apply(model: nn.Module | None = None, announce: Callable[[PatchReport], None
 
 
 def revert() -> None:
-    """Undo apply(): every holder gets upstream's own object back."""
+    """Undo apply(): every module and class that holds a replacement gets the original function back."""
     patch.revert()
 
 
@@ -71,10 +86,22 @@ def revert() -> None:
 def patched(
     model: nn.Module | None = None, announce: Callable[[PatchReport], None] | None = None
 ) -> Iterator[PatchReport]:
-    """Within it, gated-delta layers of any imported or later imported model train with deltatune's gradients.
+    """Apply the patches within a `with` block, so that gated-delta layers train with deltatune's gradients there.
 
-    With `model`, each of its gated-delta layers is traced and reported if it is not reached; `announce` as in apply().
-    Nests; the outermost exit reverts.
+    Models whose modules are imported inside the block are patched too. Blocks may be nested: the patches are reverted
+    when the outermost block ends.
+
+    Args:
+        model: As in apply().
+        announce: As in apply().
+
+    Yields:
+        The report of apply().
+
+    Example:
+        >>> with patched(model) as report:
+        ...     train(model)
+        >>> print(report)
     """
     global _depth
     report = apply(model, announce)

@@ -1,4 +1,7 @@
-"""Runs a function right after a module is imported for the first time, before anybody reads a name out of it."""
+"""Runs a function right after a module is imported for the first time, before any other module reads a name from it.
+
+patch.py uses it for targets whose module is not imported yet when the patches are applied.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from types import ModuleType
 
 
 class _Loader(importlib.abc.Loader):
+    """Loads a module as the module's own loader does, then calls `then`."""
+
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
         self._loader = loader
         self._then = then
@@ -18,7 +23,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its own loader: inspect and pkgutil read source through it.
+        # The module must name its own loader, because inspect and pkgutil read source through that.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -27,7 +32,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class ImportWatch(importlib.abc.MetaPathFinder):
-    """Calls `then` when `name` has been executed without an error; stop() takes it off the import path again."""
+    """Calls `then` once, when the module `name` has been executed without an error. stop() ends the watch earlier."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name = name

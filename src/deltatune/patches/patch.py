@@ -1,7 +1,8 @@
-"""A patch is a record: what it replaces, in which versions, why. Apply, and revert exactly.
+"""Replaces functions of other packages as records (`Patch`) describe them, and restores the originals exactly.
 
-Consumers import the function by value, so every module that holds the very object is rebound, known or not, and on
-revert every module that holds ours gets upstream's back. A target that is not what a record knows is left alone.
+Modules that write `from package import function` hold the function itself, so every loaded module that holds it gets
+the replacement. revert() gives the original to every module that holds a replacement. A target that is not what its
+record expects is left alone, with a warning.
 """
 
 from __future__ import annotations
@@ -24,18 +25,33 @@ from ..ops.trial import largest_error
 from .importing import ImportWatch
 
 Function = Callable[..., Any]
-OWN = __name__.partition(".")[0]
+
+# The name of this package, whose own modules are never changed.
+OWN_PACKAGE = __name__.partition(".")[0]
 
 
 class PatchWarning(UserWarning):
-    """Something stays on upstream's code; the message says what, why, and what that means for the training."""
+    """A target keeps its original code. The message says which one, why, and what that means for training."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement. `module` and `name` say where it is defined (`name` may be `Class.method`).
+    """A record of one function to replace.
 
-    An empty `signature` is for compiled functions, which show none: their `check` stands for it.
+    Args:
+        package: The package that defines the function, by the name it is imported under.
+        versions: The versions of the package that the record is for, such as ">=0.32.0,<=0.32.2".
+        module: The module that defines the function.
+        name: The function's name in that module: `function`, `Class.method`, or `submodule.function`.
+        signature: The signature expected, without annotations. "" for compiled functions, which show no signature;
+            `check` then decides alone.
+        holders: Modules known to import the function. They are examined even if they belong to another package.
+        reason: Why the function is replaced, for `deltatune doctor`.
+        without: A sentence on what happens where the function cannot be replaced, for warnings.
+        replacement: Takes the original function and returns the one to put in its place.
+        check: Compares the original with the replacement on a small case. It returns None where they agree, and
+            otherwise a sentence that says what differs.
+        settled: The versions in which the function needs no replacement; they cause no warning.
     """
 
     package: str
@@ -48,30 +64,37 @@ class Patch:
     without: str
     replacement: Callable[[Function], Function]
     check: Callable[[Function, Function], str | None] | None = None
-    # Versions that need no replacement: what the record mends is right there.
     settled: str | None = None
 
     @property
     def target(self) -> str:
+        """The full name of the function that is replaced."""
         return f"{self.module}.{self.name}"
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A record in force: `holders` are the modules that hold the replacement now."""
+    """A patch that was applied: the installed version of its package, and the modules that hold the replacement."""
 
     patch: Patch
     version: str
     holders: tuple[str, ...]
 
     def __str__(self) -> str:
-        held = f" in {len(self.holders)} modules" if len(self.holders) > 1 else ""
-        return f"{self.patch.name}{held} ({self.patch.package} {self.version})"
+        modules = f" in {len(self.holders)} modules" if len(self.holders) > 1 else ""
+        return f"{self.patch.name}{modules} ({self.patch.package} {self.version})"
 
 
 @dataclass
 class PatchReport:
-    """What apply() did. `left_alone` and `unreached` hold messages for a person; `waiting` modules not imported yet."""
+    """What apply() did.
+
+    Attributes:
+        applied: The patches that are in force.
+        left_alone: A message for each function that keeps its original code.
+        waiting: The modules that are not imported yet; their functions are replaced when they are.
+        unreached: A message for each gated-delta layer that does not call deltatune.
+    """
 
     applied: list[Applied] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
@@ -80,29 +103,32 @@ class PatchReport:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing that is loaded stays on somebody else's code."""
+        """Whether every function was replaced and every layer that was traced calls deltatune."""
         return not self.left_alone and not self.unreached
 
     def __str__(self) -> str:
-        parts = [str(each) for each in self.applied] or ["nothing patched yet"]
+        parts = [str(applied) for applied in self.applied] or ["nothing patched yet"]
         return "; ".join(parts + self.left_alone + self.unreached)
 
 
 @dataclass
 class _InForce:
+    """A patch in force, with the two functions that it exchanges."""
+
     patch: Patch
     version: str
     upstream: Function
     ours: Function
 
 
+# By target.
 _in_force: dict[str, _InForce] = {}
-# Module -> its watch, and the records that wait for it, by target.
+# For each module that is waited for: its watch, and the records to apply when it is imported, by target.
 _watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
 
 
 def core_record(name: str, replacement: Function, check: Function, *, reason: str, without: str) -> Patch:
-    """The record of a function of mlx.core: a compiled one, so `check` stands for its signature."""
+    """The record of a function of mlx.core. Those are compiled and show no signature, so `check` is required."""
     return Patch(
         package="mlx",
         versions=">=0.31.2,<0.33",
@@ -117,17 +143,32 @@ def core_record(name: str, replacement: Function, check: Function, *, reason: st
     )
 
 
-def differs(found: Sequence[mx.array], expected: Sequence[mx.array], bound: float, what: str) -> str | None:
-    """What a check says where the largest difference over the largest element is not below `bound`."""
-    worst = largest_error(found, expected)
-    return None if worst < bound else f"on a small case it differs from {what} by {worst:.1e} of the largest element."
+def describe_difference(
+    actual: Sequence[mx.array], expected: Sequence[mx.array], bound: float, reference: str
+) -> str | None:
+    """The sentence that a check returns where `actual` differs from `expected`, which `reference` names; else None.
+
+    The largest difference relative to the largest element must be below `bound`.
+    """
+    error = largest_error(actual, expected)
+    if error < bound:
+        return None
+    return f"on a small case it differs from {reference} by {error:.1e} of the largest element."
 
 
 def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
-    """Put `patches` in force; applying twice only reaches holders that appeared since.
+    """Replace the function of each record, in every loaded module that holds it.
 
-    Targets in modules not imported yet follow when those are imported; `announce` gets the report of each such one.
-    Warns (PatchWarning) about everything that is left on other code.
+    Functions of modules that are not imported yet are replaced when those are imported. Applying twice gives the
+    replacement to modules that were loaded in between. The call warns (PatchWarning) about every function that it
+    leaves alone.
+
+    Args:
+        patches: The records. Of several for one target, the first that fits what is installed is applied.
+        announce: Is called with a further report whenever a module that was waited for is imported.
+
+    Returns:
+        A report of what was done.
     """
     report = PatchReport()
     targets: dict[str, list[Patch]] = {}
@@ -144,25 +185,25 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
 
 
 def _watch(module: str, announce: Callable[[PatchReport], None] | None) -> dict[str, list[Patch]]:
-    """What is to be applied when `module` is imported, by target; watches for it if nobody does yet."""
+    """The records to apply when `module` is imported, by target, for the caller to add to. Starts a watch if needed."""
     if module in _watches:
         return _watches[module][1]
     targets: dict[str, list[Patch]] = {}
 
-    def then() -> None:
+    def apply_targets() -> None:
         _watches.pop(module)
-        late = PatchReport()
+        report = PatchReport()
         for records in targets.values():
-            _apply_target(records, late)
+            _apply_target(records, report)
         if announce is not None:
-            announce(late)
+            announce(report)
 
-    _watches[module] = ImportWatch(module, then), targets
+    _watches[module] = ImportWatch(module, apply_targets), targets
     return targets
 
 
 def revert() -> None:
-    """Take everything out of force: each module and class that holds a replacement gets upstream's object back."""
+    """Give the original function back to every module and class that holds a replacement, and stop waiting."""
     for watch, _ in _watches.values():
         watch.stop()
     _watches.clear()
@@ -172,40 +213,42 @@ def revert() -> None:
 
 
 def in_force(target: str) -> Function | None:
-    """The replacement now in force for `target`, or None."""
+    """The function that replaces `target`, or None where nothing does."""
     entry = _in_force.get(target)
     return entry.ours if entry else None
 
 
 def _apply_target(records: list[Patch], report: PatchReport) -> None:
+    """Replace the one target of `records`, and note in `report` what was done and what was left alone."""
     target = records[0].target
     if target not in _in_force and _is_settled(records):
         return
     if target not in _in_force:
-        found = _known(records)
-        if isinstance(found, str):
-            _leave(report, f"{target} stays as it is: {found} {records[0].without}")
+        fitting = _fitting(records)
+        if isinstance(fitting, str):
+            _leave_alone(report, f"{target} stays as it is: {fitting} {records[0].without}")
             return
-        _in_force[target] = found
+        _in_force[target] = fitting
     entry = _in_force[target]
     _rebind(entry.patch, entry.upstream, entry.ours)
     report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch))))
-    for where, value in _foreign(entry):
+    for path, value in _other_functions(entry):
         origin = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
-        _leave(
+        _leave_alone(
             report,
-            f"{where} is {origin}, neither {entry.patch.package}'s nor deltatune's: left alone. "
-            f"{entry.patch.without} To hand it over, undo that replacement before deltatune's patches are applied.",
+            f"{path} is {origin}, neither {entry.patch.package}'s nor deltatune's, so it stays. "
+            f"{entry.patch.without} To let deltatune replace it, undo that change before deltatune's patches are "
+            "applied.",
         )
 
 
-def _leave(report: PatchReport, message: str) -> None:
+def _leave_alone(report: PatchReport, message: str) -> None:
     report.left_alone.append(message)
     warnings.warn(message, PatchWarning, stacklevel=4)
 
 
-def _known(records: list[Patch]) -> _InForce | str:
-    """The record that fits what is installed, checked against it; or why none does."""
+def _fitting(records: list[Patch]) -> _InForce | str:
+    """The record that fits what is installed, with its functions; or a sentence that says why none fits."""
     first = records[0]
     version = _version(first.package)
     fitting = [p for p in records if version and _contains(p.versions, version)]
@@ -213,24 +256,26 @@ def _known(records: list[Patch]) -> _InForce | str:
         return f"{first.package} {version} is not a version that deltatune knows ({_versions(records)})."
     upstream = _upstream(first)
     if upstream is None:
-        return f"it was replaced by somebody else, and {first.package}'s own function is nowhere to be found."
+        return f"something else has replaced it, and no loaded module holds {first.package}'s own function."
     signature = _signature(upstream) if first.signature else ""
     patch = next((patch for patch in fitting if patch.signature == signature), fitting[0])
     if signature != patch.signature:
         return f"its signature is {signature}, and {patch.package} {version} was expected to have {patch.signature}."
     ours = functools.wraps(upstream)(patch.replacement(upstream))
-    return _problem(patch, upstream, ours) or _InForce(patch, version, upstream, ours)
+    return _check(patch, upstream, ours) or _InForce(patch, version, upstream, ours)
 
 
-def _problem(patch: Patch, upstream: Function, ours: Function) -> str | None:
+def _check(patch: Patch, upstream: Function, ours: Function) -> str | None:
+    """What the record's check says against the replacement, or None."""
     if patch.check is None:
         return None
-    # Upstream's functions are compiled ones: on CUDA the kernels for a few numbers would take half a minute to build.
+    # On CUDA, building the kernels for these few numbers would take half a minute.
     with without_kernels():
         return patch.check(upstream, ours)
 
 
 def _is_settled(records: list[Patch]) -> bool:
+    """Whether the installed version needs no replacement."""
     version = _version(records[0].package)
     if version is None or any(_contains(patch.versions, version) for patch in records):
         return False
@@ -242,7 +287,7 @@ def _contains(versions: str, version: str) -> bool:
 
 
 def _version(package: str) -> str | None:
-    """What the imported package says of itself (mlx says it in mlx.core), not what some metadata on the path says."""
+    """The version that the imported package itself states (mlx states it in mlx.core). Metadata may be another's."""
     for name in (package, f"{package}.core"):
         if hasattr(sys.modules.get(name), "__version__"):
             return str(sys.modules[name].__version__)
@@ -254,13 +299,14 @@ def _versions(records: list[Patch]) -> str:
 
 
 def _signature(function: Function) -> str:
+    """The signature of a function as text, without annotations."""
     signature = inspect.signature(function)
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 def _upstream(patch: Patch) -> Function | None:
-    """The function that `patch.module` itself defines, wherever it is still held under its name."""
+    """The function that `patch.module` defines, from any module that still holds it under its own name."""
     for namespace in [_owner(patch)] + [module.__dict__ for module in _modules()]:
         value: Any = namespace.get(_attribute(patch))
         if _defined_by(patch, value):
@@ -269,26 +315,28 @@ def _upstream(patch: Patch) -> Function | None:
 
 
 def _defined_by(patch: Patch, value: Any) -> bool:
+    """Whether `value` is the function that `patch.module` defines."""
     if isinstance(value, FunctionType):
         defining = sys.modules[patch.module]
         return value.__code__.co_name == _attribute(patch) and value.__globals__ is defining.__dict__
-    # A compiled function has neither code nor globals, only what it says of itself.
-    told = (getattr(value, "__module__", None), getattr(value, "__name__", None))
-    return not patch.signature and told == (_namespace(patch), _attribute(patch))
+    # A compiled function has neither code nor globals, so only the names that it states can be compared.
+    stated = (getattr(value, "__module__", None), getattr(value, "__name__", None))
+    return not patch.signature and stated == (_namespace(patch), _attribute(patch))
 
 
 def _namespace(patch: Patch) -> str:
-    """The module that a compiled function says it is of: `mlx.core.fast` for the name `fast.rope` in `mlx.core`."""
+    """The module that a compiled function states: `mlx.core.fast` for the name `fast.rope` in `mlx.core`."""
     owner = getattr(sys.modules[patch.module], patch.name.partition(".")[0], None)
     return owner.__name__ if isinstance(owner, ModuleType) else patch.module
 
 
 def _attribute(patch: Patch) -> str:
+    """The last part of the target's name."""
     return patch.name.rpartition(".")[2]
 
 
 def _owner(patch: Patch) -> dict[str, Any]:
-    """The namespace in which the target is defined: its module's, or its class's (a copy, for reading)."""
+    """A copy of the namespace in which the target is defined: its module's or its class's."""
     owner: Any = sys.modules[patch.module]
     for part in patch.name.split(".")[:-1]:
         owner = getattr(owner, part)
@@ -296,19 +344,21 @@ def _owner(patch: Patch) -> dict[str, Any]:
 
 
 def _modules() -> Iterator[ModuleType]:
+    """Every loaded module that is not deltatune's own."""
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != OWN:
+        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != OWN_PACKAGE:
             yield module
 
 
 def holders(function: Function, patch: Patch) -> list[str]:
-    """Names of the modules that hold `function` itself; for a method, its class."""
+    """The names of the modules that hold `function` under any name; for a method, the method's own full name."""
     if "." in patch.name:
         return [patch.target] if _owner(patch).get(_attribute(patch)) is function else []
     return sorted(m.__name__ for m in _modules() if any(value is function for value in list(m.__dict__.values())))
 
 
 def _rebind(patch: Patch, old: Function, new: Function) -> None:
+    """Put `new` wherever `old` is held: in the class of a method, else in every module."""
     if "." in patch.name:
         owner: Any = sys.modules[patch.module]
         for part in patch.name.split(".")[:-1]:
@@ -322,8 +372,8 @@ def _rebind(patch: Patch, old: Function, new: Function) -> None:
                 module.__dict__[name] = new
 
 
-def _foreign(entry: _InForce) -> Iterator[tuple[str, Any]]:
-    """Places under the package that hold another object by the target's name."""
+def _other_functions(entry: _InForce) -> Iterator[tuple[str, Any]]:
+    """Where the package holds another object under the target's name: the full name there, and the object."""
     patch = entry.patch
     if "." in patch.name:
         value = _owner(patch).get(_attribute(patch))
@@ -333,14 +383,12 @@ def _foreign(entry: _InForce) -> Iterator[tuple[str, Any]]:
     for module in _modules():
         value = module.__dict__.get(patch.name)
         inside = module.__name__.partition(".")[0] == patch.package or module.__name__ in patch.holders
-        # A function of that name which another module of the package defines is the package's own, and another one.
-        own = _of_another_target(value, patch)
-        if inside and value is not None and value is not entry.ours and not own:
+        if inside and value is not None and value is not entry.ours and not _of_another_target(value, patch):
             yield f"{module.__name__}.{patch.name}", value
 
 
 def _of_another_target(value: Any, patch: Patch) -> bool:
-    """Whether `value` is what another module of the package defines by that name, or our replacement of it."""
+    """Whether `value` is a function of the same name that another module of the package defines, or replaces it."""
     for entry in _in_force.values():
         if value is entry.ours and entry.patch.target != patch.target:
             return True

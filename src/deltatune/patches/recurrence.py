@@ -1,4 +1,8 @@
-"""What a patched gated_delta_update does: gates in log space, routing, and a count of who served the calls."""
+"""Replaces `gated_delta_update`, the function through which models of mlx-lm and mlx-vlm run their recurrence.
+
+Each call is routed to deltatune, to the original function, or to the original's forward pass with deltatune's backward
+pass. The module also counts how many calls each of the three served, and records which layers made them.
+"""
 
 from __future__ import annotations
 
@@ -19,43 +23,52 @@ from ..ops import segments
 from ..ops.gated_delta import gated_delta
 from ..ops.pointwise import gating
 
+# Who may serve a call; the keys of the counter that served() returns.
 OURS = "deltatune"
 BACKWARD = "upstream forward, deltatune backward"
 UPSTREAM = "upstream"
 
-# Tokens from which on a call on a CPU is a prompt or a batch to evaluate; a speculative decoder checks fewer at once.
-PROMPT = 16
+# Off Metal a call of at least this many tokens is a prompt or an evaluation. A speculative decoder checks fewer.
+PROMPT_TOKENS = 16
 
 Update = Callable[..., tuple[mx.array, mx.array]]
 
 _ARRAYS = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
-# What some versions of upstream's function have besides: of the gates, and of decoding with a cache.
+# Parameters that only some versions of the original function have: options of the gates, and those of decoding.
 _OPTIONS, _DECODING = ("lower_bound", "allow_neg_eigval"), ("state_steps", "cache")
 
-_inside_upstream: ContextVar[bool] = ContextVar("inside a call that stays upstream's", default=False)
+_inside_upstream: ContextVar[bool] = ContextVar("inside a call that upstream serves", default=False)
 _served: Counter[str] = Counter()
+# While a trace runs: for each call, the ids of the objects whose methods were running.
 _callers: list[list[int]] | None = None
 
 
 def served() -> Counter[str]:
-    """Traced calls of the patched function since the last reset(), by who serves them."""
+    """How many calls of patched functions each of OURS, BACKWARD and UPSTREAM served since the last reset().
+
+    A compiled function counts once per trace, however often it runs.
+    """
     return Counter(_served)
 
 
 def reset() -> None:
-    """Start counting from nothing."""
+    """Set the counts of served() back to zero."""
     _served.clear()
 
 
 @contextmanager
 def trace() -> Iterator[list[list[int]]]:
-    """Collects, for every call that reaches a patched function, the ids of the `self` of each frame above it."""
+    """Record which objects call patched functions within a `with` block. Calls inside it do not count in served().
+
+    Yields:
+        A list that grows by one entry for each call: the ids of the `self` of every stack frame above that call.
+    """
     global _callers
     outer, counts = _callers, Counter(_served)
-    found: list[list[int]] = []
-    _callers = found
+    calls: list[list[int]] = []
+    _callers = calls
     try:
-        yield found
+        yield calls
     finally:
         _callers = outer
         _served.clear()
@@ -63,10 +76,10 @@ def trace() -> Iterator[list[list[int]]]:
 
 
 def update(upstream: Update) -> Update:
-    """The replacement of a `gated_delta_update`, whichever of the options of its versions it has.
+    """Build the replacement of a `gated_delta_update`, with the signature of that version.
 
-    A call that decodes or verifies with a cache of its own stays upstream's; so do the calls that upstream's function
-    then makes of itself, by the name that ours has taken.
+    A call that decodes or verifies with a cache of its own goes to the original function. While that runs, calls that
+    it makes to its own (now replaced) name go to the original as well.
     """
     signature = inspect.signature(upstream)
 
@@ -96,13 +109,28 @@ def route(
     use_kernel: bool,
     options: dict[str, Any],
 ) -> tuple[mx.array, mx.array]:
-    """One call of gated_delta_update with arrays (q, k, v, a, b, A_log, dt_bias), served by ours or by upstream.
+    """Serve one call of gated_delta_update by deltatune, by the original function, or by both.
 
-    Training (`use_kernel` False) is ours. Otherwise the forward pass is upstream's, with our backward behind it.
-    A call that carries a state goes to upstream untouched when it decodes: one token, or `use_kernel`. On a CPU, where
-    upstream has no kernel but a loop over tokens, a prompt is ours as well.
+    - Training (`use_kernel` is False) goes to deltatune.
+    - Decoding goes to the original: a state is given, and there is one token or `use_kernel` is True.
+    - Every other call runs the original's forward pass, with deltatune's backward pass for its gradient.
+    - Off Metal, where the original loops over tokens, prompts count as training.
+
+    Args:
+        upstream: The original function.
+        arrays: q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], a, b, A_log and dt_bias, in this order.
+        state: [B, Hv, Dv, Dk], or None for zeros.
+        mask: [B, T] booleans, or None.
+        use_kernel: The original's argument: models pass False in training.
+        options: Arguments of the gates that this version has: `lower_bound`, `allow_neg_eigval`.
+
+    Returns:
+        The outputs y [B, T, Hv, Dv] and the final state.
+
+    Raises:
+        ValueError: A state is given while documents are packed.
     """
-    use_kernel = use_kernel and not (backend.device() == "cpu" and arrays[0].shape[1] >= PROMPT)
+    use_kernel = use_kernel and (backend.device() == "metal" or arrays[0].shape[1] < PROMPT_TOKENS)
     documents = segments.current()
     if documents is not None:
         if state is not None:
@@ -116,7 +144,7 @@ def route(
 
 
 def count(who: str, result: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
-    """`result`, noted as served by `who`."""
+    """Count a call as served by `who`, and return its `result`."""
     _served[who] += 1
     if _callers is not None:
         _callers.append(_selves())
@@ -124,13 +152,14 @@ def count(who: str, result: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.arr
 
 
 def _selves() -> list[int]:
-    found: list[int] = []
+    """The ids of the `self` of every stack frame above this one."""
+    identities: list[int] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if "self" in frame.f_code.co_varnames:
-            found.append(id(frame.f_locals.get("self")))
+            identities.append(id(frame.f_locals.get("self")))
         frame = frame.f_back
-    return found
+    return identities
 
 
 def _ours(
@@ -148,25 +177,28 @@ def _ours(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    most = 2.0 if allow_neg_eigval else 1.0
-    if backend.device() == "cuda" and lower_bound is None and gating.serves(a, b, A_log, dt_bias, most):
-        log_g, beta = gating.gates(a, b, A_log, dt_bias, most)
+    """gated_delta with gates computed from the layer's parameters, in log space throughout."""
+    largest_beta = 2.0 if allow_neg_eigval else 1.0
+    if backend.device() == "cuda" and lower_bound is None and gating.serves(a, b, A_log, dt_bias, largest_beta):
+        log_g, beta = gating.gates(a, b, A_log, dt_bias, largest_beta)
     else:
         log_g, beta = gating.log_gate(A_log, a, dt_bias, lower_bound), mx.sigmoid(b)
-        beta = most * beta if allow_neg_eigval else beta
+        beta = largest_beta * beta if allow_neg_eigval else beta
     return gated_delta(q, k, v, log_g, beta, initial_state=state, mask=mask, segments=documents)
 
 
 def _upstream_forward(
     upstream: Update, arrays: tuple[mx.array, ...], mask: mx.array | None, options: dict[str, Any]
 ) -> tuple[mx.array, mx.array]:
+    """The original's forward pass, bit for bit, with deltatune's gradient."""
+
     def forward(*primals: mx.array) -> tuple[mx.array, mx.array]:
         return upstream(*primals, None, mask, use_kernel=True, **options)
 
     def ours(*primals: mx.array) -> tuple[mx.array, mx.array]:
         return _ours(*primals, state=None, mask=mask, documents=None, **options)
 
-    # One argument a primal: custom functions count cotangents by position and check none of them.
+    # Each array is an argument of its own, because custom functions match cotangents to arguments by position.
     call: Any = mx.custom_function(forward)
 
     @call.vjp

@@ -1,4 +1,4 @@
-"""What mlx-lm itself computes where deltatune's patches are not in force, for comparisons."""
+"""mlx-lm's own recurrence, which `deltatune selftest` compares with deltatune's. No patch changes it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ def gated_delta_loop(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's loop over tokens, which its models train with; arguments and result as `gated_delta`.
+    """Run mlx-lm's loop over tokens, with which its models train. Arguments and result are those of `gated_delta`.
 
-    Raises ValueError where segments are given, which it does not know.
-    Source: gated_delta_ops in mlx_lm/models/gated_delta.py.
+    Raises:
+        ValueError: Segments are given, which the loop does not support.
+
+    Source:
+        gated_delta_ops in mlx_lm/models/gated_delta.py.
     """
     if segments is not None:
-        raise ValueError("gated_delta_loop: mlx-lm's loop does not know segments; leave them out.")
+        raise ValueError("gated_delta_loop: mlx-lm's loop does not support segments; leave them out.")
     return gated_delta_ops(q, k, v, mx.exp(log_g), beta, initial_state, mask)

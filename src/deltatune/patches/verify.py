@@ -1,4 +1,7 @@
-"""Whether the layers of a model really call deltatune: found out by tracing the model, not by comparing names."""
+"""Checks whether the gated-delta layers of a model really call deltatune.
+
+The model is traced: comparing the names of functions would miss a layer that holds another function.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ from . import recurrence
 
 
 def reached(model: nn.Module) -> dict[str, bool]:
-    """Path of every gated-delta layer -> whether a call of it arrives at a patched function.
+    """Trace `model` on two tokens and see which of its gated-delta layers call a patched function.
 
-    Traces model(tokens [1, 2]) and evaluates nothing.
+    Args:
+        model: A model that can be called with tokens [1, 2]. Nothing is evaluated.
+
+    Returns:
+        {path of a gated-delta layer: whether a call of the layer arrives at a patched function}.
     """
     layers = gated_delta_layers(model)
     if not layers:
@@ -24,9 +31,9 @@ def reached(model: nn.Module) -> dict[str, bool]:
 
 
 def explain(path: str, layer: nn.Module) -> str:
-    """What it means that this layer does not call deltatune, and what to do."""
+    """The message for a layer that does not call deltatune: what that means for training, and what to do."""
     return (
         f"{path} ({type(layer).__module__}.{type(layer).__qualname__}) does not call deltatune's gated delta: "
-        "it trains with whatever code it calls now, at that code's speed, memory and gradients. To hand it over, "
-        "undo the replacement of gated_delta_update or of the layer's __call__ before deltatune's patches apply."
+        "it trains with whatever code it calls now, at that code's speed, memory and gradients. To let deltatune serve "
+        "it, undo the replacement of gated_delta_update or of the layer's __call__ before deltatune's patches apply."
     )

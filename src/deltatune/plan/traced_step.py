@@ -113,7 +113,7 @@ def build(
         new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
         first = [loss, weight, *_leaves(new)]
         norm, experts = step.begin_update(*new)
-        second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm, get_key()]
+        second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm]
         second += _leaves(experts) if experts else []
         existing = _addresses(layout, given)
         loss_nodes = read(layout, first, existing)
@@ -133,7 +133,7 @@ def build(
         if experts is not None:
             step.finish_update(experts._replace(touched=_every_expert(experts)))
             third = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state)]
-            dropped = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm, get_key()])
+            dropped = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm])
             evaluated |= _addresses(layout, second) | {node.address for node in all_nodes(update_nodes)}
             phases.append(_experts_phase(layout, third, evaluated, dropped))
         tower, tower_reads = _tower_phase(layout, features, existing)
@@ -184,9 +184,9 @@ def _batch(model: nn.Module, step: Step, blank: Batch, shapes: ImageShapes | Non
         rows, length = blank.inputs.shape
         images = blank_vision_batch(rows, length, shapes[:2], vision_spec(model))
         blank = dataclasses.replace(blank, images=images)
-        blank.weights.reshape(-1)[: shapes.silent] = 0
+        blank.weights.reshape(-1)[: shapes.uncounted] = 0
         if step.tower is not None and shapes.frames:
-            features = step.tower.look(images, 0, shapes.patches)
+            features = step.tower.frame_features(images, 0, shapes.patches)
     return arrays(blank, step.tower and (lambda images: _blank_features(features, len(images.patches)))), features
 
 

@@ -26,7 +26,10 @@ class Promise:
 PROMISES = (
     Promise(r"fused kernel|Apple GPUs|from one text", ("gated delta, fused:", "doctor: kernels")),
     Promise(r"gated delta, forward", ("gated delta, chunk:", "gated delta, native:", "times: deltatune")),
-    Promise(r"from scratch|--resume", ("training: from scratch, packed, stopped and resumed",)),
+    Promise(
+        r"from scratch|--resume",
+        ("training: packed, stopped and resumed", "training: from scratch, packed, stopped and resumed"),
+    ),
     Promise(
         r"LoRA|full fine-tuning",
         ("training: full fine-tuning", "parity: qwen3", "parity: olmo_hybrid-dora", "parity: kimi_linear-4bit"),

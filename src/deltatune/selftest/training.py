@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..config import LoraConfig, TrainConfig
 from ..data.datasets import load_datasets
 from ..demo import task
 from ..demo.assets import MODEL
-from ..machine import environment
+from ..machine import backend, environment
 from ..models.load import load
 from ..train import Trainer
 from ..train.log import Screen
@@ -118,18 +119,25 @@ def full_fine_tuning() -> Outcome:
     return _compare(found, expected, start)
 
 
-def stopped_and_resumed() -> Outcome:
-    """Compare a run from random weights that is stopped and resumed with one that is not; both must have equal bits."""
-    options = {"from_scratch": True, "fine_tune_type": "full", "pack": True}
+def stopped_and_resumed(from_scratch: bool) -> Outcome:
+    """Compare a packed run that is stopped and resumed with one that is not; both must have equal bits.
+
+    Args:
+        from_scratch: start from random weights, and train the embeddings too. On a GPU, MLX sums an embedding's
+            gradient in another order each time, so there the two runs may differ by rounding.
+    """
+    options = {"from_scratch": from_scratch, "fine_tune_type": "full", "pack": True}
     with tempfile.TemporaryDirectory() as folder:
         losses, whole = _trained(Path(folder) / "whole", **options)
         _trained(Path(folder) / "parts", **options, iters=STEPS // 2)
         _, parts = _trained(Path(folder) / "parts", **options, resume=True)
         again = _losses(Path(folder) / "parts")
     differing = [name for name in whole if not np.array_equal(whole[name], parts[name])]
-    if differing or again != losses:
-        return Outcome(FAILED, f"{len(differing)} of {len(whole)} weights differ; losses {again}, in one go {losses}")
-    return Outcome(PASSED, f"the same bits in {len(whole)} weights and {len(losses)} losses")
+    if not differing and again == losses:
+        return Outcome(PASSED, f"the same bits in {len(whole)} weights and {len(losses)} losses")
+    if from_scratch and backend.device() != "cpu":
+        return _compare((again, parts), (losses, whole), _start(**options))
+    return Outcome(FAILED, f"{len(differing)} of {len(whole)} weights differ; losses {again}, in one go {losses}")
 
 
 def two_ranks() -> Outcome:
@@ -163,9 +171,10 @@ def _launcher() -> str | None:
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """The training checks, of which `quick` runs only the resumed run."""
+    """The training checks, of which `quick` runs only the resumed runs."""
     if not quick:
         yield Check("training: full fine-tuning", full_fine_tuning)
-    yield Check("training: from scratch, packed, stopped and resumed", stopped_and_resumed)
+    yield Check("training: packed, stopped and resumed", partial(stopped_and_resumed, False))
+    yield Check("training: from scratch, packed, stopped and resumed", partial(stopped_and_resumed, True))
     if not quick:
         yield Check("training: two ranks", two_ranks)

@@ -1,4 +1,4 @@
-"""Training: the loop, its compiled step, and a state that is never lost."""
+"""Trains a model: the training loop, its compiled step, and the saved state from which a run continues."""
 
 from .interrupt import StoppedError
 from .loop import Trainer

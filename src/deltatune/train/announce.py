@@ -1,4 +1,4 @@
-"""What is said before the first step: model, layers, what trains, on which code, on which tokens."""
+"""Writes the lines that a run prints before its first step: model, trainable parameters, device, data and step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .tree import leaves
 
 
 def trainable_count(model: nn.Module) -> int:
-    """How many numbers train."""
+    """Count the trainable numbers of `model`."""
     return sum(leaf.size for _, leaf in leaves(model.trainable_parameters()))
 
 
 def structure(model: nn.Module) -> str:
-    """A digest of every parameter's name, shape and type, and of which of them train."""
+    """Return a digest of every parameter's name, shape and dtype, and of which parameters are trainable."""
     trains = {name for name, _ in leaves(model.trainable_parameters())}
     digest = hashlib.sha256()
     for name, leaf in sorted(leaves(model.parameters())):
@@ -34,7 +34,7 @@ def structure(model: nn.Module) -> str:
 
 
 def layer_summary(layers: Sequence[LayerInfo]) -> str:
-    """`24 layers: 18 delta, 6 attention; experts in 24`."""
+    """Describe the layers in one line, such as `24 layers: 18 delta, 6 attention; experts in 24`."""
     kinds = Counter(layer.kind for layer in layers)
     text = f"{len(layers)} layers: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     experts = sum(layer.experts for layer in layers)
@@ -49,40 +49,49 @@ def lines(
     order: BatchOrder,
     world: World,
 ) -> list[str]:
-    """The opening lines of a run, each a fact that decides what the numbers below them mean."""
+    """Return the lines that a run prints before its first step.
+
+    Args:
+        model: The model, made trainable.
+        config: The options of the run.
+        splits: The examples.
+        trained: The model's loss, layers and patches (setup.training).
+        order: The batches of the training split.
+        world: The ranks of the run.
+    """
     total = _stored_numbers(model)
     trains = trainable_count(model)
-    said = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
-    said.append(f"Training: {config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%}).")
+    opening = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
+    opening.append(f"Training: {config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%}).")
     if any(layer.kind == "delta" for layer in trained.layers):
         name, why = backend.gated_delta_implementation()
-        said.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
-    said.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
+        opening.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
+    opening.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
-        said.append(
+        opening.append(
             f"Note: every rank sees {gpus} GPUs and computes on the first. Set CUDA_VISIBLE_DEVICES to one GPU for "
             "each rank, or import deltatune before anything uses mlx."
         )
-    said.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
+    opening.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
-    said.append(
+    opening.append(
         f"Data: {len(splits.train)} training, {len(splits.valid)} validation examples; {order.rows} rows an epoch, "
         f"{config.batch_size} a batch{share}."
     )
-    said.append(f"Step: {trained.compiled}, once for each width of {widths} tokens.")
-    said += splits.notes
+    opening.append(f"Step: {trained.compiled}, once for each width of {widths} tokens.")
+    opening += splits.notes
     left_over = config.iters % config.grad_accumulation_steps
     if left_over:
-        said.append(
+        opening.append(
             f"Note: {config.iters} iterations are no multiple of {config.grad_accumulation_steps} accumulation steps: "
             f"the last {left_over} will wait in the state for an update that a longer run would make."
         )
-    return said
+    return opening
 
 
 def _stored_numbers(model: nn.Module) -> int:
-    """Parameters of the model; packed ones count as the numbers they stand for."""
+    """Count the numbers of the model; a quantized weight counts as the numbers that it encodes."""
 
     def count(module: Any) -> int:
         own = {key: leaf for key, leaf in module.items() if hasattr(leaf, "size") and not key.startswith("_")}

@@ -1,7 +1,8 @@
-"""Small parameters end to end: one array each for the optimizer and for casts, parts of it for the model.
+"""Joins small parameters end to end into bundles, so that the optimizer and casts work on one array.
 
-An adapter is hundreds of small arrays, and AdamW a dozen operations for each: on a GPU thousands of launches a step,
-more than the model's own. End to end they are one array, updated by the same operations, to the same bits.
+An adapter consists of hundreds of small arrays, and AdamW runs a dozen operations on each. On a GPU these are thousands
+of kernel launches a step, more than the model's own. A bundle is updated by the same operations in one launch each, and
+gives the same bits. The model uses parts of the bundle. train/step.py joins and parts the parameters.
 """
 
 from __future__ import annotations
@@ -19,30 +20,36 @@ from ..machine import backend
 from ..ops.pointwise import joining
 from .tree import leaves
 
-# Of the numbers in a bundle: what is queued holds it some twenty times. A larger array goes by itself. Launches are
-# what costs on a GPU; a CPU has few to save.
-MOST, MOST_ON_CPU = 2**18, 2**16
-# Where a tree has its bundles, beside what goes by itself.
+# The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
+# copies of a bundle. It is lower on a CPU, which gains less from fewer launches.
+MOST_NUMBERS, MOST_NUMBERS_ON_CPU = 2**18, 2**16
+# The key under which a joined tree holds its bundles, beside the separate arrays.
 TOGETHER = "together"
 
-# Those that treat every number by itself; for others every array goes by itself.
+# The optimizers that treat every number independently. With any other optimizer, no arrays are joined.
 ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax", "Lion")
 
 
 @dataclass
 class Bundle:
-    """Paths and shapes of the leaves, in order, and the dtype that the model multiplies with (None: their own)."""
+    """The layout of one bundle.
+
+    Attributes:
+        paths: The paths of the parameters in it, in order.
+        shapes: Their shapes, in the same order.
+        used_as: The dtype in which the model uses them; None for the dtype of the bundle.
+    """
 
     paths: list[str]
     shapes: list[tuple[int, ...]]
     used_as: mx.Dtype | None
 
     def join(self, flat: Mapping[str, mx.array]) -> mx.array:
-        """The leaves of `flat`, by path, end to end."""
+        """Concatenate the bundle's parameters, which `flat` holds by path, into an array of one axis."""
         return _end_to_end([flat[path] for path in self.paths])
 
     def part(self, joined: mx.array) -> list[mx.array]:
-        """The leaves, which share the buffer of `joined`."""
+        """Return the parameters as parts of `joined`; they share its buffer."""
         ends, end = [], 0
         for shape in self.shapes[:-1]:
             end += math.prod(shape)
@@ -50,7 +57,7 @@ class Bundle:
         return [piece.reshape(shape) for piece, shape in zip(mx.split(joined, ends), self.shapes, strict=True)]
 
     def used(self, joined: mx.array) -> list[mx.array]:
-        """The leaves as the model uses them; their gradients arrive end to end, in the dtype of `joined`."""
+        """Return the parameters in the dtype that the model uses; their gradients come joined, in `joined`'s dtype."""
 
         def forward(joined: mx.array) -> list[mx.array]:
             return self.part(joined if self.used_as is None else joined.astype(self.used_as))
@@ -64,7 +71,20 @@ class Bundle:
 
 
 class Bundles:
-    """Which leaves of a tree like `parameters` go together; those at `separate` do not. used_as: dtypes by path."""
+    """Decides which parameters are joined, and converts trees between the two forms.
+
+    A joined tree holds the bundles in a list under TOGETHER, and the remaining parameters at their own paths.
+
+    Args:
+        parameters: The tree of trainable parameters.
+        optimizer: The optimizer; nothing is joined unless it is one of ELEMENTWISE.
+        separate: Paths of parameters that stay separate.
+        used_as: The dtype in which the model uses a parameter, by path; its own dtype where the path is missing.
+
+    Attributes:
+        all: The bundles.
+        members: The paths of all parameters that are in a bundle.
+    """
 
     def __init__(
         self,
@@ -74,7 +94,7 @@ class Bundles:
         used_as: Mapping[str, mx.Dtype] | None = None,
     ):
         self.all: list[Bundle] = []
-        most = MOST_ON_CPU if backend.device() == "cpu" else MOST
+        most = MOST_NUMBERS_ON_CPU if backend.device() == "cpu" else MOST_NUMBERS
         kinds: dict[tuple[mx.Dtype, mx.Dtype | None], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters) if type(optimizer).__name__ in ELEMENTWISE else []:
             if path in separate or leaf.size > most:
@@ -90,37 +110,37 @@ class Bundles:
         self.members = {path for bundle in self.all for path in bundle.paths}
 
     def join(self, tree: Any, joined: Sequence[mx.array] | None = None) -> Any:
-        """The tree with its bundles in place of their leaves; `joined`: the bundles, if they are at hand."""
+        """Return `tree` with bundles in place of their members; `joined` gives the bundles if they exist already."""
         flat = dict(leaves(tree))
         rest = [(path, leaf) for path, leaf in flat.items() if path not in self.members]
         together = [bundle.join(flat) for bundle in self.all] if joined is None else list(joined)
-        found: Any = tree_unflatten(rest) if rest else {}
-        return found | {TOGETHER: together} if together else found
+        separate: Any = tree_unflatten(rest) if rest else {}
+        return separate | {TOGETHER: together} if together else separate
 
     def part(self, tree: Any, used: bool = False) -> Any:
-        """The tree that join() was given, without a copy; `used`: as the model uses it in a step."""
+        """Undo join() without a copy; with `used`, the parameters have the dtypes in which the model uses them."""
         rest = [(path, leaf) for path, leaf in leaves(tree) if not path.startswith(f"{TOGETHER}.")]
         for bundle, joined in zip(self.all, tree.get(TOGETHER, []), strict=True):
             rest += zip(bundle.paths, bundle.used(joined) if used else bundle.part(joined), strict=True)
         return tree_unflatten(rest)
 
     def part_state(self, state: Any) -> Any:
-        """An optimizer's state with moments by the path of their parameter: as a run keeps it, on whatever device."""
-        found = [(path, leaf) for path, leaf in leaves(state) if not path.startswith(f"{TOGETHER}.")]
+        """Return an optimizer's state with each moment at the path of its parameter, as a saved run holds it."""
+        parted = [(path, leaf) for path, leaf in leaves(state) if not path.startswith(f"{TOGETHER}.")]
         for bundle, moments in zip(self.all, state.get(TOGETHER, []), strict=True):
             for name, joined in moments.items():
-                found += zip((f"{path}.{name}" for path in bundle.paths), bundle.part(joined), strict=True)
-        return tree_unflatten(found)
+                parted += zip((f"{path}.{name}" for path in bundle.paths), bundle.part(joined), strict=True)
+        return tree_unflatten(parted)
 
     def join_state(self, parted: Any, like: Any) -> Any:
-        """The state, shaped as `like`, of which part_state() made `parted`."""
+        """Undo part_state(): return the state `parted` with bundles, in the structure of `like`."""
         flat = dict(leaves(parted))
-        found = [(path, flat[path]) for path, _ in leaves(like) if not path.startswith(f"{TOGETHER}.")]
+        state = [(path, flat[path]) for path, _ in leaves(like) if not path.startswith(f"{TOGETHER}.")]
         for number, (bundle, moments) in enumerate(zip(self.all, like.get(TOGETHER, []), strict=True)):
             for name in moments:
                 joined = _end_to_end([flat[f"{path}.{name}"] for path in bundle.paths])
-                found.append((f"{TOGETHER}.{number}.{name}", joined))
-        return tree_unflatten(found)
+                state.append((f"{TOGETHER}.{number}.{name}", joined))
+        return tree_unflatten(state)
 
 
 def _end_to_end(arrays: Sequence[mx.array]) -> mx.array:

@@ -1,4 +1,4 @@
-"""What cannot be trained, said before anything is touched."""
+"""Refuses a run that cannot train, before anything is written or changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ _COUNTS = ("iters", "batch_size", "grad_accumulation_steps", "steps_per_report",
 
 
 def check(model: nn.Module, config: TrainConfig, splits: Splits) -> None:
-    """UserError for counts below 1, early stopping without validation data, a model of which nothing trains."""
+    """Check what the training loop takes for granted.
+
+    Raises:
+        UserError: If a count is below 1, early stopping has no validation data, or no parameter is trainable.
+    """
     for name in _COUNTS:
         if getattr(config, name) < 1:
             raise UserError(f"{name}: expected 1 or more, got {getattr(config, name)}.")

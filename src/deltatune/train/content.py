@@ -1,4 +1,7 @@
-"""Which numbers a run starts from, whatever their file is called: digests that a continuation must share."""
+"""Computes digests of the weights that a run starts from, which a continued run must share.
+
+The digests depend on the content alone, so that a model may be moved or renamed between a run and its continuation.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from ..config import TrainConfig
 from . import announce
 from .tree import leaves
 
-# Numbers sampled from a tensor. Another checkpoint of the same shape differs in nearly every number.
+# The numbers sampled from each tensor are enough: two checkpoints of one shape differ in nearly every number.
 SAMPLED = 1024
 
 
 def facts(model: nn.Module, config: TrainConfig) -> dict[str, str | None]:
-    """What state.fingerprint adds to the options: the model's tensors, their numbers, and those of given adapters."""
+    """Return what state.fingerprint adds to the options: digests of the structure, the weights and given adapters."""
     adapter = config.resume_adapter_file
     return {
         "model_tensors": announce.structure(model),
@@ -28,10 +31,10 @@ def facts(model: nn.Module, config: TrainConfig) -> dict[str, str | None]:
 
 
 def weights_digest(model: nn.Module, config: TrainConfig) -> str:
-    """A digest of numbers sampled evenly from every tensor that came from a checkpoint.
+    """Return a digest of numbers that are sampled evenly from every tensor of the checkpoint.
 
-    Numbers that were drawn are left out, since another device may round them in another way: adapters, and all of a
-    model that trains from scratch. The seed in the configuration decides those.
+    Randomly initialised tensors are left out, since another device may round them differently: adapters, and all of a
+    model that trains from scratch. The seed, one of the options that a continuation must share, determines those.
     """
     drawn = set() if config.fine_tune_type == "full" else {name for name, _ in leaves(model.trainable_parameters())}
     given = [(name, leaf) for name, leaf in sorted(leaves(model.parameters())) if name not in drawn]
@@ -47,7 +50,7 @@ def weights_digest(model: nn.Module, config: TrainConfig) -> str:
 
 
 def file_digest(path: str | Path) -> str:
-    """A digest of the file's bytes."""
+    """Return a digest of the file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
 

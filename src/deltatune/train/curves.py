@@ -1,4 +1,4 @@
-"""Curves as inline SVG, coloured by the page's own style, light or dark."""
+"""Draws the curves of a run as inline SVG for the report, whose style sheet sets the colours (light or dark)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    """A line: `points` (x, y), `mark` a or b (the two colours of the page), dots as well where `dots`."""
+    """One curve of a plot.
+
+    Attributes:
+        name: Its name in the legend; empty for none.
+        points: Its points, as (x, y).
+        mark: The page's colour for it, `a` or `b`.
+        dots: Whether every point gets a dot.
+    """
 
     name: str
     points: Points
@@ -33,7 +40,7 @@ _SMALL = {
 
 
 def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(title, SVG) of every curve that the records of a metrics.jsonl hold."""
+    """Return the (title, SVG) of every plot for which the records of a metrics.jsonl hold values."""
     loss = [
         Curve("training", _series(metrics, "train_loss")),
         Curve("validation", _series(metrics, "val_loss"), "b", dots=True),
@@ -52,7 +59,7 @@ def _series(metrics: Sequence[dict[str, Any]], name: str) -> Points:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers that lie in [low, high]."""
+    """Return about `count` evenly spaced round numbers in [low, high]."""
     step = _round_step((high - low) / count)
     return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
@@ -63,7 +70,13 @@ def _round_step(step: float) -> float:
 
 
 def plot(lines: Sequence[Curve], *, width: int = WIDTH, from_zero: bool = False) -> str:
-    """One set of axes with every line on it, across from 0, and up from 0 where asked. Points must be finite."""
+    """Return an SVG of one set of axes with all curves on it.
+
+    Args:
+        lines: The curves; their points must be finite. The x axis starts at 0 or below.
+        width: The width of the drawing, in pixels.
+        from_zero: Whether the y axis starts at 0 or below, too.
+    """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     left, right = _range(min(0.0, *xs), max(xs), 0.0)
@@ -90,7 +103,7 @@ def _range(low: float, high: float, margin: float) -> tuple[float, float]:
         pad = abs(high) * 0.1 or 1.0
         return low - pad, high + pad
     room = (high - low) * margin
-    # A figure that is never negative gets no negative part of the axis.
+    # If no value is negative, the margin must not make the axis negative.
     return (max(0.0, low - room) if low >= 0 else low - room), high + room
 
 

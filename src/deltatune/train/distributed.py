@@ -1,4 +1,7 @@
-"""Data-parallel training over mx.distributed: each rank its own rows, sums over all, rank 0 writes."""
+"""Connects the ranks of a data-parallel run over mx.distributed.
+
+Each rank trains on its own rows, gradients and losses are summed over the ranks, and rank 0 prints and writes files.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from mlx.utils import tree_map_with_path
 from .tree import leaves
 from .tree import number as to_number
 
-# Those that mx.distributed.init() tries, in its order.
+# The backends that mx.distributed.init() tries, in its order.
 BACKENDS = ("nccl", "ring", "mpi", "jaccl")
-# A message of gradients is closed at this many bytes: few messages, of which the first leave before the last are there.
+# Gradients are sent in messages of about this many bytes: few messages, of which the first leave before the last exist.
 MESSAGE_BYTES = 16 * 2**20
 
 
 class World:
-    """The ranks of a run. Without a launcher there is one, and every method gives back what it got.
+    """The ranks of a run. Without a launcher there is one rank, and sums over it are the numbers themselves.
 
     Attributes:
         backend: What carries messages between ranks: `nccl`, `ring`, `mpi` or `jaccl`; None where there is one rank.
@@ -36,26 +39,26 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this rank prints and writes."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
     def sum(self, array: mx.array) -> mx.array:
-        """The sum of `array` over the ranks. It is lazy: every rank must evaluate it."""
+        """Return the sum of `array` over the ranks. It is lazy: every rank must evaluate it."""
         if self.size == 1:
             return array
         return mx.distributed.all_sum(array, group=self.group, stream=self._stream)
 
     def sum_numbers(self, *numbers: float) -> list[float]:
-        """Sums of a few Python numbers over the ranks, in fp32; the same on every rank. Waits for every rank."""
+        """Return the sums of Python numbers over the ranks, in fp32, the same on every rank. Waits for every rank."""
         if self.size == 1:
             return list(numbers)
         return [float(number) for number in self.sum(mx.array(numbers, mx.float32)).tolist()]  # type: ignore[union-attr, arg-type]
 
     def sum_tree(self, tree: Any) -> Any:
-        """Sums of every leaf over the ranks. They are lazy: every rank must evaluate them.
+        """Return `tree` with every leaf summed over the ranks. The sums are lazy: every rank must evaluate them.
 
-        Leaves of one dtype travel end to end in few messages. The last leaves go first: a backward pass ends with the
-        first layers, so that messages leave while it goes on.
+        Leaves of one dtype are joined into few messages. The last leaves are sent first: a backward pass ends with the
+        first layers, so that the first messages leave while it still runs.
         """
         if self.size == 1:
             return tree
@@ -68,23 +71,23 @@ class World:
         return tree_map_with_path(lambda path, _: summed[path], tree)
 
     def gather(self, array: mx.array) -> mx.array:
-        """`array` of every rank, stacked in rank order along a new first axis."""
+        """Return `array` of every rank, stacked in rank order along a new first axis. Waits for every rank."""
         if self.size == 1:
             return array[None]
         gathered = mx.distributed.all_gather(array[None], group=self.group, stream=self._stream)
-        # At once, and on every rank: a rank that never looks at it would leave the others waiting.
+        # It is evaluated here, on every rank, because a rank that never used it would leave the others waiting.
         mx.eval(gathered)
         return gathered
 
     def largest(self, number: float) -> float:
-        """The largest of the ranks' numbers, in fp32. Waits for every rank."""
+        """Return the largest of the ranks' numbers, in fp32. Waits for every rank."""
         return number if self.size == 1 else to_number(self.gather(mx.array(number, mx.float32)).max())
 
 
 def _join() -> tuple[str | None, mx.distributed.Group]:
-    """The backend under which a launcher started this process with others, and the group of them all."""
+    """Return the backend that connects this process with the others of its launcher, and the group of all of them."""
     for name in BACKENDS:
-        # As mx.distributed.init() does, which has no name for what it found.
+        # mx.distributed.init() does the same, but does not say which backend it chose.
         if name == "nccl" and not mx.cuda.is_available():
             continue
         group = mx.distributed.init(backend=name)
@@ -99,16 +102,16 @@ def _stream_of_thread(backend: str, thread: int) -> mx.Stream:
 
 
 def own_stream(backend: str) -> mx.Stream:
-    """The stream of this process's messages: on the GPU under NCCL, which takes no other, else on the CPU.
+    """Return this thread's stream for messages, on the GPU under NCCL, which requires it, else on the CPU.
 
-    Apart from the default stream, so that a message goes while that computes; one for all, so that they keep their
-    order. A stream belongs to the thread that made it.
+    It is not the default stream, so that messages travel while that one computes. All messages share it, so that they
+    keep their order. A stream can be used only in the thread that made it.
     """
     return _stream_of_thread(backend, threading.get_ident())
 
 
 def _messages(flat: Iterable[tuple[str, mx.array]]) -> Iterator[list[tuple[str, mx.array]]]:
-    """Leaves that travel together: of one dtype, in order, and about MESSAGE_BYTES or a single larger one."""
+    """Group leaves into messages of one dtype and about MESSAGE_BYTES each, in order; a larger leaf goes alone."""
     waiting: dict[mx.Dtype, list[tuple[str, mx.array]]] = {}
     for path, leaf in flat:
         if leaf.nbytes >= MESSAGE_BYTES:
@@ -122,7 +125,7 @@ def _messages(flat: Iterable[tuple[str, mx.array]]) -> Iterator[list[tuple[str, 
 
 
 def _parts(joined: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
-    """Arrays shaped as `like`, which lie end to end in `joined`."""
+    """Split `joined` into arrays with the shapes of `like`."""
     ends, end = [], 0
     for array in like[:-1]:
         end += array.size

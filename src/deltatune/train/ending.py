@@ -1,4 +1,4 @@
-"""How a run ends before its time: asked by a person, by an error, or because another rank is gone."""
+"""Ends a run early with its state saved: on a signal, on an error, or because another rank has died."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .outputs import Outputs
 from .peers import Peers
 from .saving import Saving
 
-# Seconds: until the main thread has an answer from MLX after a second Ctrl-C; for a save by another thread than it; for
-# a dead rank to be known after the backend's error; the other ranks must end within 30.
+# Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for another thread to save; and for a
+# dead rank to be noticed after an error of the backend. Together, the other ranks end within 30 seconds.
 _ANSWER, _SAVE, _NEWS = 2.0, 12.0, 5.0
 
 
 class Ending:
-    """Within it, signals and dead ranks end the run with its state saved.
+    """Inside its `with` block, signals and dead ranks end the run with its state saved.
 
-    The main thread holds a lock, except where it waits for a batch's gradients (waiting()). There the parameters are
+    The main thread holds a lock, except while it waits for a batch's gradients (waiting()). There the parameters are
     those of the last update, so that another thread can save them although the main thread may never return.
     """
 
@@ -35,14 +35,16 @@ class Ending:
         self.stop = StopRequest(self._answer, self._hurry)
         self._peers = Peers(world, self._rank_ended)
         self._whole = threading.Lock()
-        # That the main thread came back from MLX after a second signal.
+        # Set when the main thread has returned from MLX after a second signal.
         self._returned = threading.Event()
 
     def __enter__(self) -> Ending:
         with ExitStack() as stack:
             stack.enter_context(self._peers)
             for rank in self._peers.missing:
-                self._screen.say(f"Note: rank {rank} cannot be reached over TCP, so it would not be missed if it died.")
+                self._screen.say(
+                    f"Note: rank {rank} cannot be reached over TCP; if it died, this rank would wait for it."
+                )
             stack.enter_context(self.stop)
             self._whole.acquire()
             self._stack = stack.pop_all()
@@ -53,18 +55,18 @@ class Ending:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
     def in_order(self) -> None:
-        """Say that every rank ends now, with the same error."""
+        """Declare that every rank ends now, with the same error."""
         self._peers.in_order()
 
     def stopped(self) -> StoppedError:
-        """What is raised when the run was asked to stop, and has saved."""
+        """Return the exception for a run that was asked to stop and has saved its state."""
         return StoppedError(
             f"stopped after iteration {self._saving.saved} of {self._config.iters}; the state is saved in "
             f"{self._outputs.state.parent}. Run the same command with --resume to continue."
         )
 
     def check(self) -> None:
-        """Stop here if a second signal came. The run must be where no parameter has moved since the last update."""
+        """Save and stop if a second signal came; no parameter may have changed since the last update."""
         if self.stop.hurried:
             self._returned.set()
             self._saving.save_last_update()
@@ -72,7 +74,7 @@ class Ending:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around waiting for a batch's gradients, while no parameter moves."""
+        """Let another thread save while the main thread, inside the `with` block, waits for a batch's gradients."""
         self.check()
         self._whole.release()
         try:
@@ -83,37 +85,40 @@ class Ending:
 
     @contextmanager
     def rescue(self) -> Iterator[None]:
-        """Save what the last update left on the way out of an error that is nobody's mistake."""
+        """Save the state of the last update if an exception other than UserError leaves the `with` block."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:
             if self._world.size > 1:
-                # The backend fails where a rank is gone; then one message is enough.
+                # The backend fails if a rank has died. Then the thread that watches the ranks reports it, once.
                 self._whole.release()
                 self._peers.wait_for_end(_NEWS)
                 self._whole.acquire()
             try:
                 self._saving.save_last_update()
             except (UserError, RuntimeError) as second:
-                error.add_note(f"Nor could the state be saved: {second}")
+                error.add_note(f"The state could not be saved either: {second}")
             else:
                 if not self._world.main:
                     raise
                 error.add_note(
-                    f"The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}: "
-                    "go on with --resume."
+                    f"The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}. "
+                    "Run the same command with --resume to continue."
                 )
             raise
 
     def _answer(self, name: str) -> None:
-        """In the thread of signals, at the first. A launcher sends SIGTERM to all where one rank ended."""
+        """Answer the first signal, in the thread that handles signals."""
+        # If a rank died, the launcher sends SIGTERM to all others, which nobody asked for.
         if not self._peers.dead:
-            self._screen.say(f"{name}: finishing this step, then saving. Once more saves what the last update left.")
+            self._screen.say(
+                f"{name}: finishing this step, then saving. A second signal saves the last update at once."
+            )
 
     def _hurry(self) -> None:
-        """In the thread of signals, at the second: save at once if the main thread waits; else it will see to it."""
+        """Answer the second signal: save at once if the main thread waits for MLX; otherwise check() will do it."""
         if not self._whole.acquire(blocking=False):
             return
         try:
@@ -124,12 +129,12 @@ class Ending:
         finally:
             self._whole.release()
         self._screen.stop()
-        # A notebook's process is not ours to end: there the run ends when MLX answers.
+        # A notebook's process must live on: there the run ends when MLX returns.
         if not hasattr(sys, "ps1") and not self._returned.wait(_ANSWER):
             leave(str(self.stopped()))
 
     def _rank_ended(self, dead: list[int]) -> None:
-        """In the thread that watches the ranks: save what can be saved, say so once, end."""
+        """Save what can be saved, report the dead ranks once, and end this process; runs in the thread of Peers."""
         saver = threading.Thread(target=self._save_beside, daemon=True)
         saver.start()
         saver.join(2 * _SAVE)
@@ -142,7 +147,7 @@ class Ending:
             try:
                 self._saving.save_last_update()
             except (UserError, RuntimeError) as error:
-                self._screen.say(f"Nothing was saved at the end: {error}.")
+                self._screen.say(f"The state could not be saved at the end: {error}.")
 
     def _news(self, dead: list[int]) -> str:
         ended = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}"

@@ -1,4 +1,4 @@
-"""Loss and perplexity over a split, token by token, whatever the batches."""
+"""Computes the loss per token over a split, which does not depend on how its examples are batched."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .tree import number
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode: no dropout. Every module's mode is as before afterwards.
+    """Switch `model` to evaluation mode, without dropout, inside the `with` block; afterwards its mode is restored.
 
-    Gated-delta mixers stay in training mode, which for them chooses the implementation: ours, chunkwise.
+    Gated-delta mixers stay in training mode. There it only chooses deltatune's implementation over upstream's.
     """
     before = [(module, module.training) for module in model.modules()]
     mixers = list(gated_delta_layers(model).values())
@@ -41,7 +41,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Evaluation:
-    """The loss per token of `model` by `loss`, compiled once a batch shape."""
+    """Computes the loss per token of `model`; it is compiled once for each batch shape."""
 
     def __init__(self, model: nn.Module, loss: LossFunction, world: World):
         self._model, self._loss, self._world = model, loss, world
@@ -53,9 +53,15 @@ class Evaluation:
         batches: int = -1,
         between: Callable[[int, int], bool] | None = None,
     ) -> float | None:
-        """Mean loss over the targets of the first `batches` batches (-1: all), over all ranks; nan without targets.
+        """Evaluate the first batches of `order`.
 
-        `between(done, total)` is called after each batch; when it returns True the evaluation ends with None.
+        Args:
+            order: The batches.
+            batches: How many batches are evaluated; -1 for all.
+            between: Is called after each batch with the batches done and their total; True ends the evaluation.
+
+        Returns:
+            The mean loss over the targets, over all ranks; nan without targets; None if `between` ended it.
         """
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
         loss_sum = weight_sum = 0.0
@@ -75,7 +81,7 @@ class Evaluation:
 
 
 def say_loss(name: str, run: Run, examples: Sequence[Example], screen: Screen) -> float:
-    """Evaluate the model of `run` over `examples`, tell the screen, and return the loss per token."""
+    """Evaluate the model of `run` on `examples`, print loss and perplexity, and return the loss per token."""
     # Nothing is differentiated, so nothing needs to be recomputed.
     config = dataclasses.replace(run.config, grad_checkpoint=False)
     with training(run.model, config) as trained:

@@ -1,10 +1,9 @@
-"""`expert_updates: active`: an expert without tokens since the last update keeps adapters and moments as they are.
+"""Implements `expert_updates: active`: the optimizer updates only experts that had tokens since the last update.
 
-This is lazy AdamW (or whichever optimizer): no decay of weights or moments and no step from old momentum for experts
-that were not routed to, while bias correction and schedules go by the global step. It is another algorithm than the
-dense update, and costs in proportion to the experts that had tokens. Which had is read off the accumulated gradients:
-an expert of a layer is left alone where every gradient of its own in that layer is exactly zero. So nothing has to be
-kept beside the state that a run saves.
+This is lazy AdamW, or the lazy form of another optimizer. An expert without tokens keeps its weights and moments: no
+decay, and no step from old momentum. Bias correction and schedules follow the global step. The result differs from the
+dense update, and the cost is proportional to the number of experts that had tokens. An expert counts as one without
+tokens if all its gradients in a layer are exactly zero, so that no further state has to be saved.
 """
 
 from __future__ import annotations
@@ -24,8 +23,14 @@ from .tree import leaves
 
 
 class ExpertGradients(NamedTuple):
-    """What the update of experts needs: their summed gradients by path, which experts have one (layer -> [E] bool), the
-    factor that makes a step of them, and whether loss and norm are finite."""
+    """What the update of experts needs.
+
+    Attributes:
+        gradients: The summed gradients of expert parameters, by path.
+        touched: Which experts have a gradient other than zero: [E] bool, by layer.
+        factor: What the gradients are multiplied with before the optimizer's step (1 / weight, and clipping).
+        healthy: Whether loss and norm are finite.
+    """
 
     gradients: dict[str, mx.array]
     touched: dict[str, mx.array]
@@ -34,43 +39,52 @@ class ExpertGradients(NamedTuple):
 
 
 class ActiveExperts:
-    """The parameters with one leading axis of experts, by layer, and their update outside the compiled step."""
+    """Finds the parameters whose first axis is the expert, and updates them outside the compiled step.
+
+    Attributes:
+        paths: The paths of those parameters.
+
+    Raises:
+        UserError: If the optimizer does not treat every number independently, or no expert layer is trainable.
+    """
 
     def __init__(self, model: nn.Module, optimizer: mlx.optimizers.Optimizer):
         if type(optimizer).__name__ not in ELEMENTWISE:
             known = ", ".join(name.lower() for name in ELEMENTWISE)
             raise UserError(
-                f"expert_updates: active needs an optimizer that treats every number by itself ({known}); "
+                f"expert_updates: active needs an optimizer that treats every number independently ({known}); "
                 f"{type(optimizer).__name__.lower()} does not. Use one of those, or expert_updates: dense."
             )
         self._model, self._optimizer = model, optimizer
         self._layers = _expert_leaves(model)
         self.paths = {path for paths in self._layers.values() for path in paths}
         if not self.paths:
-            raise UserError("expert_updates: active, but no expert layer trains; use expert_updates: dense.")
+            raise UserError(
+                "expert_updates: active needs a trainable expert layer, and there is none; use expert_updates: dense."
+            )
 
     def split(self, tree: Any) -> tuple[Any, dict[str, mx.array]]:
-        """The tree without expert leaves, and those by path."""
+        """Return the tree without expert parameters, and the expert parameters by path."""
         flat = leaves(tree)
         rest = [(path, leaf) for path, leaf in flat if path not in self.paths]
         return tree_unflatten(rest) if rest else {}, {path: leaf for path, leaf in flat if path in self.paths}
 
     def touched(self, gradients: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Layer -> [E] bool: which experts have a gradient that is not zero."""
-        found = {}
+        """Return which experts have a gradient other than zero: [E] bool, by layer."""
+        touched = {}
         for layer, paths in self._layers.items():
-            each = [(gradients[path] != 0).reshape(gradients[path].shape[0], -1).any(axis=1) for path in paths]
-            found[layer] = mx.stack(each).any(axis=0)
-        return found
+            nonzero = [(gradients[path] != 0).reshape(gradients[path].shape[0], -1).any(axis=1) for path in paths]
+            touched[layer] = mx.stack(nonzero).any(axis=0)
+        return touched
 
     def update(self, experts: ExpertGradients) -> None:
-        """Step the touched experts, in place. The optimizer has counted its step."""
+        """Update the touched experts in place. The optimizer must have counted this step already."""
         parameters = dict(leaves(self._model.trainable_parameters()))
         for layer, paths in self._layers.items():
-            numbers = np.flatnonzero(np.array(experts.touched[layer]))
-            if not numbers.size:
+            touched = np.flatnonzero(np.array(experts.touched[layer]))
+            if not touched.size:
                 continue
-            rows = mx.array(numbers.astype(np.uint32))
+            rows = mx.array(touched.astype(np.uint32))
             for path in paths:
                 self._update_rows(
                     parameters[path], _at(self._optimizer.state, path), experts.gradients[path], rows, experts.factor
@@ -81,25 +95,25 @@ class ActiveExperts:
     ) -> None:
         part = {name: moment[rows] for name, moment in moments.items()}
         scaled = (gradient[rows] * factor).astype(parameter.dtype)
-        # Assigned to, so that MLX may write into the buffers that are there.
+        # Assigning to rows lets MLX write into the existing buffer.
         parameter[rows] = self._optimizer.apply_single(scaled, parameter[rows], part)
         for name, moment in moments.items():
             moment[rows] = part[name]
 
 
 def _expert_leaves(model: nn.Module) -> dict[str, list[str]]:
-    """Layer (the module that holds gate, up and down) -> paths of its trainable arrays with an axis of experts."""
+    """Return the paths of trainable expert parameters, by the path of the module that holds gate, up and down."""
     trained = {path for path, _ in leaves(model.trainable_parameters())}
-    found: dict[str, list[str]] = {}
+    by_layer: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        adapter = "lora_a" in module and module["lora_a"].ndim == 3
-        if not adapter and not is_switch(module):
+        is_adapter = "lora_a" in module and module["lora_a"].ndim == 3
+        if not is_adapter and not is_switch(module):
             continue
-        names = ("lora_a", "lora_b") if adapter else ("weight", "bias")
-        mine = [f"{path}.{name}" for name in names if f"{path}.{name}" in trained]
-        if mine:
-            found.setdefault(path.rpartition(".")[0], []).extend(mine)
-    return found
+        names = ("lora_a", "lora_b") if is_adapter else ("weight", "bias")
+        paths = [f"{path}.{name}" for name in names if f"{path}.{name}" in trained]
+        if paths:
+            by_layer.setdefault(path.rpartition(".")[0], []).extend(paths)
+    return by_layer
 
 
 def _at(tree: Any, path: str) -> Any:

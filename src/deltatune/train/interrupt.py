@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a run answers at once, and stops where its state can be saved."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP: a run answers at once, and stops where its state can be saved."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from types import FrameType
 
 from ..errors import UserError
 
-# A closed terminal sends SIGHUP, which Windows does not have.
+# A terminal that closes sends SIGHUP. Windows does not have it.
 _SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 
 
 class StoppedError(UserError):
-    """The user stopped the run; its state is saved, and the message says how to go on."""
+    """Raised when the user has stopped a run; its state is saved, and the message says how to continue."""
 
 
 class StopRequest:
-    """Within it, the first signal asks the run to stop after its step, the second to stop during it.
+    """Inside its `with` block, the first signal asks the run to stop after its step, the second to stop at once.
 
-    The main thread mostly waits for the device inside MLX, where Python handles no signal. So a thread of its own is
-    woken by each signal and answers. A third signal raises KeyboardInterrupt where the main thread next runs Python.
-    Signals can be handled in the main thread alone; entered in another one, a StopRequest changes nothing.
+    The main thread mostly waits for the device inside MLX, where Python handles no signals. So a separate thread is
+    woken by each signal and answers it. A third signal raises KeyboardInterrupt as soon as the main thread runs Python
+    code. Python can handle signals only in the main thread; in another thread, a StopRequest does nothing.
 
     Args:
-        answer: Called in that thread at the first signal, with its name.
-        hurry: Called in that thread at the second.
+        answer: Is called in the separate thread at the first signal, with the signal's name.
+        hurry: Is called in the separate thread at the second signal.
 
     Attributes:
-        asked: Whether a signal came.
-        hurried: Whether a second one came.
+        asked: Whether a signal has come.
+        hurried: Whether a second one has come.
     """
 
     def __init__(self, answer: Callable[[str], None], hurry: Callable[[], None]) -> None:
@@ -53,8 +53,8 @@ class StopRequest:
         writing.setblocking(False)
         self._woken_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:
-            # nohup makes a process ignore SIGHUP, and that must stay so. Shells make one in the background ignore
-            # SIGINT, and who sends it to a run all the same means it.
+            # nohup makes a process ignore SIGHUP, which must stay ignored. Shells make background processes ignore
+            # SIGINT, but whoever sends it to a run wants the run to stop.
             if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         self._thread = threading.Thread(target=self._listen, args=(reading,), name="deltatune signals", daemon=True)
@@ -69,7 +69,7 @@ class StopRequest:
         self._before.clear()
         signal.set_wakeup_fd(self._woken_before)
         reading, writing = self._ends
-        # This ends the thread's reading.
+        # Closing this end makes the thread leave its loop.
         writing.close()
         self._thread.join()
         reading.close()
@@ -99,9 +99,9 @@ class StopRequest:
 
 
 def drop_closed_outputs() -> None:
-    """Let standard output and error lead nowhere where nobody reads them any more, so that writing cannot fail."""
+    """Redirect standard output and error to the null device if their reader is gone, so that writing cannot fail."""
     for stream in (sys.stdout, sys.stderr):
-        # Neither has a number where a program has put something else in their place.
+        # A stream has no file descriptor if a program has replaced it by an object of its own.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             number = stream.fileno()
             poll = select.poll()
@@ -113,7 +113,7 @@ def drop_closed_outputs() -> None:
 
 
 def leave(message: str) -> None:
-    """End the process with exit code 2 and one message, though its main thread may never return from MLX."""
+    """End the process with exit code 2 and one message; it works even if the main thread never returns from MLX."""
     drop_closed_outputs()
     sys.stdout.flush()
     if message:

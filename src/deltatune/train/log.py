@@ -1,4 +1,4 @@
-"""What a run tells: lines or a progress bar for a person, metrics.jsonl for programs, and the services asked for."""
+"""Reports the progress of a run: on the screen, in metrics.jsonl, and to services such as TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ Record = dict[str, Any]
 
 
 class Service(Protocol):
-    """Somewhere else that metrics go."""
+    """A service that receives the metrics of a run."""
 
-    def log(self, record: Record, iteration: int) -> None: ...
+    def log(self, record: Record, iteration: int) -> None:
+        """Send the metrics of an iteration."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish the run in the service."""
 
 
 class TensorBoard:
-    """Scalars in `<directory>/tensorboard`, by TensorBoard's own writer."""
+    """Writes scalars to `<directory>/tensorboard` with TensorBoard's own writer."""
 
     def __init__(self, directory: Path, project: str, options: Record):
         writer = _library("tensorboard", "tensorboard.summary").Writer
@@ -44,7 +46,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run named after the output folder."""
+    """Logs to a Weights & Biases run that is named after the output folder."""
 
     def __init__(self, directory: Path, project: str, options: Record):
         self._wandb = _library("wandb", "wandb")
@@ -58,7 +60,7 @@ class WandB:
 
 
 class SwanLab:
-    """A SwanLab experiment named after the output folder."""
+    """Logs to a SwanLab experiment that is named after the output folder."""
 
     def __init__(self, directory: Path, project: str, options: Record):
         self._swanlab = _library("swanlab", "swanlab")
@@ -83,7 +85,17 @@ def _library(name: str, module: str) -> Any:
 
 
 def open_services(report_to: str | None, directory: Path, project: str | None, options: Record) -> list[Service]:
-    """The services in a comma-separated list. UserError for an unknown one, or one whose library is missing."""
+    """Open the services that --report-to names.
+
+    Args:
+        report_to: The names, separated by commas; None for no service.
+        directory: The output folder of the run.
+        project: The name of the project; None for the name of the current folder.
+        options: The options of the run, which the services show.
+
+    Raises:
+        UserError: If a service is unknown or its library is missing.
+    """
     names = [name.strip().lower() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in SERVICES:
@@ -94,7 +106,15 @@ def open_services(report_to: str | None, directory: Path, project: str | None, o
 
 
 class Metrics:
-    """`metrics.jsonl`: one JSON object a line. `keep` bytes of an earlier run stay, what follows them is dropped."""
+    """Writes `metrics.jsonl`, one JSON object per line.
+
+    Args:
+        path: The file.
+        keep: How many bytes at the start of an existing file are kept; a continued run keeps its earlier lines.
+
+    Raises:
+        UserError: If the file cannot be opened or written.
+    """
 
     def __init__(self, path: Path, keep: int = 0):
         self._path = path
@@ -107,9 +127,10 @@ class Metrics:
             raise UserError(refusal(path, error)) from error
 
     def write(self, record: Record) -> int:
-        """Append a record; numbers that JSON lacks (NaN, infinity) become null. Returns the length in bytes.
+        """Append a record and return the file's length in bytes. NaN and infinity, which JSON lacks, become null.
 
-        UserError where the disk refuses.
+        Raises:
+            UserError: If the file system refuses.
         """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
@@ -120,12 +141,12 @@ class Metrics:
         return self._file.tell()
 
     def cut(self, length: int) -> None:
-        """Drop what was written after `length` bytes."""
+        """Truncate the file to `length` bytes."""
         os.truncate(self._path, length)
         self._file.seek(0, os.SEEK_END)
 
     def sync(self) -> None:
-        """Make what was written durable."""
+        """Flush the file to the disk."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -137,12 +158,17 @@ class Metrics:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich's own ends the process."""
+        """Raise, where rich would end the process."""
         raise BrokenPipeError
 
 
 class Screen:
-    """Lines for a person; with a terminal also a bar. Silent where `shown` is False (ranks other than 0)."""
+    """Prints lines and, on a terminal, a progress bar.
+
+    Args:
+        shown: False makes the screen silent, as on ranks other than 0.
+        console: The console of rich that it prints on; standard output by default.
+    """
 
     def __init__(self, shown: bool = True, console: Console | None = None):
         self._shown = shown
@@ -151,16 +177,16 @@ class Screen:
         self._task = TaskID(0)
 
     def say(self, text: str) -> None:
-        """Print one line, or several, above the bar."""
+        """Print one or more lines, above the bar if there is one."""
         if self._shown:
             try:
                 self._console.print(Text(text))
             except OSError:
-                # Nobody reads any more, since a terminal was closed for example: the run goes on.
+                # If nobody reads the output, for example because the terminal was closed, the run continues silently.
                 self._shown = False
 
     def start(self, done: int, total: int) -> None:
-        """Show the bar, on a terminal; `done` of `total` iterations are behind us."""
+        """Show the bar if this is a terminal; `done` of `total` iterations are complete."""
         if not (self._shown and self._console.is_terminal):
             return
         columns = (
@@ -174,32 +200,31 @@ class Screen:
         self._bar.start()
 
     def advance(self, done: int, note: str) -> None:
-        """Move the bar to `done` iterations, with the latest figures beside it."""
+        """Move the bar to `done` iterations, with the text `note` beside it."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description="training", note=note)
 
     def evaluating(self, done: int, total: int) -> None:
-        """Say on the bar how far an evaluation has come."""
+        """Show on the bar that `done` of `total` batches are evaluated."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"evaluating {done}/{total}")
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03` or `4:05`."""
-    whole = max(0, round(seconds))
-    minutes, rest = divmod(whole, 60)
+    """Format seconds as `1:02:03` or `4:05`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def train_line(record: Record, total: int, left: float) -> str:
-    """The line of a training report."""
+    """Format a training record as a line; `left` is the estimated remaining time in seconds."""
     norm = record["grad_norm"]
     return (
         f"Iter {record['iteration']}/{total}: train loss {record['train_loss']:.4f}, "
@@ -210,5 +235,5 @@ def train_line(record: Record, total: int, left: float) -> str:
 
 
 def validation_line(record: Record) -> str:
-    """The line of an evaluation."""
+    """Format the record of an evaluation as a line."""
     return f"Iter {record['iteration']}: val loss {record['val_loss']:.4f}, took {record['val_time']:.1f} s"

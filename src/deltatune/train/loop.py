@@ -1,4 +1,7 @@
-"""The training loop: iterations, evaluations, reports and saves, in an order that a kill anywhere cannot change."""
+"""Runs the training loop: iterations, evaluations, reports and saves.
+
+Their order depends only on the saved state, so that a run that is killed anywhere continues to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..errors import UserError
 from ..machine import backend, blas
-from ..ops.random_state import get_key
 from . import announce, content, log, nonfinite, state
 from .check import check
 from .distributed import World
@@ -33,11 +35,11 @@ from .tree import number, seed_iteration
 
 
 class Advance(NamedTuple):
-    """What an iteration gave.
+    """The figures of one iteration.
 
     Attributes:
-        sums: Over all ranks: losses, weights of targets, positions that hold a token, ranks that were asked to stop.
-        norm: The gradients' Euclidean norm before clipping, or None where no update was completed.
+        sums: The sums over all ranks of losses, target weights, tokens, and ranks that were asked to stop.
+        norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
     """
 
     sums: tuple[float, float, float, float]
@@ -45,11 +47,27 @@ class Advance(NamedTuple):
 
 
 class Trainer:
-    """Trains what is trainable in `model` on `splits.train`, as `config` says; run() does it.
+    """Trains the trainable parameters of a model on `splits.train`; run() starts it.
 
-    model: converted (convert_to_lora) or unfrozen; its parameters change in place. Files go to `config.adapter_path`;
-    a fully fine-tuned model is written as a checkpoint, with `tokenizer` and `model_config`, its config.json.
-    UserError for anything the user can mend; StoppedError after Ctrl-C, with the state saved.
+    Files are written to `config.adapter_path`: adapters, or a checkpoint after full fine-tuning.
+
+    Args:
+        model: The model, with adapters (convert_to_lora) or unfrozen layers; its parameters change in place.
+        tokenizer: The model's tokenizer, which is written with a checkpoint.
+        config: The options of the run.
+        splits: The training, validation and test examples.
+        model_config: The content of the model's config.json; full fine-tuning needs it for the checkpoint.
+        world: The ranks that train together; those of the launcher by default.
+        screen: Where progress is printed; standard output by default.
+
+    Raises:
+        UserError: For anything that the user can correct.
+
+    Example:
+        loaded = load(config.model)
+        convert_to_lora(loaded.model, LoraConfig(rank=8, scale=2.0))
+        splits = load_datasets(config, loaded.tokenizer)
+        result = Trainer(loaded.model, loaded.tokenizer, config, splits).run()
     """
 
     def __init__(
@@ -77,7 +95,7 @@ class Trainer:
 
     @classmethod
     def of(cls, run: Run, screen: log.Screen | None = None) -> Trainer:
-        """The trainer of a run that is ready (setup.ready, then Run.prepare)."""
+        """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         loaded = run.loaded
         return cls(
             loaded.model,
@@ -90,7 +108,12 @@ class Trainer:
         )
 
     def run(self) -> Result:
-        """Train to `config.iters`, or until validation stops improving; returns the final figures."""
+        """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
+
+        Raises:
+            UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
+            StoppedError: After Ctrl-C or SIGTERM, with the state saved.
+        """
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
             trained = stack.enter_context(training(self.model, config))
@@ -112,7 +135,7 @@ class Trainer:
 
     @property
     def progress(self) -> state.Progress:
-        """Where the run stands."""
+        """The progress of the run, as it is saved."""
         return self._saving.progress
 
     def _prepare(self, loss: LossFunction) -> None:
@@ -131,27 +154,29 @@ class Trainer:
         self._recent: deque[float] = deque(maxlen=50)
 
     def _open(self) -> None:
-        """Continue a saved run, or start one; then open the metrics where it stands."""
+        """Continue a saved run or start a new one, then open its metrics and services."""
         path, config, world = self.outputs.state, self.config, self.world
-        found = path.is_file()
-        everywhere = world.sum_numbers(float(found))[0]
-        if config.resume and 0 < everywhere < world.size:
-            raise UserError(f"--resume: {path} is not on every machine; share the folder, or copy it to all of them.")
+        has_state = path.is_file()
+        ranks_with_state = world.sum_numbers(float(has_state))[0]
+        if config.resume and 0 < ranks_with_state < world.size:
+            raise UserError(
+                f"--resume: {path} must be on every machine, and some lack it; share the folder, or copy it to all."
+            )
         if world.main:
             self.outputs.prepare()
-        if config.resume and found:
+        if config.resume and has_state:
             if self._saving.restore():
                 self.screen.say(f"BLAS: {blas.status().threads}.")
             self.screen.say(f"Resuming after iteration {self.progress.iteration} of {config.iters}.")
             ranks = self.progress.ranks
             if ranks not in (None, world.size):
                 self.screen.say(
-                    f"Ranks: {world.size}, where {ranks} saved the state. The batches stay the same; sums are rounded "
-                    "in another order, and dropout draws other numbers."
+                    f"The number of ranks is {world.size}; it was {ranks} when the state was saved. The batches stay "
+                    "the same; sums are rounded in another order, and dropout draws other numbers."
                 )
         elif config.resume:
-            self.screen.say(f"--resume: no state in {path.parent} yet; starting from the first iteration.")
-        elif found and (before := state.peek(path)) and not before.finished:
+            self.screen.say(f"--resume: there is no state in {path.parent} yet; starting from the first iteration.")
+        elif has_state and (before := state.peek(path)) and not before.finished:
             self.screen.say(
                 f"{path.parent} holds a run stopped after iteration {before.iteration}; this run will replace it "
                 "at its first save. Stop and use --resume to continue that one."
@@ -203,7 +228,7 @@ class Trainer:
         return at == 0 or at % config.steps_per_eval == 0 or at >= config.iters
 
     def _evaluate(self) -> bool:
-        """Evaluate and report; False when interrupted, so that a resumed run evaluates here first."""
+        """Evaluate and report; return False if interrupted, so that a resumed run starts with this evaluation."""
         assert self._valid_order is not None
         started, progress = time.perf_counter(), self.progress
 
@@ -235,7 +260,7 @@ class Trainer:
         return patience is not None and self.progress.evaluations_without_gain >= patience
 
     def _iterate(self) -> bool:
-        """One micro-batch, and the update if it completes one; returns whether any rank was asked to stop."""
+        """Run a micro-batch, and the update if it is due; return whether any rank was asked to stop."""
         progress, started = self.progress, time.perf_counter()
         if progress.micro_batches == 0:
             self._batches = []
@@ -263,14 +288,15 @@ class Trainer:
         return asked > 0
 
     def _advance(self, batch: Batch) -> Advance:
-        """Run the batch, and the update if it completes one; returns what all ranks know afterwards."""
+        """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks."""
         progress, world, saving = self.progress, self.world, self._saving
         loss, weight, gradients = self._step.micro_batch(batch, saving.sums.gradients)
         sums = Sums(gradients, saving.sums.loss + loss, saving.sums.weight + weight)
         completes = progress.micro_batches + 1 >= self.config.grad_accumulation_steps
         saving.sums = self._step.sum_over_ranks(sums) if completes else sums
         del gradients, sums
-        # Before the update: what fails, for want of memory above all, fails while the parameters are still whole.
+        # The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
+        # unchanged.
         with self._ending.waiting():
             mx.eval(loss, weight, saving.sums)
         progress.micro_batches += 1
@@ -278,13 +304,13 @@ class Trainer:
         if completes:
             saving.updating = True
             norm = self._step.update(*saving.sums)
-            # Only what is kept is referred to while it is evaluated, so that buffers are reused.
+            # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
             saving.sums = saving.sums._replace(gradients=None)
         tokens = sum(sum(row) for row in batch.positions)
         asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
-        # One message with the update, instead of a round trip of its own for each number.
+        # All numbers travel in one message with the update, which saves a round trip for each.
         numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked]))
-        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, get_key(), numbers)
+        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, numbers)
         values: Any = numbers.tolist()
         return Advance(tuple(values), None if norm is None else number(norm))
 
@@ -320,17 +346,17 @@ class Trainer:
         try:
             self._saving.save(finished)
         except UserError:
-            # Every rank raises where rank 0 could not write.
+            # If rank 0 could not write, every rank raises.
             self._ending.in_order()
             raise
 
     def _fail(self, loss: float, norm: float | None) -> None:
-        """Name the cause of a loss or gradient that is not finite, go back to the last good state, save it, raise."""
+        """Raise for a loss or gradient that is not finite, after saving the last good state and finding the cause."""
         at, batches = self.progress.iteration, self._batches
         self.screen.stop()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         self._ending.in_order()
-        # An update that is not finite moves nothing.
+        # An update that is not finite changes no parameter.
         self._saving.updating = False
         self._saving.save_last_update()
         cause = nonfinite.cause(self.model, self._loss, batches, self._watched)

@@ -1,4 +1,7 @@
-"""Names where a loss or gradient stopped being finite, by running the batch again, layer by layer and uncompiled."""
+"""Finds where a loss or gradient stopped being finite, by running the batch again uncompiled and watching each layer.
+
+The training loop calls it when it has met such a loss or gradient.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,34 @@ from ..data import Batch
 from .step import LossFunction, arrays, mean_loss_and_gradients
 from .tree import leaves
 
-# A layer to watch: its name for a person, and the module.
+# A layer to watch: its name in messages, and its module.
 Watched = tuple[str, nn.Module]
 
 
 def cause(model: nn.Module, loss: LossFunction, batches: list[Batch], layers: list[Watched]) -> str:
-    """What find() says of the first batch that it finds anything in, and where the rows of that batch came from."""
+    """Describe the first place that is not finite in any of the batches, and where the rows of its batch come from."""
     for batch in batches:
-        found = find(model, loss, batch, layers)
-        if found is not None:
-            return f"{found}; batch: {', '.join(source for row in batch.sources for source in row)}"
-    return "no cause was found in this process's rows when they were run again"
+        place = find(model, loss, batch, layers)
+        if place is not None:
+            return f"{place}; batch: {', '.join(source for row in batch.sources for source in row)}"
+    return "no cause was found when the rows of this process were run again"
 
 
 def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watched]) -> str | None:
-    """One sentence about the first place that is not finite, or None where this batch has none.
+    """Describe the first place that is not finite; None if this batch has none.
 
-    `layers` in forward order. Forward comes first: a layer's output, then the loss; then backward from the last layer:
-    the gradient that reaches a layer's output; then the parameters' gradients.
+    The search goes in the order of computation: parameters; outputs of layers; loss; from the last layer backward, the
+    gradient that arrives at a layer's output; gradients of parameters.
+
+    Args:
+        model: The model, with the parameters from before the step.
+        loss: The loss that is trained.
+        batch: The batch to run again.
+        layers: The layers, in forward order.
     """
-    frozen = [f"{name} is not finite" for name, leaf in leaves(model.parameters()) if not _finite(leaf)]
-    if frozen:
-        return f"before the step, the model's own tensor {frozen[0]}"
+    damaged = [name for name, leaf in leaves(model.parameters()) if not _finite(leaf)]
+    if damaged:
+        return f"before the step, the model's own tensor {damaged[0]} is not finite"
     seen: list[tuple[str, mx.array]] = []
     arrived: list[tuple[str, mx.array]] = []
     with _watching(layers, seen, arrived):
@@ -45,7 +54,7 @@ def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watche
         if not finite.item():
             return f"the output of {name} is the first that is not finite"
     if not _finite(total):
-        return "every layer's output is finite, the loss is not"
+        return "every layer's output is finite, but the loss is not"
     for name, finite in arrived:
         if not finite.item():
             return f"going backward, the gradient that reaches the output of {name} is the first that is not finite"
@@ -63,7 +72,7 @@ def _finite(array: mx.array) -> bool:
 def _watching(
     layers: list[Watched], seen: list[tuple[str, mx.array]], arrived: list[tuple[str, mx.array]]
 ) -> Iterator[None]:
-    """Within it, `seen` collects whether each output is finite, `arrived` each output's gradient, in their order."""
+    """Collect inside the `with` block whether outputs (`seen`) and their gradients (`arrived`) are finite, in order."""
     kinds = [type(module) for _, module in layers]
     for (name, module), kind in zip(layers, kinds, strict=True):
         module.__class__ = _probed(name, kind, seen, arrived)

@@ -1,4 +1,4 @@
-"""MLX optimizers and schedules by name, as mlx_lm.lora's YAML names them, and an update that NaN cannot reach."""
+"""Builds MLX optimizers and schedules by the names of mlx_lm.lora's YAML, and applies updates that are finite."""
 
 from __future__ import annotations
 
@@ -32,9 +32,14 @@ _SCHEDULE_KEYS = ["name", "arguments", "warmup", "warmup_init"]
 
 
 def build_schedule(settings: dict[str, Any]) -> Schedule:
-    """The schedule of a YAML `lr_schedule`: name, arguments, warmup (steps), warmup_init (rate, default 0).
+    """Build the learning-rate schedule of the YAML key `lr_schedule`.
 
-    Steps are optimizer steps. The warmup ends at the first argument, as in mlx_lm. UserError names what is wrong.
+    Args:
+        settings: `name` (one of SCHEDULES), `arguments` (a list), and optionally `warmup` (in optimizer steps) and
+            `warmup_init` (the rate at the start, 0 by default). The warmup ends at the first argument, as in mlx_lm.
+
+    Raises:
+        UserError: If a key, the name, the arguments or the warmup is wrong.
     """
     for key in settings:
         if key not in _SCHEDULE_KEYS:
@@ -60,7 +65,11 @@ def build_schedule(settings: dict[str, Any]) -> Schedule:
 
 
 def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
-    """The MLX optimizer that `config` names, with its `optimizer_config` entry and rate or schedule."""
+    """Build the MLX optimizer that `config` names, with its `optimizer_config` and its learning rate or schedule.
+
+    Raises:
+        UserError: If a name or a setting is unknown or wrong.
+    """
     name = config.optimizer.lower()
     if name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
@@ -86,9 +95,9 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
 
 
 def global_norm(gradients: Any) -> mx.array:
-    """The Euclidean norm over every leaf, accumulated in fp32; a scalar.
+    """Return the Euclidean norm over all leaves, accumulated in fp32; a scalar.
 
-    Added up one leaf after another: all of their sums at once would be a live buffer a parameter.
+    The leaves are added one after another. Stacking their sums would need a live buffer for each parameter.
     """
     total, *more = (leaf.astype(mx.float32).square().sum() for _, leaf in leaves(gradients))
     for square in more:
@@ -97,7 +106,7 @@ def global_norm(gradients: Any) -> mx.array:
 
 
 def clip_scale(norm: mx.array, clip: float) -> mx.array:
-    """What gradients of that norm are multiplied with."""
+    """Return the factor that scales gradients of Euclidean norm `norm` down to `clip`; 1 if they are smaller."""
     return mx.minimum(clip / (norm + 1e-6), 1.0)
 
 
@@ -109,17 +118,27 @@ def apply(
     clip: float | None,
     norm: mx.array | None = None,
 ) -> tuple[Any, mx.array]:
-    """One optimizer step; returns the new parameters and the gradients' norm before clipping.
+    """Make one optimizer step.
 
-    Where `healthy` is False or the norm is not finite, parameters and optimizer state come out as they went in. Where
-    `gradients` are a part of all, `norm` is that of all, and the state of the others is not touched.
-    One parameter is updated after another, so that not all of them are there twice.
+    If `healthy` is False or the norm is not finite, parameters and optimizer state stay as they are. The parameters are
+    updated one after another, so that memory never holds all of them twice.
+
+    Args:
+        optimizer: The optimizer; its state is updated.
+        parameters: The tree of parameters.
+        gradients: Their gradients, a tree of the same structure.
+        healthy: A boolean scalar, such as whether the loss is finite.
+        clip: The largest norm that is not scaled down; None for no clipping.
+        norm: The norm of all gradients, if `gradients` are only a part of them.
+
+    Returns:
+        The new parameters, and the gradients' norm before clipping.
     """
     norm = global_norm(gradients) if norm is None else norm
     healthy = mx.logical_and(healthy, mx.isfinite(norm))
     scale = None if clip is None else clip_scale(norm, clip)
     scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}
-    # With nothing to update, only schedules and the count of steps move.
+    # Without gradients, this call only advances the schedules and the count of steps.
     optimizer.apply_gradients({}, {})
     step = adam.AdamStep.of(optimizer, scale, healthy)
 
@@ -151,6 +170,6 @@ def apply(
 
 
 def restore(optimizer: mlx.optimizers.Optimizer, state: dict[str, Any]) -> None:
-    """Put `state` into the optimizer's own dictionary, which compiled steps hold on to."""
+    """Copy `state` into the optimizer's own dictionary, to which compiled steps hold a reference."""
     optimizer.state.clear()
     optimizer.state.update(state)

@@ -1,4 +1,4 @@
-"""The files of a run: adapters or a whole checkpoint, the state, metrics and the report."""
+"""Names and writes the files of a run: adapters or a checkpoint, the state, metrics and the report."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ from .tree import leaves
 
 
 class Outputs:
-    """Everything a run writes lies in `config.adapter_path`.
+    """The files of a run, all in the folder `config.adapter_path`.
 
-    With adapters: adapters.safetensors and adapter_config.json, and a numbered copy at every save, as mlx_lm.lora has
-    them. Fully fine-tuned: model.safetensors, config.json and the tokenizer's files.
+    Training of adapters writes adapters.safetensors, adapter_config.json and a numbered copy at every save, as
+    mlx_lm.lora does. Full fine-tuning writes model.safetensors, config.json and the tokenizer's files.
+
+    Args:
+        model: The model that is trained.
+        tokenizer: Its tokenizer, for a checkpoint.
+        config: The options of the run.
+        model_config: The content of the model's config.json, for a checkpoint.
     """
 
     def __init__(
@@ -35,10 +41,12 @@ class Outputs:
         self.report = self.directory / "report.html"
         self._model, self._tokenizer, self._config, self._model_config = model, tokenizer, config, model_config
         if config.fine_tune_type == "full" and model_config is None:
-            raise ValueError("fine_tune_type full writes a checkpoint: give Trainer its config.json, model_config=.")
+            raise ValueError(
+                "fine_tune_type full writes a checkpoint: give Trainer the model's config.json as model_config."
+            )
 
     def prepare(self) -> None:
-        """Make the folders, see that they can be written, remove what a killed run left half-written."""
+        """Create the folders, check that they can be written, and remove incomplete files of a killed run."""
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self.directory, self.state.parent):
@@ -52,7 +60,11 @@ class Outputs:
             raise UserError(state.refusal(self.directory, error)) from error
 
     def save_weights(self, iteration: int) -> None:
-        """Write what was trained so far, so that mlx_lm can load it. UserError where the disk refuses."""
+        """Write the trained weights, so that mlx_lm can load them.
+
+        Raises:
+            UserError: If the file system refuses.
+        """
         if self._config.fine_tune_type == "full":
             self._save_checkpoint()
             return

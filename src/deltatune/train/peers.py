@@ -1,9 +1,9 @@
-"""Notices a rank that ended before its time, so that the others do not wait for it for ever.
+"""Notices that a rank has died, so that the other ranks do not wait for it forever.
 
-A message between ranks waits inside MLX until every rank sends its part. Beside the backend's own connections, every
-two ranks therefore hold one TCP connection, on which nothing is said while both live. The system closes it with the
-process, and its keepalive finds out within 20 s where a whole machine or its network is gone. It answers for a process
-that is busy or stopped, so a slow rank is never taken for a dead one.
+A message between ranks waits inside MLX until every rank sends its part. So every two ranks hold one TCP
+connection of their own, beside those of the backend, which is silent while both live. The operating system closes it
+when the process ends, and TCP's keepalive notices within 20 s if a whole machine or its network is gone. The system
+answers keepalive for a process that is busy or stopped, so a slow rank is never taken for a dead one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import mlx.core as mx
 from ..machine import environment
 from .distributed import World
 
-# Seconds: to connect, and to learn of other ranks that ended in the same moment.
+# Seconds to connect, and seconds to wait for news of other ranks that died at the same moment.
 _CONNECT, _GRACE = 10.0, 0.3
 # A greeting is the listener's secret number and the caller's rank. Other messages are a kind and a rank.
 _GREETING, _MESSAGE = struct.Struct("!QI"), struct.Struct("!cI")
@@ -31,15 +31,14 @@ _GOODBYE, _ENDED = b"g", b"e"
 
 
 class Peers:
-    """Within it, this rank watches the others.
+    """Inside its `with` block, this rank watches the others.
 
     Args:
-        world: The ranks. With one rank nothing is watched.
-        ended: Called once, in a thread of its own, with the ranks that ended unexpectedly. Whether this rank is the
-            lowest of the others is `min(survivors) == world.rank`.
+        world: The ranks of the run; a single rank watches nothing.
+        ended: Is called once, in a separate thread, with the ranks that died.
 
-    Leaving it without an error says goodbye, so that the others know that this rank's end is in order. After an
-    exception they are to notice, unless in_order() was called.
+    A rank that leaves the block without an exception says goodbye, so that the others expect its end. After an
+    exception it says goodbye only if in_order() was called; otherwise the others treat it as dead.
     """
 
     def __init__(self, world: World, ended: Callable[[list[int]], None]):
@@ -80,29 +79,29 @@ class Peers:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that no connection was made with."""
+        """The ranks to which no connection could be made."""
         with self._changed:
             return sorted(set(range(self._world.size)) - {self._world.rank} - set(self._links) - self._gone)
 
     @property
     def dead(self) -> list[int]:
-        """Ranks that ended unexpectedly."""
+        """The ranks that died."""
         with self._changed:
             return sorted(self._dead)
 
     def in_order(self) -> None:
-        """Say that every rank is about to end with the same error, so that none is missed."""
+        """Declare that every rank is about to end with the same error, so that none is taken for dead."""
         self._orderly = True
 
     def wait_for_end(self, seconds: float) -> None:
-        """After an error of the backend: does not return where a rank's end is, or within `seconds` becomes, known."""
+        """Wait after an error of the backend; return only if no rank is known to have died within `seconds`."""
         with self._changed:
             if self._changed.wait_for(lambda: bool(self._dead), seconds):
-                # The watching thread ends the process.
+                # The watching thread will end the process.
                 self._changed.wait_for(lambda: False, 60)
 
     def _exchange(self) -> list[tuple[int, int, list[str]]]:
-        """Of every rank: its secret number, its port, and the addresses under which it may be reached."""
+        """Return every rank's secret number, port, and the addresses at which it may be reached."""
         host = socket.gethostname()
         own = json.dumps([self._secret, self._listener.getsockname()[1], host, _addresses()]).encode()
         room = int(self._world.largest(len(own)))
@@ -114,7 +113,7 @@ class Peers:
         return found
 
     def _call(self, rank: int, listener: tuple[int, int, list[str]]) -> None:
-        """Connect with a lower rank; what listens elsewhere on that port does not know the answer."""
+        """Connect to a lower rank; its answer shows that no other program listens at that address and port."""
         secret, port, addresses = listener
         for address in addresses:
             with contextlib.suppress(OSError):
@@ -147,7 +146,7 @@ class Peers:
         self._waker.send(b"x")
 
     def _watch(self) -> None:
-        """The thread: until this rank leaves, or another one is gone."""
+        """Watch the connections until this rank leaves or another one dies; runs in a separate thread."""
         until: float | None = None
         while True:
             with self._changed:
@@ -174,7 +173,7 @@ class Peers:
         self._ended(dead)
 
     def _hear(self, rank: int, link: socket.socket) -> None:
-        """Read from a rank: its goodbye, that another one ended, or nothing: it ended itself."""
+        """Read what a rank sends: its goodbye, or the death of another rank. A closed connection means that it died."""
         try:
             message = _exactly(link, _MESSAGE.size)
         except OSError:
@@ -197,7 +196,7 @@ class Peers:
 
 
 def _exactly(link: socket.socket, size: int) -> bytes:
-    """`size` bytes, or fewer where the other side closed the connection."""
+    """Receive `size` bytes, or fewer if the other side closes the connection."""
     found = b""
     while len(found) < size and (more := link.recv(size - len(found))):
         found += more
@@ -205,9 +204,9 @@ def _exactly(link: socket.socket, size: int) -> bytes:
 
 
 def _keep_alive(link: socket.socket) -> None:
-    """Let the system ask the other side every 5 s whether it is there, and give up after 20 s without an answer."""
+    """Make the system probe the other side every 5 s, and close the connection after 20 s without an answer."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # macOS has its own name for the first.
+    # macOS has another name for the first option.
     for names, value in ((("TCP_KEEPIDLE", "TCP_KEEPALIVE"), 5), (("TCP_KEEPINTVL",), 5), (("TCP_KEEPCNT",), 3)):
         for name in names:
             if hasattr(socket, name):
@@ -216,10 +215,10 @@ def _keep_alive(link: socket.socket) -> None:
 
 
 def _addresses() -> list[str]:
-    """IPv4 addresses at which other machines may reach this one: those that the launcher uses come first."""
+    """Return the IPv4 addresses at which other machines may reach this one; those that the launcher uses come first."""
     found = environment.launched_addresses()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: connecting a datagram socket only chooses the interface.
+        # Connecting a datagram socket only chooses the network interface; nothing is sent.
         probe.connect((environment.launched_host() or "10.255.255.255", 9))
         found.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):

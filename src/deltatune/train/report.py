@@ -1,4 +1,4 @@
-"""A self-contained HTML report of a run: nothing in it is fetched from anywhere, every text in it is escaped."""
+"""Writes a run's report as one HTML page, which loads nothing from elsewhere and in which all text is escaped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ _PACKAGES = ("deltatune", "mlx", "mlx-lm", "numpy", "transformers")
 
 @dataclass(frozen=True)
 class Png:
-    """A cell of a table that is a picture: the bytes of a PNG file, and the words in its place."""
+    """A picture in a table.
+
+    Attributes:
+        content: The bytes of a PNG file.
+        text: The alternative text.
+    """
 
     content: bytes
     text: str
@@ -33,7 +38,15 @@ class Png:
 
 @dataclass
 class ReportTable:
-    """A table of the report: `columns` heads, `rows` of Png or what str() can show; `folded` ones open on a click."""
+    """A table of the report.
+
+    Attributes:
+        title: Its heading.
+        columns: The headings of its columns.
+        rows: Its rows; a cell is a Png or any value that str() can show.
+        note: A text below the heading.
+        folded: Whether the table is hidden until it is clicked.
+    """
 
     title: str
     columns: Sequence[str]
@@ -44,7 +57,15 @@ class ReportTable:
 
 @dataclass
 class RunReport:
-    """What a report shows. headline: the few figures on top, name -> value. tables: in order, below the curves."""
+    """The content of a report.
+
+    Attributes:
+        title: Its heading.
+        subtitle: The line below the heading.
+        headline: The figures at the top, by name.
+        metrics: The records of metrics.jsonl, which are drawn as curves.
+        tables: The tables in order; folded ones come below the curves, the others above.
+    """
 
     title: str
     subtitle: str = ""
@@ -54,25 +75,25 @@ class RunReport:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl."""
+    """Read the records of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those that decide the numbers; a package that runs uninstalled has none."""
-    found = {}
+    """Return the versions of the packages that influence the results; a package that is not installed is left out."""
+    installed = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def environment() -> dict[str, str]:
-    """Where the run happened."""
-    found = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    found["device"] = backend.device()
-    found["BLAS"] = str(blas.status())
-    return found
+    """Describe the machine that runs this: Python, operating system, device and BLAS."""
+    facts = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    facts["device"] = backend.device()
+    facts["BLAS"] = str(blas.status())
+    return facts
 
 
 def write_report(
@@ -84,9 +105,19 @@ def write_report(
     headline: dict[str, str] | None = None,
     title: str | None = None,
 ) -> None:
-    """Write the report of a run to `path`: curves from `metrics` (metrics.jsonl), `tables` and `headline` first.
+    """Write the report of a run.
 
-    result: the fields of a Result. UserError where the disk refuses.
+    Args:
+        path: The HTML file to write.
+        metrics: The run's metrics.jsonl.
+        config: The options of the run.
+        result: The fields of its Result.
+        tables: Tables to show before those of the options.
+        headline: Figures to show before those of the result.
+        title: What was trained; the name of the model by default.
+
+    Raises:
+        UserError: If the file system refuses.
     """
     changed = [
         (f.name, getattr(config, f.name))
@@ -131,7 +162,7 @@ def _minutes(seconds: float) -> str:
 
 
 def render(report: RunReport) -> str:
-    """The whole page as text."""
+    """Return the HTML page."""
     cards = "".join(
         f"<div class=card><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
         for name, value in report.headline.items()

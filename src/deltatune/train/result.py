@@ -1,4 +1,4 @@
-"""How a run ended."""
+"""Holds the final figures of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from .state import Progress
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. Losses per token; seconds of training, over every part of a resumed run."""
+    """The final figures of a run.
+
+    Attributes:
+        iterations: The number of iterations that are complete.
+        train_loss: The training loss per token of the last report.
+        val_loss: The validation loss per token of the last evaluation.
+        best_val_loss: The lowest validation loss per token.
+        seconds: The time spent training, over all parts of a resumed run.
+        tokens_per_second: The training speed over that time.
+        peak_memory: The peak memory of this process, in GB.
+        stopped_early: Whether the validation loss had stopped improving.
+    """
 
     iterations: int
     train_loss: float | None
@@ -24,7 +35,7 @@ class Result:
 
     @classmethod
     def of(cls, progress: Progress, stopped_early: bool) -> Result:
-        """The figures of `progress`, and this process's peak memory."""
+        """Take the figures from `progress`, and the peak memory from MLX."""
         return cls(
             iterations=progress.iteration,
             train_loss=progress.train_loss,

@@ -1,4 +1,4 @@
-"""What a run would lose by ending: saved, restored, and put back to where the last update left it."""
+"""Saves and restores what changes during a run, and can return to the state after the last update."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ from .step import Step, Sums
 
 
 class _Start(NamedTuple):
-    """What an accumulation began with: the progress, and every rank's sums where a saved state held some."""
+    """The start of an accumulation: the progress, and the sums of every rank if the run was resumed inside one."""
 
     progress: state.Progress
     arrays: dict[str, mx.array]
 
 
 class Saving:
-    """The changing part of a run, and its way to the disk and back.
+    """Saves and restores a run.
 
     Args:
-        model: Its trainable parameters are saved.
-        optimizer: Its state is saved.
-        order: The place in the training data is saved.
+        model: The model, whose trainable parameters are saved.
+        optimizer: The optimizer, whose state is saved.
+        order: The training batches, whose position in the data is saved.
+        outputs: The files of the run.
+        world: The ranks of the run; rank 0 writes.
         identity: What a continuation must share (state.fingerprint).
 
     Attributes:
-        progress: Where the run stands.
+        progress: The progress of the run.
         sums: This rank's sums since the last update.
-        saved: The iteration after which the state was saved last, or -1.
-        updating: Whether parameters may be between two updates, so that save_last_update() would save neither.
+        saved: The iteration after which the state was last saved; -1 if it never was.
+        updating: Whether an update is being made, so that the parameters may be partly updated.
+        metrics: The metrics of the run, on rank 0.
     """
 
     def __init__(
@@ -56,27 +59,31 @@ class Saving:
         self._outputs, self._world, self._identity = outputs, world, identity
         self.progress, self.saved, self.updating = state.Progress(), -1, False
         self.metrics: Metrics | None = None
-        # None while no update has ended the accumulation that it describes.
+        # It is None right after an update, and before the first accumulation begins.
         self._start: _Start | None = None
 
     def begin(self, step: Step) -> None:
-        """Take the step whose sums and bundles are saved, and start an accumulation."""
+        """Set the step, whose sums and bundles are saved, and start an accumulation."""
         self._step = step
         self.start_window()
 
     def start_window(self) -> None:
-        """Nothing is accumulated: an update has just been made, or none yet."""
+        """Reset the accumulated sums, at the start of a run and after every update."""
         self.sums = Sums(self._step.zeros(), mx.array(0.0), mx.array(0.0))
         self.progress.micro_batches = 0
         self._start, self.updating = None, False
 
     def note_start(self) -> None:
-        """Remember where an accumulation begins, unless the run is inside one."""
+        """Remember the progress if an accumulation begins here."""
         if self.progress.micro_batches == 0:
             self._start = _Start(dataclasses.replace(self.progress, order=self._order.state()), {})
 
     def save(self, finished: bool = False) -> None:
-        """Write weights, then the state; every rank takes part, rank 0 writes. UserError where it cannot."""
+        """Write the weights, then the state. Every rank must call it, and rank 0 writes.
+
+        Raises:
+            UserError: On every rank, if rank 0 could not write.
+        """
         progress, world = self.progress, self._world
         progress.finished = finished
         progress.order = self._order.state()
@@ -93,12 +100,14 @@ class Saving:
             raise problem or UserError("rank 0 could not save; its message says why.")
 
     def save_last_update(self) -> None:
-        """Put everything where the last update left it, and let rank 0 save that; no rank waits for another.
+        """Return to the state after the last update and save it on rank 0. No rank waits for another.
 
-        RuntimeError during an update, when there is nothing whole to save. UserError where the disk refuses.
+        Raises:
+            RuntimeError: If an update is being made, so that parameters and optimizer may not fit together.
+            UserError: If the file system refuses.
         """
         if self.updating:
-            raise RuntimeError("an update was being made; what was saved before stands")
+            raise RuntimeError("an update was being made; the state that was saved before it is still there")
         if self._start is not None:
             self.progress = dataclasses.replace(self._start.progress)
             self._order.restore(self.progress.order)
@@ -109,14 +118,15 @@ class Saving:
         self._write(self._start.arrays if self._start is not None else {})
 
     def restore(self) -> bool:
-        """Continue where the state file says; returns whether the number of BLAS threads had to change for that.
+        """Restore the run from its state file; return whether the number of BLAS threads had to change.
 
-        UserError where the file is of another run, or damaged.
+        Raises:
+            UserError: If the file is damaged or belongs to another run.
         """
         path = self._outputs.state
         arrays, progress = state.load(path, self._identity)
         threads = progress.blas_threads
-        changed = bool(threads) and blas.use_threads(threads, "as in the run that goes on here")
+        changed = bool(threads) and blas.use_threads(threads, "as in the run that is continued")
         self._model.update(state.unpack("trainable", self._model.trainable_parameters(), arrays, path))
         bundles, moments = self._step.bundles, self._optimizer.state
         parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)
@@ -134,7 +144,7 @@ class Saving:
         return changed
 
     def _share(self, sums: mx.array) -> mx.array:
-        """This rank's part of the sums of all ranks that saved. Other ranks than those leave all to rank 0."""
+        """Return this rank's part of the saved sums. If the number of ranks has changed, rank 0 takes all of them."""
         if len(sums) == self._world.size:
             return sums[self._world.rank]
         return sums.sum(axis=0) if self._world.main else mx.zeros_like(sums[0])
@@ -154,5 +164,5 @@ class Saving:
         self.saved = self.progress.iteration
 
     def _parted(self, sums: Sums) -> Sums:
-        """With gradients by the path of their parameter, as a run keeps them."""
+        """Return the sums with each gradient at the path of its parameter, as they are saved."""
         return sums if sums.gradients is None else sums._replace(gradients=self._step.bundles.part(sums.gradients))

@@ -1,4 +1,4 @@
-"""From the options of a run to a run that is ready: model, tokenizer, examples, their order, the step."""
+"""Prepares a run from its options: model, tokenizer, examples, batches, loss and step."""
 
 from __future__ import annotations
 
@@ -36,25 +36,33 @@ _CHUNKED = "chunked over the vocabulary, logits never held whole"
 
 @dataclass
 class Run:
-    """What the options of a run name, loaded: the model with its tokenizer, and the examples of the splits."""
+    """A run whose model and data are loaded.
+
+    Attributes:
+        config: The options of the run.
+        loaded: The model with its tokenizer.
+        splits: The examples.
+        world: The ranks of the run.
+        image: Where the first image or video of the data is; None if the data are text only.
+    """
 
     config: TrainConfig
     loaded: Loaded
     splits: Splits
     world: World
-    # Where the first image or video of the data stands; None where the data are text alone.
     image: str | None
 
     @property
     def model(self) -> nn.Module:
+        """The loaded model."""
         return self.loaded.model
 
     def prepare(self) -> list[str]:
-        """Make trainable what the options ask for; returns what a person should know of it."""
+        """Make the model trainable as the options say; return lines that describe it to the user."""
         return prepare(self.model, self.config)
 
     def order(self, examples: Sequence[Example]) -> BatchOrder:
-        """The batches of `examples`, those of this rank."""
+        """Return this rank's batches of `examples`."""
         return batch_order(examples, self.config, self.world)
 
 
@@ -64,16 +72,16 @@ def ready(
     """Load the model and the examples that `config` names.
 
     Args:
-        config: the options of the run.
-        world: the ranks that train together; by default those that MLX knows of.
-        lazy: leave weights on the disk until they are used.
-        adapter_path: the folder of an adapter to put on the model.
+        config: The options of the run.
+        world: The ranks that train together; those of the launcher by default.
+        lazy: Whether weights stay on the disk until they are used.
+        adapter_path: The folder of an adapter to load into the model.
 
     Raises:
-        UserError: for anything in the options, the model or the data that the user can mend.
+        UserError: For anything in the options, the model or the data that the user can correct.
     """
     config = settled(config)
-    # Before the data are looked at for images: a model that is not there is said at once.
+    # The model is located before the data are read, so that a wrong path is reported at once.
     path = locate(config.model)
     image = first_image(config)
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
@@ -82,7 +90,7 @@ def ready(
 
 
 def settled(config: TrainConfig) -> TrainConfig:
-    """The options with what follows from one of them: training from scratch trains every number of every layer."""
+    """Return the options with those that others imply: training from scratch trains all parameters of all layers."""
     if config.from_scratch:
         return dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
     return config
@@ -96,7 +104,15 @@ def load_model(
     lazy: bool = False,
     adapter_path: str | None = None,
 ) -> Loaded:
-    """The model of a run as its checkpoint has it, or drawn anew; `image`: where the data's first one stands."""
+    """Load the model of a run from its checkpoint, or initialise it randomly if it is trained from scratch.
+
+    Args:
+        config: The options of the run.
+        path: The folder of the model, if it is already located.
+        image: Where the first image of the data is; None for text.
+        lazy: Whether weights stay on the disk until they are used.
+        adapter_path: The folder of an adapter to load into the model.
+    """
     return load_with_adapter(
         path or config.model,
         adapter_path,
@@ -109,7 +125,7 @@ def load_model(
 
 
 def load_with_adapter(model: str | Path, adapter_path: str | None, **options: Any) -> Loaded:
-    """What models.load.load makes of `model` and `options`, with the adapter of `adapter_path` where one is given."""
+    """Load a model with models.load.load and `options`, and the adapter of `adapter_path` if one is given."""
     loaded = load(model, **options)
     if adapter_path:
         load_adapters(loaded.model, adapter_path)
@@ -118,7 +134,7 @@ def load_with_adapter(model: str | Path, adapter_path: str | None, **options: An
 
 
 def vision_processors(loaded: Loaded) -> VisionProcessors | None:
-    """What reading images takes, of a model that was loaded to look at some; None of a text model."""
+    """Return the processors that read images and videos for a vision model; None for a text model."""
     if loaded.processor is None:
         return None
     videos = getattr(loaded.processor, "video_processor", None)
@@ -126,9 +142,9 @@ def vision_processors(loaded: Loaded) -> VisionProcessors | None:
 
 
 def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
-    """Make the part of `model` trainable that `config` asks for, in place; returns what a person should know of it.
+    """Make `model` trainable in place, as `config` says; return lines that describe it to the user.
 
-    The random state is set from `config.seed` first, so that adapters start the same on every rank.
+    The random state is first set from `config.seed`, so that adapters start the same on every rank.
     """
     mx.random.seed(config.seed)
     layers = config.num_layers
@@ -149,7 +165,7 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
 
 
 def _unfreeze_beside_layers(model: nn.Module) -> None:
-    """Embeddings, norms and heads: what full fine-tuning leaves as the checkpoint has it, and scratch cannot."""
+    """Unfreeze embeddings, norms and heads, which full fine-tuning leaves frozen: training from scratch needs them."""
     inside = tuple(layer_paths(model))
     for path, module in model.named_modules():
         if path not in inside and not path.startswith(tuple(f"{layer}." for layer in inside)):
@@ -157,7 +173,7 @@ def _unfreeze_beside_layers(model: nn.Module) -> None:
 
 
 def batch_order(examples: Sequence[Example], config: TrainConfig, world: World | None = None) -> BatchOrder:
-    """The batches of `examples` as `config` says: this rank's rows of them, or without `world` all rows."""
+    """Return the batches of `examples` as `config` says: this rank's rows, or all rows if `world` is None."""
     return BatchOrder(
         examples,
         config.batch_size,
@@ -172,7 +188,7 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
 def build_step(
     model: nn.Module, optimizer: mlx.optimizers.Optimizer, loss: LossFunction, config: TrainConfig, world: World
 ) -> Step:
-    """The training step that `config` describes."""
+    """Build the training step that `config` describes."""
     return Step(
         model,
         optimizer,
@@ -185,13 +201,18 @@ def build_step(
 
 
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
-    """The chunked vocabulary loss where the model can be split before its head, else the full one; and which it is.
+    """Choose the loss: chunked over the vocabulary if the model can be split before its head, else over all logits.
 
-    compare: False takes the model apart without computing, so without comparing the parts with the whole.
+    Args:
+        model: The model.
+        compare: Whether the parts of the model are computed and compared with the whole.
+
+    Returns:
+        The loss, and a description of it for the user.
     """
     if has_vision(model):
-        whole = split_vision(model, compare=compare)
-        return chunked_loss(whole.backbone, whole.head), _CHUNKED
+        vision = split_vision(model, compare=compare)
+        return chunked_loss(vision.backbone, vision.head), _CHUNKED
     split = split_head(model, compare=compare)
     if split.backbone is None or split.head is None:
         return full_loss(model), f"over all logits at once: {split.reason}"
@@ -200,7 +221,15 @@ def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction
 
 @dataclass(frozen=True)
 class Training:
-    """A model as it is while it trains: its loss and layers, the patches in force, and how its step is compiled."""
+    """What training() has set up for a model.
+
+    Attributes:
+        loss: The loss that is trained.
+        loss_kind: A description of the loss for the user.
+        layers: The model's layers.
+        patches: The patches that are applied.
+        compiled: How the step is compiled, in words.
+    """
 
     loss: LossFunction
     loss_kind: str
@@ -211,16 +240,16 @@ class Training:
 
 @contextlib.contextmanager
 def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> Iterator[Training]:
-    """Within the context, `model` is as it trains: patched, and its layers recomputed where `config` asks for that.
+    """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
     Args:
-        model: converted, so that what is to train is trainable.
-        config: the options of the run.
-        compare: False splits the model before its head without computing, so without comparing the parts with it,
-            and takes it for granted that packed documents stay apart.
+        model: The model, made trainable.
+        config: The options of the run.
+        compare: Whether to check by computing that the model's parts give what the whole gives, and that packed
+            documents do not influence each other.
 
     Raises:
-        UserError: where packed documents do not stay apart in this model.
+        UserError: If packed documents influence each other in this model.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())

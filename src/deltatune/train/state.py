@@ -1,4 +1,4 @@
-"""The whole state of a run in one file, replaced atomically: a kill at any instant leaves a loadable one."""
+"""Reads and writes the state of a run, one file that is replaced atomically, so that a kill leaves a loadable one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..machine.atomic_files import replace_durably
 from .tree import leaves
 
 FORMAT = 2
-# What may differ between a run and its continuation: how long, how often, how it is reported, and memory. Of model and
-# data the content decides (content.py, BatchOrder), not the path.
+# The options that may differ between a run and its continuation: how long it runs, how often and where it reports, and
+# what only changes memory. Model and data are compared by content (content.py, BatchOrder), so their paths may differ.
 FREE_OPTIONS = {
     "model",
     "data",
@@ -47,9 +47,26 @@ FREE_OPTIONS = {
 
 @dataclass
 class Progress:
-    """Where a run stands. Counts in iterations, optimizer steps and loss tokens; `window_*` since the last report.
+    """The progress of a run.
 
-    ranks: how many ranks trained when this was saved.
+    Attributes:
+        iteration: The iterations that are complete, each of one micro-batch.
+        micro_batches: The micro-batches since the last update.
+        evaluated: The iteration after which the last evaluation was made; -1 if none was.
+        trained_tokens: The tokens trained on, over all ranks.
+        seconds: The time spent in iterations.
+        train_loss: The loss per token of the last report.
+        val_loss: The loss per token of the last evaluation.
+        best_loss: The lowest loss per token of all evaluations.
+        evaluations_without_gain: The evaluations since the lowest loss.
+        window_loss: The sum of losses since the last report.
+        window_weight: The sum of target weights since the last report.
+        grad_norm: The gradients' norm of the last update, before clipping.
+        metrics_bytes: The length of metrics.jsonl.
+        ranks: The number of ranks that saved the state.
+        finished: Whether the run is complete.
+        blas_threads: The threads of OpenBLAS, on which the last bits of products depend; 0 for another BLAS.
+        order: The position in the training data (BatchOrder.state).
     """
 
     iteration: int = 0
@@ -67,18 +84,17 @@ class Progress:
     metrics_bytes: int = 0
     ranks: int | None = None
     finished: bool = False
-    # Of the BLAS: the last bits of its products depend on it. 0: no BLAS of ours.
     blas_threads: int = 0
     order: dict[str, Any] = field(default_factory=dict)
 
 
 def state_path(directory: str | Path) -> Path:
-    """The state file of the run whose output folder is `directory`."""
+    """Return the path of the state file of a run with the output folder `directory`."""
     return Path(directory) / "state" / "state.safetensors"
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` by what `write` puts into a file: wholly, or not at all. UserError where the disk refuses."""
+    """Replace `path` atomically by what `write` writes into an open file; UserError if the file system refuses."""
     try:
         replace_durably(path, write)
     except OSError as error:
@@ -86,7 +102,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def refusal(path: Path, error: OSError) -> str:
-    """Why `path` could not be written, and what to do."""
+    """Return a message that says why `path` could not be written, and what to do."""
     remedies = {
         errno.ENOSPC: "make room on that disk, or choose another --adapter-path",
         errno.EDQUOT: "your quota is used up: make room, or choose another --adapter-path",
@@ -101,30 +117,34 @@ def refusal(path: Path, error: OSError) -> str:
 
 
 def fingerprint(config: TrainConfig, **facts: Any) -> dict[str, Any]:
-    """What a continuation must share with its run: every option that is not free, and `facts` about model and data."""
+    """Return what a continuation must share with its run: all options but FREE_OPTIONS, and `facts` (content.facts)."""
     options = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE_OPTIONS}
     return json.loads(json.dumps(options | facts, default=str))
 
 
 def save(path: Path, arrays: dict[str, mx.array], progress: Progress, identity: dict[str, Any]) -> None:
-    """Write `arrays` (exact dtypes) with `progress` and the run's `identity` (see fingerprint)."""
+    """Write a state file: `arrays` in their dtypes, `progress`, and the run's `identity` (see fingerprint)."""
     content = {"format": FORMAT, "progress": dataclasses.asdict(progress), "identity": identity}
     write_atomically(path, lambda file: mx.save_safetensors(file, arrays, {"deltatune": json.dumps(content)}))
 
 
 def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Progress]:
-    """The arrays and progress in `path`. UserError for a damaged file, or one of a run with another identity."""
+    """Read the arrays and the progress of a state file.
+
+    Raises:
+        UserError: If the file is damaged, has another format, or belongs to a run with another identity.
+    """
     try:
         arrays, content = _read(path)
     except (RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a state of deltatune ({error}); remove it to start anew.") from error
     if content["format"] not in (1, FORMAT):
         raise UserError(
-            f"{path} has state format {content['format']}; this deltatune reads 1 and {FORMAT}: start anew."
+            f"{path} has state format {content['format']}, and this deltatune reads 1 and {FORMAT}; start anew."
         )
     saved = content["identity"]
     if content["format"] == 1:
-        # It held paths instead of content, and options that are free now.
+        # Format 1 holds paths in place of content, and some options that may differ in format 2.
         shared = saved.keys() & identity.keys()
         saved, identity = ({key: value for key, value in one.items() if key in shared} for one in (saved, identity))
     compare(path, saved, identity)
@@ -138,7 +158,7 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
 
 
 def peek(path: Path) -> Progress | None:
-    """The progress stored in `path`, or None where there is no readable state."""
+    """Read only the progress of a state file; None if the file is missing or unreadable."""
     try:
         return Progress(**_read(path)[1]["progress"])
     except (RuntimeError, KeyError, ValueError, TypeError):
@@ -146,7 +166,7 @@ def peek(path: Path) -> Progress | None:
 
 
 def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """UserError naming every entry in which the run saved in `path` and this one differ."""
+    """Raise a UserError that names every entry in which the run saved in `path` and this one differ."""
     changed = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if changed:
         lines = "".join(f"\n  {key}: was {saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
@@ -157,19 +177,22 @@ def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def pack(prefix: str, tree: Any) -> dict[str, mx.array]:
-    """The leaves of `tree` under `prefix/path`."""
+    """Return the leaves of `tree` by `prefix/path`."""
     return {f"{prefix}/{path}": leaf for path, leaf in leaves(tree)}
 
 
 def unpack(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> Any:
-    """A tree shaped as `like` with the leaves saved under `prefix`; UserError where keys or shapes differ.
+    """Return a tree with the structure of `like` and the leaves that pack() stored under `prefix`.
 
-    A saved dtype is kept: an optimizer may hold its moments in another one than it started with.
+    Leaves keep their saved dtype, since an optimizer may change the dtype of its moments.
+
+    Raises:
+        UserError: If paths or shapes differ from those of `like`; the message names `path`.
     """
     expected = {f"{prefix}/{name}": leaf for name, leaf in leaves(like)}
     found = {key: value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
     odd = sorted(expected.keys() ^ found.keys())
     odd += [key for key in expected.keys() & found.keys() if expected[key].shape != found[key].shape]
     if odd:
-        raise UserError(f"--resume: {path} does not fit this model: {len(odd)} tensors differ, first {odd[0]}.")
+        raise UserError(f"--resume: {path} does not fit this model: {len(odd)} tensors differ, the first is {odd[0]}.")
     return tree_map_with_path(lambda name, _: found[f"{prefix}/{name}"], like)

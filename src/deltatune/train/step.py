@@ -1,4 +1,7 @@
-"""The compiled parts of a step: a micro-batch's loss and gradients, and the update that they go into."""
+"""Compiles the parts of a training step: loss and gradients of a micro-batch, and the optimizer's update.
+
+The training loop (loop.py) and the memory plan (plan/traced_step.py) run it.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,22 @@ from .distributed import World
 from .expert_updates import ActiveExperts, ExpertGradients
 from .tree import leaves, number
 
-# Numbers of positions that a step on images is compiled for, at most.
-_PARTS = 4
+# A step on images is compiled for at most this many numbers of positions.
+_POSITION_COUNTS = 4
 
-# (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), fp32 scalars; for a model
-# that looks at images they come fourth, as models.vision.VisionArrays.
+# (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), as fp32 scalars. A vision
+# model's loss takes the images as a fourth argument, VisionArrays.
 LossFunction = Callable[..., tuple[mx.array, mx.array]]
 Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None, VisionArrays | None]
 
 
 def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[mx.array], mx.array]) -> LossFunction:
-    """Cross entropy that never holds [tokens, vocab], from a model split into `backbone` and `head`."""
+    """Make a cross-entropy loss that never holds the logits of all tokens at once.
+
+    Args:
+        backbone: The model up to its head: inputs [B, T] (and images) -> hidden states [B, T, D].
+        head: Its head: hidden states -> logits.
+    """
 
     def loss(
         inputs: mx.array, targets: mx.array, weights: mx.array, *images: VisionArrays
@@ -50,7 +58,7 @@ def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[
 
 
 def full_loss(model: nn.Module) -> LossFunction:
-    """Cross entropy over the model's own logits, all of them held; for heads that cannot be split off."""
+    """Make a cross-entropy loss over all logits of `model` at once, for a model whose head cannot be split off."""
 
     def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
         logits = model(inputs).astype(mx.float32)
@@ -61,9 +69,11 @@ def full_loss(model: nn.Module) -> LossFunction:
 
 
 def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> Arrays:
-    """The batch's fields as MLX arrays: inputs, targets, weights, segments (or None), images (or None).
+    """Convert a batch to MLX arrays: inputs, targets, weights, segments (or None), images (or None).
 
-    tower: one that does not train, which runs here instead of in the step.
+    Args:
+        batch: The batch.
+        tower: A frozen vision tower, which is then run here and not in the step.
     """
     packed = None if batch.segments is None else mx.array(batch.segments)
     images = None
@@ -75,9 +85,17 @@ def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = N
 
 
 def counted_positions(weights: np.ndarray) -> np.ndarray | None:
-    """The positions of weights other than 0, int32, ascending, made up with others to whole quarters of all, so that
-    few shapes are compiled; None where that is all of them. Images and prompts count nothing, and need no logits."""
-    quarter = max(weights.size // _PARTS, 1)
+    """Return the positions that need logits: those whose weight is not 0, which excludes images and prompts.
+
+    Other positions fill the result up to a multiple of a quarter of all, so that only few shapes are compiled.
+
+    Args:
+        weights: The weights of the targets, [B, T].
+
+    Returns:
+        Positions in the flattened batch, ascending, int32; None if all positions would be returned.
+    """
+    quarter = max(weights.size // _POSITION_COUNTS, 1)
     counted = np.flatnonzero(weights)
     size = max(-(-len(counted) // quarter), 1) * quarter
     if size >= weights.size:
@@ -87,7 +105,7 @@ def counted_positions(weights: np.ndarray) -> np.ndarray | None:
 
 
 def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, mx.array]:
-    """`loss` of a batch: its sum, and the sum of the weights."""
+    """Compute `loss` on a batch; return the sum of losses and the sum of weights."""
     inputs, targets, weights, packed, images = batch
     with segments(packed):
         return loss(inputs, targets, weights) if images is None else loss(inputs, targets, weights, images)
@@ -100,9 +118,17 @@ def mean_loss_and_gradients(
     parameters: Any = None,
     used: Callable[[Any], Any] = lambda parameters: parameters,
 ) -> tuple[mx.array, mx.array, Any]:
-    """The sum of losses, the sum of weights, and the gradients of their quotient (of 0 where no target counts).
+    """Compute the loss of a batch and the gradients of its mean.
 
-    They are gradients of `parameters`, of which `used` makes the model's; of the model's own trainable ones if None.
+    Args:
+        model: The model.
+        loss: The loss.
+        batch: The batch.
+        parameters: What to differentiate by; the model's trainable parameters by default.
+        used: A function from `parameters` to the model's trainable parameters.
+
+    Returns:
+        The sum of losses, the sum of weights, and the gradients of their quotient, which are 0 if all weights are.
     """
     packed = batch[3]
 
@@ -116,13 +142,19 @@ def mean_loss_and_gradients(
         with segments(packed):
             (_, total, weight), gradients = mx.value_and_grad(mean)(trainable if parameters is None else parameters)
     finally:
-        # The gradient's tracers must not stay in the model: a compiled function's inputs are read from there.
+        # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs.
         model.update(trainable)
     return total, weight, gradients
 
 
 class Sums(NamedTuple):
-    """Over the micro-batches since the last update; gradients is None before the first where none accumulate."""
+    """The sums over the micro-batches since the last update.
+
+    Attributes:
+        gradients: The tree of summed gradients. It is None at the start if every micro-batch is an update.
+        loss: The sum of weighted losses.
+        weight: The sum of target weights.
+    """
 
     gradients: Any
     loss: mx.array
@@ -130,12 +162,25 @@ class Sums(NamedTuple):
 
 
 class Step:
-    """One training step of `model`, compiled once a batch shape, and its update, compiled once.
+    """The training step of a model.
 
-    micro_batch: adds a batch's gradients to those accumulated. sum_over_ranks: adds up what the ranks have. update:
-    divides by the weights and lets the optimizer act. All are lazy: evaluate what they return together with the model
-    and optimizer. With `expert_updates` active, update evaluates all but the experts' rows, which it then chooses
-    (expert_updates.py).
+    micro_batch() accumulates gradients, sum_over_ranks() adds them up over the ranks, and update() uses them.
+    micro_batch() is compiled once for each batch shape, update() once. The results are lazy: evaluate them together
+    with the model and the optimizer's state. Only with `expert_updates` "active", update() evaluates everything but the
+    experts, whose rows it then selects (expert_updates.py).
+
+    Args:
+        model: The model, made trainable.
+        optimizer: The optimizer, which is initialised here.
+        loss: The loss.
+        world: The ranks of the run.
+        accumulate: The number of micro-batches in an update.
+        clip: The largest gradient norm that is not scaled down; None for no clipping.
+        expert_updates: `dense` or `active`.
+
+    Attributes:
+        bundles: Which parameters are joined for the optimizer.
+        tower: The model's frozen vision tower; None without one.
     """
 
     def __init__(
@@ -157,7 +202,7 @@ class Step:
         parameters = model.trainable_parameters()
         separate = self._active.paths if self._active else ()
         self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model))
-        # The bundles as they are now, and the parameters that are parts of them.
+        # The current bundles, and the model's parameters that are parts of them, by path.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self._parameters())
         self.tower = frozen_tower(model)
@@ -167,7 +212,7 @@ class Step:
         self._update = partial(mx.compile, inputs=state, outputs=state)(self._trace_update)
 
     def _parameters(self) -> Any:
-        """The trainable parameters, bundles in place of their leaves: made anew where somebody replaced a leaf."""
+        """Return the trainable parameters in joined form; bundles are made again if a parameter has been replaced."""
         parameters = self._model.trainable_parameters()
         now = {path: leaf for path, leaf in leaves(parameters) if path in self.bundles.members}
         if not all(self._joined[1].get(path) is leaf for path, leaf in now.items()):
@@ -176,33 +221,43 @@ class Step:
 
     @property
     def joined(self) -> list[mx.array]:
-        """The bundles of parameters that the next call takes."""
+        """The bundles of parameters that the next step reads."""
         return self._parameters().get(TOGETHER, [])
 
     def zeros(self) -> Any:
-        """Where accumulation starts: fp32 zeros, or None where every micro-batch is an update."""
+        """Return the start of an accumulation: fp32 zeros, or None if every micro-batch is an update."""
         if not self._accumulates:
             return None
         return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self._parameters())
 
     def micro_batch(self, batch: Batch, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
-        """Sum of losses, sum of weights, and `accumulated` plus the gradients of the sum of losses."""
+        """Return the sum of losses, the sum of weights, and `accumulated` plus the gradients of the sum of losses.
+
+        If every micro-batch is an update on a single rank, the gradients are those of the mean loss.
+        """
         return self.on_arrays(arrays(batch, self.tower), accumulated)
 
     def on_arrays(self, batch: Arrays, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
-        """micro_batch, of a batch that is on the device."""
+        """Do what micro_batch() does, for a batch of MLX arrays."""
         return self._micro_batch(batch, accumulated, self._parameters())
 
     def sum_over_ranks(self, sums: Sums) -> Sums:
-        """What update() takes, of this rank's sums. It is lazy: evaluated together with the backward pass that the
-        sums come from, the first gradients travel while that pass goes on."""
+        """Add up the sums of all ranks, lazily.
+
+        If the result is evaluated together with the backward pass, the first gradients travel while that pass runs.
+        """
         return Sums(*self._world.sum_tree(tuple(sums)))
 
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
-        """Step the optimizer with gradients / weight; returns the norm before clipping (or one that is not finite).
+        """Make an optimizer step with gradients / weight, unless the loss or the norm is not finite on some rank.
 
-        All three are sums over the accumulated micro-batches and over the ranks (sum_over_ranks). A loss or norm that
-        is not finite on any rank leaves model and optimizer as they are, on all of them.
+        Args:
+            gradients: The gradients, summed over micro-batches and ranks (sum_over_ranks).
+            loss: The sum of losses.
+            weight: The sum of target weights.
+
+        Returns:
+            The Euclidean norm of gradients / weight before clipping.
         """
         norm, experts = self.begin_update(gradients, loss, weight)
         del gradients
@@ -213,7 +268,7 @@ class Step:
         return norm
 
     def begin_update(self, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[mx.array, ExpertGradients | None]:
-        """The update of all that is updated whatever the batch routed; the norm, and what experts still wait for."""
+        """Update all parameters but active experts; return the norm, and what finish_update() needs or None."""
         parameters = self._parameters()
         if self._active is None:
             parameters, parts, norm = self._update(parameters, gradients, loss, weight)
@@ -225,12 +280,12 @@ class Step:
         return norm, ExpertGradients(*experts)
 
     def finish_update(self, experts: ExpertGradients) -> None:
-        """The update of the experts that had tokens."""
+        """Update the experts that had tokens."""
         assert self._active is not None
         self._active.update(experts)
 
     def _replace(self, parameters: Any, parts: Any) -> None:
-        """Give the model its new parameters, and remember the bundles that they are parts of."""
+        """Set the model's parameters to `parts`, and remember the bundles that they are parts of."""
         self._model.update(parts)
         now = {path: leaf for path, leaf in leaves(parts) if path in self.bundles.members}
         self._joined = parameters.get(TOGETHER, []), now
@@ -245,8 +300,10 @@ class Step:
         return loss, weight, gradients
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
-        """New parameters, the model's parts of them, the norm; where experts update by themselves, also what
-        ActiveExperts.update needs."""
+        """Return the new parameters in joined form, the same in the model's form, and the norm.
+
+        With active experts, the fields of ExpertGradients come fourth.
+        """
         divisor = mx.array(1.0)
         if self._weighted:
             divisor = mx.where(weight > 0, weight, 1.0)

@@ -1,9 +1,8 @@
-"""Rows with images: the processor's own tokens and patches, masks, limits, and one message for each bad row."""
+"""Rows with images give the processor's own tokens and patches, and each bad row gives one message."""
 
 from __future__ import annotations
 
 import io
-import json
 
 import deltatune  # noqa: F401
 
@@ -14,21 +13,15 @@ from PIL import Image
 
 from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
-from deltatune.data.datasets import first_image, load_datasets
+from deltatune.data.datasets import first_image
 from deltatune.data.reader import VisionProcessors
 from deltatune.errors import UserError
-from deltatune.models.load import load
 from deltatune.models.vision.inputs import padded_frames, padded_patches
 from deltatune.models.vision.split import vision_spec
 
 pytest.importorskip("mlx_vlm")
 
 IMAGE = 5
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_vision_checkpoint):
-    return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +45,6 @@ def chat(*images, user="what?", answer="an answer", **more):
     )
 
 
-def write(folder, *rows):
-    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-
-
-def read(folder, loaded, processors, **options):
-    config = TrainConfig(data=str(folder), batch_size=1, **options)
-    return load_datasets(config, loaded.tokenizer, processors)
-
-
 def parts(*kinds):
     return [{"type": "image", "image": kind} if kind else {"type": "text", "text": "see"} for kind in kinds]
 
@@ -77,9 +61,9 @@ def parts(*kinds):
         (chat(), []),
     ],
 )
-def test_tokens_and_patches_are_the_processors_own(folder, loaded, processors, row, images):
-    write(folder, row)
-    (example,) = read(folder, loaded, processors).train
+def test_tokens_and_patches_are_the_processors_own(write, read, folder, loaded, row, images):
+    write(row)
+    (example,) = read().train
     marked = example.tokens.copy()
     # The processor expands the template's single image tokens itself.
     single = loaded.tokenizer.decode([t for i, t in enumerate(marked) if t != IMAGE or marked[i - 1] != IMAGE])
@@ -97,14 +81,14 @@ def test_tokens_and_patches_are_the_processors_own(folder, loaded, processors, r
         assert batch.images.patches.shape[0] == 0
 
 
-def test_every_token_but_the_images_counts_without_mask_prompt(folder, loaded, processors):
-    write(folder, chat("0.png"))
-    (example,) = read(folder, loaded, processors, mask_prompt=False).train
+def test_every_token_but_the_images_counts_without_mask_prompt(write, read):
+    write(chat("0.png"))
+    (example,) = read(mask_prompt=False).train
     assert (example.targets[1:] == (example.tokens[1:] != IMAGE)).all()
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
-def test_images_of_a_data_set_are_read_as_they_come(folder, loaded, processors, as_bytes):
+def test_images_of_a_data_set_are_read_as_they_come(folder, processors, as_bytes):
     from deltatune.data.vision.images import ImageReader
 
     reader = ImageReader(processors.processor, folder, {})
@@ -118,11 +102,11 @@ def test_images_of_a_data_set_are_read_as_they_come(folder, loaded, processors, 
     assert len(reader.digest(value, "row 0")) == 16
 
 
-def test_sizes_are_limited(folder, loaded, processors):
-    write(folder, chat("0.png"))
-    (free,) = read(folder, loaded, processors).train
-    (small,) = read(folder, loaded, processors, max_pixels=512).train
-    (large,) = read(folder, loaded, processors, min_pixels=6000, max_pixels=9000).train
+def test_sizes_are_limited(write, read):
+    write(chat("0.png"))
+    (free,) = read().train
+    (small,) = read(max_pixels=512).train
+    (large,) = read(min_pixels=6000, max_pixels=9000).train
     areas = [rows * columns for example in (small, free, large) for _, rows, columns in example.pictures.grids]
     assert areas == sorted(areas)
     assert areas[0] < areas[1] < areas[2]
@@ -146,7 +130,7 @@ def sixteen_bit(folder):
     return chat("deep.png")
 
 
-def thin(folder):
+def narrow(folder):
     Image.new("RGB", (2000, 4)).save(folder / "thin.png")
     return chat("thin.png")
 
@@ -156,7 +140,7 @@ BAD = {
     "truncated": (truncated, "cut.png: truncated or damaged"),
     "not an image": (bad("text.png", b"no image"), "text.png: not an image"),
     "mode": (sixteen_bit, "deep.png: of mode 'I;16'"),
-    "shape": (thin, "the model's image processor refuses it"),
+    "shape": (narrow, "the model's image processor refuses it"),
     "url": (chat("https://example.com/a.png"), "expected a path; download it"),
     "number": (chat(7), "expected the path of an image, got int"),
     "more placeholders": (chat("0.png", user="<image><image>"), "2 image placeholders, and 1 images"),
@@ -173,64 +157,58 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_row_is_one_message_with_file_and_line(folder, loaded, processors, case):
+def test_a_bad_row_is_one_message_with_file_and_line(folder, refusal, case):
     row, message = BAD[case]
-    write(folder, chat(), row(folder) if callable(row) else row)
-    with pytest.raises(UserError) as caught:
-        read(folder, loaded, processors)
-    assert str(caught.value).startswith(f"{folder / 'train.jsonl'}:2: ")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in refusal(chat(), row(folder) if callable(row) else row)
 
 
-def test_no_image_is_cut_in_half(folder, loaded, processors):
+def test_no_image_is_cut_in_half(write, read, processors):
     write(
-        folder,
         chat("0.png", user="<image>" + "long " * 8),
         chat("0.png", "1.png", user="x <image> y <image> z"),
         chat(),
     )
-    whole = read(folder, loaded, processors).train
+    whole = read().train
     first, second = (len(example.tokens) for example in whole[:2])
     assert first != second
-    halved = 0
+    limits_inside_an_image = 0
     for limit in range(4, max(first, second)):
-        splits = read(folder, loaded, processors, max_seq_length=limit, mask_prompt=False)
-        halved += check_whole(splits, processors)
-    assert halved > 10
+        splits = read(max_seq_length=limit, mask_prompt=False)
+        limits_inside_an_image += check_whole(splits, processors)
+    assert limits_inside_an_image > 10
 
 
 def check_whole(splits, processors):
-    """Every image that is left has all of its tokens, and those that were left out are counted."""
+    """Check that every image in the data has all of its tokens; return 1 if a note says that others were left out."""
     for example in splits.train:
         marks = int((example.tokens == IMAGE).sum())
         assert marks == sum(processors.spec.tokens(grid) for grid in example.pictures.grids)
         next(BatchOrder([example], 1, 2048))
-    said = [note for note in splits.notes if "cut an image in half" in note]
-    assert len(said) == (len(splits.train) < 3)
-    return len(said)
+    notes = [note for note in splits.notes if "cut an image in half" in note]
+    assert len(notes) == (len(splits.train) < 3)
+    return len(notes)
 
 
-def test_the_first_image_is_found(folder):
-    write(folder, chat(user='say "image"'), chat(), chat("0.png"))
+def test_the_first_image_is_found(write, folder):
+    write(chat(user='say "image"'), chat(), chat("0.png"))
     assert first_image(TrainConfig(data=str(folder))) == f"{folder / 'train.jsonl'}:3"
-    write(folder, chat(user='say "image"'))
+    write(chat(user='say "image"'))
     assert first_image(TrainConfig(data=str(folder))) is None
 
 
-def test_another_image_of_the_same_size_is_other_data(folder, loaded, processors):
-    write(folder, chat("0.png"))
-    order = BatchOrder(read(folder, loaded, processors).train, 1, 2048)
+def test_another_image_of_the_same_size_is_other_data(write, read, folder):
+    write(chat("0.png"))
+    order = BatchOrder(read().train, 1, 2048)
     state = order.state()
     Image.new("RGB", (32, 48)).save(folder / "0.png")
     with pytest.raises(UserError, match="training data was"):
-        BatchOrder(read(folder, loaded, processors).train, 1, 2048).restore(state)
+        BatchOrder(read().train, 1, 2048).restore(state)
 
 
-def test_packing_is_refused(folder, loaded, processors):
-    write(folder, chat("0.png"))
+def test_packing_is_refused(write, read):
+    write(chat("0.png"))
     with pytest.raises(UserError, match="rows with images are not packed"):
-        read(folder, loaded, processors, pack=True)
+        read(pack=True)
 
 
 def test_shapes_come_again(processors):

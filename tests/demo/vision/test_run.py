@@ -80,7 +80,7 @@ def test_without_mlx_vlm_it_says_what_to_install(monkeypatch, tmp_path, capsys):
     assert cli.main(["demo", "vision", "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "which needs mlx-vlm, and that is not installed: pip install 'deltatune[vision]'" in error
+    assert "which needs mlx-vlm, and mlx-vlm is not installed: pip install 'deltatune[vision]'" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""A tower that does not train, run by itself: what the step would have computed, the same bits in any batch, once."""
+"""A frozen tower computes each image once, with the same bits in any batch, and as the training step would."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = 64
 
 
 def batch(spec, grids=GRIDS, seed=0):
-    """Rows of text and images of these grids, an answer at the end of each; one image is in two rows."""
+    """Rows of text and images of these grids, with an answer at the end of each. One image is in two rows."""
     draw = np.random.default_rng(seed)
     rows, inputs = [], np.zeros((len(grids), WIDTH), np.int32)
     weights = np.zeros((len(grids), WIDTH), np.float32)
@@ -70,15 +70,15 @@ def test_losses_and_gradients_are_those_of_the_tower_in_the_step(tiny_vision_mod
 
 @pytest.fixture
 def tower_and_spec(tiny_vision_model):
-    """A tower, and its images of any rows."""
+    """A frozen tower, and the numbers that its inputs depend on."""
     model = tiny_vision_model("qwen3_vl")
     prepare(model, TrainConfig(num_layers=-1))
     return frozen.FrozenTower(model), vision_spec(model)
 
 
 def one(found, row=0):
-    """Of the first frame, its tokens' features, in every layer that gives some."""
-    return [np.array(each)[row : row + 6] for each in (found["features"], *found["deep"])]
+    """The features of the first frame's tokens, from every layer that gives some."""
+    return [np.array(layer)[row : row + 6] for layer in (found["features"], *found["deep"])]
 
 
 def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatch):
@@ -89,11 +89,11 @@ def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatc
     anew = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
     assert len(first) == 3
     assert all((a == b).all() and (a == c).all() for a, b, c in zip(first, again, anew, strict=True))
-    monkeypatch.setattr(tower, "look", lambda *_: pytest.fail("looked twice"))
+    monkeypatch.setattr(tower, "frame_features", lambda *_: pytest.fail("the tower ran twice"))
     assert (one(tower(batch(spec, [[(1, 4, 6)]]).images))[0] == first[0]).all()
 
 
-def test_what_does_not_fit_is_looked_at_anew(tower_and_spec, monkeypatch):
+def test_what_does_not_fit_the_cache_is_computed_anew(tower_and_spec, monkeypatch):
     tower, spec = tower_and_spec
     monkeypatch.setattr(frozen, "CACHE_BYTES", 10_000)
     found = [one(tower(batch(spec).images))[0] for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A vision-language model taken apart gives what upstream's whole gives: values, gradients, positions, in any batch."""
+"""A split vision-language model gives upstream's values, gradients and positions, in any batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import deltatune  # noqa: F401
 
 # isort: split
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -24,6 +23,7 @@ from deltatune.models.vision import split as taken_apart
 from deltatune.models.vision.inputs import Picture, single_frames, token_positions, vision_batch
 from deltatune.models.vision.split import has_vision, split_vision, vision_arrays, vision_spec
 from deltatune.patches import PatchWarning, patched
+from model_gradients import gradients
 
 pytest.importorskip("mlx_vlm")
 
@@ -31,7 +31,7 @@ GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 4)]]
 
 
 def rows(spec, grids=GRIDS, seed=0):
-    """Rows of text and images of these grids: (tokens, positions, pictures) each."""
+    """Rows of text and images of these grids, each as (tokens, positions, pictures)."""
     draw = np.random.default_rng(seed)
     found = []
     for row in grids:
@@ -46,7 +46,7 @@ def rows(spec, grids=GRIDS, seed=0):
 
 
 def upstream(model, tokens, pictures):
-    """mlx-vlm's own call, one row at a time."""
+    """The logits of one row from mlx-vlm's own forward pass."""
     model.language_model._position_ids = model.language_model._rope_deltas = None
     more = {}
     if pictures:
@@ -83,30 +83,27 @@ def test_a_batch_has_the_logits_and_gradients_of_upstreams_rows(tiny_vision_mode
     model.train()
     with patched(model):
         split = split_vision(model)
-        expected, tree = nn.value_and_grad(model, theirs)(model)
-        actual, other = nn.value_and_grad(model, loss)(model)
-        mx.eval(expected, tree, actual, other)
-    assert actual.item() == pytest.approx(expected.item(), rel=1e-4)
-    wrong = compared(dict(tree_flatten(tree)), dict(tree_flatten(other)))
-    assert not wrong
+        assert_same_gradients(gradients(model, theirs), gradients(model, loss))
 
 
-def compared(expected, actual):
-    """{tensor: relative difference} where it is above rounding; nothing that trains is without a gradient."""
+def assert_same_gradients(theirs, ours):
+    """Assert that two results of gradients() differ by rounding only, and that the tower has a gradient."""
+    (expected_loss, expected), (actual_loss, actual) = theirs, ours
+    assert actual_loss == pytest.approx(expected_loss, rel=1e-4)
     assert expected.keys() == actual.keys()
     largest = max(mx.abs(value).max().item() for value in expected.values())
-    found = {}
+    wrong = {}
     for name, value in expected.items():
         size = max(mx.abs(value).max().item(), 1e-4 * largest)
         difference = mx.abs(value - actual[name]).max().item() / size
         if not difference < 2e-3:
-            found[name] = difference
+            wrong[name] = difference
     assert any(mx.abs(actual[name]).max() > 0 for name in actual if "vision_tower.blocks.0" in name)
-    return found
+    assert not wrong
 
 
 def with_videos(spec, videos, seed=0):
-    """One row of text and videos of these grids, a time before each frame: (tokens, positions, pictures)."""
+    """One row of text and videos of these grids, with text before each frame: (tokens, positions, pictures)."""
     draw = np.random.default_rng(seed)
     tokens, pictures = draw.integers(7, 300, 5).tolist(), []
     for grid in videos:
@@ -143,11 +140,7 @@ def test_videos_have_the_logits_positions_and_gradients_of_upstream(tiny_vision_
     model.train()
     with patched(model):
         split = split_vision(model)
-        expected, tree = nn.value_and_grad(model, theirs)(model)
-        actual, other = nn.value_and_grad(model, ours)(model)
-        mx.eval(expected, tree, actual, other)
-    assert actual.item() == pytest.approx(expected.item(), rel=1e-4)
-    assert not compared(dict(tree_flatten(tree)), dict(tree_flatten(other)))
+        assert_same_gradients(gradients(model, theirs), gradients(model, ours))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
@@ -188,7 +181,7 @@ def test_a_tower_that_computes_something_else_is_refused(tiny_vision_model, monk
         split_vision(model)
 
 
-def test_a_mode_is_left_as_it_was(tiny_vision_model):
+def test_training_modes_stay_as_they_were(tiny_vision_model):
     model = tiny_vision_model("qwen3_5")
     model.train()
     model.vision_tower.eval()
@@ -265,7 +258,7 @@ def test_a_processor_that_needs_torch_says_what_to_install(tiny_vision_checkpoin
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here: nothing is missing")
 def test_transformers_own_processor_needs_torch_and_it_is_said(tiny_vision_checkpoint, monkeypatch, tmp_path, capsys):
-    """Its video processor, which comes with it, wants PyTorch; mlx-vlm's has none."""
+    """transformers' processor includes a video processor, which needs PyTorch. mlx-vlm's has none."""
     from mlx_vlm import utils
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
@@ -290,7 +283,7 @@ def test_a_processor_that_needs_torch_only_to_cut_images_is_one_message(
 
 
 def one_message(model, folder, capsys, words):
-    """`train` on a picture ends with exit code 2, `words` and what to install, in one line."""
+    """Assert that `train` on a picture ends with exit code 2, and says in one line `words` and what to install."""
     Image.new("RGB", (32, 32)).save(folder / "a.png")
     row = {"image": "a.png", "prompt": "what?", "completion": "black"}
     (folder / "train.jsonl").write_text(json.dumps(row))

@@ -404,6 +404,8 @@ static const char* run_kernel(void (*kernel)(), const char* const* names, void**
 namespace metal {
 inline float exp(float x) { return expf(x); }
 inline float log(float x) { return logf(x); }
+inline float exp2(float x) { return exp2f(x); }
+inline float log2(float x) { return log2f(x); }
 inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 inline float sqrt(float x) { return sqrtf(x); }
 template <typename To, typename From>

@@ -132,11 +132,23 @@ class HostMachine:
         text: The text of the kernels; by default the Metal text of every gated delta kernel.
         watch: Whether every access to threadgroup memory is checked for races, which no order of lanes can hide.
         bytes: The threadgroup memory that a block may have; by default a Mac's.
+        cuda: Whether the text is CUDA's alone, where pointers name no address space. It is optimised, for its tiles
+            are large.
     """
 
-    def __init__(self, folder: Path, text: str | None = None, watch: bool = False, bytes: int | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        text: str | None = None,
+        watch: bool = False,
+        bytes: int | None = None,
+        cuda: bool = False,
+    ):
         self.folder = Path(folder)
         self.flags = FLAGS + WATCH * watch + ([f"-DDELTATUNE_THREADGROUP_BYTES={bytes}"] if bytes else [])
+        self.cuda = cuda
+        if cuda:
+            self.flags = [flag for flag in self.flags if flag not in ("-Xclang", "-O0")]
         self.text = header("metal") if text is None else text
         self.entries: dict[str, ctypes._CFuncPtr] = {}
 
@@ -146,7 +158,7 @@ class HostMachine:
         needed = {entry: text for entry, text in needed.items() if entry not in self.entries}
         if not needed:
             return
-        spaceless = without_address_space(self.text)
+        spaceless = [] if self.cuda else without_address_space(self.text)
         if spaceless:
             raise HostError(f"no address space: {'; '.join(spaceless)}")
         library = ctypes.CDLL(

@@ -17,6 +17,7 @@ import mlx.optimizers
 import pytest
 
 from deltatune.machine import nvidia
+from deltatune.ops.attention.fused_op import attention_fused
 from deltatune.ops.experts import grouped
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
@@ -93,7 +94,13 @@ def experts(dtype: mx.Dtype) -> None:
         mx.eval(grouped.product(rows, weight, ends, True, 2.0, d), grouped.gradient(None, d, rows, ends))
 
 
+def attention(machine: str) -> None:
+    q, k, v = (mx.zeros((1, heads, 70, 64), mx.bfloat16) for heads in (2, 1, 1))
+    gradients(lambda *arrays: [attention_fused(*arrays, scale=0.125, machine=machine)], q, k, v)
+
+
 SLOW = "gated delta, fp32"
+ON_HOPPER = "attention on Hopper"
 LAUNCHES = {
     "gated delta, bf16": lambda: gated_delta(mx.bfloat16, False),
     "gated delta, fp16": lambda: gated_delta(mx.float16, False),
@@ -102,6 +109,8 @@ LAUNCHES = {
     "passes, bf16": lambda: passes(mx.bfloat16),
     "passes, fp32": lambda: passes(mx.float32),
     "experts, bf16": lambda: experts(mx.bfloat16),
+    "attention, bf16": lambda: attention("cuda"),
+    ON_HOPPER: lambda: attention("hopper"),
 }
 
 
@@ -110,6 +119,8 @@ LAUNCHES = {
 def test_every_kernel_compiles(name, architecture, gpu):
     if name == SLOW and architecture != HOPPER:
         pytest.skip("compiling takes 20 s, and one architecture shows that the text is right")
+    if name == ON_HOPPER and architecture != HOPPER:
+        pytest.skip("other generations have no such products")
     gpu.architecture = architecture
     LAUNCHES[name]()
     assert gpu.launches
@@ -241,3 +252,11 @@ def test_architectures_by_the_compilers_names(found, called, monkeypatch):
         assert cubin.architecture() == called
     finally:
         nvidia.generation.cache_clear()
+
+
+def test_registers_are_shared_out_among_the_threads_of_a_block(gpu):
+    kernel = cubin.CubinKernel("f", (), ("y",), "y[0] = 1;\n", "", 0, 384)
+    text = kernel.text([], [], [], [mx.float32])
+    assert 'extern "C" __global__ void __launch_bounds__(384, 1) f(float* y) {' in text
+    attention("hopper")
+    assert {launched["threadgroup"][0] for launched in gpu.launches} == {256, 384}

@@ -1,4 +1,4 @@
-"""Expert layers of every family: served by expert_block, with upstream's values and gradients; else upstream's code."""
+"""Layers of experts call expert_block in training, and compute what upstream computes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,17 @@ from mlx.utils import tree_flatten
 from deltatune.config import LoraConfig
 from deltatune.lora import LoRASwitchLinear, convert_to_lora
 from deltatune.machine import backend
-from deltatune.patches import patched, revert
+from deltatune.patches import patched
 from deltatune.patches.patch import _contains
 from deltatune.patches.tables import experts
+from model_gradients import without_gradient
 
 FAMILIES = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing", "kimi_k3")
 
 
-@pytest.fixture(autouse=True)
-def _revert():
-    yield
-    revert()
-
-
 @pytest.fixture
 def served(monkeypatch):
-    """Per call of expert_block: whether it was given scores."""
+    """A list with an entry for each call of expert_block: whether it was given scores."""
     calls = []
 
     def spy(x, indices, scores, *projections, **options):
@@ -44,7 +39,7 @@ def served(monkeypatch):
 
 
 def small_block(package: str, family: str, name: str) -> nn.Module:
-    """The family's own block, of 8 experts, made from the sizes alone."""
+    """The family's block with 8 experts, built from its sizes alone."""
     from types import SimpleNamespace
 
     where = f"{package}.models.{family}" + (".language" if package == "mlx_vlm" else "")
@@ -55,7 +50,7 @@ def small_block(package: str, family: str, name: str) -> nn.Module:
 
 
 class Model(nn.Module):
-    """What a block needs around it to be converted."""
+    """A model of one block, as convert_to_lora needs it."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -70,7 +65,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def adapt(model: nn.Module) -> None:
-    """LoRA on every expert projection and everything else, with a B that is not zero."""
+    """Add LoRA to every projection, with a B that is not zero."""
     convert_to_lora(model, LoraConfig(rank=3, scale=2.0))
     mx.random.seed(1)
     for _, module in model.named_modules():
@@ -79,7 +74,7 @@ def adapt(model: nn.Module) -> None:
 
 
 def gradients(block: nn.Module, x: mx.array, dy: mx.array) -> dict[str, mx.array]:
-    """Output, and gradients of x and of every trainable parameter."""
+    """The output of a block, and the gradients of x and of every trainable parameter."""
 
     def loss(parameters, x):
         block.update(parameters)
@@ -93,21 +88,19 @@ def gradients(block: nn.Module, x: mx.array, dy: mx.array) -> dict[str, mx.array
 
 
 def compare(block: nn.Module, served: list[bool], width: int) -> None:
+    """Assert that a block has upstream's output and gradients, and that expert_block always gets the scores."""
     block.train()
     x, dy = (mx.random.normal((2, 23, width), key=mx.random.key(seed)) for seed in (7, 8))
-    chosen = mx.argpartition
-    try:
-        # Older versions leave the chosen experts in the graph, which newer MLX refuses.
-        mx.argpartition = lambda *a, **options: mx.stop_gradient(chosen(*a, **options))
+    with pytest.MonkeyPatch.context() as upstream:
+        # Older versions let gradients reach the indices of the chosen experts, which newer MLX refuses.
+        upstream.setattr(mx, "argpartition", without_gradient(mx.argpartition))
         wanted = gradients(block, x, dy)
-    finally:
-        mx.argpartition = chosen
     mx.eval(wanted)
     assert not served
     with patched():
         found = gradients(block, x, dy)
     assert served
-    assert all(served), "the outputs of experts lay side by side"
+    assert all(served), "the outputs of all experts were held"
     assert found.keys() == wanted.keys()
     assert any("switch_mlp.down_proj" in name for name in found)
     for name, array in wanted.items():
@@ -123,7 +116,7 @@ def test_whole_families(tiny_model, served, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forgotten_train_has_its_gradient(tiny_model, family):
-    """Whose forward is upstream's bit for bit; mlx-lm 0.31.3 has no gradient there."""
+    """Its forward pass is upstream's bit for bit. In mlx-lm 0.31.3 it has no gradient."""
     block = blocks(tiny_model(family))[-1]
     x, dy = (mx.random.normal((2, 23, 64), key=mx.random.key(seed)) for seed in (7, 8))
     block.eval()
@@ -214,7 +207,7 @@ def test_inference_and_unknown_projections_stay_upstreams(served, tiny_model):
 
 
 class Doubled(nn.Module):
-    """A projection that nobody knows."""
+    """A projection of a kind that deltatune does not know."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -240,7 +233,7 @@ NVFP4 = {"bits": 4, "group_size": 16, "mode": "nvfp4"}
 
 
 def nvfp4_experts(kind: str) -> tuple[nn.Module, dict[str, mx.array]]:
-    """A SwitchGLU of 5 nvfp4 experts with a scale beyond those of groups, of mlx-lm or mlx-vlm; its plain weights."""
+    """A SwitchGLU of 5 nvfp4 experts with a scale each, as mlx-lm or mlx-vlm has them, and its plain weights."""
     mx.random.seed(0)
     package = "mlx_lm" if kind == "global_scale" else "mlx_vlm"
     layers = importlib.import_module(f"{package}.models.switch_layers")
@@ -271,8 +264,8 @@ class Called(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["global_scale", "weight_scale_2", "weight_global_scale"])
-def test_nvfp4_with_one_scale_more(served, kind):
-    """mlx-lm's one an expert, for which MLX has no product on a CPU; mlx-vlm's two, which stay upstream's."""
+def test_nvfp4_with_a_scale_for_each_expert(served, kind):
+    """mlx-lm has one kind, for which MLX has no product on a CPU; mlx-vlm has two, which its own code evaluates."""
     from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
     if kind == "global_scale" and "global_scale" not in inspect.signature(SwitchLinear.to_quantized).parameters:
@@ -297,7 +290,7 @@ def test_nvfp4_with_one_scale_more(served, kind):
             assert found.keys() == wanted.keys()
             for name, array in wanted.items():
                 assert mx.abs(found[name] - array).max() <= 1e-5 * mx.abs(array).max(), name
-    # Evaluation is upstream's where MLX has the product.
+    # Upstream's code evaluates where MLX has the product.
     assert len(served) == (1 if kind != "global_scale" else 3 if backend.device() == "cpu" else 2)
 
 

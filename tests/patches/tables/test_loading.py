@@ -1,4 +1,4 @@
-"""Experts' matrices without gaps on CUDA, for models that mlx-lm loads."""
+"""Experts' matrices have no gaps between them after loading on CUDA."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Model(nn.Module):
 
 @pytest.fixture
 def halves():
-    """Of one array, as mlx-lm's sanitize cuts them."""
+    """Weights whose gate and up are slices of one array, as mlx-lm's sanitize makes them."""
     both = mx.random.normal((3, 10, 8))
     mx.eval(both)
     return [("gate.weight", both[:, :5]), ("up.weight", both[:, 5:]), ("norm.weight", mx.ones(8))]
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", [True, True]), ("cuda", [False, False])])
-def test_halves_are_laid_out_anew_on_cuda(device, expected, halves, monkeypatch):
+def test_slices_are_copied_on_cuda(device, expected, halves, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
     monkeypatch.setattr(patches, "ON_CUDA", loading.PATCHES)
     model = Model()

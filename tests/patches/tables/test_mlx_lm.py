@@ -1,9 +1,8 @@
-"""The patched models of every family: reached, same values and gradients as upstream, packed documents kept apart."""
+"""Patched models of every family call deltatune, compute what upstream computes, and separate packed documents."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 
 import deltatune  # noqa: F401
@@ -19,18 +18,13 @@ from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
-from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, revert, served
+from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, served
 from deltatune.patches.patch import _signature
 from deltatune.patches.tables import mlx_lm
 from deltatune.patches.tables.mlx_lm import UPDATE
+from model_gradients import gradients, next_token_loss, relative_errors, without_gradient
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3")
-
-
-@pytest.fixture(autouse=True)
-def _revert():
-    yield
-    revert()
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
@@ -38,41 +32,18 @@ def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
 
 
 def losses(model: nn.Module, rows: mx.array) -> mx.array:
-    """Sum of the losses of all but the first token of each row."""
-    logits = model(rows[:, :-1])
-    return nn.losses.cross_entropy(logits.astype(mx.float32), rows[:, 1:]).sum()
-
-
-def gradients(model: nn.Module, loss: Callable[..., mx.array], *arguments: mx.array):
-    value, tree = nn.value_and_grad(model, loss)(model, *arguments)
-    mx.eval(value, tree)
-    return value.item(), dict(tree_flatten(tree))
-
-
-def error(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> tuple[float, float]:
-    """Size of the difference over size of the gradient: of all tensors taken together, and of the worst one."""
-    assert expected.keys() == actual.keys()
-    pairs = [(norm(expected[name] - actual[name]), norm(expected[name])) for name in expected]
-    total = math.hypot(*(d for d, _ in pairs)) / math.hypot(*(g for _, g in pairs))
-    return total, max(d / g for d, g in pairs if g > 1e-9)
-
-
-def cut_off(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    return lambda *arguments, **options: mx.stop_gradient(function(*arguments, **options))
-
-
-def norm(array: mx.array) -> float:
-    return mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item()
+    return next_token_loss(model(rows[:, :-1]), rows)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, training):
     monkeypatch.setenv(GATED_DELTA, "naive")
-    monkeypatch.setattr(backend, "device", lambda: "metal")  # Upstream's own convolution, for a tight comparison.
-    # Experts have a test of their own (test_experts.py); in evaluation mode 0.31.3 leaves their indices in the graph.
+    # On "metal", upstream's own convolution runs, which allows a close comparison.
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    # test_experts.py covers experts. In evaluation mode, mlx-lm 0.31.3 lets gradients reach their indices.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
-    monkeypatch.setattr(mx, "argpartition", cut_off(mx.argpartition))
+    monkeypatch.setattr(mx, "argpartition", without_gradient(mx.argpartition))
     model = tiny_model(family)
     model.train(training)
     rows = tokens(2, 21)
@@ -83,11 +54,10 @@ def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, tra
         recurrence.reset()
         loss, actual = gradients(model, losses, rows)
         logits = model(rows)
-    mine = recurrence.OURS if training else recurrence.BACKWARD
-    assert set(served()) == {mine}
+    assert set(served()) == {recurrence.OURS if training else recurrence.BACKWARD}
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    # Measured with the same recurrence on both sides: 8e-7, and 2e-5 for one tensor of kimi_k3 whose gradient is tiny.
-    total, tensor = error(expected, actual)
+    # With the same recurrence on both sides: 8e-7, and 2e-5 for one tensor of kimi_k3 whose gradient is tiny.
+    total, tensor = relative_errors(expected, actual)
     assert total < 5e-6
     assert tensor < 1e-4
     if not training:
@@ -109,8 +79,8 @@ def test_packed_documents_train_as_they_do_alone(tiny_model, family):
     def thrice(model: nn.Module, document: mx.array) -> mx.array:
         return losses(model, mx.concatenate([document] * 3)) / 3
 
-    def together(each: list[dict[str, mx.array]]) -> dict[str, mx.array]:
-        return {name: sum(tree[name] for tree in each) for name in each[0]}
+    def added(trees: list[dict[str, mx.array]]) -> dict[str, mx.array]:
+        return {name: sum(tree[name] for tree in trees) for name in trees[0]}
 
     with patched(model):
         alone = [gradients(model, losses, document) for document in documents]
@@ -118,10 +88,10 @@ def test_packed_documents_train_as_they_do_alone(tiny_model, family):
         with segments(owner[:, :-1]):
             loss, actual = gradients(model, packed, row)
     assert loss == pytest.approx(sum(value for value, _ in alone), rel=1e-5)
-    # Rounding alone: each document against itself in a batch of three gives up to 1e-5 (4e-5 in one tensor).
-    expected = together([tree for _, tree in alone])
-    rounding = error(expected, together(control))
-    total, tensor = error(expected, actual)
+    # The size of rounding: a document compared with itself in a batch of three gives up to 1e-5 (4e-5 in one tensor).
+    expected = added([tree for _, tree in alone])
+    rounding = relative_errors(expected, added(control))
+    total, tensor = relative_errors(expected, actual)
     assert rounding[0] < 1e-4
     assert total < 1e-5 + 4 * rounding[0]
     assert tensor < 1e-4 + 4 * rounding[1]
@@ -159,19 +129,22 @@ def test_decoding_is_upstreams_bit_for_bit(tiny_model, family):
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_on_a_cpu_is_ours(tiny_model, monkeypatch, family):
-    """In pieces, as mlx-lm reads a long one, and then decoding from the state that is left."""
+def test_a_prompt_off_metal_is_ours(tiny_model, monkeypatch, family, device):
+    """A prompt is read in pieces, as mlx-lm reads a long one; the model then decodes from the state that is left."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    # The choice is made for the device of that name; a CPU then runs what it can.
+    monkeypatch.setattr(recurrence.backend, "device", lambda: device)
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "chunk")
     model = tiny_model(family)
     model.eval()
-    prompt = tokens(2, 21 + recurrence.PROMPT + 2)
+    prompt = tokens(2, 21 + recurrence.PROMPT_TOKENS + 2)
 
     def read() -> mx.array:
         cache = make_prompt_cache(model)
-        pieces = mx.split(prompt, [21, 21 + recurrence.PROMPT, 22 + recurrence.PROMPT], axis=1)
+        pieces = mx.split(prompt, [21, 21 + recurrence.PROMPT_TOKENS, 22 + recurrence.PROMPT_TOKENS], axis=1)
         return mx.concatenate([model(piece, cache=cache) for piece in pieces], axis=1)
 
     expected = read()
@@ -187,7 +160,7 @@ def test_a_prompt_on_a_cpu_is_ours(tiny_model, monkeypatch, family):
 
 @pytest.mark.parametrize("record", [p for p in PATCHES if p.target == UPDATE], ids=lambda record: record.versions)
 def test_every_version_of_the_function_is_called_as_its_callers_do(record):
-    """The replacement for a version not installed: its signature, and a call as that version's models make it."""
+    """The replacement has the version's signature and takes calls as its models make them, installed or not."""
     calls = []
 
     def upstream(*arguments, use_kernel, **options):
@@ -216,7 +189,7 @@ def test_every_version_of_the_function_is_called_as_its_callers_do(record):
 @pytest.mark.parametrize("use_kernel", [False, True])
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_state_of_its_own(tiny_model, use_kernel, length):
-    """Decoding is upstream's; training on from a state is ours, the state's gradient included."""
+    """Upstream serves decoding. deltatune serves training from a state, including the gradient of the state."""
     from mlx_lm.models.gated_delta import gated_delta_update as upstream
 
     def draw(*shape: int) -> mx.array:
@@ -253,11 +226,11 @@ def test_a_state_of_its_own(tiny_model, use_kernel, length):
 def test_the_convolution_of_a_cpu_training_step(monkeypatch, bias):
     shapes = []
 
-    def noted(x, *arguments, **options):
+    def recorded(x, *arguments, **options):
         shapes.append(x.shape)
         return causal_conv(x, *arguments, **options)
 
-    monkeypatch.setattr(mlx_lm, "causal_conv", noted)
+    monkeypatch.setattr(mlx_lm, "causal_conv", recorded)
     monkeypatch.setattr(backend, "device", lambda: "cpu")
     conv = nn.Conv1d(6, 6, 4, groups=6, bias=bias)
     x, weights = mx.random.normal((2, 12, 6)), mx.random.normal((2, 9, 6))
@@ -302,7 +275,7 @@ def transformed(how: str) -> Callable[..., mx.array]:
     if how == "compile":
         return lambda model, rows: mx.compile(lambda rows: losses(model, rows))(rows)
     if how == "checkpoint":
-        # The tokens are closed over: mx.checkpoint differentiates every argument, and indices have no gradient.
+        # The tokens are no argument: mx.checkpoint differentiates every argument, and indices have no gradient.
         return lambda model, rows: mx.checkpoint(lambda parameters: (model.update(parameters), losses(model, rows))[1])(
             model.trainable_parameters()
         )
@@ -320,7 +293,7 @@ def test_inside_other_transforms(tiny_model, monkeypatch, how, training):
         expected_loss, expected = gradients(model, losses, rows)
         loss, actual = gradients(model, transformed(how), rows)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert error(expected, actual)[0] < 1e-5
+    assert relative_errors(expected, actual)[0] < 1e-5
 
 
 def test_nested_contexts_revert_at_the_outermost():

@@ -1,11 +1,10 @@
-"""mlx-vlm's patched models: reached, same values and gradients as upstream; inference and verification untouched."""
+"""Patched models of mlx-vlm call deltatune and compute what upstream computes; inference stays as it is."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
-import math
 import re
 import sys
 import tomllib
@@ -26,20 +25,15 @@ from packaging.version import Version
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
-from deltatune.patches import PatchWarning, patched, reached, recurrence, revert, served
-from deltatune.patches.patch import Patch, _InForce, _is_settled, _known, _signature
+from deltatune.patches import PatchWarning, patched, reached, recurrence, served
+from deltatune.patches.patch import Patch, _fitting, _InForce, _is_settled, _signature
 from deltatune.patches.tables import LOWEST_MLX_VLM, mlx_lm, mlx_vlm, mlx_vlm_experts
 
 pytest.importorskip("mlx_vlm")
 import vision
+from model_gradients import gradients, next_token_loss, relative_errors, without_gradient
 
 DELTA_FAMILIES = ("qwen3_5", "qwen3_5_moe")
-
-
-@pytest.fixture(autouse=True)
-def _revert():
-    yield
-    revert()
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
@@ -47,44 +41,21 @@ def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
 
 
 def losses(model: nn.Module, rows: mx.array) -> mx.array:
-    return nn.losses.cross_entropy(model(rows[:, :-1]).logits.astype(mx.float32), rows[:, 1:]).sum()
-
-
-def gradients(model: nn.Module, rows: mx.array):
-    language = model.language_model
-    value, tree = nn.value_and_grad(language, losses)(language, rows)
-    mx.eval(value, tree)
-    return value.item(), dict(tree_flatten(tree))
-
-
-def norm(array: mx.array) -> float:
-    return mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item()
-
-
-def error(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> float:
-    assert expected.keys() == actual.keys()
-    pairs = [(norm(expected[name] - actual[name]), norm(expected[name])) for name in expected]
-    return math.hypot(*(d for d, _ in pairs)) / math.hypot(*(g for _, g in pairs))
-
-
-def cut_off(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    return lambda *arguments, **options: mx.stop_gradient(function(*arguments, **options))
+    return next_token_loss(model(rows[:, :-1]).logits, rows)
 
 
 def installed(records: tuple[Patch, ...], name: str, family: str = "") -> Patch | None:
-    """The record that the installed mlx-vlm gets for this target, as apply() chooses it."""
-    found = [r for r in records if r.name.startswith(name) and family in r.module]
-    known = _known(found) if found and importlib.util.find_spec(found[0].module) and load(found[0].module) else None
-    return known.patch if isinstance(known, _InForce) else None
-
-
-def load(module: str) -> bool:
-    importlib.import_module(module)
-    return True
+    """The record that apply() chooses for this target with the installed mlx-vlm, or None."""
+    candidates = [r for r in records if r.name.startswith(name) and family in r.module]
+    if not candidates or not importlib.util.find_spec(candidates[0].module):
+        return None
+    importlib.import_module(candidates[0].module)
+    fitting = _fitting(candidates)
+    return fitting.patch if isinstance(fitting, _InForce) else None
 
 
 def fresh(model: nn.Module) -> nn.Module:
-    """Upstream keeps positions of the last call; a test must not inherit them."""
+    """The model without the positions that upstream keeps from the last call."""
     model.language_model._position_ids = model.language_model._rope_deltas = None
     return model
 
@@ -94,30 +65,30 @@ def fresh(model: nn.Module) -> nn.Module:
 def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, family, training):
     monkeypatch.setenv(GATED_DELTA, "naive")
     monkeypatch.setattr(backend, "device", lambda: "metal")
-    # Experts have a test of their own (test_experts.py).
+    # test_experts.py covers experts.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES + mlx_vlm.PATCHES)
     model = tiny_vision_model(family)
     model.train(training)
     rows = tokens(2, 21)
-    with monkeypatch.context() as mended:
-        # Upstream's loop over tokens in place of its scan, whose differences of cumulated logs cost 6e-5.
+    with monkeypatch.context() as upstream:
+        # The loop over tokens takes the place of the scan, whose differences of cumulative logs cost 6e-5.
         own = sys.modules.get("mlx_vlm.models.qwen3_5.gated_delta")
         if hasattr(own, "gated_delta_chunked"):
-            mended.setattr(own, "gated_delta_chunked", own.gated_delta_ops)
-        # Older versions leave the chosen experts in the graph, which newer MLX refuses.
-        mended.setattr(mx, "argpartition", cut_off(mx.argpartition))
-        expected_loss, expected = gradients(fresh(model), rows)
+            upstream.setattr(own, "gated_delta_chunked", own.gated_delta_ops)
+        # Older versions let gradients reach the indices of the chosen experts, which newer MLX refuses.
+        upstream.setattr(mx, "argpartition", without_gradient(mx.argpartition))
+        expected_loss, expected = gradients(fresh(model).language_model, losses, rows)
     expected_logits = fresh(model)(rows).logits
     with patched(model) as report:
         assert report.complete, str(report)
         assert all(reached(model).values())
         recurrence.reset()
-        loss, actual = gradients(fresh(model), rows)
+        loss, actual = gradients(fresh(model).language_model, losses, rows)
         logits = fresh(model)(rows).logits
     assert set(served()) == {recurrence.OURS if training else recurrence.BACKWARD}
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    # A forgotten train() keeps upstream's forward, which is that scan.
-    assert error(expected, actual) < (5e-6 if training else 2e-4)
+    # After a forgotten train(), the forward pass is upstream's scan.
+    assert relative_errors(expected, actual)[0] < (5e-6 if training else 2e-4)
     if not training:
         assert mx.array_equal(logits, expected_logits)
 
@@ -155,9 +126,9 @@ def test_speculative_verification_is_upstreams_bit_for_bit(tiny_vision_model):
         model._position_ids = model._rope_deltas = None
         cache = model.make_cache()
         first = model(prompt, cache=cache).logits
-        told = "speculative_verify" in type(model).__call__.__code__.co_consts
-        how = {"speculative_verify": True} if told else {"capture_layer_ids": []}
-        return [first, model(block, cache=cache, **how).logits]
+        has_flag = "speculative_verify" in type(model).__call__.__code__.co_consts
+        options = {"speculative_verify": True} if has_flag else {"capture_layer_ids": []}
+        return [first, model(block, cache=cache, **options).logits]
 
     expected = verify()
     mx.eval(expected)
@@ -184,7 +155,7 @@ def test_a_call_with_state_steps_stays_upstreams(steps):
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
-def test_the_two_functions_of_one_name_are_no_strangers(tiny_vision_model):
+def test_two_functions_of_one_name_are_both_replaced_without_a_warning(tiny_vision_model):
     tiny_vision_model("qwen3_5")
 
     pytest.importorskip("mlx_vlm.models.gated_delta", reason="this mlx-vlm has one such function at most")
@@ -202,13 +173,13 @@ def test_the_two_functions_of_one_name_are_no_strangers(tiny_vision_model):
     assert upstreams == (shared.gated_delta_update, own.gated_delta_update)
 
 
-def test_a_stranger_among_them_is_named(tiny_vision_model, monkeypatch):
+def test_another_function_of_that_name_is_reported(tiny_vision_model, monkeypatch):
     model = tiny_vision_model("qwen3_5")
     language = sys.modules["mlx_vlm.models.qwen3_5.language"]
     upstream = language.gated_delta_update
     monkeypatch.setattr(language, "gated_delta_update", lambda *arguments, **more: upstream(*arguments, **more))
-    # Where the function is mlx-lm's, it is the trace of the model that tells.
-    with pytest.warns(PatchWarning, match="left alone|does not call deltatune"), patched(model) as report:
+    # Where the function is mlx-lm's, only the trace of the model reports it.
+    with pytest.warns(PatchWarning, match="so it stays|does not call deltatune"), patched(model) as report:
         assert not report.complete
 
 
@@ -232,8 +203,8 @@ def test_every_signature_is_ours_and_calls_upstream_with_it(record):
     assert all(count == 9 and set(options) <= known for count, options in seen)
 
 
-def test_the_lowest_version_is_one_number():
-    """What the extra `vision` installs, what the records serve, and what `make compat` tries first."""
+def test_the_lowest_version_is_the_same_everywhere():
+    """In the extra `vision`, in the records, and in what `make compat` tries."""
     root = Path(__file__).parents[3]
     asked = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vision"]
     assert f"mlx-vlm>={LOWEST_MLX_VLM}" in asked
@@ -245,7 +216,7 @@ def test_the_lowest_version_is_one_number():
 
 
 class Rotary:
-    """Stands for MRoPERotaryEmbedding of 0.6.2: a kernel without a gradient, and a plain way."""
+    """Stands for MRoPERotaryEmbedding of 0.6.2: one form is a kernel without a gradient, the other is plain."""
 
     def __init__(self, fused: bool):
         self.fused_apply, self.calls = fused, []
@@ -280,14 +251,14 @@ def test_the_fused_rotation_has_the_gradient_of_the_plain_one(fused):
 
 
 @pytest.mark.parametrize(
-    ("family", "block", "todays"), [("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", 2), ("qwen3_vl_moe", "Qwen3VLMoE", 3)]
+    ("family", "block", "newest"), [("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", 2), ("qwen3_vl_moe", "Qwen3VLMoE", 3)]
 )
 def test_routers_of_older_versions_give_upstreams_values_and_gradients(
-    tiny_vision_model, monkeypatch, family, block, todays
+    tiny_vision_model, monkeypatch, family, block, newest
 ):
-    """The installed version's replacement; where it needs none, the last one, whose arithmetic today's layer has."""
+    """The installed version's replacement, or if it needs none the newest one, which computes what the layer does."""
     layer = tiny_vision_model(family).language_model.model.layers[0].mlp
-    record = installed(mlx_vlm_experts.PATCHES, block, family) or mlx_vlm_experts.PATCHES[todays]
+    record = installed(mlx_vlm_experts.PATCHES, block, family) or mlx_vlm_experts.PATCHES[newest]
     assert record.name.startswith(block)
     upstream = type(layer).__call__
     ours = record.replacement(upstream)
@@ -298,12 +269,12 @@ def test_routers_of_older_versions_give_upstreams_values_and_gradients(
 
     assert mx.array_equal(ours(layer, x), upstream(layer, x))
     actual, other = loss(ours)
-    monkeypatch.setattr(mx, "argpartition", cut_off(mx.argpartition))
+    monkeypatch.setattr(mx, "argpartition", without_gradient(mx.argpartition))
     expected, tree = loss(upstream)
     assert expected.item() == actual.item()
-    # A GPU sums the rows' gradients in an order of its own.
+    # A GPU adds the gradients of rows in another order.
     bound = 0 if backend.device() == "cpu" else 1e-6
-    assert error(dict(tree_flatten(tree)), dict(tree_flatten(other))) <= bound
+    assert relative_errors(dict(tree_flatten(tree)), dict(tree_flatten(other)))[0] <= bound
 
 
 def test_records_that_a_version_settled_are_silent(tiny_vision_model):
@@ -313,13 +284,13 @@ def test_records_that_a_version_settled_are_silent(tiny_vision_model):
     with patched() as report:
         applied = [each.patch for each in report.applied]
     assert not any(patch in mlx_vlm_experts.PATCHES for patch in applied)
-    # Another record of the same target, for this version, is applied all the same.
+    # Another record of the same target is for this version, and is applied.
     assert any("SparseMoeBlock" in patch.name for patch in applied)
     assert report.complete
 
 
 def test_the_vision_tower_of_qwen3_vl_moe_gets_the_other_gelus(tiny_vision_model):
-    """Same weights as a qwen3_vl tower, which has them right."""
+    """With the patches, it computes what the tower of qwen3_vl computes with the same weights."""
     right, wrong = tiny_vision_model("qwen3_vl").vision_tower, tiny_vision_model("qwen3_vl_moe").vision_tower
     wrong.update(right.parameters())
     pixels, grid = mx.random.normal((24, 3 * 2 * vision.PATCH**2)), mx.array([[1, 4, 6]])

@@ -1,4 +1,4 @@
-"""One-row products: the same numbers as upstream's where the BLAS is right, and no NaN where it is not."""
+"""Replaced products compute what upstream's compute on a right BLAS, and give no NaN on a faulty one."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def benchmark():
 
 planted = benchmark()
 NAMES = [record.name for record in one_row_products.PATCHES]
-ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="a BLAS is a CPU's")
+ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="only a CPU uses a BLAS")
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
 
 
-def held(name):
+def current(name):
     return vars(owner(name))[name.rpartition(".")[2]]
 
 
 @pytest.fixture
 def faulty(monkeypatch):
-    """A machine whose BLAS fails the probe (it does not: numbers can be compared)."""
+    """The probe reports a fault. The BLAS itself is right, so that numbers can be compared."""
     monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name,)))
-    monkeypatch.setattr(one_row_products, "_told", set())
+    monkeypatch.setattr(one_row_products, "_warned", set())
     yield
     revert()
 
@@ -60,8 +60,8 @@ def owner(name):
 
 @contextlib.contextmanager
 def replaced():
-    """The replacements, without the search of every module that applying them takes."""
-    before = {name: held(name) for name in NAMES}
+    """Put the replacements into mx alone. apply() would search every module, which takes longer."""
+    before = {name: current(name) for name in NAMES}
     ours = {record.name: record.replacement(before[record.name]) for record in one_row_products.PATCHES}
     try:
         for name in NAMES:
@@ -98,7 +98,7 @@ SHAPES = [
 
 
 def same(call, *arrays):
-    """call(*arrays) and its gradients, with the replacements and without, are equal within rounding."""
+    """Assert that call(*arrays) and its gradients are the same with and without the replacements."""
 
     def everything():
         y = call(*arrays)
@@ -108,10 +108,10 @@ def same(call, *arrays):
 
     expected = everything()
     with replaced():
-        found = everything()
-    for f, e in zip(found, expected, strict=True):
-        assert (f.shape, f.dtype) == (e.shape, e.dtype)
-        assert f.size == 0 or mx.allclose(f.astype(mx.float32), e.astype(mx.float32), rtol=1e-5, atol=1e-6)
+        actual = everything()
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        assert a.size == 0 or mx.allclose(a.astype(mx.float32), e.astype(mx.float32), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("a", "b"), SHAPES, ids=str)
@@ -153,7 +153,7 @@ def test_gathers_are_upstreams(sizes, order):
 def test_attention_is_upstreams(groups, sizes, mask):
     length, keys = sizes
     if mask == "causal" and length > keys:
-        pytest.skip("a row that sees nothing")
+        pytest.skip("some rows attend to nothing")
     options = {"mask": mask if mask == "causal" else None}
     if mask in ("bool", "per head"):
         options["mask"] = draw(5, 2, 4 if mask == "per head" else 1, length, keys) > -0.5
@@ -183,31 +183,31 @@ def test_errors_stay_upstreams():
 
 
 def test_nothing_is_touched_where_the_blas_is_right():
-    before = [held(name) for name in NAMES]
+    before = [current(name) for name in NAMES]
     with patched() as report:
-        assert [held(name) for name in NAMES] == before
+        assert [current(name) for name in NAMES] == before
     assert not {each.patch.name for each in report.applied} & set(NAMES)
 
 
 @ON_A_CPU
 def test_everything_is_replaced_where_it_is_not_and_given_back(faulty):
-    before = [held(name) for name in NAMES]
-    with pytest.warns(PatchWarning, match="Products of one row come out wrong here: planted computes these wrong"):
+    before = [current(name) for name in NAMES]
+    with pytest.warns(PatchWarning, match="come out wrong here: planted computes these products wrongly"):
         report = apply()
     assert set(NAMES) <= {each.patch.name for each in report.applied}
     assert report.left_alone == []
-    assert all(now is not then for now, then in zip(map(held, NAMES), before, strict=True))
+    assert all(now is not then for now, then in zip(map(current, NAMES), before, strict=True))
     revert()
-    assert all(now is then for now, then in zip(map(held, NAMES), before, strict=True))
+    assert all(now is then for now, then in zip(map(current, NAMES), before, strict=True))
 
 
 @ON_A_CPU
-def test_the_user_is_told_once(faulty, recwarn):
+def test_the_user_is_warned_once(faulty, recwarn):
     with patched(), patched():
         pass
     with patched():
         pass
-    assert [str(w.message).startswith("Products of one row") for w in recwarn].count(True) == 1
+    assert [str(w.message).startswith("The BLAS of this machine") for w in recwarn].count(True) == 1
 
 
 @ON_A_CPU
@@ -233,7 +233,7 @@ def libraries(tmp_path_factory):
 @pytest.mark.any_blas
 @linux
 def test_on_a_faulty_blas_upstream_returns_nan_and_ours_never(libraries):
-    """benchmarks/one_row.py runs it over a hundred processes."""
+    """benchmarks/one_row.py runs the same products in a hundred processes."""
     upstream, ours = (planted.products(libraries[0], who) for who in planted.WHO)
     control = "two rows (control)"
     assert upstream.pop(control) == 0
@@ -243,7 +243,7 @@ def test_on_a_faulty_blas_upstream_returns_nan_and_ours_never(libraries):
 
 @pytest.mark.any_blas
 @linux
-def test_without_the_fault_stale_memory_does_no_harm(libraries):
+def test_without_the_fault_stale_memory_changes_nothing(libraries):
     assert set(planted.products(libraries[1], "upstream").values()) == {0}
 
 
@@ -259,7 +259,7 @@ def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path)
     env = planted.environment(libraries[0])
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("Products of one row come out wrong here") == 1
+    assert result.stderr.count("computes products of one row wrong") == 1
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [record[name] for record in records for name in ("train_loss", "val_loss") if name in record]
     assert len(losses) >= 3

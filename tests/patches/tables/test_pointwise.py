@@ -1,4 +1,4 @@
-"""What stands around the recurrence: replaced on CUDA alone, and then the same numbers."""
+"""Activations and norms are replaced on CUDA only, and compute the same there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltatune.patches.tables import pointwise
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """As on an NVIDIA GPU; the passes, which need one, give what they are proven against."""
+    """The patches of an NVIDIA GPU. On other machines plain forms stand for the kernels, and a list names the calls."""
     monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
     if backend.device() == "cuda":
         return
@@ -29,22 +29,22 @@ def on_cuda(monkeypatch):
         monkeypatch.setattr(module, name, lambda *_: True)
     served = []
 
-    def note(name, value):
+    def record(name, value):
         served.append(name)
         return value
 
     def plain_norm(x, factor, eps):
         return factor * x * norms._inverse_rms(x, eps)
 
-    monkeypatch.setattr(silu, "swiglu", lambda g, x: note("swiglu", silu._plain(g, x)[0]))
-    monkeypatch.setattr(norms, "norm", lambda x, factor, eps: note("norm", plain_norm(x, factor, eps)))
+    monkeypatch.setattr(silu, "swiglu", lambda g, x: record("swiglu", silu._plain(g, x)[0]))
+    monkeypatch.setattr(norms, "norm", lambda x, factor, eps: record("norm", plain_norm(x, factor, eps)))
     monkeypatch.setattr(
-        norms, "gated_norm", lambda x, w, g, eps: note("gated norm", plain_norm(x, w, eps) * g * mx.sigmoid(g))
+        norms, "gated_norm", lambda x, w, g, eps: record("gated norm", plain_norm(x, w, eps) * g * mx.sigmoid(g))
     )
     return served
 
 
-# mlx-lm 0.31.3 has neither.
+# mlx-lm 0.31.3 has neither normalize_qk nor olmo_hybrid.
 OLDER = not hasattr(gated_delta, "normalize_qk")
 
 
@@ -104,7 +104,7 @@ def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
         assert mx.allclose(one, ours * other, atol=1e-6)
 
 
-def test_what_is_not_proven_stays_upstream(on_cuda, monkeypatch):
+def test_what_the_kernels_do_not_support_stays_upstreams(on_cuda, monkeypatch):
     for module, name in ((silu, "serves"), (norms, "norm_serves"), (norms, "gated_norm_serves")):
         monkeypatch.setattr(module, name, lambda *_: False)
     wanted = results()
@@ -114,7 +114,7 @@ def test_what_is_not_proven_stays_upstream(on_cuda, monkeypatch):
     assert not on_cuda
 
 
-@pytest.mark.skipif(backend.device() == "cuda", reason="for other machines")
+@pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")
 def test_other_machines_keep_upstreams():
     upstream = activations.swiglu
     with patched():

@@ -1,4 +1,4 @@
-"""Whole models with the passes around the recurrence, run on the host machine: upstream's losses and gradients."""
+"""Whole models keep upstream's losses and gradients with the pointwise kernels, which the host machine runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.segments import segments
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_lm
+from model_gradients import without_gradient
 
 NAMES = ("gated norm", "norm", "conv and silu of documents", "conv and silu", "gates", "swiglu")
-# What each family has, besides its convolution.
+# The kernels that each family uses besides that of its convolution.
 SERVED = {
     "qwen3_5": {"norm", "gates", "gated norm", "swiglu"},
     "qwen3_next": {"norm", "gates", "gated norm", "swiglu"},
@@ -46,15 +47,15 @@ def machine(host_folder):
 
 
 def as_on_cuda(monkeypatch, machine) -> set[str]:
-    """From here on every pass of 8 elements and more is run by the host machine; which were, as they come."""
+    """From here on the host machine runs every kernel on 8 elements or more. The set names those that ran."""
     served: set[str] = set()
     call = Passes.__call__
 
-    def noted(self, *arrays, execute=None):
+    def recorded(self, *arrays, execute=None):
         served.add(next(name for name in NAMES if self.name.startswith(name)))
         return call(self, *arrays, execute=machine.run)
 
-    monkeypatch.setattr(Passes, "__call__", noted)
+    monkeypatch.setattr(Passes, "__call__", recorded)
     monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
     for module in (silu, norms, conv, gating):
         monkeypatch.setattr(module, "LEAST", 8)
@@ -76,7 +77,7 @@ def parameters_one_unit_off(model, seed: int) -> dict:
 
 
 def conditioned(model, rows, owner, expected: dict[str, mx.array]) -> tuple[float, dict[str, float]]:
-    """How far all gradients together, and each, move when every parameter moves by a unit: the most of four draws."""
+    """How far all gradients together, and each one, move when parameters move by a unit: the largest of four draws."""
     held, draws = model.parameters(), []
     for seed in range(4):
         model.update(parameters_one_unit_off(model, seed))
@@ -106,15 +107,14 @@ def gradients(model, rows, owner):
     return value.item(), dict(tree_flatten(tree))
 
 
-@pytest.mark.skipif(backend.device() != "cpu", reason="the host machine's")
+@pytest.mark.skipif(backend.device() != "cpu", reason="the host machine needs a CPU")
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed documents"])
 @pytest.mark.parametrize("family", SERVED)
 def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, family, packed):
     monkeypatch.setenv(GATED_DELTA, "naive")
-    # Upstream's experts; mlx-lm 0.31.3 leaves their indices in the graph.
+    # Experts stay upstream's. mlx-lm 0.31.3 lets gradients reach their indices.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
-    chosen = mx.argpartition
-    monkeypatch.setattr(mx, "argpartition", lambda *given, **options: mx.stop_gradient(chosen(*given, **options)))
+    monkeypatch.setattr(mx, "argpartition", without_gradient(mx.argpartition))
     model = tiny_model(family, **({} if family == "kimi_linear" else {"linear_value_head_dim": 16}))
     model.train()
     rows = mx.random.randint(0, 320, (2, 22), key=mx.random.key(1))
@@ -124,13 +124,13 @@ def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, fa
     served = as_on_cuda(monkeypatch, machine)
     found, actual = gradients(model, rows, owner)
     wanted_passes = SERVED[family] | {"conv and silu of documents" if packed else "conv and silu"}
-    # mlx-lm 0.31.3 has the norms of q and k in line.
+    # mlx-lm 0.31.3 has the norms of q and k inline.
     assert served == (wanted_passes if hasattr(gated_delta, "normalize_qk") else wanted_passes - {"norm"})
     assert found == pytest.approx(wanted, rel=1e-6)
     assert expected.keys() == actual.keys()
-    # A pass rounds a value in up to four places where upstream does not, each by half a unit: two units in all. What
-    # they do to the gradients depends on the model: in kimi_linear one unit moves them by some 1e-4.
+    # A kernel rounds a value in up to four places where upstream does not, by half a unit each: two units in all. Their
+    # effect on the gradients depends on the model: in kimi_linear one unit moves them by about 1e-4.
     off, (all_allowed, allowed) = distances(actual, expected), condition
     assert together(off) < 2 * all_allowed
-    # One tensor's share varies more between draws than the sum of all.
+    # The error of one tensor varies more between draws than that of all together.
     assert all(off[name] <= 8 * allowed[name] for name in off), {name: (off[name], allowed[name]) for name in off}

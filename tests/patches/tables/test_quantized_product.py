@@ -1,4 +1,4 @@
-"""mx.quantized_matmul under the patches: who gets the unpacked product, and that nobody's numbers change."""
+"""The replaced mx.quantized_matmul unpacks for many rows only, and every layer computes the same with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(backend.device() not in quantized_product.ROWS, 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Rows of the calls that were unpacked, but for those of the patch's own check."""
+    """The number of rows of each call that was unpacked, without the calls of the patch's own check."""
     found = []
 
     def counted(x, *rest):
@@ -33,7 +33,7 @@ def calls(monkeypatch):
 
 
 def layers():
-    """What a packed model has: linears with and without adapters, a table that is the head, a matrix for each head."""
+    """Layers of a quantised model: a linear one, plain and with adapters, and an embedding that serves as the head."""
     mx.random.seed(0)
     plain, lora, dora = (nn.QuantizedLinear(128, 96, group_size=32, bits=4) for _ in range(3))
     lora, dora = LoRALinear.from_base(lora, rank=4), DoRALinear.from_base(dora, rank=4)

@@ -1,4 +1,4 @@
-"""mx.gather_mm under the patches, over a product that misreads single rows as MLX's CUDA one does."""
+"""The replaced mx.gather_mm is right over a product that misreads single rows as MLX's does on CUDA."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from deltatune.patches.tables import sorted_rows
 from deltatune.patches.tables.sorted_rows import _agrees, _gather_mm
 from layouts import row_distance
 
-# In a tuple, where patches do not look for holders.
+# The tuple hides the function from the patches, which would replace it in this module too.
 UPSTREAM = (mx.gather_mm,)
 EXPERTS = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
 
 
 def misread(x, experts):
-    """x [R, 1, K] as it is read: the first row of each expert where it lies, the next ones by the stride of 1's axis.
+    """What the fault reads from x [R, 1, K]: an expert's rows follow its first at the stride of the axis of length 1.
 
-    NaN where that is not within x.
+    Rows that would lie outside x are NaN.
     """
     distance, size = row_distance(x), x.shape[-1]
     flat, numbers = np.array(x).reshape(-1), np.array(experts)
@@ -42,7 +42,7 @@ def misread(x, experts):
 
 
 def faulty(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
-    """mx.gather_mm with that fault, in its gradient of a as well."""
+    """mx.gather_mm with that fault, also in the gradient of a."""
     if not sorted_indices:
         return UPSTREAM[0](a, b, lhs_indices, rhs_indices)
 
@@ -61,7 +61,7 @@ def test_the_stand_in_has_the_fault():
     assert "differs from the elementwise product" in _agrees(mx.gather_mm, faulty)
 
 
-def test_rows_are_laid_out_anew_forward_and_backward():
+def test_the_replacement_reads_the_right_rows_forward_and_backward():
     assert _agrees(faulty, _gather_mm(faulty)) is None
 
 
@@ -79,7 +79,7 @@ def test_other_calls_are_upstreams(rows):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "metal"])
-def test_in_force_on_gpus(device, monkeypatch):
+def test_it_is_applied_on_gpus(device, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
     monkeypatch.setattr(patches, "ON_CUDA", [each for each in patches.ON_CUDA if each in sorted_rows.PATCHES])
     upstream = mx.gather_mm
@@ -90,7 +90,7 @@ def test_in_force_on_gpus(device, monkeypatch):
 
 
 class Activation(nn.Module):
-    """As mlx-lm's SwiGLU, but compiled by whoever calls it first, and so in the mode of that call."""
+    """mlx-lm's SwiGLU, but compiled anew for each instance, and so in the mode of its first call."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Activation(nn.Module):
 @pytest.mark.skipif(compiling._library() is None, reason="this MLX cannot compile without kernels")
 @pytest.mark.parametrize("mended", [False, True])
 def test_upstreams_experts_answer_without_kernels(mended, monkeypatch):
-    """A prompt's 40 tokens through mlx-lm's own layer, whose unfused activation leaves a stride of 0."""
+    """40 tokens of a prompt go through mlx-lm's layer, whose unfused activation leaves a stride of 0."""
     record = replace(sorted_rows.PATCHES[0], check=None, replacement=lambda _: _gather_mm(faulty) if mended else faulty)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(patches, "ON_CUDA", [record])

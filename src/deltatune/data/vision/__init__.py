@@ -1,1 +1,1 @@
-"""Images and videos of a data set: found in the rows, opened, and turned into tokens and patches."""
+"""Finds the images and videos in the rows of a data set, opens them, and turns them into tokens and patches."""

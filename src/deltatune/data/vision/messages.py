@@ -1,4 +1,4 @@
-"""Where images and videos stand in the messages of a row, and which file stands at each place."""
+"""Finds the places of images and videos in the messages of a row, and the file that belongs to each place."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FPS = "fps"
 Messages = list[dict[str, Any]]
 
 
-def seen_in(row: Any, chat: str = "messages") -> str | None:
-    """ "image" or "video", where a row brings one in a column of its own or inside a message, or None."""
+def media_kind(row: Any, chat: str = "messages") -> str | None:
+    """Return "image" or "video" if a row has one, in a column of its own or inside a message, else None."""
     if not isinstance(row, Mapping):
         return None
     for kind in (IMAGE, VIDEO):
@@ -31,38 +31,49 @@ def seen_in(row: Any, chat: str = "messages") -> str | None:
     return None
 
 
-def listed(row: Mapping[str, Any], source: str) -> dict[str, list[Any]]:
-    """The images and videos of the row's own columns, by kind."""
-    return {kind: _listed(row, kind, source) for kind in (IMAGE, VIDEO)}
+def media_columns(row: Mapping[str, Any], source: str) -> dict[str, list[Any]]:
+    """Return the images and the videos in the row's own columns, by kind."""
+    return {kind: _column(row, kind, source) for kind in (IMAGE, VIDEO)}
 
 
-def placed(messages: Messages, columns: dict[str, list[Any]], source: str) -> tuple[Messages, list[Any]]:
-    """The messages with a part for each image and video, and what stands at them, in order: a Video is one.
+def place_media(messages: Messages, columns: dict[str, list[Any]], source: str) -> tuple[Messages, list[Any]]:
+    """Give each image and video of a row its place in the messages.
 
-    Places are parts, or "<image>" and "<video>" in a text; what stands there comes from the parts themselves
-    ({"type": "image", "image": PATH}), or in order from the row's columns. Where no place is given, images and then
-    videos stand before the first user message.
+    A place is a part, or "<image>" or "<video>" in a text. Its value comes from the part itself ({"type": "image",
+    "image": PATH}), or in order from the row's columns. Without places, the images and then the videos go to the start
+    of the first user message.
+
+    Args:
+        messages: the row's messages.
+        columns: the images and videos of the row's columns, by kind.
+        source: where the row came from, for messages to the user.
+
+    Returns:
+        The messages with a part for each image and video, and the values of these parts in order.
+
+    Raises:
+        UserError: the places and the values do not match.
     """
-    found: Messages = []
-    inside: list[tuple[str, Any]] = []
+    with_parts: Messages = []
+    places: list[tuple[str, Any]] = []
     for number, message in enumerate(messages, 1):
         content, named = _parts(message.get("content"), f"{source}: message {number}")
-        found.append({**message, "content": content})
-        inside += named
-    # Each goes before what is there, so the last kind comes first.
+        with_parts.append({**message, "content": content})
+        places += named
+    # Each kind goes to the start of the message, so the images, handled second, come first in it.
     for kind in (VIDEO, IMAGE):
-        if columns[kind] and kind not in [each for each, _ in inside]:
-            _put_first(found, kind, len(columns[kind]), source)
-            inside += [(kind, None)] * len(columns[kind])
-    supplies = {kind: _supply(kind, inside, columns[kind], source) for kind in (IMAGE, VIDEO)}
-    contents = [message["content"] for message in found if isinstance(message["content"], list)]
-    order = [part["type"] for content in contents for part in content if part["type"] in supplies]
-    return found, [next(supplies[kind]) for kind in order]
+        if columns[kind] and kind not in [other for other, _ in places]:
+            _put_first(with_parts, kind, len(columns[kind]), source)
+            places += [(kind, None)] * len(columns[kind])
+    values = {kind: _values(kind, places, columns[kind], source) for kind in (IMAGE, VIDEO)}
+    contents = [message["content"] for message in with_parts if isinstance(message["content"], list)]
+    order = [part["type"] for content in contents for part in content if part["type"] in values]
+    return with_parts, [next(values[kind]) for kind in order]
 
 
-def _supply(kind: str, inside: list[tuple[str, Any]], column: list[Any], source: str) -> Iterator[Any]:
-    """What stands at the places of a kind, in order."""
-    slots = [value for each, value in inside if each == kind]
+def _values(kind: str, places: list[tuple[str, Any]], column: list[Any], source: str) -> Iterator[Any]:
+    """Return the values of the places of one kind, in order."""
+    slots = [value for other, value in places if other == kind]
     own = [value for value in slots if value is not None]
     if (own and len(own) < len(slots)) or (own and column):
         raise UserError(f"{source}: {kind}s in the messages and in '{kind}s'; give all of them in one place.")
@@ -75,7 +86,8 @@ def _supply(kind: str, inside: list[tuple[str, Any]], column: list[Any], source:
     return iter(column)
 
 
-def _listed(row: Mapping[str, Any], kind: str, source: str) -> list[Any]:
+def _column(row: Mapping[str, Any], kind: str, source: str) -> list[Any]:
+    """Return the images or videos in the row's own column, such as "images" or "image"."""
     several = f"{kind}s"
     if row.get(several) is not None and row.get(kind) is not None:
         raise UserError(f"{source}: both {kind!r} and {several!r}; give one of them.")
@@ -90,9 +102,9 @@ def _listed(row: Mapping[str, Any], kind: str, source: str) -> list[Any]:
 
 
 def _parts(content: Any, where: str) -> tuple[Any, list[tuple[str, Any]]]:
-    """Content as the template takes it, and each image's or video's kind and file (None: a column has it)."""
+    """Return the content as a template takes it, and the kind and value of each place (None if a column holds it)."""
     if isinstance(content, str):
-        parts = _marked(content)
+        parts = _split_at_placeholders(content)
         named: list[tuple[str, Any]] = [(part["type"], None) for part in parts if part["type"] != "text"]
         return (parts, named) if named else (content, [])
     if not isinstance(content, list):
@@ -118,8 +130,8 @@ def _parts(content: Any, where: str) -> tuple[Any, list[tuple[str, Any]]]:
     return parts, named
 
 
-def _marked(text: str) -> list[dict[str, Any]]:
-    """A text in parts, split at its placeholders."""
+def _split_at_placeholders(text: str) -> list[dict[str, Any]]:
+    """Split a text into parts at "<image>" and "<video>"."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
     for kind in (IMAGE, VIDEO):
         split: list[dict[str, Any]] = []
@@ -133,6 +145,7 @@ def _marked(text: str) -> list[dict[str, Any]]:
 
 
 def _fps(given: Mapping[str, Any], where: str) -> float | None:
+    """Return the frames per second that a row or a part gives, or None."""
     value = given.get(_FPS)
     if value is None:
         return None
@@ -142,10 +155,11 @@ def _fps(given: Mapping[str, Any], where: str) -> float | None:
 
 
 def _put_first(messages: Messages, kind: str, count: int, source: str) -> None:
+    """Put places for images or videos at the start of the first user message."""
     for message in messages:
         if message["role"] == "user":
             content = message["content"]
             text = [{"type": "text", "text": content}] if isinstance(content, str) and content else content or []
             message["content"] = [{"type": kind}] * count + text
             return
-    raise UserError(f"{source}: {count} {kind}s, and no user message to hold them.")
+    raise UserError(f"{source}: {count} {kind}s, and no user message to hold them; add one.")

@@ -1,4 +1,4 @@
-"""Opens the videos of a data set: files, sampled as mlx-vlm samples them, or lists of frames."""
+"""Opens the videos of a data set: files, from which frames are sampled as mlx-vlm does, or lists of frames."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ import numpy as np
 
 from ...errors import UserError
 from ...models.vision.inputs import Grid, Picture, VisionSpec, single_frames
-from .images import image_file, open_image
+from .images import file_content, image_file, media_path, open_image
 
-# What Qwen3-VL's processors sample by, where the model's own says nothing else.
+# The sampling of Qwen3-VL's processors, used where the model's own processor does not define it.
 _SAMPLING = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
-# Containers that estimate their length may count a few frames that are not there.
+# Some files only estimate their number of frames, and may count up to this many that do not exist.
 _MISCOUNTED = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Video:
-    """What a row gives for a video: a path, or a list of frames; fps: frames a second, where the row says."""
+    """A video as a row gives it: a path or a list of frames, and its frames per second if the row says them."""
 
     value: Any
     fps: float | None = None
 
 
 class Clip(NamedTuple):
-    """The patches of a video, and the second at which each pair of frames stands."""
+    """The patches of a video, and the time of each pair of its frames, in seconds."""
 
     picture: Picture
     seconds: list[float]
 
 
 class _Frames(NamedTuple):
-    """Frames uint8 [N,H,W,3], their numbers in the source, and the source's frames a second."""
+    """Frames uint8 [N, H, W, 3], their numbers in the source, and the source's frames per second."""
 
     pixels: np.ndarray
     numbers: list[int]
@@ -48,11 +48,15 @@ class _Frames(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VideoReader:
-    """Turns what a row gives for a video into patches.
+    """Turns a video of a row into patches.
 
-    processor: the model's video processor (None: it has none). folder: where relative paths begin. limits: min_pixels
-    and max_pixels of a frame; the model's own limit for a whole video holds besides. fps: how many frames a second are
-    taken from a file, or a list of frames was taken at; max_frames: how many at most; without them the processor's own.
+    Args:
+        processor: the model's video processor, or None if it has none.
+        folder: the folder to which relative paths refer.
+        limits: min_pixels and max_pixels of a frame; the model's own limit for a whole video holds as well.
+        fps: the frames per second to take from a file, or at which a list of frames was recorded; None takes the
+            processor's own.
+        max_frames: the largest number of frames to take; None takes the processor's own.
     """
 
     processor: Any
@@ -68,7 +72,7 @@ class VideoReader:
             raise UserError(f"video_max_frames: expected 2 or more, got {self.max_frames}.")
 
     def clip(self, video: Video, source: str) -> Clip:
-        """Decode a video. UserError, with `source`, where it is missing, damaged, too short or of an odd shape."""
+        """Decode a video; UserError, naming `source`, if it is missing, damaged, too short or of an unfit size."""
         if self.processor is None:
             raise UserError(
                 f"{source}: {name_of(video)}: the model's processor reads no videos; give frames as images."
@@ -80,37 +84,38 @@ class VideoReader:
                 "needs 2 or more. Give a single picture as an image."
             )
         try:
-            found = self._limited(len(frames.pixels))(videos=[frames.pixels], do_sample_frames=False)
+            processed = self._limited(len(frames.pixels))(videos=[frames.pixels], do_sample_frames=False)
         except (ValueError, TypeError) as error:
             raise UserError(f"{source}: {name_of(video)}: the model's video processor refuses it: {error}.") from error
-        rows = np.asarray(found["video_grid_thw"]).reshape(-1, 3)
+        rows = np.asarray(processed["video_grid_thw"]).reshape(-1, 3)
         grid: Grid = (int(rows[0, 0]), int(rows[0, 1]), int(rows[0, 2]))
-        picture = Picture(np.asarray(found["pixel_values_videos"], np.float32), grid)
+        picture = Picture(np.asarray(processed["pixel_values_videos"], np.float32), grid)
         return Clip(picture, _seconds(frames, grid[0]))
 
     def digest(self, video: Video, source: str) -> bytes:
-        """Tells this video from another, to resume on the same data."""
-        if isinstance(path := self._source(video, source), Path):
-            with path.open("rb") as file:
+        """Return a digest of the video, by which a resumed run recognises its data."""
+        if isinstance(content := self._source(video, source), Path):
+            with content.open("rb") as file:
                 return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
         total = hashlib.blake2b(digest_size=16)
-        for frame in path:
-            total.update(_content(image_file(frame, self.folder, source)))
+        for frame in content:
+            total.update(file_content(image_file(frame, self.folder, source)))
         return total.digest()
 
     def _frames(self, video: Video, source: str) -> _Frames:
-        found = self._source(video, source)
-        if isinstance(found, Path):
-            return self._decoded(found, video, f"{source}: {name_of(video)}")
-        numbers = list(range(len(found)))
-        most = self._sampling("max_frames", self.max_frames)
-        if len(found) > most:
-            numbers = np.linspace(0, len(found) - 1, int(most)).round().astype(int).tolist()
+        """Return the sampled frames of a file or a list."""
+        content = self._source(video, source)
+        if isinstance(content, Path):
+            return self._decoded(content, video, f"{source}: {name_of(video)}")
+        numbers = list(range(len(content)))
+        limit = self._sampling("max_frames", self.max_frames)
+        if len(content) > limit:
+            numbers = np.linspace(0, len(content) - 1, int(limit)).round().astype(int).tolist()
         opened = []
         for number in numbers:
             where = f"{source}: frame {number + 1} of a video"
-            opened.append(np.asarray(open_image(image_file(found[number], self.folder, where), where)))
-        sizes = sorted({f"{each.shape[1]}x{each.shape[0]}" for each in opened})
+            opened.append(np.asarray(open_image(image_file(content[number], self.folder, where), where)))
+        sizes = sorted({f"{frame.shape[1]}x{frame.shape[0]}" for frame in opened})
         if len(sizes) > 1:
             raise UserError(
                 f"{source}: {name_of(video)}: frames of {' and '.join(sizes[:3])} pixels; expected one size."
@@ -119,7 +124,8 @@ class VideoReader:
         return _Frames(pixels, numbers, self._sampling("fps", video.fps or self.fps))
 
     def _decoded(self, path: Path, video: Video, named: str) -> _Frames:
-        # FFmpeg writes its own complaints on standard error; what is wrong is said here.
+        """Return the sampled frames of a file."""
+        # This keeps FFmpeg from writing to standard error; the messages below say what is wrong.
         os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
         try:
             import cv2
@@ -131,9 +137,11 @@ class VideoReader:
         try:
             total = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)) if capture.isOpened() else 0
             if total < 1:
-                raise UserError(f"{named}: no video, truncated, or of a format that OpenCV does not read.")
+                raise UserError(
+                    f"{named}: no video, truncated, or of a format that OpenCV does not read; give another file."
+                )
             rate = capture.get(cv2.CAP_PROP_FPS) or 1.0
-            numbers = sampled(
+            numbers = sampled_frames(
                 total,
                 rate,
                 self._sampling("fps", video.fps or self.fps),
@@ -152,7 +160,7 @@ class VideoReader:
         return _Frames(np.stack(pixels) if pixels else np.zeros((0, 1, 1, 3), np.uint8), numbers, rate)
 
     def _source(self, video: Video, source: str) -> Path | Sequence[Any]:
-        """A file, or a list of frames."""
+        """Return the file of a video, or its list of frames."""
         value = video.value
         if isinstance(value, list | tuple):
             if not value:
@@ -161,20 +169,16 @@ class VideoReader:
         if isinstance(value, Mapping) and isinstance(value.get("path"), str):
             value = value["path"]
         if not isinstance(value, str):
-            shown = f"{type(value).__name__} {str(value)[:60]!r}"
-            raise UserError(f"{source}: expected the path of a video, or a list of frames, got {shown}.")
-        if value.startswith(("http://", "https://", "data:")):
-            raise UserError(f"{source}: video {value[:60]}: expected a path; download it, and give its path.")
-        path = self.folder / Path(value).expanduser()
-        if not path.is_file():
-            raise UserError(f"{source}: video {value}: no such file ({path}); paths begin at the data's folder.")
-        return path
+            actual = f"{type(value).__name__} {str(value)[:60]!r}"
+            raise UserError(f"{source}: expected the path of a video, or a list of frames, got {actual}.")
+        return media_path("video", value, self.folder, source)
 
     def _sampling(self, name: str, asked: float | None) -> float:
+        """Return a sampling option: what the user asked for, else the processor's own, else Qwen3-VL's."""
         return asked or getattr(self.processor, name, None) or _SAMPLING[name]
 
     def _limited(self, frames: int) -> Any:
-        """The processor, with limits for a video of so many frames."""
+        """Return the processor with the limits for a video of this number of frames."""
         if not self.limits:
             return self.processor
         limited = copy.copy(self.processor)
@@ -185,70 +189,83 @@ class VideoReader:
         return limited
 
 
-def sampled(total: int, rate: float, fps: float, least: int, most: int) -> list[int]:
-    """The numbers of the frames taken from a file of `total` at `rate` (mlx_vlm.utils.load_video): an even count."""
+def sampled_frames(total: int, rate: float, fps: float, least: int, most: int) -> list[int]:
+    """Choose evenly spaced frames of a file, an even number of them if it has two or more.
+
+    Args:
+        total: the number of frames in the file.
+        rate: its frames per second.
+        fps: the frames per second to take.
+        least, most: the smallest and the largest number of frames to take.
+
+    Returns:
+        The numbers of the frames, from 0.
+
+    Source:
+        mlx_vlm.utils.load_video.
+    """
     highest = min(most, total) // 2 * 2
     count = min(max(total / rate * fps, math.ceil(least / 2) * 2), highest, total)
     return np.linspace(0, total - 1, max(int(count) // 2 * 2, min(total, 1))).round().astype(int).tolist()
 
 
 def video_names(tokenizer: Any, spec: VisionSpec) -> tuple[str, str, str]:
-    """The tokens of `video_text` as the tokenizer writes them."""
+    """Return the tokens that `video_text` needs, as the tokenizer writes them."""
     start, token, end = tokenizer.convert_ids_to_tokens([spec.start_token, spec.video_token, spec.end_token])
     return start, token, end
 
 
 def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
-    """What stands in a prompt for a video: one block of tokens for each pair of frames, after its time.
+    """Return the text that stands for a video in a prompt: for each pair of frames, its time and a block of tokens.
 
-    names: of the token that begins a block, that of a feature (here once; it is repeated later), and that which ends
-    it. Source: Qwen3VLProcessor of transformers, and of mlx-vlm.
+    Args:
+        seconds: the time of each pair of frames.
+        names: the token that begins a block, the one that stands for a feature, and the one that ends a block. The
+            second is written once here and repeated after tokenisation.
+
+    Source:
+        Qwen3VLProcessor of transformers and of mlx-vlm.
     """
     return "".join(f"<{at:.1f} seconds>{''.join(names)}" for at in seconds)
 
 
 def video_texts(tokenizer: Any, clips: Sequence[Clip], spec: VisionSpec) -> list[str]:
-    """`video_text` of each clip."""
+    """Return the `video_text` of each clip."""
     names = video_names(tokenizer, spec)
     return [video_text(clip.seconds, names) for clip in clips]
 
 
-def with_features(tokens: Sequence[int], clips: Sequence[Clip], spec: VisionSpec) -> list[int]:
-    """The tokens of a prompt with as many for each pair of frames as it has features."""
+def repeat_video_tokens(tokens: Sequence[int], clips: Sequence[Clip], spec: VisionSpec) -> list[int]:
+    """Repeat the video token of each pair of frames in a prompt, once for each of its features."""
     counts = [spec.tokens(grid) for grid in single_frames([clip.picture.grid for clip in clips])]
-    found = np.array(tokens)
-    marks = np.flatnonzero(found == spec.video_token)
+    prompt = np.array(tokens)
+    marks = np.flatnonzero(prompt == spec.video_token)
     if len(marks) != len(counts):
-        raise UserError("--prompt: it must not hold the model's own video token.")
-    repeats = np.ones(len(found), np.int64)
+        raise UserError("--prompt: the text must not hold the model's own video token; remove it.")
+    repeats = np.ones(len(prompt), np.int64)
     repeats[marks] = counts
-    return np.repeat(found, repeats).tolist()
+    return np.repeat(prompt, repeats).tolist()
 
 
 def name_of(video: Video) -> str:
-    """What a video is called in messages."""
+    """Return what messages call a video."""
     value = video.value.get("path") if isinstance(video.value, Mapping) else video.value
     return f"video {value}" if isinstance(value, str) else "video from frames"
 
 
 def _read(cv2: Any, capture: Any, number: int, earliest: int) -> tuple[np.ndarray | None, int]:
-    """Frame `number`, or the last readable one before it that is not before `earliest`; None where there is none."""
+    """Return frame `number`, or the nearest readable one before it, down to `earliest` (else None), and its number."""
     for at in range(number, earliest - 1, -1):
         capture.set(cv2.CAP_PROP_POS_FRAMES, at)
-        done, frame = capture.read()
-        if done:
+        success, frame = capture.read()
+        if success:
             return cv2.cvtColor(frame, cv2.COLOR_BGR2RGB), at
     return None, number
 
 
 def _seconds(frames: _Frames, count: int) -> list[float]:
-    """The mean time of the first and last frame of each group; the last frame fills the last group."""
+    """Return the mean time of the first and last frame of each of `count` groups, padding with the last frame."""
     numbers = np.array(frames.numbers, float)
-    each = -(-len(numbers) // count)
-    numbers = np.pad(numbers, (0, each * count - len(numbers)), mode="edge").reshape(count, each)
+    size = -(-len(numbers) // count)
+    numbers = np.pad(numbers, (0, size * count - len(numbers)), mode="edge").reshape(count, size)
     return ((numbers[:, 0] + numbers[:, -1]) / 2 / frames.rate).tolist()
-
-
-def _content(file: Any) -> bytes:
-    content = file.read_bytes() if isinstance(file, Path) else file
-    return content if isinstance(content, bytes) else content.tobytes()

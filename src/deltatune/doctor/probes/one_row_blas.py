@@ -16,8 +16,8 @@ def find() -> Fault:
         return Fault(NAME, NOT_RUN, str(found))
     if not found.wrong:
         return Fault(NAME, ABSENT, str(found))
-    if not found.mendable:
-        return Fault(NAME, PRESENT, f"{found}; two rows are no way around it")
+    if not found.two_rows_work:
+        return Fault(NAME, PRESENT, f"{found}; computing one row as two does not help")
     if backend.device() != "cpu":
         return Fault(NAME, AVOIDED, f"{found}; MLX computes on the GPU here")
     if not in_force():

@@ -1,4 +1,7 @@
-"""Which adapters mlx-vlm loads: it finds those on experts by a number of layers, and refuses them by name."""
+"""Says whether mlx-vlm can load an adapter on layers of experts, and with which settings.
+
+mlx-vlm loads such adapters only by a number of layers at the end of the model, never by the names of modules.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,36 @@ from .split import has_vision
 
 
 def layers_for_mlx_vlm(model: nn.Module) -> int | None:
-    """The number of layers by which mlx-vlm finds this model's adapters, where names would not do."""
-    return whole_layers(model) if has_vision(model) and _adapts_experts(model) else None
+    """The number of layers that mlx-vlm needs to load this model's adapters, or None where names are enough."""
+    return completely_adapted_layers(model) if has_vision(model) and _adapts_experts(model) else None
 
 
 def refused_by_mlx_vlm(model: nn.Module) -> list[str]:
-    """A sentence where mlx-vlm will not load this model's adapter."""
-    if not has_vision(model) or not _adapts_experts(model) or whole_layers(model) is not None:
+    """A list with a message if mlx-vlm cannot load this model's adapter, else an empty list."""
+    if not has_vision(model) or not _adapts_experts(model) or completely_adapted_layers(model) is not None:
         return []
     return [
-        "mlx-vlm 0.7.10 loads adapters on experts only where all of the last layers' modules have one, and nothing "
-        "else: it will not load this adapter. deltatune does; merge it for mlx-vlm."
+        "mlx-vlm 0.7.10 loads adapters on experts only if every module of the last layers has one and no other module "
+        "does, so it cannot load this adapter. deltatune can; to use the model with mlx-vlm, merge the adapter."
     ]
 
 
-def whole_layers(model: nn.Module) -> int | None:
-    """How many of the last layers carry an adapter on every module that takes one; None where any other set does."""
-    found = adapters(model)
+def completely_adapted_layers(model: nn.Module) -> int | None:
+    """How many of the last layers are adapted completely: every module that can take an adapter has one.
+
+    None if any other module has an adapter, or one of those modules has none.
+    """
+    adapted = adapters(model)
     layers = layer_paths(model)
-    inside = tuple(f"{path}." for path in found)
-    adapted = [any(path.startswith(f"{layer}.") for path in found) for layer in layers]
-    count = sum(adapted)
+    inside_adapters = tuple(f"{path}." for path in adapted)
+    is_adapted = [any(path.startswith(f"{layer}.") for path in adapted) for layer in layers]
+    count = sum(is_adapted)
     last = tuple(f"{layer}." for layer in layers[len(layers) - count :])
-    if not count or not all(adapted[len(layers) - count :]) or not all(path.startswith(last) for path in found):
+    if not count or not all(is_adapted[len(layers) - count :]) or not all(path.startswith(last) for path in adapted):
         return None
     for path, module in model.named_modules():
-        left = path not in found and not path.startswith(inside) and path.startswith(last)
-        if left and "weight" in module and not isinstance(adapter_class(module, False), str):
+        unadapted = path not in adapted and not path.startswith(inside_adapters) and path.startswith(last)
+        if unadapted and "weight" in module and not isinstance(adapter_class(module, False), str):
             return None
     return count
 

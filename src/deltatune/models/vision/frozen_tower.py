@@ -1,7 +1,7 @@
-"""Features of a tower that does not train: each image is looked at by itself, and once, not once a step.
+"""Computes the features of a vision tower that does not train: once for each image, not once for each step.
 
-An image by itself gives the same bits in whatever batch it stands and whether it was looked at before, so that a
-resumed run goes on bit for bit.
+The tower runs on one frame at a time. So the features of an image have the same bits in every batch, cached or not, and
+a resumed run gives the bits of the run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from .inputs import VisionBatch, padded_patches
 from .split import has_vision, vision_spec
 from .tower import TowerInputs, run_tower
 
-# Of features kept, in main memory; images beyond that are looked at anew each time.
+# The most main memory that cached features take. The features of further images are computed each time.
 CACHE_BYTES = 2**30
 
 
 def frozen_tower(model: Any) -> FrozenTower | None:
-    """Of a model with a vision tower of which nothing trains, projector included; else None."""
+    """The FrozenTower of a model in whose vision tower, projector included, nothing trains; else None."""
     if not has_vision(model) or tree_flatten(model.vision_tower.trainable_parameters()):
         return None
     return FrozenTower(model)
 
 
 class FrozenTower:
-    """Called with a batch: {"features": [I*P/merge^2, D], "deep": the same for each deeper layer (deepstack)}.
+    """Gives the features of a batch's images when it is called with the batch.
 
-    Rows as the batch's `feature` counts them; those of padding are zeros. Empty for a batch without images.
+    The result is {"features": [I*P/merge^2, D], "deep": a list with such an array for each deeper layer (deepstack)}.
+    Rows are in the order that the batch's `feature_rows` counts; rows of padding are zeros. The result is empty for a
+    batch without images.
+
+    Args:
+        model: A vision-language model that split.py supports.
     """
 
     def __init__(self, model: Any) -> None:
@@ -42,37 +47,50 @@ class FrozenTower:
     def __call__(self, batch: VisionBatch) -> dict[str, Any]:
         frames, size = batch.patches.shape[:2]
         per_frame = size // self._spec.merge**2
-        # Frames that no token asks for are padding.
-        rows = batch.feature[batch.feature >= 0]
-        found = {int(index): self._features(batch, int(index)) for index in np.unique(rows // max(per_frame, 1))}
-        if not found:
+        # Frames that no token refers to are padding.
+        rows = batch.feature_rows[batch.feature_rows >= 0]
+        used = [int(index) for index in np.unique(rows // max(per_frame, 1))]
+        if not used:
             return {}
-        kinds, _, width = next(iter(found.values())).shape
-        whole = np.zeros((kinds, frames * per_frame, width), next(iter(found.values())).dtype)
-        for index, each in found.items():
-            whole[:, index * per_frame : index * per_frame + each.shape[1]] = each
-        arrays = [mx.array(kind).view(self._dtype) for kind in whole]
+        features = {index: self._cached_features(batch, index) for index in used}
+        layers, _, width = features[used[0]].shape
+        padded = np.zeros((layers, frames * per_frame, width), features[used[0]].dtype)
+        for index, frame in features.items():
+            padded[:, index * per_frame : index * per_frame + frame.shape[1]] = frame
+        arrays = [mx.array(layer).view(self._dtype) for layer in padded]
         return {"features": arrays[0], "deep": arrays[1:]}
 
-    def _features(self, batch: VisionBatch, index: int) -> np.ndarray:
-        """[1 + deeper layers, P/merge^2, D] of one frame, its bits as integers."""
+    def _cached_features(self, batch: VisionBatch, index: int) -> np.ndarray:
+        """The features of one frame, [1 + deeper layers, P/merge^2, D], as unsigned integers of the same bits."""
         count = int(batch.present[index].sum())
         key = hashlib.blake2b(batch.patches[index, :count].tobytes() + batch.cells[index, :count].tobytes()).digest()
         if key in self._cache:
             return self._cache[key]
         size = padded_patches(count, self._spec)
-        found = mx.stack(self.look(batch, index, size))[:, : count // self._spec.merge**2]
-        self._dtype = found.dtype
-        bits = np.array(found.view(mx.uint32 if found.dtype.size == 4 else mx.uint16))
+        features = mx.stack(self.frame_features(batch, index, size))[:, : count // self._spec.merge**2]
+        self._dtype = features.dtype
+        bits = np.array(features.view(mx.uint32 if features.dtype.size == 4 else mx.uint16))
         if self._bytes + bits.nbytes <= CACHE_BYTES:
             self._cache[key] = bits
             self._bytes += bits.nbytes
         return bits
 
-    def look(self, batch: VisionBatch, index: int, size: int) -> list[mx.array]:
-        """Features of the frame `index`, of `size` patches with padding, and of deeper layers; lazily."""
+    def frame_features(self, batch: VisionBatch, index: int, size: int) -> list[mx.array]:
+        """Run the tower on one frame, lazily.
+
+        Args:
+            batch: The batch that holds the frame.
+            index: The number of the frame in the batch.
+            size: The number of patches to run on, padding included.
+
+        Returns:
+            The features [size/merge^2, D], then those of each deeper layer.
+        """
         frame = {"patches": batch.patches, "cells": batch.cells, "present": batch.present}
         inputs = {name: mx.array(array[index : index + 1, :size]) for name, array in frame.items()}
-        inputs |= {name: mx.array(getattr(batch, name)[:, index : index + 1, :size]) for name in ("table", "share")}
+        inputs |= {
+            name: mx.array(getattr(batch, name)[:, index : index + 1, :size])
+            for name in ("position_rows", "position_weights")
+        }
         features, deep = run_tower(self._tower, TowerInputs(**inputs))
         return [features, *deep]

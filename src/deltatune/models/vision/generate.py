@@ -1,4 +1,4 @@
-"""Text from images or videos and a prompt: mlx-vlm's own generation, behind two functions."""
+"""Generates text from a prompt with images or videos, through mlx-vlm."""
 
 from __future__ import annotations
 
@@ -19,9 +19,22 @@ from .inputs import Picture, single_frames
 def stream_with_images(
     loaded: Loaded, prompt: Sequence[int], images: Sequence[str], max_tokens: int, sampling: Sampling
 ) -> Iterator[Any]:
-    """mlx-vlm's responses one by one, as models.generate.stream gives mlx-lm's. `prompt` has one token an image.
+    """Generate an answer to a prompt with images, piece by piece.
 
-    With the patches in force: qwen3_vl_moe sees what it was trained to see. UserError where an image is refused.
+    The patches are applied meanwhile; without them qwen3_vl_moe would compute other features than in training.
+
+    Args:
+        loaded: A model that was loaded for images.
+        prompt: The prompt's tokens, with one image token for each image.
+        images: The path or URL of each image.
+        max_tokens: The largest number of tokens in the answer.
+        sampling: How each token is chosen.
+
+    Yields:
+        mlx-vlm's responses, each with the `text` of a piece.
+
+    Raises:
+        UserError: mlx-vlm cannot read an image.
     """
     text = loaded.tokenizer.decode(list(prompt))
     yield from _stream(loaded, text, max_tokens, sampling, image=list(images))
@@ -30,11 +43,25 @@ def stream_with_images(
 def stream_with_videos(
     loaded: Loaded, prompt: Sequence[int], videos: Sequence[Picture], max_tokens: int, sampling: Sampling
 ) -> Iterator[Any]:
-    """As `stream_with_images`, for videos already in patches. `prompt` has a token for each of their features."""
+    """Generate an answer to a prompt with videos, piece by piece, as stream_with_images does.
+
+    Args:
+        loaded: A model that was loaded for images.
+        prompt: The prompt's tokens, with one video token for each feature of a video.
+        videos: The videos, already cut into patches.
+        max_tokens: The largest number of tokens in the answer.
+        sampling: How each token is chosen.
+
+    Yields:
+        mlx-vlm's responses, each with the `text` of a piece.
+
+    Raises:
+        UserError: mlx-vlm refuses the videos.
+    """
     inputs = {
         "input_ids": mx.array([list(prompt)]),
         "pixel_values_videos": mx.array(np.concatenate([video.patches for video in videos])),
-        # Frame by frame, as they stand in the prompt: mlx-vlm before 0.7 does not take a video apart itself.
+        # The prompt has text between frames, and mlx-vlm before 0.7 does not split a video into frames itself.
         "video_grid_thw": mx.array(single_frames([video.grid for video in videos])),
     }
     yield from _stream(loaded, "", max_tokens, sampling, **inputs)
@@ -57,20 +84,29 @@ def _stream(loaded: Loaded, text: str, max_tokens: int, sampling: Sampling, **in
 
 
 def answer_pictures(loaded: Loaded, prompt: str, pictures: Sequence[str], max_tokens: int) -> list[str]:
-    """The model's likeliest answer to a user's `prompt` for each picture alone, up to its end or `max_tokens`.
+    """Answer one prompt for each of several pictures, always taking the likeliest token.
 
-    Token by token, all pictures at once. Leaves the model in inference mode.
+    All pictures run at once, each in a conversation of its own.
+
+    Args:
+        loaded: A model that was loaded for images. It is left in inference mode.
+        prompt: The user's message.
+        pictures: The path of each picture.
+        max_tokens: The largest number of tokens in an answer.
+
+    Returns:
+        The text of each answer.
     """
     from mlx_vlm.generate import batch_generate
     from transformers.utils import logging
 
     loaded.model.eval()
     verbosity = logging.get_verbosity()
-    # mlx-vlm gives transformers an argument in a way that it warns of, once for each picture.
+    # Transformers would warn of an argument that mlx-vlm passes, once for each picture.
     logging.set_verbosity_error()
     try:
         with without_kernels(), patched():
-            found = batch_generate(
+            response = batch_generate(
                 loaded.model,
                 loaded.processor,
                 images=list(pictures),
@@ -79,4 +115,4 @@ def answer_pictures(loaded: Loaded, prompt: str, pictures: Sequence[str], max_to
             )
     finally:
         logging.set_verbosity(verbosity)
-    return found.texts
+    return response.texts

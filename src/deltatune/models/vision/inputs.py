@@ -1,7 +1,8 @@
-"""What a step on images needs beside tokens, as NumPy arrays of few shapes, so that the step compiles.
+"""Prepares the inputs of a training step on images, as NumPy arrays whose shapes repeat, so that the step compiles.
 
-Upstream reads grids and placeholders on the host in the middle of its forward pass. Here all of that is worked out
-beforehand: where each patch lies, which features go to which token, and every token's three positions.
+Upstream reads grids and image tokens on the host in the middle of its forward pass, which a compiled step cannot do.
+Here everything is computed beforehand: where each patch lies in its image, which token gets which feature, and the
+three positions of every token.
 """
 
 from __future__ import annotations
@@ -12,19 +13,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Frames, rows and columns of patches.
+# The number of frames, rows and columns of patches in an image or video.
 Grid = tuple[int, int, int]
 
+# The number of patches of a frame is padded to a multiple of _PATCH_STEP, up to _PATCH_STEP * _FINE_STEPS. Above that,
+# the step doubles whenever the number does.
 _PATCH_STEP = 64
-_FINE = 8
+_FINE_STEPS = 8
 
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """The numbers of a vision tower that inputs depend on.
+    """The numbers of a vision tower that the inputs depend on.
 
-    patch: pixels on a side; temporal: frames a patch spans; merge: patches on a side that make one token; side: rows of
-    its table of positions; values: numbers in a patch.
+    Attributes:
+        patch: The side of a patch, in pixels.
+        temporal: The number of video frames that a patch spans.
+        merge: The side, in patches, of the square that becomes one token.
+        side: The side of the square table of learned positions.
+        values: The number of values in a patch.
+        image_token: The token id that stands for a feature of an image.
+        video_token: The token id that stands for a feature of a video.
+        start_token: The token id before an image.
+        end_token: The token id after an image.
     """
 
     patch: int
@@ -38,7 +49,7 @@ class VisionSpec:
     end_token: int
 
     def tokens(self, grid: Grid) -> int:
-        """Tokens that an image or video of this grid takes."""
+        """The number of tokens that an image or video of this grid takes."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
 
@@ -51,71 +62,104 @@ class Picture:
 
 
 class ImageShapes(NamedTuple):
-    """The shapes of a batch's images: `frames` frames of `patches` patches each, padding included, and
-    `silent` positions that count nothing in the loss."""
+    """The shapes of a batch's images.
+
+    Attributes:
+        frames: The number of frames, padding included.
+        patches: The number of patches in each frame, padding included.
+        uncounted: The number of the batch's positions that do not count in the loss.
+    """
 
     frames: int
     patches: int
-    silent: int = 0
+    uncounted: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class VisionBatch:
-    """B rows of T tokens with I frames of P patches each, padded to shapes that come again.
+    """B rows of T tokens with I frames of P patches each, padded to shapes that repeat. Without images, I is 0.
 
-    positions int32 [3,B,T]; feature int32 [B,T], the row of the features that stands at a token, -1 for text.
-    patches float32 [I,P,values]; cells int32 [I,P,2], row and column; table int32 [4,I,P] and share float32 [4,I,P],
-    rows of the table of positions and their weights; present bool [I,P] (a blank frame is all present: a softmax
-    needs something to look at). A batch without images has I = 0.
+    Attributes:
+        positions: int32 [3, B, T]: time, row and column of each token.
+        feature_rows: int32 [B, T]: the row of the tower's features that each token gets, -1 for text.
+        patches: float32 [I, P, values]: the values of each patch.
+        cells: int32 [I, P, 2]: the row and column of each patch in its image.
+        position_rows: int32 [4, I, P]: the four rows of the table of positions that a patch interpolates between.
+        position_weights: float32 [4, I, P]: the weights of those rows.
+        present: bool [I, P]: False for padding. In a frame that is all padding it is True throughout, because a softmax
+            over no patches would give NaN.
     """
 
     positions: np.ndarray
-    feature: np.ndarray
+    feature_rows: np.ndarray
     patches: np.ndarray
     cells: np.ndarray
-    table: np.ndarray
-    share: np.ndarray
+    position_rows: np.ndarray
+    position_weights: np.ndarray
     present: np.ndarray
 
 
 def single_frames(grids: Sequence[Grid]) -> list[Grid]:
-    """The grids of each frame by itself: so they stand in a prompt, with text between them."""
+    """Split the grids of videos into one grid for each frame, because a prompt has text between the frames."""
     return [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
 
 
 def token_positions(tokens: np.ndarray, grids: Sequence[Grid], spec: VisionSpec) -> np.ndarray:
-    """int32 [3, N]: time, row and column of each token (Hugging Face: Qwen3VLModel.get_rope_index).
+    """Compute the time, row and column of each token.
 
-    Text counts on in all three; an image takes its places from where the text stopped, and the text after it goes on
-    behind the largest. A video is given as one grid of one frame for each of its frames.
+    Text counts up in all three. The tokens of an image count from where the text before it ended, and the text after it
+    continues behind the largest of their positions.
+
+    Args:
+        tokens: Token ids [N].
+        grids: The grid of each image, in order. A video is given as one grid for each frame (single_frames).
+        spec: The numbers of the vision tower.
+
+    Returns:
+        int32 [3, N].
+
+    Raises:
+        ValueError: The numbers of image tokens do not fit the grids.
+
+    Source:
+        Qwen3VLModel.get_rope_index in Hugging Face transformers.
     """
     marks = (tokens == spec.image_token) | (tokens == spec.video_token)
-    found = np.zeros((3, len(tokens)), np.int32)
+    positions = np.zeros((3, len(tokens)), np.int32)
     at, following, remaining = 0, 0, list(grids)
     while at < len(tokens):
         if not marks[at]:
-            found[:, at] = following
+            positions[:, at] = following
             at, following = at + 1, following + 1
             continue
         if not remaining:
-            raise ValueError(f"token {at} is an image's, and there are only {len(grids)} images.")
+            raise ValueError(f"token {at} belongs to an image, but there are only {len(grids)} images.")
         frames, rows, columns = remaining.pop(0)
         size = (frames, rows // spec.merge, columns // spec.merge)
         count = int(np.prod(size))
         if not marks[at : at + count].all() or at + count > len(tokens):
             raise ValueError(f"the image at token {at} needs {count} tokens.")
-        found[:, at : at + count] = np.indices(size).reshape(3, -1) + following
+        positions[:, at : at + count] = np.indices(size).reshape(3, -1) + following
         at, following = at + count, following + max(size)
-    return found
+    return positions
 
 
 def vision_batch(
     rows: Sequence[tuple[np.ndarray, np.ndarray, Sequence[Picture]]], width: int, spec: VisionSpec
 ) -> VisionBatch:
-    """The inputs of rows of (tokens [N], positions [3,N], pictures), padded to `width` tokens.
+    """Make the inputs of a step from rows of tokens and pictures.
 
-    Pictures follow each other as in the tokens, row by row; a row may have none. The last placeholder's picture may be
-    cut off nowhere: every placeholder in `tokens` must have its feature. ValueError where counts differ.
+    Args:
+        rows: For each row its tokens [N], their positions [3, N], and its pictures in the order of the tokens. Every
+            image token needs its feature, so no picture may be cut off.
+        width: The number of tokens that rows are padded to.
+        spec: The numbers of the vision tower.
+
+    Returns:
+        The padded arrays.
+
+    Raises:
+        ValueError: A row has another number of image tokens than its pictures have features.
     """
     frames = [
         (row, patches, grid)
@@ -131,7 +175,10 @@ def vision_batch(
     for index, (row, patches, grid) in enumerate(frames):
         count = len(patches)
         batch.patches[index, :count] = patches
-        batch.cells[index, :count], batch.table[:, index, :count], batch.share[:, index, :count] = _layout(grid, spec)
+        layout = _layout(grid, spec)
+        batch.cells[index, :count], batch.position_rows[:, index, :count], batch.position_weights[:, index, :count] = (
+            layout
+        )
         batch.present[index, count:] = False
         features[row] += range(index * per_frame, index * per_frame + count // spec.merge**2)
     for row, (tokens, positions, _) in enumerate(rows):
@@ -139,46 +186,56 @@ def vision_batch(
         slots = np.flatnonzero((tokens == spec.image_token) | (tokens == spec.video_token))
         if len(slots) != len(features[row]):
             raise ValueError(f"row {row} has {len(slots)} image tokens and {len(features[row])} features.")
-        batch.feature[row, slots] = features[row]
+        batch.feature_rows[row, slots] = features[row]
     return batch
 
 
 def padded_patches(count: int, spec: VisionSpec) -> int:
     """The number of patches that frames are padded to: a multiple of 64 up to 512, then steps of about an eighth."""
     unit = int(np.lcm(_PATCH_STEP, spec.merge**2))
-    step = unit * max(1, 2 ** max(0, int(np.log2(max(count, 1) / (unit * _FINE)))))
+    step = unit * max(1, 2 ** max(0, int(np.log2(max(count, 1) / (unit * _FINE_STEPS)))))
     return -(-count // step) * step
 
 
 def padded_frames(count: int) -> int:
-    """The number of frames that a batch is padded to: as they are up to 4, then multiples of a power of two."""
+    """The number of frames that a batch is padded to: `count` itself up to 4, then multiples of a power of two."""
     step = 1 if count <= 4 else 2 ** int(np.log2(count / 2))
     return -(-count // step) * step
 
 
 def blank_vision_batch(rows: int, width: int, frames: tuple[int, int], spec: VisionSpec) -> VisionBatch:
-    """A batch of so many frames of so many patches, without a token or a patch in it."""
+    """A batch that holds only padding.
+
+    Args:
+        rows: The number of rows.
+        width: The number of tokens in each row.
+        frames: The number of frames, and of patches in each.
+        spec: The numbers of the vision tower.
+    """
     count, size = frames
     return VisionBatch(
         positions=np.broadcast_to(np.arange(width, dtype=np.int32), (3, rows, width)).copy(),
-        feature=np.full((rows, width), -1, np.int32),
+        feature_rows=np.full((rows, width), -1, np.int32),
         patches=np.zeros((count, size, spec.values), np.float32),
         cells=np.zeros((count, size, 2), np.int32),
-        table=np.zeros((4, count, size), np.int32),
-        share=np.zeros((4, count, size), np.float32),
+        position_rows=np.zeros((4, count, size), np.int32),
+        position_weights=np.zeros((4, count, size), np.float32),
         present=np.ones((count, size), bool),
     )
 
 
 def _frames(picture: Picture) -> list[tuple[np.ndarray, Grid]]:
-    """Each frame by itself: no patch attends to another frame."""
+    """The patches and the grid of each frame by itself, because no patch attends to another frame."""
     count, rows, columns = picture.grid
-    each = rows * columns
-    return [(picture.patches[frame * each : (frame + 1) * each], (1, rows, columns)) for frame in range(count)]
+    size = rows * columns
+    return [(picture.patches[frame * size : (frame + 1) * size], (1, rows, columns)) for frame in range(count)]
 
 
 def _layout(grid: Grid, spec: VisionSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places [N,2], table rows [4,N] and their weights [4,N] of a frame's patches, in groups of merge x merge."""
+    """What VisionBatch holds of one frame: cells [N, 2], position_rows [4, N] and position_weights [4, N].
+
+    Patches are in the processor's order: merge x merge squares, row by row.
+    """
     _, rows, columns = grid
     shape = (rows // spec.merge, columns // spec.merge, spec.merge, spec.merge)
     block_row, block_column, row, column = np.indices(shape)

@@ -1,4 +1,4 @@
-"""Loads vision-language models through mlx-vlm, which models/load.py leaves to this file when images are to be read."""
+"""Loads vision-language models and their processors through mlx-vlm. models/load.py calls it if the data has images."""
 
 from __future__ import annotations
 
@@ -14,23 +14,33 @@ import mlx.nn as nn
 from ...errors import UserError, reason
 from ..checkpoint_files import read_json
 
-_BUILDING = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
+# What mlx-vlm raises when it cannot build a model from a config.
+_BUILD_ERRORS = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
 
 
 def check_vision(config: dict[str, Any], path: Path, why: str) -> None:
-    """UserError where a model cannot look at images, which `why` says are there: no vision tower, or no mlx-vlm."""
+    """Check that a model can be trained on images.
+
+    Args:
+        config: The content of config.json.
+        path: The checkpoint folder.
+        why: What needs a vision tower, as a clause with which messages begin.
+
+    Raises:
+        UserError: The model has no vision tower, or mlx-vlm is not installed or does not know the model.
+    """
     if not config.get("vision_config"):
         raise UserError(
             f"{why}, and model {path} ({config.get('model_type')}) has no vision tower (no "
-            "vision_config in its config.json); leave images out, or give a model with one."
+            "vision_config in its config.json); leave the images out, or choose a model with a vision tower."
         )
     if importlib.util.find_spec("mlx_vlm") is None:
-        raise UserError(f"{why}, which needs mlx-vlm, and that is not installed: pip install 'deltatune[vision]'.")
+        raise UserError(f"{why}, which needs mlx-vlm, and mlx-vlm is not installed: pip install 'deltatune[vision]'.")
     architecture(config)
 
 
 def architecture(config: dict[str, Any]) -> Any:
-    """mlx-vlm's module for a config. UserError where it knows none."""
+    """mlx-vlm's module for the model of a config. UserError if it has none."""
     import mlx_vlm
     from mlx_vlm.utils import get_model_and_args
 
@@ -44,7 +54,20 @@ def architecture(config: dict[str, Any]) -> Any:
 
 
 def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bool) -> nn.Module:
-    """mlx-vlm's model of a checkpoint folder. `checked(class)` gives the class that compares tensors as they load."""
+    """Load the model of a checkpoint folder through mlx-vlm.
+
+    Args:
+        path: The checkpoint folder.
+        config: The content of its config.json.
+        checked: Takes mlx-vlm's model class and returns a subclass that compares tensors as they are loaded.
+        lazy: Leave weights on the disk until they are used.
+
+    Returns:
+        The model, of mlx-vlm's own class.
+
+    Raises:
+        UserError: mlx-vlm cannot build the model, or tensors do not fit.
+    """
     from mlx_vlm.utils import load_model
 
     module = architecture(config)
@@ -54,7 +77,7 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
         model = load_model(path, lazy=lazy)
     except UserError:
         raise
-    except _BUILDING as error:
+    except _BUILD_ERRORS as error:
         raise UserError(f"model {path}: mlx-vlm cannot build a model from its config.json: {reason(error)}") from error
     finally:
         module.Model = original
@@ -63,12 +86,12 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
 
 
 def new_vision_model(config: dict[str, Any], seed: int) -> nn.Module:
-    """mlx-vlm's model with random weights drawn from `seed`."""
+    """Build mlx-vlm's model with random weights from `seed`. UserError if mlx-vlm cannot build it from this config."""
     module = architecture(config)
     mx.random.seed(seed)
     try:
         model = build(module, config)
-    except _BUILDING as error:
+    except _BUILD_ERRORS as error:
         raise UserError(f"config.json: mlx-vlm cannot build a model from it: {reason(error)}") from error
     mx.eval(model.parameters())
     model.eval()
@@ -76,7 +99,7 @@ def new_vision_model(config: dict[str, Any], seed: int) -> nn.Module:
 
 
 def build(module: Any, config: dict[str, Any]) -> nn.Module:
-    """The model of one of mlx-vlm's modules; versions differ in who makes objects of the nested configs."""
+    """Build the model of one of mlx-vlm's modules. In some versions the caller has to make the nested configs."""
     from mlx_vlm.utils import update_module_configs
 
     config = copy.deepcopy(config)
@@ -84,37 +107,55 @@ def build(module: Any, config: dict[str, Any]) -> nn.Module:
 
 
 def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]]:
-    """What mlx-vlm makes of a checkpoint's tensors, as a function of them that changes none of them.
+    """Make one function of all the `sanitize` methods of an mlx-vlm model.
 
-    Upstream shifts norms in place. A tensor that is only renamed comes out as the very object that went in.
+    Those methods may change tensors in place (upstream adds one to the weights of norms); this function never does. A
+    tensor that is only renamed comes back as the same object.
+
+    Args:
+        model: The model.
+
+    Returns:
+        A function from {name in the files: tensor} to {name of a parameter: tensor}.
     """
 
-    def all_of_it(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    def sanitize_all(weights: dict[str, mx.array]) -> dict[str, mx.array]:
         for part in (model, model.vision_tower, model.language_model):
             weights = part.sanitize(weights) if hasattr(part, "sanitize") else weights
         return weights
 
     def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
         blank = {name: mx.broadcast_to(mx.array(0.0), tensor.shape) for name, tensor in weights.items()}
-        shifted = {name for name, tensor in all_of_it(blank).items() if mx.any(tensor != 0).item()}
+        shifted = {name for name, tensor in sanitize_all(blank).items() if mx.any(tensor != 0).item()}
         copies = {name: mx.array(tensor) for name, tensor in weights.items()}
+        # `copies` keeps every copy alive meanwhile, so no other array can get its id.
         origin = {id(copy): weights[name] for name, copy in copies.items()}
-        alive = list(copies.values())
-        found = all_of_it(dict(copies))
-        del alive
-        return {name: value if name in shifted else origin.get(id(value), value) for name, value in found.items()}
+        result = sanitize_all(dict(copies))
+        return {name: value if name in shifted else origin.get(id(value), value) for name, value in result.items()}
 
     return sanitize
 
 
 def load_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
-    """The processor, with its `image_processor`. UserError where it cannot be had, and what to install where needed."""
+    """Load a checkpoint's processor, which cuts images into patches, through mlx-vlm.
+
+    Args:
+        path: The checkpoint folder.
+        config: The content of its config.json.
+        trust_remote_code: Whether Python code in the checkpoint may run.
+
+    Returns:
+        The processor, with an `image_processor`.
+
+    Raises:
+        UserError: The processor is missing or damaged, or needs a package that is not installed.
+    """
     from mlx_vlm import utils
 
-    architecture(config)  # Its import tells transformers of mlx-vlm's own processors, which need no torch.
+    architecture(config)  # Imports the module, which registers mlx-vlm's processors; they need no torch.
     files = ("preprocessor_config.json", "processor_config.json")
     if not any((path / name).is_file() for name in files):
-        raise UserError(f"processor {path}: neither {files[0]} nor {files[1]} in it; copy the model's own.")
+        raise UserError(f"processor {path}: neither {files[0]} nor {files[1]} in it; copy the original model's.")
     try:
         processor = utils.load_processor(
             path, eos_token_ids=config.get("eos_token_id"), trust_remote_code=trust_remote_code
@@ -127,19 +168,19 @@ def load_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) 
 
 
 def needs_torch(error: BaseException) -> str | None:
-    """What to install, where a processor of transformers fails for want of PyTorch; its own text says so at length."""
+    """What to install if `error` says that a processor needs PyTorch, else None."""
     text = " ".join(str(error).split())
     if "torch" not in text.lower():
         return None
     first = text.split(". ")[0].rstrip(".")
     return (
-        f"it needs PyTorch, which deltatune does not ({first}): pip install torch torchvision, "
-        "or a version of mlx-vlm that brings a processor of its own for this model (0.7 does for Qwen3-VL and Qwen3.5)."
+        f"it needs PyTorch ({first}). Either pip install torch torchvision, or install a version of mlx-vlm that has a "
+        "processor of its own for this model (0.7 has one for Qwen3-VL and Qwen3.5)."
     )
 
 
 def chat_template(path: Path) -> str | None:
-    """A chat template that stands in a file of its own, in the older format of processors."""
+    """The chat template from chat_template.json, where older processors keep it, or None."""
     file = path / "chat_template.json"
     if not file.is_file():
         return None

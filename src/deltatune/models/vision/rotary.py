@@ -1,4 +1,4 @@
-"""mlx-vlm's rotary embedding of several axes: as a fused kernel and as array operations, for the doctor to compare."""
+"""Gives `deltatune doctor` the two forms of mlx-vlm's rotary embedding of several axes, to compare them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ Apply = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
 def fused_rotary() -> tuple[Apply, Apply] | str:
-    """Functions of q and k [1, heads, 5, 32], fused and plain; or why the fused kernel does not run here."""
+    """Build the rotary embedding as mlx-vlm's fused kernel and as array operations.
+
+    Returns:
+        Two functions of q and k [1, heads, 5, 32] that return both rotated, the fused one first; or a sentence that
+        says why the fused kernel does not run on this machine.
+    """
     if not mx.metal.is_available():
-        return "a Metal kernel; this machine runs none"
+        return "it is a Metal kernel, and this machine has no Metal"
     try:
         module = importlib.import_module("mlx_vlm.models.rope_utils")
     except ModuleNotFoundError as error:
-        return f"no mlx-vlm with that kernel is installed ({error})"
+        return f"no version of mlx-vlm with this kernel is installed ({error})"
     rotary = module.MRoPERotaryEmbedding(32, mrope_section=[6, 5, 5])
     if not getattr(rotary, "fused_apply", False):
-        return "this mlx-vlm does not use it here"
+        return "the installed mlx-vlm does not use it on this machine"
     positions = mx.broadcast_to(mx.arange(5), (3, 1, 5))
 
     def apply(fused: bool) -> Apply:

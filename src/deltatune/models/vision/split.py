@@ -1,4 +1,8 @@
-"""Vision-language models of mlx-vlm, taken apart for training: images and tokens -> hidden states, and the head."""
+"""Splits vision-language models of mlx-vlm into a backbone (tokens and images to hidden states) and a head.
+
+The backbone runs upstream's modules in an order of its own (tower.py), so that the training step can be compiled. So
+the two parts are compared with upstream's forward pass before training begins.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +20,42 @@ from ...patches import PatchWarning
 from .inputs import Grid, Picture, VisionBatch, VisionSpec, single_frames, token_positions, vision_batch
 from .tower import TowerInputs, run_tower
 
-# Relative difference of our order of the tower's operations from upstream's.
+# The largest difference from upstream's logits, relative to the largest logit.
 _TOLERANCE = {mx.float32: 1e-4}
 _HALF_TOLERANCE = 5e-2
-# The first that was read to count them right; 0.5.0 does not.
-_COUNTS_SEVERAL = Version("0.6.2")
-_TRIED = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
+# mlx-vlm 0.5.0 miscounts the tokens of several images in a row; this version is known to count them right.
+_COUNTS_SEVERAL_IMAGES = Version("0.6.2")
+# The frames, rows and columns of the images in the comparison, in patches (rescaled to the model's merge size).
+_COMPARED_SHAPES = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
 
 
-# VisionBatch's fields as MLX arrays: positions, feature, and where there are images "tower": TowerInputs' fields, or
-# "features" and "deep" of a tower that was run before; "counted": the positions that the loss looks at, where it is not
-# all of them. Dictionaries, since mx.compile hands named tuples on as plain ones.
+# A VisionBatch as MLX arrays, in a dictionary because mx.compile turns named tuples into plain ones. Keys:
+# - "positions" and "feature_rows", as in VisionBatch;
+# - for images, either "tower" (the fields of TowerInputs) or the tower's results, "features" and "deep";
+# - "counted", the positions that count in the loss, where those are not all of them.
 VisionArrays = dict[str, Any]
 
 
 def has_vision(model: nn.Module) -> bool:
-    """Whether `model` is one of mlx-vlm's: a language model with a vision tower beside it."""
+    """Whether `model` is one of mlx-vlm's, which hold a language model and a vision tower."""
     return isinstance(model.get("vision_tower"), nn.Module) and isinstance(model.get("language_model"), nn.Module)
 
 
 def vision_spec(model: Any) -> VisionSpec:
-    """The numbers that images are cut and counted by. UserError for a tower that is not of the Qwen3-VL kind."""
+    """Read the numbers of a model's vision tower that inputs depend on.
+
+    Raises:
+        UserError: The vision tower is not of the kind of Qwen3-VL's.
+    """
     tower, config = model.get("vision_tower"), model.config
     parts = ("patch_embed", "pos_embed", "rotary_pos_emb", "blocks", "merger")
     missing = [name for name in parts if not hasattr(tower, name)]
     if missing:
-        what = "it has none by that name" if tower is None else f"{type(tower).__module__} has no {', '.join(missing)}"
+        what = "it has no vision_tower" if tower is None else f"{type(tower).__module__} has no {', '.join(missing)}"
         raise UserError(
-            f"{type(model).__module__}: this layer cannot be trained: the vision tower is of another kind than that of "
-            f"Qwen3-VL and Qwen3.5, the only one that deltatune trains on images with ({what}). Leave images and "
-            "videos out: text trains where mlx-lm knows the model (docs/guides/vision.md)."
+            f"{type(model).__module__}: this layer cannot be trained: the vision tower is not of the kind of Qwen3-VL "
+            f"and Qwen3.5, the only one that deltatune trains on images ({what}). Leave images and videos out: if "
+            "mlx-lm knows the model, it can be trained on text (docs/guides/vision.md)."
         )
     about = config.vision_config
     return VisionSpec(
@@ -62,8 +72,16 @@ def vision_spec(model: Any) -> VisionSpec:
 
 
 def vision_arrays(batch: VisionBatch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> VisionArrays:
-    """`batch` for the model. tower: one that does not train (frozen_tower.FrozenTower), run here."""
-    arrays: VisionArrays = {"positions": mx.array(batch.positions), "feature": mx.array(batch.feature)}
+    """Turn a batch into the arrays that the backbone takes.
+
+    Args:
+        batch: The batch.
+        tower: A tower that does not train (frozen_tower.FrozenTower). It runs here, outside the compiled step.
+
+    Returns:
+        The arrays (see VisionArrays).
+    """
+    arrays: VisionArrays = {"positions": mx.array(batch.positions), "feature_rows": mx.array(batch.feature_rows)}
     if tower is not None:
         arrays |= tower(batch)
     elif len(batch.patches):
@@ -72,17 +90,25 @@ def vision_arrays(batch: VisionBatch, tower: Callable[[VisionBatch], VisionArray
 
 
 class VisionSplit(NamedTuple):
-    """`head(backbone(tokens [B,T], images))` equals the logits of the model."""
+    """The two parts of a model: head(backbone(tokens [B, T], images)) equals the model's logits."""
 
     backbone: Callable[[mx.array, VisionArrays], mx.array]
     head: nn.Module | Callable[[mx.array], mx.array]
 
 
 def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
-    """Take `model` apart, with the patches in force, and compare the parts with upstream's own forward pass.
+    """Split `model` and compare its parts with upstream's forward pass. Call it while the patches are applied.
 
-    UserError, with the difference, where they do not agree: this version then computes something else. `compare`:
-    False computes nothing, and reads no weights.
+    Args:
+        model: A vision-language model of mlx-vlm.
+        compare: False skips the comparison: nothing is computed, and weights that were loaded lazily are not read.
+
+    Returns:
+        The parts.
+
+    Raises:
+        UserError: The parts compute something else than upstream's forward pass (the message says by how much), or the
+            vision tower is of an unknown kind.
     """
     language = model.language_model
     head = language.lm_head if "lm_head" in language else language.model.embed_tokens.as_linear
@@ -95,11 +121,11 @@ def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
                 features, deep = run_tower(model.vision_tower, TowerInputs(**images["tower"]))
             else:
                 features, deep = images["features"], images["deep"]
-            here, row = (images["feature"] >= 0)[..., None], mx.maximum(images["feature"], 0)
-            hidden = mx.where(here, features[row].astype(hidden.dtype), hidden)
+            has_feature, row = (images["feature_rows"] >= 0)[..., None], mx.maximum(images["feature_rows"], 0)
+            hidden = mx.where(has_feature, features[row].astype(hidden.dtype), hidden)
             if deep:
-                more["visual_pos_masks"] = here[..., 0]
-                more["deepstack_visual_embeds"] = [mx.where(here, each[row], 0) for each in deep]
+                more["visual_pos_masks"] = has_feature[..., 0]
+                more["deepstack_visual_embeds"] = [mx.where(has_feature, layer[row], 0) for layer in deep]
         return language.model(tokens, inputs_embeds=hidden, position_ids=images["positions"], **more)
 
     split = VisionSplit(backbone, head)
@@ -109,30 +135,32 @@ def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
 
 
 def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
-    """A row of text and images of several shapes, through both; as upstream is called to generate.
+    """Compare both on a row of text and images of several shapes, calling upstream as its own generation does.
 
-    mlx-vlm before 0.6.2 counts the images of a row right where there is one (for several it reads a token behind the
-    row's end): then one image by upstream's places, and several by ours, have to agree.
+    mlx-vlm before 0.6.2 computes positions right only for a single image in a row. With such a version, the comparison
+    uses upstream's positions for a row with one image, and deltatune's for the row with several.
     """
     import mlx_vlm
 
     spec = vision_spec(model)
     limit = _TOLERANCE.get(model.vision_tower.patch_embed.proj.weight.dtype, _HALF_TOLERANCE)
-    miscounts = Version(mlx_vlm.__version__) < _COUNTS_SEVERAL
-    difference = _difference(model, split, _example(spec, _TRIED), own_positions=not miscounts)
+    miscounts = Version(mlx_vlm.__version__) < _COUNTS_SEVERAL_IMAGES
+    difference = _difference(model, split, _example(spec, _COMPARED_SHAPES), own_positions=not miscounts)
     if miscounts:
-        difference = max(difference, _difference(model, split, _example(spec, _TRIED[:1]), own_positions=True))
+        difference = max(
+            difference, _difference(model, split, _example(spec, _COMPARED_SHAPES[:1]), own_positions=True)
+        )
     if not difference <= limit:
         raise UserError(
-            f"{type(model).__module__}: on a small image its logits differ by {difference:.1e} of their size from "
-            f"those of deltatune's order of the same operations (at most {limit:.0e} is rounding), so it cannot be "
-            "trained on images. Is this version of mlx-vlm one that deltatune knows (docs/guides/vision.md)?"
+            f"{type(model).__module__}: on a small image, its logits differ by {difference:.1e} of their size between "
+            f"mlx-vlm and deltatune, and rounding explains at most {limit:.0e}, so it cannot be trained on images. "
+            "Install a version of mlx-vlm that deltatune knows (docs/guides/vision.md)."
         )
     if miscounts:
         warnings.warn(
-            f"mlx-vlm {mlx_vlm.__version__} miscounts several images in one row, and then places their tokens "
-            "otherwise than Hugging Face does. Training places them right; generating from several images with this "
-            f"version does not. mlx-vlm {_COUNTS_SEVERAL} does.",
+            f"mlx-vlm {mlx_vlm.__version__} miscounts several images in one row, and then gives their tokens other "
+            "positions than Hugging Face does. Training uses the right positions, but generating from several images "
+            f"with this version does not. Install mlx-vlm {_COUNTS_SEVERAL_IMAGES} or later to generate from them.",
             PatchWarning,
             stacklevel=3,
         )
@@ -141,17 +169,20 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
 def _difference(
     model: Any, split: VisionSplit, example: tuple[np.ndarray, list[Picture]], own_positions: bool
 ) -> float:
-    """Of our logits from upstream's, which has its own positions or is given ours, over the largest logit."""
+    """The largest difference of our logits from upstream's, divided by the largest logit.
+
+    With `own_positions`, upstream computes the positions of tokens itself; otherwise it is given ours.
+    """
     spec, (tokens, pictures) = vision_spec(model), example
     grids = [picture.grid for picture in pictures]
     batch = vision_batch([(tokens, token_positions(tokens, grids, spec), pictures)], len(tokens), spec)
     language, modes = model.language_model, [(module, module.training) for module in model.modules()]
     saved = {name: getattr(language, name, None) for name in ("_position_ids", "_rope_deltas")}
     if not own_positions:
-        # Not every version heeds positions that its call is given.
+        # Some versions ignore positions that are passed as an argument, so the method that computes them is replaced.
         language.get_rope_index = lambda *_, **__: (mx.array(batch.positions), mx.zeros((1, 1), mx.int32))
     try:
-        # In training mode dropout would differ; adapters are zero or the same on both sides.
+        # In training mode, dropout would make the two forward passes differ.
         model.eval()
         rows = mx.array(tokens[None])
         expected = model(
@@ -171,7 +202,7 @@ def _difference(
 
 
 def _example(spec: VisionSpec, shapes: Sequence[Grid]) -> tuple[np.ndarray, list[Picture]]:
-    """A row of tokens with an image for each frame of each shape, and the images."""
+    """A row of tokens with an image for each frame of each of `shapes`, and the images."""
     random = np.random.default_rng(0)
     grids = single_frames([(f, r // 2 * spec.merge, c // 2 * spec.merge) for f, r, c in shapes])
     pictures = [Picture(random.standard_normal((int(np.prod(grid)), spec.values), np.float32), grid) for grid in grids]

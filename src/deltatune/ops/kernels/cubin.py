@@ -44,6 +44,8 @@ class CubinKernel:
         source: The text between the kernel's braces, which may read the shape of input NAME as NAME_shape.
         header: The text before the kernel.
         shared_memory: Bytes of shared memory per block.
+        threads: Threads per block, for a kernel whose groups share out registers among them; else 0, and the compiler
+            gives a thread what it asks for.
     """
 
     name: str
@@ -52,6 +54,7 @@ class CubinKernel:
     source: str
     header: str
     shared_memory: int
+    threads: int = 0
 
     def __call__(
         self,
@@ -97,7 +100,8 @@ class CubinKernel:
         parameters += [f"const int {size}" for _, names in sizes for size in names]
         lines = [_constant(*constant) for constant in constants]
         lines += [f"const int {name}_shape[] = {{{', '.join(names)}}};\n" for name, names in sizes if names]
-        start = f'extern "C" __global__ void {self.name}({", ".join(parameters)}) {{\n'
+        bounds = f"__launch_bounds__({self.threads}, 1) " if self.threads else ""
+        start = f'extern "C" __global__ void {bounds}{self.name}({", ".join(parameters)}) {{\n'
         return "".join([_PROLOGUE, self.header, start, *lines, self.source, "}\n"])
 
 

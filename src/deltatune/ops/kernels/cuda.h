@@ -16,6 +16,11 @@
 #define thread_index_in_simdgroup ((int)(threadIdx.x & 31))
 #define DELTATUNE_SHARED(name, bytes) extern __shared__ __align__(16) char name[]
 #define DELTATUNE_EXP(x) expf(x)
+#define DELTATUNE_EXP2(x) exp2f(x)
+#define DELTATUNE_LOG2(x) log2f(x)
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
 #define inline __device__ __forceinline__
 #define DELTATUNE_UNROLL _Pragma("unroll")
 
@@ -116,6 +121,11 @@ inline float lane_sum(float x) {
   return x;
 }
 
+// The largest over the lanes that hold the same rows of a tile.
+inline float row_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
 // Sums over the lanes that hold the same rows of a tile, and over those that hold the same columns.
 inline float row_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);

@@ -18,6 +18,9 @@ from . import cubin
 
 FOLDER = files(__package__)
 GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
+ATTENTION = ("attention.h",)
+# Kernels whose groups of warps share out a multiprocessor's registers among them.
+HOPPER = "attention_hopper"
 # Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
 PLACE = (
     "const Place at{(int)threadgroup_position_in_grid.x, (int)threadgroup_position_in_grid.y, "
@@ -72,7 +75,8 @@ class Launch:
     def run(self) -> list[mx.array]:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
         names = tuple(self.inputs), tuple(self.outputs)
-        kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes)
+        threads = self.groups * 32 if self.name.startswith(HOPPER) else 0
+        kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 
@@ -128,6 +132,8 @@ def _bodies(name: str) -> tuple[str, ...]:
     """Return the files that hold the body `name` and what it calls."""
     if name.startswith("expert"):
         return ("expert_product.h",)
+    if name.startswith("attention"):
+        return ("hopper.h", *ATTENTION, "attention_hopper.h") if name.startswith(HOPPER) else ATTENTION
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
 
 
@@ -146,11 +152,15 @@ def kernel_of(
     source: str,
     bodies: tuple[str, ...],
     size: int,
+    threads: int = 0,
 ) -> Any:
-    """Return the kernel of `source`, which calls a body in the files `bodies` and has `size` bytes of shared memory."""
+    """Return the kernel of `source`, which calls a body in the files `bodies` and has `size` bytes of shared memory.
+
+    `threads` is that of CubinKernel.
+    """
     text = header(machine, bodies)
     if machine == "cuda":
-        return cubin.CubinKernel(name, inputs, outputs, source, text, size)
+        return cubin.CubinKernel(name, inputs, outputs, source, text, size, threads)
     # Within a process MLX finds a kernel that it built by its name, so different texts need different names.
     name = f"{name}_{crc32((text + source).encode()):08x}"
     return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)

@@ -11,6 +11,8 @@
 // Device memory; the word `device` itself has another meaning on CUDA.
 #define GLOBAL device
 #define DELTATUNE_EXP(x) metal::exp(x)
+#define DELTATUNE_EXP2(x) metal::exp2(x)
+#define DELTATUNE_LOG2(x) metal::log2(x)
 #define DELTATUNE_UNROLL _Pragma("unroll")
 
 #define barrier() threadgroup_barrier(mem_flags::mem_threadgroup)
@@ -113,6 +115,13 @@ inline float lane_sum(float x) {
   return simd_sum(x);
 }
 
+// The largest over the lanes that hold the same rows of a tile.
+inline float row_max(float x) {
+  const float other = simd_shuffle_xor(x, 1);
+  x = x > other ? x : other;
+  const float far = simd_shuffle_xor(x, 8);
+  return x > far ? x : far;
+}
 // Sums over the lanes that hold the same rows of a tile, and over those that hold the same columns.
 inline float row_sum(float x) {
   x += simd_shuffle_xor(x, 1);

@@ -1,4 +1,4 @@
-"""The patches themselves: one table of records for each package, or each kind of operation, that they change."""
+"""The records of what is replaced: a table for each package, or for each kind of operation in several packages."""
 
-# The oldest mlx-vlm that is served: that of the extra `vision` in pyproject.toml.
+# The oldest mlx-vlm that deltatune works with. pyproject.toml asks for it in the extra `vision`.
 LOWEST_MLX_VLM = "0.5"

@@ -1,8 +1,11 @@
-"""The patches for expert layers, as a table. Versions read: mlx-lm 0.31.3, 0.32.0, 0.32.2; mlx-vlm 0.6.17, 0.7.10.
+"""Replaces layers of experts, and the routers that sum their outputs, with the operator ops.experts.expert_block.
 
-Two levels. A SwitchGLU or SwitchMLP in training runs ops.experts.expert_block instead of three gathered products. And
-since the routers of many families end in (experts(x, indices) * scores[..., None]).sum(axis=-2), their blocks run
-with `Routed` in place of the experts' outputs, so that the scores too go into the block, and [tokens, k, D] never is.
+Two kinds of classes are changed. SwitchGLU and SwitchMLP, which hold the experts, call the operator in training instead
+of three gathered products. The blocks around them end in (experts(x, indices) * scores[..., None]).sum(axis=-2): they
+get a `DeferredExperts` in place of the experts' outputs, so that the operator weights and sums the outputs itself, and
+an array [tokens, k, D] never exists.
+
+Versions read: mlx-lm 0.31.3, 0.32.0, 0.32.2; mlx-vlm 0.6.17, 0.7.10.
 """
 
 from __future__ import annotations
@@ -18,17 +21,25 @@ from ...machine import backend
 from ...ops.experts import expert_block, swiglu
 from ..patch import Function, Patch
 
-# silu(gate) * up, which the block has with a cheaper sigmoid and a gradient of its own.
+# Activations that compute silu(gate) * up. The operator has its own, with a cheaper sigmoid and its own gradient.
 _SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.SwiGLU")
 
+# True while a block runs whose experts wait for their scores.
 _deferring: ContextVar[bool] = ContextVar("deltatune_deferring_experts", default=False)
 
 
-class Routed:
-    """Outputs of experts [..., k, D] that nobody has computed: times scores, summed over k, they are one block.
+class DeferredExperts:
+    """Outputs of experts [..., k, D] that are not computed yet, so that scores and the sum over k can join them.
 
-    For anything else that is asked of it, it computes them and answers as that array does. MLX's own functions and
-    operators with an array on the left raise: no block of the tables below uses one.
+    `(deferred * scores[..., None]).sum(axis=-2)` computes everything at once. Any other use first computes the outputs
+    and continues with that array. Functions of MLX, and operators with an array on their left, do not accept it;
+    no block in the tables below uses one.
+
+    Args:
+        run: Computes the outputs: summed with the scores [..., k] that it is given, or all k of them for None.
+        indices: The chosen experts [..., k].
+        width: D.
+        dtype: The dtype of the outputs.
     """
 
     def __init__(self, run: Callable[[mx.array | None], mx.array], indices: mx.array, width: int, dtype: mx.Dtype):
@@ -38,7 +49,7 @@ class Routed:
 
     def __mul__(self, scores: Any) -> Any:
         if isinstance(scores, mx.array) and scores.shape == (*self.shape[:-1], 1):
-            return _Weighted(self, scores.squeeze(-1))
+            return _WeightedExperts(self, scores.squeeze(-1))
         return self._computed() * scores
 
     def __getattr__(self, name: str) -> Any:
@@ -50,27 +61,27 @@ class Routed:
         return self._array
 
 
-class _Weighted:
-    """Routed times its scores."""
+class _WeightedExperts:
+    """The product of a DeferredExperts and its scores [..., k]."""
 
-    def __init__(self, routed: Routed, scores: mx.array):
-        self._routed, self._scores = routed, scores
+    def __init__(self, outputs: DeferredExperts, scores: mx.array):
+        self._outputs, self._scores = outputs, scores
 
     def sum(self, axis: int | None = None, keepdims: bool = False) -> mx.array:
-        routed = self._routed
-        if axis in (-2, len(routed.shape) - 2) and not keepdims:
-            return routed._run(self._scores)
+        outputs = self._outputs
+        if axis in (-2, len(outputs.shape) - 2) and not keepdims:
+            return outputs._run(self._scores)
         return self._computed().sum(axis, keepdims)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._computed(), name)
 
     def _computed(self) -> mx.array:
-        return self._routed._computed() * self._scores[..., None]
+        return self._outputs._computed() * self._scores[..., None]
 
 
 def weighted_block(upstream: Function) -> Function:
-    """The call of a block whose experts may wait for their scores (Routed)."""
+    """The replacement of a block's __call__ that lets its experts wait for their scores (see DeferredExperts)."""
 
     def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
         token = _deferring.set(True)
@@ -83,20 +94,21 @@ def weighted_block(upstream: Function) -> Function:
 
 
 def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -> Callable | None:
-    """The block of this layer as a function of its scores; None where upstream's code is to run.
+    """The operator on this layer as a function of the scores, or None where upstream's code has to run.
 
-    That is inference, except on a CPU for half precision and nvfp4 with a global scale, where MLX has no product for
-    it; and any projection of a kind that is not known.
+    Upstream's code runs where a projection is of an unknown kind, and in inference. On a CPU, MLX has no gathered
+    product for half precision or for matrices with a global scale (nvfp4), so the operator serves those in
+    inference as well.
     """
     on_cpu = backend.device() == "cpu"
     if not self.training and not on_cpu:
         return None
-    found = [projection(self[name]) for name in names]
-    projections = [each for each in found if each is not None]
-    if len(projections) < len(found):
+    projections = [known for name in names if (known := projection(self[name])) is not None]
+    if len(projections) < len(names):
         return None
-    only_here = on_cpu and (x.dtype != mx.float32 or any(each.global_scale is not None for each in projections))
-    if not self.training and not only_here:
+    has_global_scale = any(known.global_scale is not None for known in projections)
+    unsupported_by_mlx = on_cpu and (x.dtype != mx.float32 or has_global_scale)
+    if not self.training and not unsupported_by_mlx:
         return None
     up, down, *gate = projections
     kind = type(self.activation)
@@ -105,13 +117,15 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
 
 
 def _switch(*names: str) -> Callable[[Function], Function]:
+    """The replacement for a layer of experts whose projections have these names: up, down and, if any, gate."""
+
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, x: mx.array, indices: mx.array) -> Any:  # noqa: N807
             run = _runner(self, names, x, indices)
             if run is None:
                 return upstream(self, x, mx.stop_gradient(indices))
             if _deferring.get():
-                return Routed(run, indices, x.shape[-1], x.dtype)
+                return DeferredExperts(run, indices, x.shape[-1], x.dtype)
             return run(None)
 
         return __call__
@@ -123,6 +137,8 @@ _GLU = ("up_proj", "down_proj", "gate_proj")
 
 
 def _combining_switch(upstream: Function) -> Function:
+    """The replacement for mlx-vlm's SwitchGLU that can also weight and sum its outputs and add other terms."""
+
     def __call__(  # noqa: N807
         self: Any, x: mx.array, indices: mx.array, weights: Any = None, shared: Any = None, residual: Any = None
     ) -> Any:
@@ -130,7 +146,7 @@ def _combining_switch(upstream: Function) -> Function:
         if run is None:
             return upstream(self, x, mx.stop_gradient(indices), weights, shared, residual)
         if _deferring.get() and weights is None and shared is None and residual is None:
-            return Routed(run, indices, x.shape[-1], x.dtype)
+            return DeferredExperts(run, indices, x.shape[-1], x.dtype)
         routed = run(None if weights is None else weights.astype(x.dtype))
         return self._combine(routed, None, shared, residual)
 
@@ -139,18 +155,18 @@ def _combining_switch(upstream: Function) -> Function:
 
 _RECORD: dict[str, Any] = {
     "holders": (),
-    "reason": "three gathered products with all their intermediates: slow on a CPU, and memory with tokens x k",
-    "without": "Training these experts then runs upstream's code: right, but slow on a CPU and hungry for memory.",
+    "reason": "three gathered products keep all their intermediates: slow on a CPU, and memory grows with tokens x k",
+    "without": "These experts then train with upstream's code: right, but slow on a CPU, and it needs more memory.",
 }
 _LM: dict[str, Any] = {**_RECORD, "package": "mlx_lm", "versions": ">=0.31.3,<=0.32.2"}
 _VLM: dict[str, Any] = {**_RECORD, "package": "mlx_vlm"}
 _CALL = "(self, x, indices)"
 _COMBINING_CALL = "(self, x, indices, weights=None, shared=None, residual=None)"
 
-# Blocks that end in (experts * scores[..., None]).sum(axis=-2): module -> class.
+# Blocks that end in (experts * scores[..., None]).sum(axis=-2), as {module: class}.
 _LM_BLOCKS = {
-    "qwen3_next": "Qwen3NextSparseMoeBlock",  # qwen3_5_moe as well
-    "qwen3_moe": "Qwen3MoeSparseMoeBlock",  # qwen3_vl_moe as well
+    "qwen3_next": "Qwen3NextSparseMoeBlock",  # qwen3_5_moe uses this class too.
+    "qwen3_moe": "Qwen3MoeSparseMoeBlock",  # qwen3_vl_moe uses this class too.
     "kimi_linear": "KimiSparseMoE",
     "kimi_k3": "KimiK3SparseMoE",
     "bailing_moe_v3": "BailingSparseMoE",
@@ -168,7 +184,7 @@ _VLM_BLOCKS = {
 
 
 def _block_record(base: dict[str, Any], module: str, name: str, **more: Any) -> Patch:
-    record = {**base, "reason": "the outputs of k experts a token live at once before they are weighted and summed"}
+    record = {**base, "reason": "the outputs of all k experts of a token are held before they are weighted and summed"}
     signature = "(self, x)"
     return Patch(
         **record, module=module, name=f"{name}.__call__", signature=signature, replacement=weighted_block, **more

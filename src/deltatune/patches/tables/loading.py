@@ -1,7 +1,7 @@
-"""Experts' matrices without gaps between them, whoever loads the model on CUDA.
+"""Copies experts' matrices so that there are no gaps between them, whenever weights are loaded on CUDA.
 
-mlx-lm cuts gate and up from one array where a file has them so, and MLX's products there take each matrix to begin
-where the one before ends: they would multiply with other experts' matrices, in answers as in training.
+Where a file holds gate and up in one array, mlx-lm slices them, so there are gaps between one expert's matrix and the
+next. MLX's products on CUDA ignore the gaps and would multiply with other experts' matrices, in training and inference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from ..patch import Function, Patch
 
 
 def without_gaps(weights: Iterable[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
-    """The same, laid out anew where one is a part of a larger array; lazily, and no copy where it is not."""
+    """Copy every array of three dimensions that is a slice of a larger one, lazily. Other arrays are not copied.
+
+    Args:
+        weights: Pairs of name and array.
+
+    Returns:
+        The pairs, with such arrays replaced by contiguous copies.
+    """
     return [
         (name, mx.contiguous(array) if isinstance(array, mx.array) and array.ndim == 3 else array)
         for name, array in weights
@@ -24,7 +31,7 @@ def without_gaps(weights: Iterable[tuple[str, mx.array]]) -> list[tuple[str, mx.
 
 def _load_weights(upstream: Function) -> Function:
     def load_weights(self: Any, file_or_weights: Any, strict: bool = True) -> Any:
-        # A file's arrays lie as they should.
+        # Arrays that MLX reads from a file itself have no gaps.
         if not isinstance(file_or_weights, str):
             file_or_weights = without_gaps(file_or_weights)
         return upstream(self, file_or_weights, strict)
@@ -40,8 +47,8 @@ PATCHES = (
         name="Module.load_weights",
         signature="(self, file_or_weights, strict=True)",
         holders=(),
-        reason="MLX's products on CUDA multiply with other experts' matrices where these have gaps between them",
-        without="A mixture whose files have gate and up in one array computes wrong on this GPU.",
+        reason="MLX's products on CUDA multiply with other experts' matrices if there are gaps between them",
+        without="Mixtures of experts whose files hold gate and up in one array then compute wrong results on this GPU.",
         replacement=_load_weights,
     ),
 )

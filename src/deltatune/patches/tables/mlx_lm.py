@@ -1,4 +1,8 @@
-"""The patches for mlx-lm, as a table. Versions read: 0.31.3, 0.32.0, 0.32.1, 0.32.2."""
+"""Replaces functions of mlx-lm: the recurrence, and what has to keep packed documents separate.
+
+Also replaced are the residual weights of Kimi K3, which mlx-lm caches for too long. Versions read: 0.31.3, 0.32.0,
+0.32.1, 0.32.2.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,18 @@ UPDATE_PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel
 UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
 
 LOOP = (
-    "Training these layers then runs upstream's loop over tokens: right, but slow and hungry for memory, "
-    "and packed documents cannot be kept apart in them."
+    "These layers then train with upstream's loop over tokens, which is right, but slow and needs much memory, "
+    "and they cannot keep packed documents separate."
 )
-_PACKING = "Packed documents cannot be kept apart then; training on unpacked rows is not touched."
+_PACKING = "Packed documents then influence one another; training without packing is not affected."
 
 
 def same_update(options: list[dict[str, Any]]) -> Any:
-    """A check that ours computes what the installed function computes, gate by gate, on three tokens."""
+    """Build a check that compares the installed gated_delta_update with deltatune's on three tokens.
+
+    Args:
+        options: The keyword arguments to compare with: one comparison for each, with each kind of gates.
+    """
 
     def check(upstream: Function, ours: Function) -> str | None:
         def draw(seed: int, *shape: int) -> mx.array:
@@ -36,7 +44,7 @@ def same_update(options: list[dict[str, Any]]) -> Any:
         for a, b, A_log, dt_bias in (gates, channels):
             for option in options:
                 arguments = (q, k, v, a, b, A_log, dt_bias)
-                with recurrence.trace():  # Not the user's calls: not counted.
+                with recurrence.trace():  # A trace keeps these calls out of the user's counts.
                     expected, actual = (f(*arguments, use_kernel=False, **option) for f in (upstream, ours))
                 worst = max(float(mx.abs(e - g).max()) for e, g in zip(expected, actual, strict=True))
                 if not worst < 1e-5:
@@ -47,6 +55,8 @@ def same_update(options: list[dict[str, Any]]) -> Any:
 
 
 def _attention_mask(upstream: Function) -> Function:
+    """Inside `segments`, a token attends only to tokens of its own document."""
+
     def create_attention_mask(
         h: mx.array, cache: Any = None, window_size: int | None = None, return_array: bool = False
     ) -> Any:
@@ -63,6 +73,8 @@ def _attention_mask(upstream: Function) -> Function:
 
 
 def _conv1d(upstream: Function) -> Function:
+    """Inside `segments`, a causal depthwise convolution starts anew with each document. On a CPU it is also faster."""
+
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
         documents = segments.current()
         before = self.weight.shape[1] - 1
@@ -75,10 +87,10 @@ def _conv1d(upstream: Function) -> Function:
             return upstream(self, x)
         if not (causal and x.shape[1] == documents.shape[1] + before):
             raise ValueError(
-                f"packed documents cannot be kept apart in {self!r} on input {x.shape}: only causal depthwise "
-                "convolutions on [state, x] know how to restart. Train this model without packing."
+                f"{self!r} cannot keep packed documents separate on input {x.shape}: only causal depthwise "
+                "convolutions of [state, x] can start anew with each document. Train this model without packing."
             )
-        # The rows before the first token are the empty state; each document starts from zeros of its own.
+        # The rows before the first token are an empty state, which is not needed: each document starts from zeros.
         y, _ = causal_conv(x[:, before:], self.weight[..., 0], _bias(self), segments=documents)
         return pointwise.convolved(self, x, y, documents)
 
@@ -86,7 +98,7 @@ def _conv1d(upstream: Function) -> Function:
 
 
 def _taps(conv: Any, x: mx.array) -> mx.array:
-    """The same sums as conv(x) [B, T, C], in fewer passes over memory than MLX's grouped convolution on a CPU."""
+    """conv(x), x [B, T, C], in fewer passes over memory than MLX's grouped convolution makes on a CPU."""
     before = conv.weight.shape[1] - 1
     return causal_conv(x[:, before:], conv.weight[..., 0], _bias(conv), initial_state=x[:, :before])[0]
 
@@ -96,7 +108,7 @@ def _bias(conv: Any) -> mx.array | None:
 
 
 def _fresh_product(*caches: str) -> Any:
-    """A replacement that forgets the attributes `caches` before each call, so that they follow the weights."""
+    """Build a replacement that clears the attributes `caches` before each call, so that they follow the weights."""
 
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:  # noqa: N807
@@ -115,7 +127,7 @@ _RESIDUAL_RECORD: dict[str, Any] = {
     "versions": ">=0.32.0,<=0.32.2",
     "module": "mlx_lm.models.kimi_k3",
     "holders": (),
-    "reason": "out of training, a product of weights is kept from the last training forward: one step old, no gradient",
+    "reason": "outside training, a cached product of weights is used that is one step old and has no gradient",
     "without": "An evaluation between training steps then uses residual weights that are one step old, and a forgotten "
     "model.train() loses their gradient.",
 }

@@ -1,7 +1,7 @@
-"""The patches for mlx-vlm, as a table. Versions read: 0.5.0, 0.6.2 to 0.6.4, 0.6.8, 0.6.12, 0.6.17, 0.7.0, 0.7.3
-to 0.7.6, 0.7.8 to 0.7.10.
+"""Replaces functions of mlx-vlm: the recurrence, and the fused rotary embedding of versions 0.6.2 and 0.6.3.
 
-0.5.0 holds mlx-lm's own gated_delta_update, which mlx-lm's record reaches; later versions have two of their own.
+mlx-vlm 0.5.0 imports mlx-lm's gated_delta_update, which mlx-lm's record replaces. Later versions define two of their
+own. Versions read: 0.5.0, 0.6.2 to 0.6.4, 0.6.8, 0.6.12, 0.6.17, 0.7.0, 0.7.3 to 0.7.6, 0.7.8 to 0.7.10.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED = "mlx_vlm.models.gated_delta"
 
 
 def _rotary(upstream: Function) -> Function:
-    """Upstream's rotation, whatever kernel it takes, with the gradient of the same rotation in array operations."""
+    """Upstream's rotation, whichever kernel computes it, with the gradient of its form in array operations."""
 
     def apply_rotary(
         self: Any, q: mx.array, k: mx.array, position_ids: mx.array, *, unsqueeze_dim: int = 1, cast_output: bool = True
@@ -33,7 +33,7 @@ def _rotary(upstream: Function) -> Function:
             return upstream(self, q, k, positions, **options)
 
         def plain(q: mx.array, k: mx.array, positions: mx.array) -> list[mx.array]:
-            # The flag alone chooses between upstream's two ways, and is put back before anything else can run.
+            # Only this flag chooses between upstream's two forms. It is restored before any other code can run.
             self.fused_apply = False
             try:
                 return list(upstream(self, q, k, positions, **options))
@@ -48,18 +48,19 @@ def _rotary(upstream: Function) -> Function:
             gradients = mx.vjp(lambda q, k: plain(q, k, positions), rotated, list(cotangents))[1]
             return *gradients, mx.zeros_like(positions)
 
-        # The positions as an argument: held by the gradient, they would hold the graph that they come from.
+        # Positions are an argument, because a gradient that captured them would keep their whole graph alive.
         return call(q, k, mx.stop_gradient(position_ids))
 
     return apply_rotary
 
 
 _REASON = (
-    "a training forward runs a loop over tokens or autodiff through a scan, an eval forward a kernel without gradient"
+    "in training the forward pass is a loop or a scan over tokens; in evaluation it is a kernel without a gradient"
 )
 
 
 def _update(module: str, versions: str, more: str, holders: tuple[str, ...]) -> Patch:
+    """The record of a gated_delta_update. `more`: what its signature has after the parameters that all have."""
     bounded = [{}, {"lower_bound": -5.0}] if "lower_bound" in more else [{}]
     return Patch(
         package="mlx_vlm",
@@ -97,7 +98,7 @@ PATCHES = (
         name="MRoPERotaryEmbedding.apply_rotary",
         signature="(self, q, k, position_ids, *, unsqueeze_dim=1, cast_output=True)",
         holders=(),
-        reason="the fused rotation is a Metal kernel without a gradient, taken in training too",
+        reason="the fused rotation is a Metal kernel without a gradient, and is used in training too",
         without="On Apple GPUs the training step of attention layers then fails: CustomKernel has no vjp.",
         replacement=_rotary,
     ),

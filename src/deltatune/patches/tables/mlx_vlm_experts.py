@@ -1,4 +1,7 @@
-"""mlx-vlm's routers before 0.7.5: the chosen indices stay in the graph, and MLX >= 0.32.1 refuses gradients."""
+"""Replaces mlx-vlm's routers before 0.7.5, which cannot be trained with MLX 0.32.1 or later.
+
+Those routers let gradients reach the indices of the chosen experts, for which MLX has no gradient.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,19 @@ from .experts import weighted_block
 
 
 def _route(self: Any, x: mx.array) -> tuple[mx.array, mx.array]:
-    """Indices of the chosen experts, out of the graph, and their shares before normalisation, [..., k] both."""
-    shares = mx.softmax(self.gate(x), axis=-1, precise=True)
-    chosen = mx.stop_gradient(mx.argpartition(shares, kth=-self.top_k, axis=-1)[..., -self.top_k :])
-    return chosen, mx.take_along_axis(shares, chosen, axis=-1)
+    """The indices of the chosen experts, without a gradient, and their unnormalised scores, both [..., k]."""
+    probabilities = mx.softmax(self.gate(x), axis=-1, precise=True)
+    chosen = mx.stop_gradient(mx.argpartition(probabilities, kth=-self.top_k, axis=-1)[..., -self.top_k :])
+    return chosen, mx.take_along_axis(probabilities, chosen, axis=-1)
 
 
 def _with_shared_expert(share: Callable[[Any, mx.array], mx.array], always_normalised: bool) -> Any:
-    """`share` gives the shared expert's weight; versions differ in where it is and in who heeds norm_topk_prob."""
+    """Build the replacement of a router with a shared expert.
+
+    Args:
+        share: The weight of the shared expert as a function of the block and x. Versions hold it in different places.
+        always_normalised: Whether scores are normalised whatever `norm_topk_prob` says, as some versions do.
+    """
 
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
@@ -48,6 +56,8 @@ def _scale(self: Any, x: mx.array) -> mx.array:
 
 
 def _experts_alone(upstream: Function) -> Function:
+    """The replacement of a router without a shared expert."""
+
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
         if getattr(self, "sharding_group", None) is not None:
             return upstream(self, x)
@@ -68,8 +78,8 @@ def _record(versions: str, module: str, name: str, signature: str, replacement: 
         name=f"{name}.__call__",
         signature=signature,
         holders=(),
-        reason="the indices of the chosen experts are not cut off from the gradient, which mlx >= 0.32.1 refuses",
-        without="Training these experts then fails with mlx >= 0.32.1, and is upstream's own before it.",
+        reason="gradients reach the indices of the chosen experts, which mlx >= 0.32.1 refuses",
+        without="Training these experts then fails with mlx >= 0.32.1, and uses upstream's code with older versions.",
         replacement=lambda upstream: weighted_block(replacement(upstream)),
     )
 

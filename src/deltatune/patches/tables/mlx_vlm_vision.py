@@ -1,6 +1,8 @@
-"""Qwen3-VL in mlx-vlm: the GELUs of the MoE model's tower, and image features that deeper layers add.
+"""Replaces two parts of mlx-vlm's Qwen3-VL models: the GELUs of the MoE vision tower, and deepstack.
 
-qwen3_vl_moe's vision tower has its two GELUs the wrong way round: the merger's is the exact one, the MLP's tanh.
+mlx-vlm exchanges the two GELUs in qwen3_vl_moe: in the model as trained, the merger has the exact GELU and the MLP the
+tanh approximation. Deepstack adds image features to the first layers of the language model; mlx-vlm looks for the image
+tokens on the host, which a compiled training step cannot do.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def _mlp(upstream: Function) -> Function:
 
 
 def _deepstack(upstream: Function) -> Function:
-    """Features that stand at their places already, [B, T, D], are added; upstream looks for places on the host."""
+    """Features that are arranged by token already, [B, T, D], are added. Others go to upstream's code."""
 
     def _deepstack_process(
         self: Any, hidden_states: mx.array, visual_pos_masks: mx.array, visual_embeds: mx.array
@@ -50,8 +52,8 @@ _DEEPSTACK: dict[str, Any] = {
     "versions": f">={LOWEST_MLX_VLM},<=0.7.10",
     "signature": "(self, hidden_states, visual_pos_masks, visual_embeds)",
     "holders": (),
-    "reason": "upstream looks for the image tokens on the host, which no compiled step can",
-    "without": "deltatune's trainer cannot train on images with this model then.",
+    "reason": "upstream looks for the image tokens on the host, which a compiled step cannot do",
+    "without": "deltatune cannot train this model on images then.",
     "replacement": _deepstack,
 }
 _RECORD: dict[str, Any] = {
@@ -60,8 +62,8 @@ _RECORD: dict[str, Any] = {
     "module": "mlx_vlm.models.qwen3_vl_moe.vision",
     "signature": "(self, x)",
     "holders": (),
-    "reason": "Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; here it is reversed",
-    "without": "Image features are then about 1e-3 off those that the checkpoint was trained with.",
+    "reason": "Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
+    "without": "Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
 }
 
 PATCHES = (

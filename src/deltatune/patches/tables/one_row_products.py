@@ -1,9 +1,9 @@
-"""Keeps one-row products away from a BLAS that fails the probe (machine/blas_fault.py), upstream's own layers included.
+"""Replaces MLX's products so that no product of one row reaches a BLAS that computes such products wrong.
 
-Every dimension that is 1 becomes 2 with zeros, so that neither a product nor the products of its gradient, whatever
-order MLX's backward pass takes the factors in, call sgemm with one row. The records are of MLX's own functions, which
-nn.Linear, attention, convolutions and expert layers all call. In force on a CPU only, and only where the probe fails.
-`mx.einsum` and products made inside C++ (mx.linalg) are not reached.
+The patches are applied only on a CPU whose BLAS fails the probe of machine/blas_fault.py. They pad every dimension of 1
+to 2 with zeros, so that neither a product nor the products of its gradient have one row. MLX's own functions are
+replaced, which nn.Linear, attention, convolutions and layers of experts all call. `mx.einsum` and products inside MLX's
+C++ code (mx.linalg) are not covered.
 """
 
 from __future__ import annotations
@@ -25,47 +25,52 @@ from ..patch import Function, Patch, PatchWarning
 Check = Function
 
 _WITHOUT = "One-row products of this kind can return NaN on this machine."
-_told: set[str] = set()
+# The faults that this process has warned of.
+_warned: set[str] = set()
 
 
 def records() -> tuple[Patch, ...]:
-    """PATCHES where MLX computes on a CPU whose BLAS fails the probe, else none. Tells the user, once a process.
+    """The patches that this machine needs: PATCHES if MLX computes on a CPU whose BLAS fails the probe, else none.
 
-    UserError where two rows come out wrong as well: nothing computed here could be trusted.
+    The first call of a process that finds the fault warns the user of it.
+
+    Raises:
+        UserError: Products of two rows are wrong as well, so no result of this BLAS can be trusted.
     """
     if backend.device() != "cpu":
         return ()
-    found = probe()
-    if not found.wrong:
+    result = probe()
+    if not result.wrong:
         return ()
-    if not found.mendable:
+    if not result.two_rows_work:
         raise UserError(
-            f"The BLAS that MLX uses computes wrong products: {found}. Nothing trained on it would be right: update "
+            f"The BLAS that MLX uses computes wrong products: {result}. Nothing trained on it would be right: update "
             "it (on macOS, the system), unset DELTATUNE_BLAS, or train on a GPU."
         )
-    _tell(found)
+    _warn(result)
     return PATCHES
 
 
 def in_force() -> bool:
-    """Whether every one of PATCHES is."""
+    """Whether all of PATCHES are applied."""
     return all(patch.in_force(record.target) is not None for record in PATCHES)
 
 
-def _tell(found: ProbeResult) -> None:
-    if str(found) in _told:
+def _warn(result: ProbeResult) -> None:
+    """Warn of the fault, once a process."""
+    if str(result) in _warned:
         return
-    _told.add(str(found))
+    _warned.add(str(result))
     warnings.warn(
-        f"Products of one row come out wrong here: {found}. deltatune computes them as two rows; programs without "
-        "deltatune may see NaN. An update of the BLAS (on macOS, of the system) mends it.",
+        f"Matrix products of one row come out wrong here: {result}. deltatune computes them with two rows "
+        "instead; other programs may get NaN. Update the BLAS (on macOS, the system) to correct it.",
         PatchWarning,
         stacklevel=5,
     )
 
 
 def _widen(x: mx.array, axes: Sequence[int]) -> mx.array:
-    """`x` with a row of zeros added along each of `axes` that has one row only."""
+    """Pad `x` with zeros to length 2 along each of `axes` whose length is 1."""
     widths = [(0, 0)] * x.ndim
     for axis in axes:
         widths[axis] = (0, int(x.shape[axis] == 1))
@@ -73,6 +78,7 @@ def _widen(x: mx.array, axes: Sequence[int]) -> mx.array:
 
 
 def _narrow(x: mx.array, rows: int, columns: int) -> mx.array:
+    """Undo _widen on a product: cut its last two axes to `rows` and `columns`."""
     return x if x.shape[-2:] == (rows, columns) else x[..., :rows, :columns]
 
 
@@ -91,7 +97,7 @@ def _operator(upstream: Function) -> Function:
 
 
 def _product(upstream: Function, a: Any, b: Any, options: dict[str, Any]) -> Any:
-    """a @ b [..., M, K] x [..., K, N], vectors included, with no dimension of 1 in what reaches `upstream`."""
+    """a @ b, [..., M, K] x [..., K, N] or vectors, such that no dimension of what `upstream` gets is 1."""
     if not (isinstance(a, mx.array) and isinstance(b, mx.array)) or 0 in (a.ndim, b.ndim):
         return upstream(a, b, **options)
     if a.ndim == 1:
@@ -99,7 +105,7 @@ def _product(upstream: Function, a: Any, b: Any, options: dict[str, Any]) -> Any
     if b.ndim == 1:
         return _product(upstream, a, b[:, None], options).squeeze(-1)
     if a.ndim > 2 and b.ndim == 2:
-        # MLX multiplies all rows at once then: one row means one in all.
+        # MLX then multiplies the rows of all batches at once, so their total number decides.
         return mx.unflatten(_product(upstream, a.flatten(0, -2), b, options), 0, a.shape[:-1])
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
     if 1 not in (rows, inner, columns) or inner != b.shape[-2]:
@@ -165,9 +171,18 @@ def _attention(upstream: Function) -> Function:
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-    """mx.fast.scaled_dot_product_attention from array operations: the same arguments, masks and rounding as on a CPU.
+    """Compute mx.fast.scaled_dot_product_attention with array operations, rounding as MLX does on a CPU.
 
-    q [B, H, T, D]; k [B, G, S, D]; v [B, G, S, E], H a multiple of G; returns [B, H, T, E].
+    Args:
+        q: Queries [B, H, T, D].
+        k: Keys [B, G, S, D]. H is a multiple of G.
+        v: Values [B, G, S, E].
+        scale: The factor of the scores.
+        mask: As MLX's: "causal", an array of booleans or of terms to add, or None.
+        sinks: A score [H] of one more position, which has no value. None means no such position.
+
+    Returns:
+        [B, H, T, E].
     """
     heads, groups, length, keys = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     q = mx.unflatten(q * scale, 1, (groups, heads // groups))
@@ -204,14 +219,14 @@ def _inner(upstream: Function) -> Function:
 def _convolution(upstream: Function) -> Function:
     def convolution(x: Any, weight: Any, /, *arguments: Any, **options: Any) -> Any:
         y = upstream(x, weight, *arguments, **options)
-        # One position in one example is one row of the product inside; nothing evaluates the first y then.
+        # A result of one position in one example comes from a product of one row. That y is then never evaluated.
         return y if math.prod(y.shape[:-1]) != 1 else upstream(_widen(x, (0,)), weight, *arguments, **options)[:1]
 
     return convolution
 
 
 def _agrees(call: Function) -> Check:
-    """A check that `call(function, x)` [2, ...] gives upstream's two rows when ours is given them one by one."""
+    """Build a check: `call(ours, x)` on each row of x alone must give the rows of `call(upstream, x)` on both."""
 
     def check(upstream: Function, ours: Function) -> str | None:
         x = mx.random.normal((2, 3), key=mx.random.key(0))

@@ -1,4 +1,4 @@
-"""Activations and norms in one pass over memory, for NVIDIA GPUs, where mx.compile fuses nothing.
+"""Replaces activations and norms with kernels that read memory once, on NVIDIA GPUs, where mx.compile fuses nothing.
 
 Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
 """
@@ -18,7 +18,7 @@ _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more mem
 
 
 class _Convolved(NamedTuple):
-    """An output of a causal convolution in training, and what made it."""
+    """The output `y` of a causal convolution in training, and the arguments that it was computed from."""
 
     y: mx.array
     x: mx.array
@@ -26,11 +26,24 @@ class _Convolved(NamedTuple):
     segments: mx.array | None
 
 
+# The last convolution, until the next call of nn.silu.
 _last: _Convolved | None = None
 
 
 def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | None = None) -> mx.array:
-    """y, noted: if nn.silu gets this very array next, both are one pass over x, and y itself is never computed."""
+    """Remember the output of a causal convolution, so that a following nn.silu can be fused with it.
+
+    If nn.silu gets this array next, one kernel computes both from x, and y itself is never evaluated.
+
+    Args:
+        layer: The convolution.
+        x: Its input [B, T, C].
+        y: Its output.
+        segments: The documents that it kept separate, [B, T], or None.
+
+    Returns:
+        y.
+    """
     global _last
     serves = backend.device() == "cuda" and layer.training and "bias" not in layer
     _last = _Convolved(y, x, layer.weight[..., 0], segments) if serves else None
@@ -38,11 +51,13 @@ def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | N
 
 
 def _silu(upstream: Function) -> Function:
+    """nn.silu that is fused with the convolution before it."""
+
     def ours(x: mx.array) -> mx.array:
         global _last
-        found, _last = _last, None
-        if found is not None and found.y is x and conv.serves(*found[1:]):
-            return conv.conv_silu(*found[1:])
+        last, _last = _last, None
+        if last is not None and last.y is x and conv.serves(*last[1:]):
+            return conv.conv_silu(*last[1:])
         return upstream(x)
 
     return ours
@@ -63,7 +78,7 @@ def _swiglu(upstream: Function) -> Function:
 
 def _normalize_qk(upstream: Function) -> Function:
     def normalize_qk(q: mx.array, k: mx.array, *, inv_scale: float, eps: float) -> tuple[mx.array, mx.array]:
-        # As upstream: mean(x^2) for sum(x^2), so 1 / sqrt(width) and eps are scaled.
+        # Upstream divides by the root of the sum of x^2, and norm() by that of the mean; hence these factors.
         numbers = [(inv_scale**2, eps * inv_scale**2), (inv_scale, eps * inv_scale**2)]
         pairs = list(zip((q, k), numbers, strict=True))
         if not all(norms.norm_serves(x, *number) for x, number in pairs):
@@ -90,12 +105,13 @@ def _is_swiglu(upstream: Function, _ours: Function) -> str | None:
 
 _RECORD: dict[str, Any] = {
     "holders": (),
-    "reason": "several passes over memory on an NVIDIA GPU, forward and backward, where one will do",
+    "reason": "on an NVIDIA GPU it reads memory several times, forward and backward, where once is enough",
     "without": _SLOWER,
 }
 _MLX_LM: dict[str, Any] = {"package": "mlx_lm", **_RECORD}
 
-# nn.silu alone stays MLX's: mlx-lm calls it inside functions compiled for any shape, where no kernel of ours can be.
+# Without a convolution before it, nn.silu stays MLX's: mlx-lm also calls it inside functions that are compiled for any
+# shape, and deltatune's kernels cannot be used there.
 PATCHES = (
     Patch(
         **_RECORD,
@@ -122,7 +138,7 @@ PATCHES = (
         module="mlx_lm.models.gated_delta",
         name="normalize_qk",
         signature="(q, k, *, inv_scale, eps)",
-        settled="==0.31.3",  # There each model has it in line.
+        settled="==0.31.3",  # In this version each model has the code inline.
         replacement=_normalize_qk,
     ),
     Patch(

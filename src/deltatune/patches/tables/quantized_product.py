@@ -1,4 +1,7 @@
-"""Products with packed matrices that unpack them first, wherever a model or a trainer calls mx.quantized_matmul."""
+"""Replaces mx.quantized_matmul with a product that unpacks the quantised matrix first if there are many rows.
+
+MLX's product is made for the one or two rows of decoding. The patch is applied on CPUs and NVIDIA GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.quantized_product import ROWS, Quantization, packed_product, serves
-from ..patch import Function, core_record, differs
+from ..patch import Function, core_record, describe_difference
 
 
 def _quantized_matmul(upstream: Function) -> Function:
@@ -24,13 +27,15 @@ def _quantized_matmul(upstream: Function) -> Function:
 
 
 def _agrees(upstream: Function, ours: Function) -> str | None:
-    """As upstream computes it on a CPU, where no kernel has to be built, the first few rows."""
+    """Compare a few rows with upstream's product on a CPU, for which no kernel has to be built."""
     keys = mx.random.split(mx.random.key(0))
     x, matrix = mx.random.normal((max(ROWS.values()), 128), key=keys[0]), mx.random.normal((128, 128), key=keys[1])
     packed = mx.quantize(matrix, 32, 4)
     both = [{"transpose": transpose, "group_size": 32, "bits": 4} for transpose in (True, False)]
     expected = [upstream(x[:4], *packed, **options, stream=mx.cpu) for options in both]
-    return differs([ours(x, *packed, **options)[:4] for options in both], expected, 1e-4, "the unpacked product")
+    return describe_difference(
+        [ours(x, *packed, **options)[:4] for options in both], expected, 1e-4, "the unpacked product"
+    )
 
 
 PATCHES = (
@@ -38,7 +43,7 @@ PATCHES = (
         "quantized_matmul",
         _quantized_matmul,
         _agrees,
-        reason="made for a row or two: with a training step's rows many times as slow as unpacking first",
-        without="Training on packed (quantised) weights is many times slower then on this machine.",
+        reason="it is made for one or two rows; with the rows of a training step, unpacking first is many times faster",
+        without="Training on quantised weights is then many times slower on this machine.",
     ),
 )

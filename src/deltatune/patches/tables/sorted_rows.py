@@ -1,8 +1,9 @@
-"""Products of rows sorted by expert that read the right rows, wherever a model calls mx.gather_mm on a GPU.
+"""Replaces mx.gather_mm on GPUs so that products of rows sorted by expert read the right rows.
 
-mlx-lm's expert layers call it so for 64 pairs or more: a prompt's, or a batch's. Their activation is compiled for any
-shape, which puts broadcasts before its products. A fused kernel leaves plain strides all the same; where none is built
-(compiling.without_kernels) the broadcast's 0 stays, and on CUDA every row of an expert was read as its first.
+The fault: MLX's sorted products take the stride of an axis of length 1 for the distance between two rows. mlx-lm's
+layers of experts call them for 64 pairs of token and expert or more, with the output of an activation that is compiled
+for any shape and therefore broadcasts. Without fused kernels (machine/compiling.without_kernels) that output has a
+stride of 0 there, and on CUDA every row of an expert is read as its first one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.experts.single_rows import single_rows
-from ..patch import Function, core_record, differs
+from ..patch import Function, core_record, describe_difference
 
-# TF32's mantissa has 10 bits; a wrong row is off by more than itself.
+# Products may be computed in TF32, whose mantissa has 10 bits. A wrong row has a relative error above 1.
 _BOUND = 1e-2
 
 
@@ -27,14 +28,14 @@ def _gather_mm(upstream: Function) -> Function:
         options = {"sorted_indices": sorted_indices} | ({} if stream is None else {"stream": stream})
         if not sorted_indices or a.ndim < 2 or a.shape[-2] != 1:
             return upstream(a, b, lhs_indices, rhs_indices, **options)
-        # The result too, for its gradient is multiplied in the same way.
+        # The result needs it too, because its gradient goes through a product of the same kind.
         return single_rows(upstream(single_rows(a), b, lhs_indices, rhs_indices, **options))
 
     return gather_mm
 
 
 def _agrees(upstream: Function, ours: Function) -> str | None:
-    """With the elementwise product, on rows with an axis that expand_dims made, and their gradient."""
+    """Compare with an elementwise product: rows with an axis that expand_dims adds, and their gradient."""
     keys = mx.random.split(mx.random.key(0), 3)
     rows, cotangent = (mx.random.normal((8, 64), key=key) for key in keys[:2])
     matrices, experts = mx.random.normal((4, 64, 64), key=keys[2]), mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
@@ -46,8 +47,8 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
     def elementwise(x: mx.array) -> mx.array:
         return (x[..., None] * matrices[experts]).sum(axis=-2)
 
-    found, expected = (mx.vjp(each, [rows], [cotangent]) for each in (product, elementwise))
-    return differs([*chain(*found)], [*chain(*expected)], _BOUND, "the elementwise product")
+    actual, expected = (mx.vjp(function, [rows], [cotangent]) for function in (product, elementwise))
+    return describe_difference([*chain(*actual)], [*chain(*expected)], _BOUND, "the elementwise product")
 
 
 PATCHES = (
@@ -55,7 +56,7 @@ PATCHES = (
         "gather_mm",
         _gather_mm,
         _agrees,
-        reason="MLX's sorted products on a GPU take the stride of an axis of one for the distance of two rows",
-        without="Layers of experts that run upstream's code compute wrong on this GPU.",
+        reason="MLX's sorted products on a GPU take the stride of an axis of length 1 for the distance between rows",
+        without="Layers of experts that run upstream's code then compute wrong results on this GPU.",
     ),
 )

@@ -1,0 +1,136 @@
+"""attention by the fused kernels: one custom function around their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import log
+from typing import cast
+
+import mlx.core as mx
+
+from ...machine import backend, nvidia
+from ..kernels.launch import Launch
+from . import fused, hopper
+from .blocked import refuse_second_derivative, unmapped
+from .fused import FusedOptions, Operands
+
+# Kernels for any GPU of a kind, and Hopper's own.
+MACHINES = ("metal", "cuda", "hopper")
+Execute = Callable[[Launch], list[mx.array]]
+_Arrays = tuple[mx.array, ...]
+_Function = Callable[..., _Arrays]
+_LN2 = log(2.0)
+
+
+def attention_fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    causal: bool = True,
+    segments: mx.array | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    mask: mx.array | None = None,
+    machine: str | None = None,
+    execute: Execute = Launch.run,
+) -> mx.array:
+    """The fused kernels; arguments and result as `attention`.
+
+    machine: whose kernels, of MACHINES; by default those for MLX's device and this call.
+    execute: runs a launch; by default on MLX's device.
+
+    Raises ValueError for a call that the kernels do not cover (`uncovered` says why), and when mx.vmap maps it;
+    NotImplementedError when a second derivative is taken.
+    """
+    reason = uncovered(q, k, v, mask)
+    if reason:
+        raise ValueError(f"attention: the fused kernels do not cover this call: {reason}.")
+    kind = FusedOptions(float(scale), causal, window, segments is not None, sinks is not None)
+    extra = [] if sinks is None else [sinks.astype(mx.float32)]
+    spans = [] if segments is None else list(segment_spans(segments))
+    forward = _forward_by(kind, machine or machine_for(kind, q, v), execute)
+    y, _ = forward(*unmapped()(q, k, v, *extra, *map(mx.stop_gradient, spans)))
+    return y
+
+
+def machine_for(kind: FusedOptions, q: mx.array, v: mx.array) -> str:
+    """Whose kernels serve a call on MLX's default device: Hopper's own where they cover it."""
+    here = backend.device()
+    on_hopper = here == "cuda" and nvidia.generation() == nvidia.HOPPER
+    return "hopper" if on_hopper and hopper.uncovered(kind, q, v) is None else here
+
+
+def uncovered(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None) -> str | None:
+    """Why the kernels cannot serve a call that has the contract's shapes; None where they can."""
+    if mask is not None:
+        return "it has a mask beside causality, window and segments"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, and the kernels want one dtype"
+    if max(q.shape[3], v.shape[3]) > fused.WIDEST:
+        return f"heads of {q.shape[3]} x {v.shape[3]} are wider than {fused.WIDEST}"
+    return None
+
+
+def segment_spans(segments: mx.array) -> tuple[mx.array, mx.array]:
+    """Where the segment of each position starts, and the position after its last, [B, T] int32."""
+    length = segments.shape[1]
+    place = mx.broadcast_to(mx.arange(length, dtype=mx.int32), segments.shape)
+    changes = segments[:, 1:] != segments[:, :-1]
+    start = mx.where(changes, place[:, 1:], 0)
+    end = mx.where(changes, place[:, 1:], length)
+    starts = mx.cummax(mx.concatenate([mx.zeros_like(place[:, :1]), start], axis=1), axis=1)
+    ends = mx.cummin(mx.concatenate([end, mx.full_like(place[:, :1], length)], axis=1), axis=1, reverse=True)
+    return starts.astype(mx.int32), ends.astype(mx.int32)
+
+
+@lru_cache(maxsize=256)
+def _forward_by(kind: FusedOptions, machine: str, execute: Execute) -> _Function:
+    """f(q, k, v, sinks?, starts?, ends?) -> (y, sums)."""
+
+    def operands(arrays: Sequence[mx.array]) -> Operands:
+        rest = list(arrays[3:])
+        sinks = rest.pop(0) if kind.sunk else None
+        starts, ends = rest if kind.segmented else (None, None)
+        return Operands(arrays[0], arrays[1], arrays[2], sinks, starts, ends)
+
+    inputs = 3 + kind.sunk + 2 * kind.segmented
+
+    def run_forward(*arrays: mx.array) -> _Arrays:
+        if machine == "hopper":
+            return hopper.forward(kind, operands(arrays), execute)
+        y, sums = execute(fused.forward(kind, operands(arrays), machine))
+        return y, sums
+
+    def run_backward(*arrays: mx.array) -> _Arrays:
+        """Gradients of q, k, v and the sinks, from the inputs, dy, y and the sums."""
+        x = operands(arrays[:inputs])
+        dy, y, sums = arrays[inputs:]
+        dy = dy.astype(y.dtype)
+        if machine == "hopper":
+            dq, dk, dv, delta = hopper.backward(kind, x, dy, y, sums, execute)
+        else:
+            (delta,) = execute(fused.delta(x, y, dy))
+            (dq,) = execute(fused.queries(kind, x, dy, sums, delta, machine))
+            dk, dv = execute(fused.keys(kind, x, dy, sums, delta, machine))
+        return dq, dk, dv, *([sink_gradient(x.sinks, sums, delta)] if x.sinks is not None else [])
+
+    forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
+    call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
+
+    def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
+        gradients = call_backward(*primals, cotangents[0], *outputs)
+        return *gradients, *map(mx.zeros_like, primals[len(gradients) :])
+
+    forward.vjp(vjp)
+    backward.vjp(refuse_second_derivative)
+    return call_forward
+
+
+def sink_gradient(sinks: mx.array, sums: mx.array, delta: mx.array) -> mx.array:
+    """A sink takes exp(sink) / sum of each row's weight, and gives nothing to y: its score's gradient, summed."""
+    # A row that sees nothing but the sink has weights of none, and one with no query a sum of infinity: both give 0.
+    share = mx.exp(sinks[:, None] - sums * _LN2)
+    return -(share * delta).sum(axis=(0, 2))

@@ -1,0 +1,160 @@
+"""Launches the kernels of kernels/attention_hopper.h: tensor cores at their own rate for bf16 and fp16 on Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import mlx.core as mx
+
+from ..kernels.launch import Arrays, Launch, Outputs, Values, numbers
+from .fused import LOG2E, WIDEST, FusedOptions, Operands, span_arguments
+
+Execute = Callable[[Launch], list[mx.array]]
+# Rows of queries a block takes, and of a packed tile; its groups of 32 threads; those of a kernel that only packs.
+ROWS, TILE, GROUPS, PACK_GROUPS = 128, 64, 12, 8
+# With heads no wider than this a block takes 128 keys at a time.
+_NARROW = 128
+# Bytes that a block may have, and what its gates and the start of its memory take.
+_MOST, _GATES = 227 * 1024, 192 + 1024
+
+
+def uncovered(kind: FusedOptions, q: mx.array, v: mx.array) -> str | None:
+    """Why these kernels cannot serve a call that has one dtype; None where they can."""
+    if q.dtype not in (mx.bfloat16, mx.float16):
+        return f"q is {q.dtype}, and tensor cores take bfloat16 or float16"
+    if q.shape[3] % 8 or v.shape[3] % 8 or max(q.shape[3], v.shape[3]) > WIDEST:
+        return f"heads of {q.shape[3]} x {v.shape[3]} are no multiples of 8 up to {WIDEST}"
+    if kind.scale <= 0:
+        return f"the scale {kind.scale} is not positive"
+    return None
+
+
+def forward(kind: FusedOptions, x: Operands, execute: Execute) -> tuple[mx.array, mx.array]:
+    """y, and the base-2 logarithm of each row's sum of powers of two [B, HQ, TQ up to a multiple of 128]."""
+    batch, heads, queries, _ = x.q.shape
+    outputs: Outputs = {
+        "y": ((batch, heads, queries, x.sizes[1]), x.q.dtype),
+        "sums": ((batch, heads, _padded(queries)), mx.float32),
+    }
+    inputs = packed(x, key_tile(*x.sizes), execute) | ({} if x.sinks is None else {"sinks": x.sinks})
+    arguments = ("q", "k", "v", "numbers", "Nothing{}" if x.sinks is None else "sinks")
+    y, sums = execute(_launch("forward", kind, x, inputs, outputs, arguments, {"SUNK": kind.sunk}))
+    return y, sums
+
+
+def backward(
+    kind: FusedOptions, x: Operands, dy: mx.array, y: mx.array, sums: mx.array, execute: Execute
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """dq, dk, dv, and the sum of products of y's and dy's elements by row, as long as `sums`."""
+    inputs = packed(x, TILE, execute, dy, y)
+    inputs["sums"] = sums
+    arguments = ("q", "k", "v", "dy", "sums", "delta", "numbers")
+    (dq,) = execute(_launch("queries", kind, x, inputs, {"dq": (x.q.shape, x.q.dtype)}, arguments, {}))
+    outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
+    dk, dv = execute(_launch("keys", kind, x, inputs, outputs, arguments, {}))
+    return dq, dk, dv, inputs["delta"]
+
+
+def packed(x: Operands, height: int, execute: Execute, dy: mx.array | None = None, y: mx.array | None = None) -> Arrays:
+    """q, k and v by name, as tiles: rows up to a multiple of 128, columns of 64, with zeros. k and v have `height` rows
+    a tile. With dy and y also dy, and the deltas [B, HQ, rows]."""
+    (batch, heads, queries, size), (key_heads, keys) = x.q.shape, x.k.shape[1:3]
+    of_queries, of_keys = (batch, heads, _padded(queries)), (batch, key_heads, _padded(keys))
+    columns, value_columns = (-(-n // 64) * 64 for n in x.sizes)
+    shapes = {"q": (*of_queries, columns), "k": (*of_keys, columns), "v": (*of_keys, value_columns)}
+    inputs: Arrays = {"q": x.q, "k": x.k, "v": x.v}
+    outputs: Outputs = {f"packed_{name}": (shape, x.q.dtype) for name, shape in shapes.items()}
+    if dy is not None and y is not None:
+        inputs |= {"dy": dy, "y": y}
+        outputs["packed_dy"] = ((*of_queries, value_columns), dy.dtype)
+        outputs["delta"] = (of_queries, mx.float32)
+    matrices = (batch * heads * of_queries[2] * (1 if dy is None else 2), 2 * batch * key_heads * of_keys[2])
+    values: Values = {"In": x.q.dtype, "D": size, "DV": x.sizes[1], "HEIGHT": height, "GRADIENTS": dy is not None}
+    launch = Launch(
+        name="attention_hopper_pack",
+        memory="HopperPackMemory",
+        inputs=inputs,
+        outputs=outputs,
+        values=values,
+        order=tuple(values),
+        memory_order=("In",),
+        blocks=(sum(matrices) // TILE, 1, 1),
+        bytes=16,
+        groups=PACK_GROUPS,
+        arguments=("q", "k", "v", *(("Nothing{}",) * 2 if dy is None else ("dy", "y")), *outputs)
+        + (("Nothing{}",) * 2 if dy is None else ()),
+        sizes=("q_shape[0] * q_shape[1]", "k_shape[0] * k_shape[1]", "q_shape[2]", "k_shape[2]"),
+    )
+    return {name.removeprefix("packed_"): x for name, x in zip(outputs, execute(launch), strict=True)}
+
+
+def _launch(
+    name: str,
+    kind: FusedOptions,
+    x: Operands,
+    inputs: Arrays,
+    outputs: Outputs,
+    arguments: tuple[str, ...],
+    more: Values,
+) -> Launch:
+    (batch, heads, queries, size), (key_heads, keys) = x.q.shape, x.k.shape[1:3]
+    height = TILE if name == "queries" else key_tile(*x.sizes)
+    values: Values = {"In": x.q.dtype, "D": size, "DV": x.sizes[1], "HEIGHT": height, "CAUSAL": kind.causal}
+    values |= {"WINDOW": kind.window_of(keys), "SEGMENTED": kind.segmented} | more
+    own = {"starts": x.starts, "ends": x.ends}
+    inputs = inputs | {name: value for name, value in own.items() if value is not None}
+    inputs |= {"numbers": numbers(kind.scale * LOG2E, kind.scale), "lengths": _lengths(heads, key_heads, queries, keys)}
+    on_keys = name == "keys"
+    tiles = _padded(keys) // height if on_keys else _padded(queries) // ROWS
+    return Launch(
+        name=f"attention_hopper_{name}",
+        memory=f"Hopper{name.capitalize()}Memory",
+        inputs=inputs,
+        outputs=outputs,
+        values=values,
+        order=tuple(values),
+        memory_order=("In", "D", "DV", "HEIGHT"),
+        blocks=(key_heads if on_keys else heads, batch, tiles),
+        bytes=shared_bytes(name, *x.sizes),
+        groups=GROUPS,
+        arguments=(*arguments, *span_arguments(x), *outputs),
+        sizes=tuple(f"lengths[{i}]" for i in range(4)),
+    )
+
+
+@lru_cache(maxsize=256)
+def _lengths(*values: int) -> mx.array:
+    """For kernels to read, since packed arrays do not show them; the same array for all that ask."""
+    return mx.array(values, mx.int32)
+
+
+def key_tile(size: int, value_size: int) -> int:
+    """Keys that a block takes at a time, as the memory and the registers of a block allow."""
+    return 128 if max(size, value_size) <= _NARROW else 64
+
+
+@lru_cache
+def shared_bytes(name: str, size: int, value_size: int) -> int:
+    """As the structs of kernels/attention_hopper.h lay it out."""
+    height = key_tile(size, value_size)
+    key, value = (2 * (-(-n // 64) * 64) for n in (size, value_size))
+    # Rows of a block that stay: narrow ones in registers.
+    own = 0 if name != "keys" and max(key, value) <= 2 * _NARROW else ROWS * key
+    if name == "forward":
+        return own + _stages(own, height * (key + value)) * height * (key + value) + _GATES
+    if name == "keys":
+        own = height * (key + value) + 2 * TILE * TILE * 4
+        return own + _stages(own, TILE * (key + value)) * TILE * (key + value) + _GATES
+    own += ROWS * value if own else 0
+    stages = _stages(own, TILE * (key + value))
+    return own + (stages * (key + value) if stages > 1 else 2 * key + value) * TILE + _GATES
+
+
+def _stages(taken: int, stage: int) -> int:
+    """Stages of so many bytes that fit beside `taken`."""
+    return min(4, (_MOST - _GATES - taken) // stage)
+
+
+def _padded(length: int) -> int:
+    return -(-length // ROWS) * ROWS

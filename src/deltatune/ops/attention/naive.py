@@ -1,0 +1,66 @@
+"""Attention by its definition, with whole matrices of scores: the truth that every other implementation answers to."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+def attention_naive(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    causal: bool = True,
+    segments: mx.array | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> mx.array:
+    """The softmax of all scores in fp32, differentiated by autodiff; arguments and result as `attention`.
+
+    Source: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.1; sinks as gpt-oss has them.
+    """
+    batch, heads, queries, _ = q.shape
+    key_heads, keys = k.shape[1], k.shape[2]
+    q32 = q.astype(mx.float32).reshape(batch, key_heads, heads // key_heads, queries, -1)
+    k32, v32 = (x.astype(mx.float32)[:, :, None] for x in (k, v))
+    scores = (q32 * scale) @ k32.swapaxes(-1, -2)
+    visible = visible_keys(queries, keys, causal, segments, window)
+    if mask is not None:
+        mask = mx.stop_gradient(mx.broadcast_to(mask, (batch, heads, queries, keys)).reshape(scores.shape))
+        visible = visible & (mask if mask.dtype == mx.bool_ else mask > -mx.inf)
+        if mask.dtype != mx.bool_:
+            scores = scores + mx.where(visible, mask, 0.0)
+    visible = mx.broadcast_to(visible, scores.shape)
+    # A row that sees nothing has no largest score: whatever stands in its place, all its weights are 0.
+    largest = mx.where(visible, scores, -mx.inf).max(axis=-1, keepdims=True)
+    sink = None if sinks is None else sinks.astype(mx.float32).reshape(key_heads, -1, 1, 1)
+    if sink is not None:
+        largest = mx.maximum(largest, sink)
+    largest = mx.stop_gradient(mx.where(largest == -mx.inf, 0.0, largest))
+    weights = mx.where(visible, mx.exp(mx.where(visible, scores, largest) - largest), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total = total + mx.exp(sink - largest)
+    y = (weights / mx.where(total == 0, 1.0, total)) @ v32
+    return y.reshape(batch, heads, queries, -1).astype(q.dtype)
+
+
+def visible_keys(queries: int, keys: int, causal: bool, segments: mx.array | None, window: int | None) -> mx.array:
+    """Which keys each query sees, without a mask: bool [1 or B, 1, 1, Tq, Tk].
+
+    The last query stands at the last key. Under causality a query sees itself and what comes before it.
+    """
+    # Query i stands at this position among the keys.
+    position = mx.arange(queries)[:, None] + (keys - queries)
+    other = mx.arange(keys)[None]
+    visible = mx.ones((queries, keys), mx.bool_)
+    if causal:
+        visible = other <= position
+    if window is not None:
+        visible = visible & (other > position - window)
+    visible = visible[None, None, None]
+    if segments is not None:
+        visible = visible & (segments[:, None, None, :, None] == segments[:, None, None, None, :])
+    return visible

@@ -1,0 +1,389 @@
+// Softmax attention and its gradients, 32 queries by 32 keys a step, for any head size and type. `scores` are in powers
+// of two: scale * log2(e) * q k^T. Four groups share a block: each computes one of its four 16x16 tiles of scores, and
+// holds its own 16 columns of every PIECE of the results, for all of the block's rows.
+
+// The queries that a key has, and the keys that a query has: an interval each, whose ends grow with the position, so
+// the first and the last row of a tile say which tiles it meets. `starts` and `ends` [B, T] are those of the segments.
+template <bool CAUSAL, int WINDOW, bool SEGMENTED, typename P>
+struct Seen {
+  int queries, keys;
+  P starts, ends;
+  long row;
+  inline int ahead() const { return keys - queries; }
+  // The keys low(i) to high(i) - 1 are seen by query i.
+  inline int low(int query) const {
+    const int i = query < queries ? query : queries - 1;
+    int from = 0;
+    if (WINDOW && i + ahead() - WINDOW + 1 > from) from = i + ahead() - WINDOW + 1;
+    if (SEGMENTED && starts[row + i] > from) from = starts[row + i];
+    return from;
+  }
+  inline int high(int query) const {
+    const int i = query < queries ? query : queries - 1;
+    int to = keys;
+    if (CAUSAL && i + ahead() + 1 < to) to = i + ahead() + 1;
+    if (SEGMENTED && ends[row + i] < to) to = ends[row + i];
+    return to < 0 ? 0 : to;
+  }
+  // The queries first(j) to last(j) - 1 see key j.
+  inline int first(int key) const {
+    const int j = key < keys ? key : keys - 1;
+    int from = 0;
+    if (CAUSAL && j - ahead() > from) from = j - ahead();
+    if (SEGMENTED && starts[row + j] > from) from = starts[row + j];
+    return from;
+  }
+  inline int last(int key) const {
+    const int j = key < keys ? key : keys - 1;
+    int to = queries;
+    if (WINDOW && j - ahead() + WINDOW < to) to = j - ahead() + WINDOW;
+    if (SEGMENTED && ends[row + j] < to) to = ends[row + j];
+    return to < 0 ? 0 : to;
+  }
+};
+
+inline constexpr int pieces_of(int size, int piece) {
+  return (size + piece - 1) / piece;
+}
+
+template <typename In, int PIECE>
+struct AttentionMemory {
+  static constexpr constant int stride = stride_of(PIECE), weight_stride = 40;
+  static constexpr constant int side = 32 * stride * Exact<In>::bytes;
+  // Operands as they came, side by side; then weights and gradients of scores, 32 x 32 each.
+  static constexpr constant int weights = 2 * side;
+  static constexpr constant int gradients = weights + 32 * weight_stride * Wide<In>::bytes;
+  // Largest scores, twice, then each half's; the halves' sums.
+  static constexpr constant int numbers = gradients + 32 * weight_stride * Wide<In>::bytes;
+  static constexpr constant int arrivals = numbers + 6 * 32 * 4;
+  static constexpr constant int bytes = arrivals + 16;
+};
+
+// Where a block's operands are staged, and how often they were.
+template <typename In, int PIECE>
+struct Staging {
+  using Memory = AttentionMemory<In, PIECE>;
+  threadgroup char* memory;
+  int round;
+
+  inline Exact<In> side(int which) const {
+    return shared_at<Exact<In>>(memory, which * Memory::side, 32 * Memory::stride);
+  }
+  inline Wide<In> weights() const { return shared_at<Wide<In>>(memory, Memory::weights, 32 * Memory::weight_stride); }
+  inline Wide<In> gradients() const {
+    return shared_at<Wide<In>>(memory, Memory::gradients, 32 * Memory::weight_stride);
+  }
+};
+
+// 32 rows from `row` on and columns from `piece` on, of a matrix with `rows` rows of SIZE.
+template <int SIZE, typename In, int PIECE, typename P>
+inline void stage(const thread Staging<In, PIECE>& staging, int which, P from, int row, int rows, int piece,
+                  thread Arrival& arrival, int index) {
+  copy_rows<32, PIECE, 128>(staging.side(which), AttentionMemory<In, PIECE>::stride,
+                            from + (long)row * SIZE + piece * PIECE, SIZE, SIZE - piece * PIECE,
+                            alive<false>(Nothing{}, 0, row, rows), arrival, index);
+}
+template <typename In, int PIECE>
+inline void staged_rows(thread Staging<In, PIECE>& staging, const thread Arrival& arrival, int index) {
+  copies_sent(arrival, index);
+  copies_wait(arrival, staging.round++);
+  barrier();
+}
+
+// The group's tile of a b^T, where a and b have SIZE columns. A barrier goes before and after.
+template <int SIZE, typename In, int PIECE, typename A, typename B>
+inline Tile tile_of_products(thread Staging<In, PIECE>& staging, A a, int row, int rows, B b, int other, int others,
+                             Place at) {
+  constexpr int stride = AttentionMemory<In, PIECE>::stride;
+  Tile sum;
+  tile_clear(sum);
+  for (int piece = 0; piece < pieces_of(SIZE, PIECE); ++piece) {
+    Arrival arrival = arrival_at(staging.memory + AttentionMemory<In, PIECE>::arrivals, 0);
+    stage<SIZE>(staging, 0, a, row, rows, piece, arrival, at.index);
+    stage<SIZE>(staging, 1, b, other, others, piece, arrival, at.index);
+    staged_rows(staging, arrival, at.index);
+    DELTATUNE_UNROLL
+    for (int k = 0; k < PIECE; k += 16) {
+      if (piece * PIECE + k >= SIZE) continue;
+      multiply(sum, left(straight(staging.side(0), stride, at.group / 2 * 16, k), at.lane),
+               right(turned(staging.side(1), stride, k, at.group % 2 * 16), at.lane), at.lane);
+    }
+    barrier();
+  }
+  return sum;
+}
+
+// sums += weights b, where b has SIZE columns: the group's column of each piece, both rows of tiles.
+template <int SIZE, typename In, int PIECE, typename W, typename B>
+inline void add_products(thread Tile* sums, thread Staging<In, PIECE>& staging, W weights, B b, int row, int rows,
+                         Place at) {
+  using Memory = AttentionMemory<In, PIECE>;
+  DELTATUNE_UNROLL
+  for (int piece = 0; piece < pieces_of(SIZE, PIECE); ++piece) {
+    Arrival arrival = arrival_at(staging.memory + Memory::arrivals, 0);
+    stage<SIZE>(staging, 0, b, row, rows, piece, arrival, at.index);
+    staged_rows(staging, arrival, at.index);
+    DELTATUNE_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      if (piece * PIECE + at.group * 16 >= SIZE) continue;
+      const auto operand = right(straight(staging.side(0), Memory::stride, k * 16, at.group * 16), at.lane);
+      DELTATUNE_UNROLL
+      for (int m = 0; m < 2; ++m)
+        multiply(sums[piece * 2 + m], left(straight(weights, Memory::weight_stride, m * 16, k * 16), at.lane), operand,
+                 at.lane);
+    }
+    barrier();
+  }
+}
+
+// The results' rows out, each times its factor.
+template <int SIZE, int PIECE, typename Out, typename Factor>
+inline void write_results(thread Tile* sums, GLOBAL Out* to, int row, int rows, Factor factor, Place at) {
+  DELTATUNE_UNROLL
+  for (int piece = 0; piece < pieces_of(SIZE, PIECE); ++piece) {
+    DELTATUNE_UNROLL
+    for (int m = 0; m < 2; ++m) {
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = m * 16 + tile_row(e, at.lane), column = piece * PIECE + at.group * 16 + tile_column(e, at.lane);
+        if (row + i < rows && column < SIZE)
+          to[(long)(row + i) * SIZE + column] = static_cast<Out>(sums[piece * 2 + m].get(e) * factor(i));
+      }
+    }
+  }
+}
+struct OneFactor {
+  float factor;
+  inline float operator()(int) const { return factor; }
+};
+struct RowFactors {
+  threadgroup const float* factors;
+  inline float operator()(int row) const { return factors[row]; }
+};
+
+template <int COUNT>
+inline void clear_tiles(thread Tile* tiles) {
+  DELTATUNE_UNROLL
+  for (int m = 0; m < COUNT; ++m) tile_clear(tiles[m]);
+}
+
+// q [B, HQ, TQ, D], k [B, HK, TK, D], v [B, HK, TK, DV]; y like q, and the base-2 logarithm of each row's sum of powers,
+// infinite for a row that sees nothing. Grid: tiles of queries, query heads, rows of the batch.
+template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, bool SUNK, typename PQ,
+          typename PK, typename PV, typename PN, typename PS, typename PI>
+inline void attention_forward(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
+                              PK k, PV v, PN numbers, PS sinks, PI starts, PI ends, GLOBAL In* y, GLOBAL float* sums) {
+  using Memory = AttentionMemory<In, PIECE>;
+  constexpr int columns = pieces_of(DV, PIECE);
+  Staging<In, PIECE> staging{memory, 0};
+  threadgroup float* largest = reinterpret_cast<threadgroup float*>(memory + Memory::numbers);
+  threadgroup float* halves = largest + 64;
+  threadgroup float* half_sums = largest + 128;
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * queries};
+  // The longest rows of a causal triangle start first.
+  const int row = ((queries + 31) / 32 - 1 - at.x) * 32;
+  const long head = (long)at.z * heads + at.y, key_head = (long)at.z * key_heads + at.y / (heads / key_heads);
+  const auto own_q = q + head * queries * D;
+  const auto own_k = k + key_head * keys * D;
+  const auto own_v = v + key_head * keys * DV;
+  const float scale = numbers[0], sink = SUNK ? sinks[at.y] * 1.4426950408889634f : -INFINITY;
+
+  Tile results[2 * columns];
+  clear_tiles<2 * columns>(results);
+  float total = SUNK ? 1.0f : 0.0f;
+  if (at.index < 32) largest[at.index] = sink;
+  arrivals_start(memory + Memory::arrivals, at.index);
+  int low[2], high[2], parity = 0;
+  const int top = at.group / 2 * 16;
+  for (int side = 0; side < 2; ++side) {
+    const int i = row + top + tile_row(side * tile_second, at.lane);
+    low[side] = seen.low(i);
+    high[side] = seen.high(i);
+  }
+  const int last_key = seen.high(row + 31);
+  for (int key = seen.low(row) / 32 * 32; key < last_key; key += 32) {
+    Tile scores = tile_of_products<D>(staging, own_q, row, queries, own_k, key, keys, at);
+    float most[2] = {-INFINITY, -INFINITY};
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const int j = key + at.group % 2 * 16 + tile_column(e, at.lane), side = tile_side(e);
+      const float score = j >= low[side] && j < high[side] ? scores.get(e) * scale : -INFINITY;
+      scores.set(e, score);
+      most[side] = score > most[side] ? score : most[side];
+    }
+    for (int side = 0; side < 2; ++side) {
+      const float whole = row_max(most[side]);
+      const int i = top + tile_row(side * tile_second, at.lane);
+      if (tile_column(0, at.lane) == 0) halves[at.group % 2 * 32 + i] = whole;
+    }
+    barrier();
+    float sum[2] = {0.0f, 0.0f}, from[2];
+    for (int side = 0; side < 2; ++side) {
+      const int i = top + tile_row(side * tile_second, at.lane);
+      float now = largest[parity * 32 + i];
+      for (int half_of = 0; half_of < 2; ++half_of)
+        now = halves[half_of * 32 + i] > now ? halves[half_of * 32 + i] : now;
+      if (at.group % 2 == 0 && tile_column(0, at.lane) == 0) largest[(1 - parity) * 32 + i] = now;
+      from[side] = now == -INFINITY ? 0.0f : now;
+    }
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const float weight = DELTATUNE_EXP2(scores.get(e) - from[tile_side(e)]);
+      scores.set(e, weight);
+      sum[tile_side(e)] += weight;
+    }
+    for (int side = 0; side < 2; ++side) {
+      const float whole = row_sum(sum[side]);
+      const int i = top + tile_row(side * tile_second, at.lane);
+      if (tile_column(0, at.lane) == 0) half_sums[at.group % 2 * 32 + i] = whole;
+    }
+    put_tile<true, true>(staging.weights(), top * Memory::weight_stride + at.group % 2 * 16, Memory::weight_stride,
+                         scores, 16, 16, at.lane);
+    barrier();
+    if (at.index < 32) {
+      const float before = largest[parity * 32 + at.index], now = largest[(1 - parity) * 32 + at.index];
+      total = total * DELTATUNE_EXP2(before - (now == -INFINITY ? 0.0f : now)) + half_sums[at.index] +
+              half_sums[32 + at.index];
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < 2; ++m) {
+      float factors[2];
+      for (int side = 0; side < 2; ++side) {
+        const int i = m * 16 + tile_row(side * tile_second, at.lane);
+        const float before = largest[parity * 32 + i], now = largest[(1 - parity) * 32 + i];
+        factors[side] = DELTATUNE_EXP2(before - (now == -INFINITY ? 0.0f : now));
+      }
+      DELTATUNE_UNROLL
+      for (int piece = 0; piece < columns; ++piece) {
+        DELTATUNE_UNROLL
+        for (int e = 0; e < 8; ++e)
+          results[piece * 2 + m].set(e, results[piece * 2 + m].get(e) * factors[tile_side(e)]);
+      }
+    }
+    parity = 1 - parity;
+    add_products<DV>(results, staging, staging.weights(), own_v, key, keys, at);
+  }
+  barrier();
+  if (at.index < 32) {
+    const int i = row + at.index;
+    if (i < queries) sums[head * queries + i] = total > 0.0f ? largest[parity * 32 + at.index] + DELTATUNE_LOG2(total)
+                                                             : INFINITY;
+    half_sums[at.index] = total > 0.0f ? 1.0f / total : 0.0f;
+  }
+  barrier();
+  write_results<DV, PIECE>(results, y + head * queries * DV, row, queries, RowFactors{half_sums}, at);
+}
+
+template <typename In>
+struct DeltaMemory {
+  static constexpr constant int bytes = 16;
+};
+// The sum of products of dy's and y's elements, by row [B, HQ, TQ]. Grid: rows in fours, one a group.
+template <typename In, int DV, typename PY, typename PD>
+inline void attention_delta(Place at, threadgroup char* memory, int rows, PY y, PD dy, GLOBAL float* delta) {
+  const long row = (long)at.x * 4 + at.group;
+  if (row >= rows) return;
+  float sum = 0.0f;
+  for (int column = at.lane; column < DV; column += 32)
+    sum += static_cast<float>(y[row * DV + column]) * static_cast<float>(dy[row * DV + column]);
+  sum = lane_sum(sum);
+  if (at.lane == 0) delta[row] = sum;
+}
+
+// A tile of scores to weights, and the products of dy with v to gradients of scores; both to shared memory. A lane's
+// rows or, where TURNED, its columns are queries. `from` and `to` bound what each of its two rows sees.
+template <bool TURNED, typename In, int PIECE, typename PL>
+inline void put_gradients(const thread Staging<In, PIECE>& staging, thread Tile& scores, thread Tile& products,
+                          const thread int* from, const thread int* to, int column, int query, int queries, float scale,
+                          PL sums, PL delta, Place at) {
+  constexpr int stride = AttentionMemory<In, PIECE>::weight_stride;
+  const int top = at.group / 2 * 16, side_column = at.group % 2 * 16;
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) {
+    const int j = column + side_column + tile_column(e, at.lane), side = tile_side(e);
+    const int i = query + (TURNED ? side_column + tile_column(e, at.lane) : top + tile_row(e, at.lane));
+    const bool on = i < queries && j >= from[side] && j < to[side];
+    const float weight = on ? DELTATUNE_EXP2(scores.get(e) * scale - sums[i]) : 0.0f;
+    scores.set(e, weight);
+    products.set(e, on ? weight * (products.get(e) - delta[i]) : 0.0f);
+  }
+  if (TURNED) put_tile<true, true>(staging.weights(), top * stride + side_column, stride, scores, 16, 16, at.lane);
+  put_tile<true, true>(staging.gradients(), top * stride + side_column, stride, products, 16, 16, at.lane);
+  barrier();
+}
+
+// dq, a tile of queries a block. Grid as the forward pass.
+template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
+          typename PV, typename PD, typename PL, typename PN, typename PI>
+inline void attention_queries(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
+                              PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends, GLOBAL In* dq) {
+  constexpr int columns = pieces_of(D, PIECE);
+  Staging<In, PIECE> staging{memory, 0};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * queries};
+  const int row = ((queries + 31) / 32 - 1 - at.x) * 32;
+  const long head = (long)at.z * heads + at.y, key_head = (long)at.z * key_heads + at.y / (heads / key_heads);
+  const auto own_q = q + head * queries * D;
+  const auto own_dy = dy + head * queries * DV;
+  const auto own_k = k + key_head * keys * D;
+  const auto own_v = v + key_head * keys * DV;
+  Tile results[2 * columns];
+  clear_tiles<2 * columns>(results);
+  arrivals_start(memory + AttentionMemory<In, PIECE>::arrivals, at.index);
+  int low[2], high[2];
+  for (int side = 0; side < 2; ++side) {
+    const int i = row + at.group / 2 * 16 + tile_row(side * tile_second, at.lane);
+    low[side] = seen.low(i);
+    high[side] = seen.high(i);
+  }
+  const int last_key = seen.high(row + 31);
+  for (int key = seen.low(row) / 32 * 32; key < last_key; key += 32) {
+    Tile scores = tile_of_products<D>(staging, own_q, row, queries, own_k, key, keys, at);
+    Tile products = tile_of_products<DV>(staging, own_dy, row, queries, own_v, key, keys, at);
+    put_gradients<false>(staging, scores, products, low, high, key, row, queries, numbers[0], sums + head * queries,
+                         delta + head * queries, at);
+    add_products<D>(results, staging, staging.gradients(), own_k, key, keys, at);
+  }
+  write_results<D, PIECE>(results, dq + head * queries * D, row, queries, OneFactor{numbers[1]}, at);
+}
+
+// dk and dv, a tile of keys a block: over the query heads that read them, and their queries, in order. Grid: tiles of
+// keys, key heads, rows of the batch.
+template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
+          typename PV, typename PD, typename PL, typename PN, typename PI>
+inline void attention_keys(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
+                           PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends, GLOBAL In* dk,
+                           GLOBAL In* dv) {
+  constexpr int columns = pieces_of(D, PIECE), value_columns = pieces_of(DV, PIECE);
+  Staging<In, PIECE> staging{memory, 0};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * queries};
+  const int key = at.x * 32, each = heads / key_heads;
+  const long key_head = (long)at.z * key_heads + at.y;
+  const auto own_k = k + key_head * keys * D;
+  const auto own_v = v + key_head * keys * DV;
+  Tile results[2 * columns], values[2 * value_columns];
+  clear_tiles<2 * columns>(results);
+  clear_tiles<2 * value_columns>(values);
+  arrivals_start(memory + AttentionMemory<In, PIECE>::arrivals, at.index);
+  int first[2], last[2];
+  for (int side = 0; side < 2; ++side) {
+    const int j = key + at.group / 2 * 16 + tile_row(side * tile_second, at.lane);
+    first[side] = seen.first(j);
+    last[side] = seen.last(j);
+  }
+  const int last_query = seen.last(key + 31);
+  for (int number = 0; number < each; ++number) {
+    const long head = (long)at.z * heads + at.y * each + number;
+    const auto own_q = q + head * queries * D;
+    const auto own_dy = dy + head * queries * DV;
+    for (int query = seen.first(key) / 32 * 32; query < last_query; query += 32) {
+      Tile scores = tile_of_products<D>(staging, own_k, key, keys, own_q, query, queries, at);
+      Tile products = tile_of_products<DV>(staging, own_v, key, keys, own_dy, query, queries, at);
+      put_gradients<true>(staging, scores, products, first, last, query, query, queries, numbers[0],
+                          sums + head * queries, delta + head * queries, at);
+      add_products<DV>(values, staging, staging.weights(), own_dy, query, queries, at);
+      add_products<D>(results, staging, staging.gradients(), own_q, query, queries, at);
+    }
+  }
+  write_results<D, PIECE>(results, dk + key_head * keys * D, key, keys, OneFactor{numbers[1]}, at);
+  write_results<DV, PIECE>(values, dv + key_head * keys * DV, key, keys, OneFactor{1.0f}, at);
+}

@@ -1,0 +1,878 @@
+// Attention of bf16 and fp16 on Hopper: three groups of four warps a block. The first one's first lane brings tiles, the
+// others multiply them, 64 rows each, while their neighbour computes weights. Operands come in tiles of 64 rows, for
+// the forward pass k and v in tiles of HEIGHT, all packed by attention_hopper_pack: rows up to a multiple of 128 and columns to one of 64, with zeros. Sums
+// and deltas have as many rows, infinite and 0 where there is no query, so that no product asks where a matrix ends.
+
+inline constexpr int whole(int size, int unit) {
+  return (size + unit - 1) / unit * unit;
+}
+inline constexpr int panels(int size) {
+  return whole(size, 64);
+}
+
+// Where a block's shared memory starts, by address and as a pointer.
+struct Room {
+  threadgroup char* memory;
+  unsigned place;
+  inline threadgroup float* floats(int offset) const {
+    return reinterpret_cast<threadgroup float*>(memory + offset);
+  }
+};
+inline Room room_of(threadgroup char* memory) {
+  const unsigned place = shared_place(memory), start = (place + 1023) & ~1023u;
+  return Room{memory + (start - place), start};
+}
+
+// A lane's elements of a 64-row result: two rows, eight apart; of every eight columns two.
+inline int own_row(Place at, int side) {
+  return at.group % 4 * 16 + at.lane / 4 + side * 8;
+}
+inline int own_column(Place at, int i) {
+  return i / 4 * 8 + at.lane % 4 * 2 + (i & 1);
+}
+inline constexpr int own_side(int i) {
+  return (i >> 1) & 1;
+}
+inline float quad_sum(float x) {
+  x += lane_exchange(x, 1);
+  return x + lane_exchange(x, 2);
+}
+inline float quad_max(float x) {
+  const float other = lane_exchange(x, 1);
+  x = x > other ? x : other;
+  const float far = lane_exchange(x, 2);
+  return x > far ? x : far;
+}
+
+// Whether a block's own rows are held in registers: then products read half as much of shared memory, which is what
+// they wait for where rows are short.
+inline constexpr bool held(int size, int value_size) {
+  return panels(size) <= 128 && panels(value_size) <= 128;
+}
+// Stages of so many bytes that fit beside `taken` and what all kernels need.
+inline constexpr int stages_beside(int taken, int stage) {
+  return (232448 - 1216 - taken) / stage < 4 ? (232448 - 1216 - taken) / stage : 4;
+}
+
+template <int COUNT>
+inline void clear_floats(thread float (&x)[COUNT]) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < COUNT; ++i) x[i] = 0.0f;
+}
+
+// d [64, N] = a b^T over SIZE columns; panels of 64 columns stand so many bytes apart.
+template <typename In, int N, int SIZE>
+inline void multiply_rows(thread float (&d)[N / 2], unsigned a, int a_panel, unsigned b, int b_panel) {
+  const unsigned left_place = afresh((a & 0x3ffff) >> 4), right_place = afresh((b & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int k = 0; k < SIZE / 16; ++k)
+    Products<In, N>::rows(d, rows_operand(left_place + (k / 4 * a_panel + k % 4 * 32) / 16),
+                          rows_operand(right_place + (k / 4 * b_panel + k % 4 * 32) / 16), k > 0);
+}
+template <typename In, int N, int SIZE>
+inline void multiply_held(thread float (&d)[N / 2], const thread unsigned (&a)[SIZE / 4], unsigned b, int b_panel) {
+  const unsigned place = afresh((b & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int k = 0; k < SIZE / 16; ++k)
+    Products<In, N>::held_rows(d, a + 4 * k, rows_operand(place + (k / 4 * b_panel + k % 4 * 32) / 16), k > 0);
+}
+// The group of warps' 64 rows of a packed tile, as multiply_held takes them.
+template <int SIZE, typename P>
+inline void hold_rows(thread unsigned (&to)[SIZE / 4], P tile, Place at) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < SIZE / 4; ++i) {
+    const int row = own_row(at, i & 1), piece = i / 4 * 2 + (i >> 1 & 1);
+    to[i] = get_pair(tile + piece / 8 * 4096 + row * 64 + ((piece ^ row) & 7) * 8 + at.lane % 4 * 2);
+  }
+}
+// d [64, N] += a b over ROWS rows of b, a in registers.
+template <typename In, int N, int ROWS>
+inline void add_columns(thread float (&d)[N / 2], const thread unsigned (&a)[ROWS / 4], unsigned b, int panel) {
+  const unsigned place = afresh((b & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int k = 0; k < ROWS / 16; ++k) Products<In, N>::columns(d, a + 4 * k, columns_operand(place + k * 128, panel));
+}
+// A result as the left operand of the next product.
+template <typename In, int COUNT>
+inline void pack_rows(thread unsigned (&to)[COUNT / 2], const thread float (&from)[COUNT]) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < COUNT / 2; ++i) to[i] = PairOf<In>::of(from[2 * i], from[2 * i + 1]);
+}
+
+// A result's rows out, each times its factor.
+template <typename In, int SIZE, int COUNT, typename P>
+inline void write_own(const thread float (&from)[COUNT], P to, int row, int rows, const thread float* factors,
+                      Place at) {
+  DELTATUNE_UNROLL
+  for (int side = 0; side < 2; ++side) {
+    const int i = row + own_row(at, side);
+    if (i >= rows) continue;
+    const auto line = to + (long)i * SIZE + at.lane % 4 * 2;
+    DELTATUNE_UNROLL
+    for (int j = 0; j < COUNT / 4; ++j)
+      if (j * 8 < SIZE)
+        put_pair(line + j * 8, PairOf<In>::of(from[4 * j + 2 * side] * factors[side],
+                                              from[4 * j + 2 * side + 1] * factors[side]));
+  }
+}
+
+template <typename In>
+struct HopperPackMemory {
+  static constexpr constant int bytes = 16;
+};
+// Piece `number` of 64 rows of x [N, length, D], of whole(length, 128) / 64 a matrix, into tiles of HEIGHT rows.
+template <typename In, int D, int HEIGHT, typename P>
+inline void pack_rows_of(int number, int length, P x, GLOBAL In* tiles, Place at) {
+  constexpr int pieces = panels(D) / 8;
+  const int each = whole(length, 128) / 64, matrix = number / each, first = number % each * 64;
+  const auto from = x + (long)matrix * length * D;
+  const auto to = tiles + ((long)matrix * whole(length, 128) + first / HEIGHT * HEIGHT) * panels(D);
+  for (int i = at.index; i < 64 * pieces; i += 256) {
+    const int row = first + i / pieces, r = row % HEIGHT, c = i % pieces;
+    const bool live = row < length && c * 8 < D;
+    put_piece(to + c / 8 * HEIGHT * 64 + r * 64 + ((c ^ r) & 7) * 8, from + (live ? (long)row * D + c * 8 : 0), live);
+  }
+}
+// The sum of products of dy's and y's elements by row of such a piece, 0 past the matrix's end.
+template <int DV, typename PY, typename PD>
+inline void delta_of(int number, int length, PY y, PD dy, GLOBAL float* delta, Place at) {
+  const int each = whole(length, 128) / 64, matrix = number / each, first = number % each * 64;
+  for (int r = at.group; r < 64; r += 8) {
+    const int row = first + r;
+    const long from = ((long)matrix * length + row) * DV;
+    float sum = 0.0f;
+    if (row < length)
+      for (int column = at.lane; column < DV; column += 32)
+        sum += static_cast<float>(y[from + column]) * static_cast<float>(dy[from + column]);
+    sum = lane_sum(sum);
+    if (at.lane == 0) delta[(long)matrix * whole(length, 128) + row] = sum;
+  }
+}
+template <bool GRADIENTS> struct PackGradients {
+  template <typename In, int DV, typename PY, typename PD, typename TD, typename TE>
+  static inline void of(int number, int length, PY y, PD dy, TD packed, TE delta, Place at) {
+    pack_rows_of<In, DV, 64>(number, length, dy, packed, at);
+    delta_of<DV>(number, length, y, dy, delta, at);
+  }
+};
+template <> struct PackGradients<false> {
+  template <typename In, int DV, typename PY, typename PD, typename TD, typename TE>
+  static inline void of(int, int, PY, PD, TD, TE, Place) {}
+};
+// q, k and v, where GRADIENTS are computed dy too, and its deltas. Grid: pieces of 64 rows of all of them.
+template <typename In, int D, int DV, int HEIGHT, bool GRADIENTS, typename PQ, typename PK, typename PV, typename PD,
+          typename PY, typename TD, typename TE>
+inline void attention_hopper_pack(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,
+                                  PQ q, PK k, PV v, PD dy, PY y, GLOBAL In* packed_q, GLOBAL In* packed_k,
+                                  GLOBAL In* packed_v, TD packed_dy, TE delta) {
+  const int of_queries = heads * whole(queries, 128) / 64, of_keys = key_heads * whole(keys, 128) / 64;
+  int number = at.x;
+  if (number < of_queries) return pack_rows_of<In, D, 64>(number, queries, q, packed_q, at);
+  number -= of_queries;
+  if (number < of_keys) return pack_rows_of<In, D, HEIGHT>(number, keys, k, packed_k, at);
+  number -= of_keys;
+  if (number < of_keys) return pack_rows_of<In, DV, HEIGHT>(number, keys, v, packed_v, at);
+  PackGradients<GRADIENTS>::template of<In, DV>(number - of_keys, queries, y, dy, packed_dy, delta, at);
+}
+
+template <typename In, int D, int DV, int HEIGHT>
+struct HopperForwardMemory {
+  static constexpr constant int key = HEIGHT * panels(D) * 2, value = HEIGHT * panels(DV) * 2;
+  static constexpr constant bool in_registers = held(D, DV);
+  static constexpr constant int keys = in_registers ? 0 : 128 * panels(D) * 2;
+  static constexpr constant int stages = stages_beside(keys, key + value);
+  static constexpr constant int values = keys + stages * key;
+  static constexpr constant int gates = values + stages * value;
+  static constexpr constant int bytes = gates + 192 + 1024;
+};
+
+// Gates of a block: one that opens with the operand that stays; for each of up to four stages those that say that keys
+// and values are there, and that they are no longer needed.
+struct HopperGates {
+  unsigned place;
+  inline unsigned own() const { return place; }
+  inline unsigned keys(int stage) const { return place + 8 + 8 * stage; }
+  inline unsigned values(int stage) const { return place + 40 + 8 * stage; }
+  inline unsigned keys_read(int stage) const { return place + 72 + 8 * stage; }
+  inline unsigned values_read(int stage) const { return place + 104 + 8 * stage; }
+  inline void start(Place at) const {
+    if (at.index == 0) {
+      for (int i = 0; i < 9; ++i) gate_start(place + 8 * i, 1);
+      for (int i = 9; i < 17; ++i) gate_start(place + 8 * i, 8);
+      gates_started();
+    }
+    barrier();
+  }
+};
+// A group of lanes passes when all of them are through.
+inline void let_go(unsigned gate, Place at) {
+  group_barrier();
+  if (at.lane == 0) gate_pass(gate);
+}
+
+// What hides scores of a tile: a lane's two rows, and what all 64 of them see.
+struct Rows {
+  int low[2], high[2], all_low, all_high;
+  inline bool whole_tile(int from, int to) const { return from >= all_low && to <= all_high; }
+};
+template <int COUNT>
+inline void hide(thread float (&scores)[COUNT], int column, const thread Rows& rows, Place at) {
+  if (rows.whole_tile(column, column + COUNT * 2)) return;
+  DELTATUNE_UNROLL
+  for (int i = 0; i < COUNT; ++i) {
+    const int j = column + own_column(at, i);
+    if (j < rows.low[own_side(i)] || j >= rows.high[own_side(i)]) scores[i] = -INFINITY;
+  }
+}
+
+// Scores to weights, in powers of two from the row's largest; what was found before is to be multiplied by `factors`.
+template <int COUNT>
+inline void soften(thread float (&scores)[COUNT], thread float* largest, thread float* totals, thread float* factors,
+                   float scale) {
+  float most[2] = {largest[0], largest[1]};
+  DELTATUNE_UNROLL
+  for (int i = 0; i < COUNT; ++i) most[own_side(i)] = scores[i] > most[own_side(i)] ? scores[i] : most[own_side(i)];
+  float from[2];
+  DELTATUNE_UNROLL
+  for (int side = 0; side < 2; ++side) {
+    most[side] = quad_max(most[side]);
+    from[side] = most[side] == -INFINITY ? 0.0f : most[side] * scale;
+    factors[side] = power_of_two(largest[side] * scale - from[side]);
+    largest[side] = most[side];
+    totals[side] *= factors[side];
+  }
+  DELTATUNE_UNROLL
+  for (int i = 0; i < COUNT; ++i) {
+    scores[i] = power_of_two(scores[i] * scale - from[own_side(i)]);
+    totals[own_side(i)] += scores[i];
+  }
+}
+
+template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PK, typename PV>
+inline void bring_forward(Room room, HopperGates gates, PQ q, PK k, PV v, int first, int last) {
+  using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
+  if (!Memory::in_registers) {
+    gate_expect(gates.own(), Memory::keys);
+    copy_tile(room.place, q, Memory::keys, gates.own());
+  }
+  for (int tile = last - 1, step = 0; tile >= first; --tile, ++step) {
+    const int stage = step % Memory::stages, round = step / Memory::stages;
+    if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
+    gate_expect(gates.keys(stage), Memory::key);
+    copy_tile(room.place + Memory::keys + stage * Memory::key, k + (long)tile * HEIGHT * panels(D), Memory::key,
+              gates.keys(stage));
+    if (round > 0) gate_wait(gates.values_read(stage), round - 1);
+    gate_expect(gates.values(stage), Memory::value);
+    copy_tile(room.place + Memory::values + stage * Memory::value, v + (long)tile * HEIGHT * panels(DV), Memory::value,
+              gates.values(stage));
+  }
+}
+
+// Products of a block's own rows, from shared memory or from registers, with those of a tile.
+template <bool HELD> struct RowsTimes {
+  template <typename In, int N, int SIZE, int COUNT>
+  static inline void of(thread float (&d)[N / 2], const thread unsigned (&)[COUNT], unsigned own, unsigned b,
+                        int panel) {
+    multiply_rows<In, N, SIZE>(d, own, 8192, b, panel);
+  }
+  template <int SIZE, int COUNT, typename P>
+  static inline void take(thread unsigned (&)[COUNT], P, HopperGates gates, Place) {
+    gate_wait(gates.own(), 0);
+  }
+};
+template <> struct RowsTimes<true> {
+  template <typename In, int N, int SIZE>
+  static inline void of(thread float (&d)[N / 2], const thread unsigned (&own)[SIZE / 4], unsigned, unsigned b,
+                        int panel) {
+    multiply_held<In, N, SIZE>(d, own, b, panel);
+  }
+  template <int SIZE, typename P>
+  static inline void take(thread unsigned (&to)[SIZE / 4], P tile, HopperGates, Place at) {
+    hold_rows<SIZE>(to, tile, at);
+    settle(to);
+  }
+};
+
+// The results of 64 rows from tiles `last - 1` down to `first`, of which the rows see `own_first` to `own_last - 1`.
+template <typename In, int D, int DV, int HEIGHT, typename PQ>
+inline void attend(Room room, HopperGates gates, PQ q, thread float (&results)[panels(DV) / 2], thread float* largest,
+                   thread float* totals, const thread Rows& rows, float scale, int first, int last, int own_first,
+                   int own_last, Place at) {
+  using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
+  constexpr int N = HEIGHT, panel = HEIGHT * 128, stages = Memory::stages;
+  const unsigned own = room.place + (at.group / 4 - 1) * 64 * panels(D) * 2;
+  float scores[N / 2], factors[2];
+  unsigned weights[N / 4];
+  unsigned own_rows[Memory::in_registers ? panels(D) / 4 : 4];
+  int step = 0, tile = last - 1;
+  const auto skip = [&](int to) {
+    for (; tile >= to; --tile, ++step) {
+      gate_wait(gates.keys(step % stages), step / stages);
+      let_go(gates.keys_read(step % stages), at);
+      gate_wait(gates.values(step % stages), step / stages);
+      let_go(gates.values_read(step % stages), at);
+    }
+  };
+  const auto multiply = [&](int number) {
+    RowsTimes<Memory::in_registers>::template of<In, N, panels(D)>(
+        scores, own_rows, own, room.place + Memory::keys + number % stages * Memory::key, panel);
+    products_sent();
+  };
+  const auto add = [&](int number) {
+    add_columns<In, panels(DV), N>(results, weights, room.place + Memory::values + number % stages * Memory::value,
+                                   panel);
+    products_sent();
+  };
+  RowsTimes<Memory::in_registers>::template take<panels(D)>(own_rows, q, gates, at);
+  skip(own_last > first ? own_last : first);
+  if (tile >= own_first) {
+    gate_wait(gates.keys(step % stages), step / stages);
+    settle(scores);
+    products_start();
+    multiply(step);
+    products_wait<0>();
+    settle(scores);
+    let_go(gates.keys_read(step % stages), at);
+    hide(scores, tile * HEIGHT, rows, at);
+    soften(scores, largest, totals, factors, scale);
+    pack_rows<In>(weights, scores);
+    for (; tile > own_first; --tile, ++step) {
+      const int next = step + 1;
+      gate_wait(gates.keys(next % stages), next / stages);
+      settle(scores);
+      settle(results);
+      settle(weights);
+      products_start();
+      multiply(next);
+      gate_wait(gates.values(step % stages), step / stages);
+      products_start();
+      add(step);
+      products_wait<1>();
+      settle(scores);
+      let_go(gates.keys_read(next % stages), at);
+      hide(scores, (tile - 1) * HEIGHT, rows, at);
+      soften(scores, largest, totals, factors, scale);
+      products_wait<0>();
+      settle(results);
+      let_go(gates.values_read(step % stages), at);
+      DELTATUNE_UNROLL
+      for (int i = 0; i < panels(DV) / 2; ++i) results[i] *= factors[own_side(i)];
+      pack_rows<In>(weights, scores);
+    }
+    gate_wait(gates.values(step % stages), step / stages);
+    settle(results);
+    settle(weights);
+    products_start();
+    add(step);
+    products_wait<0>();
+    settle(results);
+    let_go(gates.values_read(step % stages), at);
+    --tile, ++step;
+  }
+  skip(first);
+}
+
+// As attention_forward, from packed q, k and v; `sums` [B, HQ, whole(TQ, 128)]. Grid: query heads, rows of the batch,
+// pieces of 128 queries.
+template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, bool SUNK, typename PQ,
+          typename PK, typename PV, typename PN, typename PS, typename PI>
+inline void attention_hopper_forward(Place at, threadgroup char* memory, int heads, int key_heads, int queries,
+                                     int keys, PQ q, PK k, PV v, PN numbers, PS sinks, PI starts, PI ends, GLOBAL In* y,
+                                     GLOBAL float* sums) {
+  using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
+  const Room room = room_of(memory);
+  const HopperGates gates{room.place + Memory::gates};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const int tiles = (queries + 127) / 128, row = (tiles - 1 - at.z) * 128;
+  const long head = (long)at.y * heads + at.x, key_head = (long)at.y * key_heads + at.x / (heads / key_heads);
+  const int first = alike(seen.low(row) / HEIGHT), end = alike((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
+  const int last = end > first ? end : first;
+  gates.start(at);
+  at.group = alike(at.group);
+  if (at.group < 4) {
+    fewer_registers<24>();
+    if (at.index == 0)
+      bring_forward<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + row) * panels(D),
+                                       k + key_head * whole(keys, 128) * panels(D),
+                                       v + key_head * whole(keys, 128) * panels(DV), first, last);
+    return;
+  }
+  more_registers<240>();
+  const int top = row + (at.group / 4 - 1) * 64;
+  Rows rows;
+  for (int side = 0; side < 2; ++side) {
+    rows.low[side] = seen.low(top + own_row(at, side));
+    rows.high[side] = seen.high(top + own_row(at, side));
+  }
+  rows.all_low = alike(seen.low(top + 63));
+  rows.all_high = alike(seen.high(top));
+  const int own_first = alike(seen.low(top) / HEIGHT), own_end = alike((seen.high(top + 63) + HEIGHT - 1) / HEIGHT);
+  float results[panels(DV) / 2], largest[2] = {-INFINITY, -INFINITY}, totals[2] = {0.0f, 0.0f};
+  clear_floats(results);
+  const float scale = numbers[0];
+  attend<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + top) * panels(D), results, largest, totals, rows, scale, first, last, own_first,
+                            own_end < last ? own_end : last, at);
+  float factors[2];
+  DELTATUNE_UNROLL
+  for (int side = 0; side < 2; ++side) {
+    float total = quad_sum(totals[side]), most = largest[side] == -INFINITY ? -INFINITY : largest[side] * scale;
+    factors[side] = 1.0f;
+    if (SUNK) {
+      const float sink = sinks[at.x] * 1.4426950408889634f, more = sink > most ? sink : most;
+      factors[side] = power_of_two(most - more);
+      total = total * factors[side] + power_of_two(sink - more);
+      most = more;
+    }
+    factors[side] = total > 0.0f ? factors[side] / total : 0.0f;
+    const int i = top + own_row(at, side);
+    if (at.lane % 4 == 0)
+      sums[head * tiles * 128 + i] = i < queries && total > 0.0f ? most + DELTATUNE_LOG2(total) : INFINITY;
+  }
+  write_own<In, DV>(results, y + head * queries * DV, top, queries, factors, at);
+}
+
+template <typename In, int D, int DV, int HEIGHT>
+struct HopperQueriesMemory {
+  static constexpr constant int key = HEIGHT * panels(D) * 2, value = HEIGHT * panels(DV) * 2;
+  static constexpr constant bool in_registers = held(D, DV);
+  static constexpr constant int own = in_registers ? 0 : 128 * panels(D) * 2;
+  static constexpr constant int keys = in_registers ? 0 : own + 128 * panels(DV) * 2;
+  // Where two stages of both do not fit, values have one.
+  static constexpr constant int both = stages_beside(keys, key + value);
+  static constexpr constant int stages = both > 1 ? both : 2, value_stages = both > 1 ? both : 1;
+  static constexpr constant int values = keys + stages * key;
+  static constexpr constant int gates = values + value_stages * value;
+  static constexpr constant int bytes = gates + 192 + 1024;
+};
+
+template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD, typename PK, typename PV>
+inline void bring_keys(Room room, HopperGates gates, PQ q, PD dy, PK k, PV v, int first, int last) {
+  using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
+  if (!Memory::in_registers) {
+    gate_expect(gates.own(), Memory::keys);
+    copy_tile(room.place, q, Memory::own, gates.own());
+    copy_tile(room.place + Memory::own, dy, Memory::keys - Memory::own, gates.own());
+  }
+  for (int tile = last - 1, step = 0; tile >= first; --tile, ++step) {
+    const int stage = step % Memory::stages, round = step / Memory::stages;
+    if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
+    gate_expect(gates.keys(stage), Memory::key);
+    copy_tile(room.place + Memory::keys + stage * Memory::key, k + (long)tile * HEIGHT * panels(D), Memory::key,
+              gates.keys(stage));
+    const int other = step % Memory::value_stages, turn = step / Memory::value_stages;
+    if (turn > 0) gate_wait(gates.values_read(other), turn - 1);
+    gate_expect(gates.values(other), Memory::value);
+    copy_tile(room.place + Memory::values + other * Memory::value, v + (long)tile * HEIGHT * panels(DV), Memory::value,
+              gates.values(other));
+  }
+}
+
+// dq of 64 rows, as `attend` goes: the next tile's gradients of scores are computed while this one's run on.
+template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
+inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread float (&results)[panels(D) / 2],
+                          const thread Rows& rows, const thread float* sums, const thread float* deltas, float scale,
+                          int first, int last, int own_first, int own_last, Place at) {
+  using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
+  constexpr int N = HEIGHT, panel = HEIGHT * 128, stages = Memory::stages, value_stages = Memory::value_stages;
+  const int which = at.group / 4 - 1;
+  const unsigned own = room.place + which * 64 * panels(D) * 2;
+  const unsigned gradient = room.place + Memory::own + which * 64 * panels(DV) * 2;
+  float scores[N / 2], products[N / 2];
+  unsigned gradients[N / 4];
+  unsigned own_rows[Memory::in_registers ? panels(D) / 4 : 4], own_gradients[Memory::in_registers ? panels(DV) / 4 : 4];
+  int step = 0, tile = last - 1;
+  const auto skip = [&](int to) {
+    for (; tile >= to; --tile, ++step) {
+      gate_wait(gates.keys(step % stages), step / stages);
+      let_go(gates.keys_read(step % stages), at);
+      gate_wait(gates.values(step % value_stages), step / value_stages);
+      let_go(gates.values_read(step % value_stages), at);
+    }
+  };
+  // Scores to weights; then to their gradients, when the products of dy with v are there.
+  const auto differentiate = [&](int column) {
+    hide(scores, column, rows, at);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < N / 2; ++i) scores[i] = power_of_two(scores[i] * scale - sums[own_side(i)]);
+  };
+  const auto weigh = [&](int number) {
+    settle(products);
+    let_go(gates.values_read(number % value_stages), at);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < N / 2; ++i) products[i] = scores[i] * (products[i] - deltas[own_side(i)]);
+  };
+  using Times = RowsTimes<Memory::in_registers>;
+  const auto multiply = [&](int number) {
+    Times::template of<In, N, panels(D)>(scores, own_rows, own,
+                                         room.place + Memory::keys + number % stages * Memory::key, panel);
+  };
+  const auto multiply_gradients = [&](int number) {
+    Times::template of<In, N, panels(DV)>(products, own_gradients, gradient,
+                                          room.place + Memory::values + number % value_stages * Memory::value, panel);
+  };
+  Times::template take<panels(D)>(own_rows, q, gates, at);
+  Times::template take<panels(DV)>(own_gradients, dy, gates, at);
+  skip(own_last > first ? own_last : first);
+  if (tile >= own_first) {
+    gate_wait(gates.keys(step % stages), step / stages);
+    gate_wait(gates.values(step % value_stages), step / value_stages);
+    settle(scores);
+    settle(products);
+    products_start();
+    multiply(step);
+    multiply_gradients(step);
+    products_sent();
+    products_wait<0>();
+    settle(scores);
+    differentiate(tile * HEIGHT);
+    weigh(step);
+    pack_rows<In>(gradients, products);
+    for (; tile > own_first; --tile, ++step) {
+      const int next = step + 1;
+      gate_wait(gates.keys(next % stages), next / stages);
+      settle(scores);
+      settle(products);
+      settle(results);
+      settle(gradients);
+      products_start();
+      multiply(next);
+      products_sent();
+      gate_wait(gates.values(next % value_stages), next / value_stages);
+      products_start();
+      multiply_gradients(next);
+      products_sent();
+      products_start();
+      add_columns<In, panels(D), N>(results, gradients, room.place + Memory::keys + step % stages * Memory::key, panel);
+      products_sent();
+      products_wait<2>();
+      settle(scores);
+      differentiate((tile - 1) * HEIGHT);
+      products_wait<1>();
+      weigh(next);
+      products_wait<0>();
+      settle(results);
+      let_go(gates.keys_read(step % stages), at);
+      pack_rows<In>(gradients, products);
+    }
+    settle(results);
+    settle(gradients);
+    products_start();
+    add_columns<In, panels(D), N>(results, gradients, room.place + Memory::keys + step % stages * Memory::key, panel);
+    products_sent();
+    products_wait<0>();
+    settle(results);
+    let_go(gates.keys_read(step % stages), at);
+    --tile, ++step;
+  }
+  skip(first);
+}
+
+// dq, as attention_queries, from packed operands. Grid as the forward pass.
+template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
+          typename PV, typename PD, typename PL, typename PN, typename PI>
+inline void attention_hopper_queries(Place at, threadgroup char* memory, int heads, int key_heads, int queries,
+                                     int keys, PQ q, PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts,
+                                     PI ends, GLOBAL In* dq) {
+  using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
+  const Room room = room_of(memory);
+  const HopperGates gates{room.place + Memory::gates};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const int tiles = (queries + 127) / 128, row = (tiles - 1 - at.z) * 128;
+  const long head = (long)at.y * heads + at.x, key_head = (long)at.y * key_heads + at.x / (heads / key_heads);
+  const int first = alike(seen.low(row) / HEIGHT), end = alike((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
+  const int last = end > first ? end : first;
+  gates.start(at);
+  at.group = alike(at.group);
+  if (at.group < 4) {
+    fewer_registers<24>();
+    if (at.index == 0)
+      bring_keys<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + row) * panels(D),
+                                    dy + (head * tiles * 128 + row) * panels(DV),
+                                    k + key_head * whole(keys, 128) * panels(D),
+                                    v + key_head * whole(keys, 128) * panels(DV), first, last);
+    return;
+  }
+  more_registers<240>();
+  const int top = row + (at.group / 4 - 1) * 64;
+  Rows rows;
+  float own_sums[2], own_deltas[2];
+  for (int side = 0; side < 2; ++side) {
+    const int i = top + own_row(at, side);
+    rows.low[side] = seen.low(i);
+    rows.high[side] = seen.high(i);
+    own_sums[side] = sums[head * tiles * 128 + i];
+    own_deltas[side] = delta[head * tiles * 128 + i];
+  }
+  rows.all_low = alike(seen.low(top + 63));
+  rows.all_high = alike(seen.high(top));
+  const int own_first = alike(seen.low(top) / HEIGHT), own_end = alike((seen.high(top + 63) + HEIGHT - 1) / HEIGHT);
+  float results[panels(D) / 2];
+  clear_floats(results);
+  const long from = head * tiles * 128 + top;
+  add_gradients<In, D, DV, HEIGHT>(room, gates, q + from * panels(D), dy + from * panels(DV), results, rows, own_sums, own_deltas, numbers[0], first, last, own_first,
+                                   own_end < last ? own_end : last, at);
+  const float factors[2] = {numbers[1], numbers[1]};
+  write_own<In, D>(results, dq + head * queries * D, top, queries, factors, at);
+}
+
+// HEIGHT keys a block, once or twice 64: one group of warps computes weights and dv, the other their gradients and dk.
+template <typename In, int D, int DV, int HEIGHT>
+struct HopperKeysMemory {
+  static constexpr constant int block = 64 * panels(D) * 2, value_block = 64 * panels(DV) * 2;
+  static constexpr constant int own = HEIGHT / 64 * block, own_value = HEIGHT / 64 * value_block;
+  static constexpr constant int query = 64 * panels(D) * 2, gradient = 64 * panels(DV) * 2;
+  static constexpr constant int exchange = own + own_value;
+  // Weights have two rooms in turn: when both groups of warps meet for one, the other has been read.
+  static constexpr constant int queries = exchange + 2 * 64 * 64 * 4;
+  static constexpr constant int stages = stages_beside(queries, query + gradient);
+  static constexpr constant int gradients = queries + stages * query;
+  static constexpr constant int gates = gradients + stages * gradient;
+  static constexpr constant int bytes = gates + 192 + 1024;
+};
+
+// The steps of a block: `count` tiles of queries from `first` on, for each of the heads that read these keys.
+struct HopperSteps {
+  int first, count, heads, length;
+  long head;
+  inline int all() const { return count * heads; }
+  inline int tile(int step) const { return first + step % count; }
+  // The first query of a step, counted through all matrices of `length` rows.
+  inline long row(int step) const { return (head + step / count) * length + (long)tile(step) * 64; }
+};
+
+template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
+inline void bring_queries(Room room, HopperGates gates, PQ q, PD dy, HopperSteps steps) {
+  using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
+  for (int step = 0; step < steps.all(); ++step) {
+    const int stage = step % Memory::stages, round = step / Memory::stages;
+    const long row = steps.row(step);
+    if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
+    gate_expect(gates.keys(stage), Memory::query);
+    copy_tile(room.place + Memory::queries + stage * Memory::query, q + row * panels(D), Memory::query,
+              gates.keys(stage));
+    if (round > 0) gate_wait(gates.values_read(stage), round - 1);
+    gate_expect(gates.values(stage), Memory::gradient);
+    copy_tile(room.place + Memory::gradients + stage * Memory::gradient, dy + row * panels(DV), Memory::gradient,
+              gates.values(stage));
+  }
+}
+// Of each query of a step two numbers of eight, which belong to a lane's columns.
+template <typename P>
+inline void look_up(thread float (&to)[16], P from, Place at) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + at.lane % 4 * 2);
+}
+
+// A lane's weights of one block of 64 keys from one group of warps to the other, where a lane holds the same elements.
+inline void hand_over(threadgroup float* room, const thread float (&x)[32], Place at) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) put_four(room + (i * 128 + at.index % 128) * 4, x + 4 * i);
+}
+inline void weigh_with(thread float (&x)[32], threadgroup const float* room, Place at) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    float weights[4];
+    get_four(weights, room + (i * 128 + at.index % 128) * 4);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 4; ++j) x[4 * i + j] *= weights[j];
+  }
+}
+// dv: weights [keys, queries] from k and q, handed over, then multiplied with dy. A unit of the work is a tile of queries
+// with one of 64 keys: the next one's weights are computed while this one's products run on.
+template <typename In, int D, int DV, int HEIGHT, typename PL>
+inline void add_values(Room room, HopperGates gates, thread float (&results)[HEIGHT / 64][panels(DV) / 2],
+                       const thread Rows* rows, float scale, PL sums, HopperSteps steps, Place at) {
+  using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
+  constexpr int blocks = HEIGHT / 64, stages = Memory::stages;
+  float scores[32], looked_up[16];
+  unsigned weights[16];
+  const auto multiply = [&](int step, int b) {
+    multiply_rows<In, 64, panels(D)>(scores, room.place + b * Memory::block, 8192,
+                                     room.place + Memory::queries + step % stages * Memory::query, 8192);
+    products_sent();
+  };
+  const auto add = [&](int step, int b) {
+    add_columns<In, panels(DV), 64>(results[b], weights, room.place + Memory::gradients + step % stages * Memory::gradient,
+                                    8192);
+    products_sent();
+  };
+  const auto weigh = [&](int step, int b) {
+    hide(scores, steps.tile(step) * 64, rows[b], at);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 32; ++i) scores[i] = power_of_two(scores[i] * scale - looked_up[i / 4 * 2 + (i & 1)]);
+    if (b + 1 == blocks) let_go(gates.keys_read(step % stages), at);
+    hand_over(room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), scores, at);
+    meet<256>();
+  };
+  const auto go_on = [&](int step, int b) {
+    const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
+    if (next_block == 0) gate_wait(gates.keys(next % stages), next / stages);
+    if (b == 0) gate_wait(gates.values(step % stages), step / stages);
+    settle(scores);
+    settle(results[b]);
+    settle(weights);
+    products_start();
+    multiply(next, next_block);
+    add(step, b);
+    if (next_block == 0) look_up(looked_up, sums + steps.row(next), at);
+    products_wait<1>();
+    settle(scores);
+    weigh(next, next_block);
+    products_wait<0>();
+    settle(results[b]);
+    if (b + 1 == blocks) let_go(gates.values_read(step % stages), at);
+    pack_rows<In>(weights, scores);
+  };
+  if (steps.all() == 0) return;
+  gate_wait(gates.keys(0), 0);
+  settle(scores);
+  products_start();
+  multiply(0, 0);
+  look_up(looked_up, sums + steps.row(0), at);
+  products_wait<0>();
+  settle(scores);
+  weigh(0, 0);
+  pack_rows<In>(weights, scores);
+  const int end = steps.all() - 1;
+  for (int step = 0; step < end; ++step) {
+    DELTATUNE_UNROLL
+    for (int b = 0; b < blocks; ++b) go_on(step, b);
+  }
+  DELTATUNE_UNROLL
+  for (int b = 0; b + 1 < blocks; ++b) go_on(end, b);
+  if (blocks == 1) gate_wait(gates.values(end % stages), end / stages);
+  settle(results[blocks - 1]);
+  settle(weights);
+  products_start();
+  add(end, blocks - 1);
+  products_wait<0>();
+  settle(results[blocks - 1]);
+}
+
+// dk: products [keys, queries] of v and dy, times the weights that come over, then multiplied with q.
+template <typename In, int D, int DV, int HEIGHT, typename PL>
+inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGHT / 64][panels(D) / 2],
+                       PL delta, HopperSteps steps, Place at) {
+  using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
+  constexpr int blocks = HEIGHT / 64, stages = Memory::stages;
+  float products[32], looked_up[16];
+  unsigned gradients[16];
+  const auto multiply = [&](int step, int b) {
+    multiply_rows<In, 64, panels(DV)>(products, room.place + Memory::own + b * Memory::value_block, 8192,
+                                      room.place + Memory::gradients + step % stages * Memory::gradient, 8192);
+    products_sent();
+  };
+  const auto add = [&](int step, int b) {
+    add_columns<In, panels(D), 64>(results[b], gradients, room.place + Memory::queries + step % stages * Memory::query,
+                                   8192);
+    products_sent();
+  };
+  const auto weigh = [&](int step, int b) {
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 32; ++i) products[i] -= looked_up[i / 4 * 2 + (i & 1)];
+    if (b + 1 == blocks) let_go(gates.values_read(step % stages), at);
+    meet<256>();
+    weigh_with(products, room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), at);
+  };
+  const auto go_on = [&](int step, int b) {
+    const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
+    if (next_block == 0) gate_wait(gates.values(next % stages), next / stages);
+    if (b == 0) gate_wait(gates.keys(step % stages), step / stages);
+    settle(products);
+    settle(results[b]);
+    settle(gradients);
+    products_start();
+    multiply(next, next_block);
+    add(step, b);
+    if (next_block == 0) look_up(looked_up, delta + steps.row(next), at);
+    products_wait<1>();
+    settle(products);
+    weigh(next, next_block);
+    products_wait<0>();
+    settle(results[b]);
+    if (b + 1 == blocks) let_go(gates.keys_read(step % stages), at);
+    pack_rows<In>(gradients, products);
+  };
+  if (steps.all() == 0) return;
+  gate_wait(gates.values(0), 0);
+  settle(products);
+  products_start();
+  multiply(0, 0);
+  look_up(looked_up, delta + steps.row(0), at);
+  products_wait<0>();
+  settle(products);
+  weigh(0, 0);
+  pack_rows<In>(gradients, products);
+  const int end = steps.all() - 1;
+  for (int step = 0; step < end; ++step) {
+    DELTATUNE_UNROLL
+    for (int b = 0; b < blocks; ++b) go_on(step, b);
+  }
+  DELTATUNE_UNROLL
+  for (int b = 0; b + 1 < blocks; ++b) go_on(end, b);
+  if (blocks == 1) gate_wait(gates.keys(end % stages), end / stages);
+  settle(results[blocks - 1]);
+  settle(gradients);
+  products_start();
+  add(end, blocks - 1);
+  products_wait<0>();
+  settle(results[blocks - 1]);
+}
+
+// dk and dv, as attention_keys, from packed operands. Grid: key heads, rows of the batch, tiles of HEIGHT keys.
+template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
+          typename PV, typename PD, typename PL, typename PN, typename PI>
+inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,
+                                  PQ q, PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends,
+                                  GLOBAL In* dk, GLOBAL In* dv) {
+  using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
+  constexpr int blocks = HEIGHT / 64;
+  const Room room = room_of(memory);
+  const HopperGates gates{room.place + Memory::gates};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const int key = at.z * HEIGHT, each = heads / key_heads;
+  const long key_head = (long)at.y * key_heads + at.x, head = (long)at.y * heads + (long)at.x * each;
+  const int first = alike(seen.first(key) / 64), end = alike((seen.last(key + HEIGHT - 1) + 63) / 64);
+  const HopperSteps steps{first, end > first ? end - first : 0, each, whole(queries, 128), head};
+  gates.start(at);
+  at.group = alike(at.group);
+  if (at.group < 4) {
+    fewer_registers<24>();
+    if (at.index == 0) {
+      gate_expect(gates.own(), Memory::exchange);
+      const long row = key_head * whole(keys, 128) + key;
+      copy_tile(room.place, k + row * panels(D), Memory::own, gates.own());
+      copy_tile(room.place + Memory::own, v + row * panels(DV), Memory::own_value, gates.own());
+      bring_queries<In, D, DV, HEIGHT>(room, gates, q, dy, steps);
+    }
+    return;
+  }
+  more_registers<240>();
+  gate_wait(gates.own(), 0);
+  if (at.group < 8) {
+    Rows rows[blocks];
+    for (int b = 0; b < blocks; ++b) {
+      for (int side = 0; side < 2; ++side) {
+        rows[b].low[side] = seen.first(key + b * 64 + own_row(at, side));
+        rows[b].high[side] = seen.last(key + b * 64 + own_row(at, side));
+      }
+      rows[b].all_low = alike(seen.first(key + b * 64 + 63));
+      rows[b].all_high = alike(seen.last(key + b * 64));
+    }
+    float results[blocks][panels(DV) / 2];
+    for (int b = 0; b < blocks; ++b) clear_floats(results[b]);
+    add_values<In, D, DV, HEIGHT>(room, gates, results, rows, numbers[0], sums, steps, at);
+    const float factors[2] = {1.0f, 1.0f};
+    DELTATUNE_UNROLL
+    for (int b = 0; b < blocks; ++b)
+      write_own<In, DV>(results[b], dv + key_head * keys * DV, key + b * 64, keys, factors, at);
+  } else {
+    float results[blocks][panels(D) / 2];
+    for (int b = 0; b < blocks; ++b) clear_floats(results[b]);
+    add_keys<In, D, DV, HEIGHT>(room, gates, results, delta, steps, at);
+    const float factors[2] = {numbers[1], numbers[1]};
+    DELTATUNE_UNROLL
+    for (int b = 0; b < blocks; ++b)
+      write_own<In, D>(results[b], dk + key_head * keys * D, key + b * 64, keys, factors, at);
+  }
+}

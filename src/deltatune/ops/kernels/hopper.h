@@ -1,0 +1,167 @@
+// What Hopper has beyond cuda.h: products of 64 rows by a group of four warps, which read their operands in shared memory
+// and run on by themselves; copies that report to a barrier. tests/ops/kernels/hopper_host.h stands in for it on a CPU.
+// An operand's tile is cut into panels of 64 columns, 128 bytes a row; the eight pieces of 16 bytes of a row stand where
+// the row's number, modulo 8, says (the 128-byte swizzle). A tile's address is a multiple of 1024.
+
+// Shared memory by its address, as barriers and operands are named.
+inline unsigned shared_place(const void* p) { return shared_address(p); }
+
+inline void gate_start(unsigned gate, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(gate), "r"(count) : "memory");
+}
+inline void gates_started() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+inline void gate_expect(unsigned gate, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(gate), "r"(bytes) : "memory");
+}
+inline void gate_pass(unsigned gate) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(gate) : "memory");
+}
+// Until the gate's round number `round` is over; rounds count from 0.
+inline void gate_wait(unsigned gate, int round) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\n"
+      "DONE:\n}" :: "r"(gate), "r"(round & 1) : "memory");
+}
+template <typename T>
+inline void copy_tile(unsigned to, const T* from, unsigned bytes, unsigned gate) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(from), "r"(bytes), "r"(gate) : "memory");
+}
+// So many threads of the block meet.
+template <int THREADS>
+inline void meet() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
+
+template <int COUNT>
+inline void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+template <int COUNT>
+inline void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+
+inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+template <typename In> struct PairOf;
+template <> struct PairOf<bf16> {
+  static inline unsigned of(float low, float high) { return pack(low, high); }
+};
+template <> struct PairOf<__half> {
+  static inline unsigned of(float low, float high) {
+    unsigned r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+  }
+};
+inline void put_pair(void* to, unsigned pair) { *reinterpret_cast<unsigned*>(to) = pair; }
+inline unsigned get_pair(const void* from) { return *reinterpret_cast<const unsigned*>(from); }
+inline void put_four(float* to, const float* from) {
+  *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+}
+inline void get_four(float* to, const float* from) {
+  const float4 x = *reinterpret_cast<const float4*>(from);
+  to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+inline void get_two(float* to, const float* from) {
+  const float2 x = *reinterpret_cast<const float2*>(from);
+  to[0] = x.x, to[1] = x.y;
+}
+// Sixteen bytes of a row of an input, which may start anywhere, into a tile.
+template <typename In>
+inline void put_piece(In* to, const In* from, bool live) {
+  uint4 found = make_uint4(0, 0, 0, 0);
+  if (live) {
+    if (aligned16(from)) {
+      found = *reinterpret_cast<const uint4*>(from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) reinterpret_cast<In*>(&found)[i] = from[i];
+    }
+  }
+  *reinterpret_cast<uint4*>(to) = found;
+}
+
+// Products run from sent to waited for; start comes after their registers were written.
+inline void products_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+inline void products_sent() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+inline void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+
+// What the products made is read, and what they read is written, no sooner than here.
+template <int COUNT>
+inline void settle(float (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(x[i]) :: "memory");
+}
+template <int COUNT>
+inline void settle(unsigned (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(x[i]) :: "memory");
+}
+// What all lanes of a group have alike, said so that the compiler knows.
+inline int alike(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// An operand of which a row's elements are multiplied with each other's; and one of which rows are added up, where the
+// next 64 columns stand `panel` bytes on. `place` is its address in units of 16 bytes.
+inline unsigned long long rows_operand(unsigned place) {
+  return (unsigned long long)place | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+inline unsigned long long columns_operand(unsigned place, int panel) {
+  return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
+}
+// The same number, which the compiler computes from again: what it keeps of it takes registers from the products.
+inline unsigned afresh(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// d [64, N] (+)= a b^T, 16 columns deep, a in shared memory or held in registers; d += a b, 16 rows of b deep, a held.
+template <typename In, int N> struct Products;
+#define DELTATUNE_FLOATS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
+                              "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DELTATUNE_FLOATS_32(i) DELTATUNE_FLOATS_8(i), DELTATUNE_FLOATS_8(i + 8), DELTATUNE_FLOATS_8(i + 16), \
+                               DELTATUNE_FLOATS_8(i + 24)
+#define DELTATUNE_FLOATS_64 DELTATUNE_FLOATS_32(0)
+#define DELTATUNE_FLOATS_128 DELTATUNE_FLOATS_64, DELTATUNE_FLOATS_32(32)
+#define DELTATUNE_FLOATS_192 DELTATUNE_FLOATS_128, DELTATUNE_FLOATS_32(64)
+#define DELTATUNE_FLOATS_256 DELTATUNE_FLOATS_192, DELTATUNE_FLOATS_32(96)
+#define DELTATUNE_PLACES_64 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+    "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define DELTATUNE_PLACES_128 DELTATUNE_PLACES_64 ", " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+    "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define DELTATUNE_PLACES_192 DELTATUNE_PLACES_128 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+    "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define DELTATUNE_PLACES_256 DELTATUNE_PLACES_192 ", " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+    "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
+    "%126, %127"
+#define DELTATUNE_PRODUCTS(In, TYPE, N, P0, P1, P2, P3, P4, P5) \
+  template <> struct Products<In, N> { \
+    static inline void rows(float* d, unsigned long long a, unsigned long long b, int onto) { \
+      asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P2 ", 0;\n" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, %" #P0 \
+                   ", %" #P1 ", onto, 1, 1, 0, 0;\n}" : DELTATUNE_FLOATS_##N : "l"(a), "l"(b), "r"(onto)); \
+    } \
+    static inline void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) { \
+      asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P5 ", 0;\n" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, {%" #P0 \
+                   ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", onto, 1, 1, 0;\n}" \
+                   : DELTATUNE_FLOATS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(onto)); \
+    } \
+    static inline void columns(float* d, const unsigned* a, unsigned long long b) { \
+      asm volatile("{\n.reg .pred onto;\nsetp.eq.u32 onto, 1, 1;\n" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, {%" #P0 \
+                   ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", onto, 1, 1, 1;\n}" \
+                   : DELTATUNE_FLOATS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+    } \
+  };
+DELTATUNE_PRODUCTS(bf16, "bf16", 64, 32, 33, 34, 35, 36, 37)
+DELTATUNE_PRODUCTS(bf16, "bf16", 128, 64, 65, 66, 67, 68, 69)
+DELTATUNE_PRODUCTS(bf16, "bf16", 192, 96, 97, 98, 99, 100, 101)
+DELTATUNE_PRODUCTS(bf16, "bf16", 256, 128, 129, 130, 131, 132, 133)
+DELTATUNE_PRODUCTS(__half, "f16", 64, 32, 33, 34, 35, 36, 37)
+DELTATUNE_PRODUCTS(__half, "f16", 128, 64, 65, 66, 67, 68, 69)
+DELTATUNE_PRODUCTS(__half, "f16", 192, 96, 97, 98, 99, 100, 101)
+DELTATUNE_PRODUCTS(__half, "f16", 256, 128, 129, 130, 131, 132, 133)

@@ -1,0 +1,56 @@
+"""Fixtures for rows with images and videos. They use the `folder` and the `processors` of the test's own module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deltatune.config import TrainConfig
+from deltatune.data import Splits
+from deltatune.data.datasets import load_datasets
+from deltatune.errors import UserError
+from deltatune.models.load import Loaded, load
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_vision_checkpoint) -> Loaded:
+    return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
+
+
+@pytest.fixture
+def write(folder) -> Callable[..., None]:
+    """write(*rows) makes them the training data."""
+
+    def write_rows(*rows: dict[str, Any]) -> None:
+        (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+
+    return write_rows
+
+
+@pytest.fixture
+def read(folder, loaded, processors) -> Callable[..., Splits]:
+    """read(**options) loads the data with these options of a run."""
+
+    def read_splits(**options: Any) -> Splits:
+        return load_datasets(TrainConfig(data=str(folder), batch_size=1, **options), loaded.tokenizer, processors)
+
+    return read_splits
+
+
+@pytest.fixture
+def refusal(folder, write, read) -> Callable[..., str]:
+    """refusal(good row, bad row) returns the message that refuses the second, which names file and line."""
+
+    def message(good: dict[str, Any], bad: dict[str, Any]) -> str:
+        write(good, bad)
+        with pytest.raises(UserError) as caught:
+            read()
+        text = str(caught.value)
+        assert text.startswith(f"{folder / 'train.jsonl'}:2: ")
+        assert "\n" not in text
+        return text
+
+    return message

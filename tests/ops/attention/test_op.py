@@ -1,0 +1,158 @@
+"""The entry point: what it refuses and how it says so, and which implementation it takes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import mlx.core as mx
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.machine import backend
+from deltatune.ops.attention import attention, attention_blocked, attention_naive, choice, fused_op, kernel_trial
+from deltatune.ops.gated_delta.choice import ImplementationWarning
+
+SHAPES = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 6)}
+
+
+def arguments(**changes) -> dict:
+    arrays = {name: mx.random.normal(shape, key=mx.random.key(1)) for name, shape in SHAPES.items()}
+    return arrays | {"scale": 0.5} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q": mx.zeros((2, 5, 8))}, r"q must have 4 dimensions \[B, H, T, D\], got shape \[2, 5, 8\]"),
+        ({"q": mx.zeros((2, 3, 5, 8))}, "q must have a multiple of k's 2 heads, got 3"),
+        ({"q": mx.zeros((2, 4, 0, 8))}, r"q must hold at least one element, got shape \[2, 4, 0, 8\]"),
+        ({"q": mx.zeros((2, 4, 5, 8), mx.int32)}, "q must be float32, float16 or bfloat16, got mlx.core.int32"),
+        ({"k": mx.zeros((2, 2, 5, 6))}, r"k must have shape \[2, 2, 5, 8\], got \[2, 2, 5, 6\]"),
+        ({"k": mx.zeros((1, 2, 5, 8))}, r"k must have shape \[2, 2, 5, 8\], got \[1, 2, 5, 8\]"),
+        ({"v": mx.zeros((2, 2, 4, 6))}, r"v must have shape \[2, 2, 5, 6\], got \[2, 2, 4, 6\]"),
+        ({"window": 0}, "window must be 1 or more, and comes with causal=True alone, got 0"),
+        ({"window": 3, "causal": False}, "comes with causal=True alone, got causal=False"),
+        ({"segments": mx.zeros((2, 5))}, "segments must be integers, got mlx.core.float32"),
+        ({"segments": mx.zeros((1, 5), mx.int32)}, r"segments must have shape \[2, 5\], got \[1, 5\]"),
+        (
+            {"segments": mx.zeros((2, 5), mx.int32), "q": mx.zeros((2, 4, 3, 8))},
+            "segments want as many queries as keys, got 3 and 5",
+        ),
+        ({"sinks": mx.zeros((2,))}, r"sinks must have shape \[4\], got \[2\]"),
+        ({"mask": mx.zeros((5, 5), mx.int32)}, "mask must be bool, float32, float16 or bfloat16, got mlx.core.int32"),
+        ({"mask": mx.zeros((4, 5))}, r"mask must broadcast to \[2, 4, 5, 5\], got shape \[4, 5\]"),
+        ({"mask": mx.zeros((1, 2, 4, 5, 5))}, r"mask must broadcast to \[2, 4, 5, 5\]"),
+    ],
+)
+def test_refuses_by_name(changes, said):
+    with pytest.raises(ValueError, match=f"attention: .*{said}"):
+        attention(**arguments(**changes))
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (5,), (1, 1), (4, 1, 5), (2, 1, 5, 5), (2, 4, 5, 1)])
+def test_masks_that_broadcast(shape):
+    mask = mx.random.bernoulli(0.6, shape, key=mx.random.key(3))
+    expected = attention_naive(**arguments(mask=mx.broadcast_to(mask, (2, 4, 5, 5))))
+    assert mx.allclose(attention(**arguments(mask=mask)), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("forced", ["naive", "blocked", "native"])
+def test_forced(forced, monkeypatch):
+    monkeypatch.setenv("DELTATUNE_ATTENTION", forced)
+    name, _ = choice.choose(call())
+    assert name == forced
+    segments = mx.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]], mx.int32)
+    for more in ({}, {"segments": segments}, {"window": 2}, {"causal": False}, {"sinks": mx.zeros((4,))}):
+        expected = attention_naive(**arguments(**more))
+        assert mx.allclose(attention(**arguments(**more)), expected, atol=1e-5)
+
+
+def test_kernels_are_refused_on_a_cpu_and_unknown_names_anywhere(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "fused")
+    with pytest.raises(UserError, match=r"DELTATUNE_ATTENTION=fused asks for GPU kernels.*the CPU"):
+        attention(**arguments())
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "quick")
+    with pytest.raises(ValueError, match="'quick' is not known: expected one of naive, blocked, fused, native"):
+        attention(**arguments())
+
+
+def call(**changes) -> choice.AttentionCall:
+    given = {"causal": True, "segments": None, "window": None, "sinks": None, "mask": None} | arguments(**changes)
+    return choice.AttentionCall(**given)
+
+
+class Stand:
+    """In the fused kernels' place: blocked, with its result times `factor`."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor, self.calls = factor, 0
+
+    def __call__(self, q, k, v, *, machine=None, execute=None, **options):
+        self.calls += 1
+        return attention_blocked(q, k, v, **options) * self.factor
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch, tmp_path):
+    """stand_in(function): what an NVIDIA GPU's fused kernels are, with no verdict known."""
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    monkeypatch.setattr(choice, "_said", set())
+    kernel_trial.forget()
+    yield lambda function: monkeypatch.setattr(fused_op, "attention_fused", function)
+    kernel_trial.forget()
+
+
+def test_kernels_that_pass_their_trial_serve_and_the_verdict_is_kept(pretended_gpu, tmp_path):
+    stand = Stand()
+    pretended_gpu(stand)
+    assert choice.choose(call())[0] == "fused"
+    assert stand.calls == 1
+    (file,) = tmp_path.rglob("*.json")
+    assert json.loads(file.read_text())["verdict"]["errors"].keys() == {"y", "dq", "dk", "dv"}
+    kernel_trial.forget()
+    assert choice.choose(call())[0] == "fused"
+    assert stand.calls == 1
+
+
+def test_kernels_that_are_wrong_are_not_used_and_the_user_is_told(pretended_gpu):
+    pretended_gpu(Stand(1.001))
+    with pytest.warns(ImplementationWarning, match=r"attention: fused attention \(metal, float32, .*by 1\.0e-03"):
+        name, function = choice.choose(call())
+    assert (name, function) == ("blocked", attention_blocked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choice.choose(call())[0] == "blocked"
+
+
+def test_a_forced_kernel_that_is_wrong_is_an_error(pretended_gpu, monkeypatch):
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "fused")
+    pretended_gpu(Stand(float("nan")))
+    with pytest.raises(UserError, match=r"DELTATUNE_ATTENTION=fused: .*differs from naive.*Unset it"):
+        choice.choose(call())
+    with pytest.raises(UserError, match="cannot serve this call: it has a mask"):
+        choice.choose(call(mask=mx.ones((1, 1, 5, 5), mx.bool_)))
+
+
+def test_a_call_that_kernels_do_not_cover_goes_to_blocked(pretended_gpu):
+    pretended_gpu(Stand())
+    wide = {name: mx.zeros((1, 1, 4, 264)) for name in SHAPES}
+    assert choice.choose(call(**wide))[0] == "blocked"
+    mixed = {"v": mx.zeros(SHAPES["v"], mx.bfloat16)}
+    assert choice.choose(call(**mixed))[0] == "blocked"
+
+
+def test_the_trial_runs_while_something_else_is_traced(pretended_gpu):
+    stand = Stand()
+    pretended_gpu(stand)
+    arrays = {name: x for name, x in arguments().items() if name in SHAPES}
+
+    def loss(q: mx.array) -> mx.array:
+        return attention(**(arrays | {"q": q}), scale=0.5).sum()
+
+    expected = mx.grad(lambda q: attention_naive(q, arrays["k"], arrays["v"], scale=0.5).sum())(arrays["q"])
+    for trace in (mx.compile(mx.grad(loss)), mx.grad(mx.checkpoint(loss)), mx.compile(mx.grad(mx.checkpoint(loss)))):
+        kernel_trial.forget()
+        assert mx.allclose(trace(arrays["q"]), expected, atol=1e-5)

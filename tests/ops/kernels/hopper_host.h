@@ -1,0 +1,234 @@
+// kernels/hopper.h on the host machine: barriers that count, copies that arrive later, products that run when they are
+// waited for and read their operands then. So a wait that is missing, or an operand that is let go or overwritten too
+// early, shows. Addresses of shared memory, and the swizzle of its tiles, are as on the GPU.
+
+namespace hopper {
+
+struct Gate {
+  int count, pending, bytes, rounds;
+};
+struct Copy {
+  unsigned to, bytes, gate;
+  const char* from;
+};
+struct Product {
+  int columns, group, onto, held, adds_rows;
+  float* d;
+  const unsigned* a;
+  unsigned long long left, right;
+  float (*value)(unsigned short);
+};
+enum : int { most_copies = 256, most_products = 256 };
+static Gate gates[host::threadgroup_limit / 8];
+static Copy copies[most_copies];
+static int copy_count, met, meetings;
+// Looks at gates since one of them last moved on: past so many, none will.
+static long looks;
+enum : long { most_looks = 300000 };
+static Product queues[host::most_lanes][most_products];
+static int queued[host::most_lanes], sent[host::most_lanes];
+static unsigned published[host::most_lanes][4];
+
+static char* memory_at(unsigned place) {
+  return host::arena.start + place;
+}
+static Gate& gate_at(unsigned place) {
+  return gates[place / 8];
+}
+static void look(Gate& gate) {
+  if (gate.pending == 0 && gate.bytes == 0) {
+    gate.pending = gate.count;
+    ++gate.rounds;
+    looks = 0;
+  }
+}
+static void fail(const char* message) {
+  host::fail(message, 0);
+  host::leave();
+}
+// One of the copies on their way arrives, now and then.
+static void go_on() {
+  if (copy_count && host::draw(4) == 0) {
+    const int which = (int)host::draw((uint64_t)copy_count);
+    const Copy copy = copies[which];
+    copies[which] = copies[--copy_count];
+    memcpy(memory_at(copy.to), copy.from, copy.bytes);
+    gate_at(copy.gate).bytes -= (int)copy.bytes;
+    look(gate_at(copy.gate));
+  }
+  if (++looks > most_looks) fail("a gate that does not open");
+  host::lanes[host::current].wait = host::running;
+  host::leave();
+}
+
+// An element of shared memory at an address before its swizzle.
+static unsigned short element(unsigned place) {
+  unsigned short x;
+  memcpy(&x, memory_at(place ^ ((place >> 7 & 7) << 4)), 2);
+  return x;
+}
+static unsigned first_place(unsigned long long operand) { return (unsigned)(operand & 0x3fff) << 4; }
+static unsigned field(unsigned long long operand, int bit) { return (unsigned)(operand >> bit & 0x3fff) << 4; }
+static unsigned short along_rows(unsigned long long operand, int row, int k) {
+  return element(first_place(operand) + row / 8 * field(operand, 32) + row % 8 * 128 + k * 2);
+}
+static unsigned short along_columns(unsigned long long operand, int k, int column) {
+  return element(first_place(operand) + column / 64 * field(operand, 16) + k / 8 * field(operand, 32) + k % 8 * 128 +
+                 column % 64 * 2);
+}
+
+static void multiply(const Product& p) {
+  const int lane = host::lane_id(), warp = host::current / 32 % 4, base = host::current - lane % 4;
+  float a[2][16];
+  if (p.held) {
+    for (int i = 0; i < 4; ++i) published[host::current][i] = p.a[i];
+    host::meet_group(1);
+    for (int side = 0; side < 2; ++side)
+      for (int k = 0; k < 16; ++k)
+        a[side][k] =
+            p.value((unsigned short)(published[base + k % 8 / 2][side + k / 8 * 2] >> (k & 1) * 16));
+    host::meet_group(2);
+  } else {
+    for (int side = 0; side < 2; ++side)
+      for (int k = 0; k < 16; ++k) a[side][k] = p.value(along_rows(p.left, warp * 16 + lane / 4 + side * 8, k));
+  }
+  for (int pair = 0; pair < p.columns / 4; ++pair) {
+    const int column = pair / 2 * 8 + lane % 4 * 2 + (pair & 1);
+    float sums[2];
+    for (int side = 0; side < 2; ++side) sums[side] = p.onto ? p.d[pair / 2 * 4 + side * 2 + (pair & 1)] : 0.0f;
+    for (int k = 0; k < 16; ++k) {
+      const float b = p.value(p.adds_rows ? along_columns(p.right, k, column) : along_rows(p.right, column, k));
+      for (int side = 0; side < 2; ++side) sums[side] += a[side][k] * b;
+    }
+    for (int side = 0; side < 2; ++side) p.d[pair / 2 * 4 + side * 2 + (pair & 1)] = sums[side];
+  }
+}
+
+}  // namespace hopper
+
+inline unsigned shared_place(threadgroup const void* p) { return (unsigned)((const char*)p - host::arena.start); }
+
+inline void gate_start(unsigned gate, int count) {
+  hopper::gate_at(gate) = hopper::Gate{count, count, 0, 0};
+  hopper::copy_count = 0;
+  hopper::looks = 0;
+  hopper::met = 0;
+  memset(hopper::queued, 0, sizeof hopper::queued);
+  memset(hopper::sent, 0, sizeof hopper::sent);
+}
+inline void gates_started() {}
+inline void gate_pass(unsigned gate) {
+  hopper::Gate& found = hopper::gate_at(gate);
+  if (--found.pending < 0) hopper::fail("a gate that more pass than it counts");
+  hopper::look(found);
+}
+inline void gate_expect(unsigned gate, unsigned bytes) {
+  hopper::gate_at(gate).bytes += (int)bytes;
+  gate_pass(gate);
+}
+inline void gate_wait(unsigned gate, int round) {
+  while ((hopper::gate_at(gate).rounds & 1) == (round & 1)) hopper::go_on();
+}
+template <typename P>
+inline void copy_tile(unsigned to, P from, unsigned bytes, unsigned gate) {
+  if (to % 16 || bytes % 16) hopper::fail("a copy that is not of whole pieces of 16 bytes");
+  if (hopper::copy_count == hopper::most_copies) hopper::fail("too many copies");
+  memset(hopper::memory_at(to), 0xff, bytes);
+  hopper::copies[hopper::copy_count++] = hopper::Copy{to, bytes, gate, (const char*)from};
+}
+template <int THREADS>
+inline void meet() {
+  const int round = hopper::meetings;
+  if (++hopper::met == THREADS) {
+    hopper::met = 0;
+    ++hopper::meetings;
+    hopper::looks = 0;
+  }
+  while (hopper::meetings == round) hopper::go_on();
+}
+template <int COUNT>
+inline void more_registers() {}
+template <int COUNT>
+inline void fewer_registers() {}
+inline int alike(int x) { return x; }
+inline unsigned afresh(unsigned x) { return x; }
+template <typename T, int COUNT>
+inline void settle(T (&)[COUNT]) {}
+
+inline float power_of_two(float x) { return exp2f(x); }
+template <typename In>
+struct PairOf {
+  static inline unsigned of(float low, float high) {
+    const In pair[2] = {static_cast<In>(low), static_cast<In>(high)};
+    unsigned r;
+    memcpy(&r, pair, 4);
+    return r;
+  }
+};
+template <typename P>
+inline void put_pair(P to, unsigned pair) {
+  memcpy((void*)to, &pair, 4);
+}
+inline void put_four(threadgroup float* to, const float* from) {
+  for (int i = 0; i < 4; ++i) to[i] = from[i];
+}
+inline void get_four(float* to, threadgroup const float* from) {
+  for (int i = 0; i < 4; ++i) to[i] = from[i];
+}
+template <typename P>
+inline unsigned get_pair(P from) {
+  unsigned r;
+  memcpy(&r, (const void*)from, 4);
+  return r;
+}
+template <typename P>
+inline void get_two(float* to, P from) {
+  for (int i = 0; i < 2; ++i) to[i] = from[i];
+}
+template <typename To, typename From>
+inline void put_piece(To to, From from, bool live) {
+  for (int i = 0; i < 8; ++i) {
+    to[i] = 0;
+    if (live) to[i] = from[i];
+  }
+}
+
+inline void products_start() {}
+inline void products_sent() { ++hopper::sent[host::current]; }
+template <int LEFT>
+inline void products_wait() {
+  const int me = host::current, upto = hopper::sent[me] - LEFT;
+  int done = 0;
+  while (done < hopper::queued[me] && hopper::queues[me][done].group < upto) hopper::multiply(hopper::queues[me][done++]);
+  for (int i = done; i < hopper::queued[me]; ++i) hopper::queues[me][i - done] = hopper::queues[me][i];
+  hopper::queued[me] -= done;
+  host::meet_group(3);
+}
+inline unsigned long long rows_operand(unsigned place) {
+  return (unsigned long long)place | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+inline unsigned long long columns_operand(unsigned place, int panel) {
+  return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
+}
+template <typename In, int N>
+struct Products {
+  static float value(unsigned short bits) {
+    In x;
+    memcpy(&x, &bits, 2);
+    return static_cast<float>(x);
+  }
+  static void queue(const hopper::Product& product) {
+    const int me = host::current;
+    if (hopper::queued[me] == hopper::most_products) hopper::fail("too many products");
+    hopper::queues[me][hopper::queued[me]++] = product;
+  }
+  static void rows(float* d, unsigned long long a, unsigned long long b, int onto) {
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, d, nullptr, a, b, value});
+  }
+  static void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) {
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 0, d, a, 0, b, value});
+  }
+  static void columns(float* d, const unsigned* a, unsigned long long b) {
+    queue(hopper::Product{N, hopper::sent[host::current], 1, 1, 1, d, a, 0, b, value});
+  }
+};
