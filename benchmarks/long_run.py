@@ -85,9 +85,9 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     steps: list[dict[str, int]] = []
 
     class Counted(Trainer):
-        def _iterate(self, stop: Any) -> bool:
+        def _iterate(self) -> bool:
             counter.reset()
-            asked = super()._iterate(stop)
+            asked = super()._iterate()
             now = counter.now()
             steps.append({
                 "width": width[0], "buffers": now.buffers, "bytes": now.bytes, "peak_buffers": now.peak_buffers,

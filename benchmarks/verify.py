@@ -99,7 +99,7 @@ def _corner(x: np.ndarray, name: str, size: Size) -> np.ndarray:
 
 @cache
 def _oracle() -> ModuleType:
-    path = Path(__file__).parent.parent / "src/deltatune/selftest/recurrence.py"
+    path = Path(__file__).parent.parent / "src/deltatune/selftest/float64_recurrence.py"
     spec = importlib.util.spec_from_file_location("oracle", path)
     assert spec is not None
     assert spec.loader is not None

@@ -184,18 +184,19 @@ def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
     from deltatune import cli, train
 
     class Paced(train.Trainer):
-        def _iterate(self, stop: Any) -> bool:
+        def _iterate(self) -> bool:
             if not hasattr(self, "_turns"):
                 self._turns = Turns(trained(self.model))
             if forget:
                 self._step.tower._cache.clear()
                 self._step.tower._bytes = 0
             self._turns.wait()
-            return super()._iterate(stop)
+            return super()._iterate()
 
         def _advance(self, batch: Any) -> Any:
             found = super()._advance(batch)
-            self._turns.said = {"loss": found[0] / found[1], "counted": found[1]}
+            loss_sum, weight_sum = found[0][:2]
+            self._turns.said = {"loss": loss_sum / weight_sum, "counted": weight_sum}
             return found
 
     train.Trainer = Paced  # type: ignore[misc]

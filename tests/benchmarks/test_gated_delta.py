@@ -1,4 +1,4 @@
-"""The program that measures, on sizes for a CPU: what fails is recorded and the rest goes on; tables and plot."""
+"""The GPU benchmark on sizes for a CPU: a failure is recorded and the others go on; tables and plot are made."""
 
 from __future__ import annotations
 

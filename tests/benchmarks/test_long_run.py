@@ -1,4 +1,4 @@
-"""A short form of benchmarks/long_run.py: after 60 steps of varying length as much is alive as after 20."""
+"""A short form of benchmarks/long_run.py: as many buffers are alive after 60 steps of varying length as after 20."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steps():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the counter goes into the CPU allocator of Linux wheels")
 def test_nothing_grows_from_step_to_step(steps):
-    """A new length is traced, and its constants stay: so from the step on by which every length has been there."""
+    """The comparison starts when every length has occurred, since the trace of each new length holds its constants."""
     widths = [step["width"] for step in steps]
     start = max(widths.index(width) for width in set(widths)) + 2
     assert set(widths) == {32, 64, 96, 128}

@@ -1,4 +1,4 @@
-"""The parity check that stands before every time: it passes what is right and names what is wrong."""
+"""The parity check before every timing passes right implementations and names what is wrong in others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def size(request):
 
 @pytest.fixture
 def check(tmp_path):
-    """check(function, size) -> Errors, from the truth kept in a folder."""
+    """check(function, size): the errors, from float64 results cached in a folder."""
     import verify
     from with_mlx import MLX
 
@@ -44,7 +44,7 @@ def test_gates_per_channel(check):
 
 @pytest.mark.parametrize("name", ["y", "k", "beta"])
 def test_what_is_wrong_is_named(name, size, check):
-    """The last row and head alone, by three percent."""
+    """An implementation that is 3 % off in the last row and head only."""
     from deltatune.ops.gated_delta import gated_delta_chunk
 
     @mx.custom_function

@@ -1,4 +1,4 @@
-"""The demos' texts lie beside the scripts that make their models."""
+"""Puts scripts/ on the path, since the training texts of the demos' base models are made there."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The shipped base model is a real checkpoint, small, and of the kind that deltatune is for."""
+"""The bundled base model is a small real checkpoint with gated-delta layers and experts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The demo, shortened: every part of it runs and says what it is meant to say. How well it learns, it checks itself."""
+"""Every part of a shortened demo runs and prints what it should; the demo itself checks how well the model learns."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from deltatune.models.load import load
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """(exit code, output folder, what the screen showed, losses) of a demo of a few iterations."""
+    """The exit code, output folder, printed text and losses of a demo of a few iterations."""
     output, file = tmp_path_factory.mktemp("demo"), io.StringIO()
     screen = DemoScreen(Console(file=file, width=100, highlight=False))
     code = text_demo.run_demo(output, iterations=12, questions=8, screen=screen)

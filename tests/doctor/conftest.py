@@ -1,4 +1,4 @@
-"""A doctor who looks at little shapes, on a machine with an empty cache."""
+"""Makes the doctor examine small shapes, with an empty cache of verdicts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def small(monkeypatch, tmp_path):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """on_a_gpu(function): a device whose fused kernels are `function`."""
+    """on_a_gpu(function): a device whose fused implementation is `function`."""
 
     def prepare(function):
         monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("fused", "chunk")})
@@ -40,7 +40,7 @@ def on_a_gpu(monkeypatch):
 
 @pytest.fixture
 def wrong():
-    """gated_delta_chunk, 1 % off."""
+    """An implementation whose y is 1 % off that of gated_delta_chunk."""
 
     def function(*arrays, **options):
         y, state = gated_delta_chunk(*arrays, **options)

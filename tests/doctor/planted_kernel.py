@@ -1,4 +1,4 @@
-"""A model of mlx-lm with a custom kernel in its first layer, for the sweep to find: it imports this file anew."""
+"""A model of mlx-lm with a custom kernel in its first layer, which the sweep's process imports by this file's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_lm.models.qwen3 import ModelArgs
 
 
 class Sparse(nn.Module):
-    """An attention block behind a kernel that has no gradient on any machine."""
+    """An attention block after a kernel that has no gradient on any machine."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

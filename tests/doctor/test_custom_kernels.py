@@ -1,4 +1,4 @@
-"""The sweep sees every custom kernel of a training forward, and whether backward arrives at it."""
+"""The sweep finds every custom kernel of a training forward, and whether the backward pass reaches it."""
 
 from __future__ import annotations
 

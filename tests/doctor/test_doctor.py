@@ -29,18 +29,18 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def swept(monkeypatch):
-    """The models' forwards are really traced, which takes seconds each."""
+    """Traces the models' forwards instead of skipping them; each takes seconds."""
     monkeypatch.setattr(examination, "sweep", sweep)
 
 
 @pytest.fixture
 def found(monkeypatch):
-    """found(fault, ...): what the probes find."""
+    """found(fault, ...): makes the probes find these faults."""
     return lambda *faults: monkeypatch.setattr(probes, "faults", lambda: list(faults))
 
 
 def said(capsys):
-    """What was printed, every run of blanks and line breaks as one blank."""
+    """The printed text with every run of white space as one blank."""
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -73,7 +73,7 @@ def test_json_has_everything(capsys):
     assert found["wrong"] is False
     assert found["model"] is None
     assert {"chip", "memory", "system", "device", "BLAS", "BLAS file", "BLAS speed", "fp32"} == set(found["machine"])
-    # Accelerate on some Macs has the first of them.
+    # On some Macs, Accelerate has the first fault.
     assert found["faults"][0]["status"] in ("absent", "avoided")
     holders = next(each for each in found["patches"]["applied"] if each["name"] == "gated_delta_update")["holders"]
     assert "mlx_lm.models.qwen3_5" in holders
@@ -137,7 +137,7 @@ def test_a_model_that_is_none_is_bad_input(tmp_path, capsys):
 
 @pytest.fixture
 def planted(monkeypatch, swept, tiny_model):
-    """The doctor is given a model whose first layer runs a kernel that has no gradient."""
+    """Gives the doctor a model whose first layer runs a kernel that has no gradient."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     module = importlib.import_module("planted_kernel")
     model = module.Model(tiny_model("qwen3", num_hidden_layers=1).args)

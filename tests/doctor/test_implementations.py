@@ -1,4 +1,4 @@
-"""The verdicts on gated_delta's implementations, as the doctor names them."""
+"""The doctor's findings on the implementations of gated_delta."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    """Whatever this machine has."""
+    """The device is the CPU, whatever this machine has."""
     monkeypatch.setattr(backend, "device", lambda: "cpu")
 
 

@@ -1,4 +1,4 @@
-"""Facts about the machine."""
+"""The doctor's facts about the machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Prints as JSON the peaks of small graphs, simulated and counted in MLX's own allocator; test_simulate.py runs it.
 
-A long product is queued first, so that nothing of the graph has run before all of it is queued: then what MLX allocates
+A long product is queued first, so that nothing of the graph runs before all of it is queued, and what MLX allocates
 does not depend on timing.
 """
 

@@ -19,7 +19,7 @@ def test_an_address_that_is_not_mapped_is_an_error_and_no_crash():
 
 
 def test_what_lay_in_memory_before_misleads_nobody(measured):
-    """Room in a description that is not used holds stale pointers, to primitives of the probes' kinds too."""
+    """Unused bytes of a description may hold old pointers, also to primitives of the kinds that are looked for."""
     kept = []
     for size in range(1, 300):
         kept.append(mx.zeros(size) + mx.ones(size))
@@ -29,7 +29,7 @@ def test_what_lay_in_memory_before_misleads_nobody(measured):
 
 @pytest.mark.parametrize("shift", [8, 24])
 def test_another_layout_is_noticed(monkeypatch, shift):
-    """As if descriptions began with something more: nothing is where it was."""
+    """A further member at the start of descriptions shifts every offset."""
     real = process_memory.reader()
     monkeypatch.setattr(
         array_layout, "reader", lambda: lambda address, size: real(address + shift * (size > 100), size)

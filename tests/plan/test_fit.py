@@ -35,7 +35,7 @@ def options(tmp_path, checkpoint):
 
 @pytest.fixture
 def limited(monkeypatch):
-    """limited(bytes, buffers): the device has that much."""
+    """limited(bytes, buffers): gives the device these limits."""
     return lambda size, buffers=None: monkeypatch.setattr(
         fit, "device_limits", lambda: DeviceLimits(buffers, size, "a test", "a test")
     )
@@ -68,7 +68,7 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
     prepare(model, config)
     mx.eval(model.parameters())
     before, key = dict(tree_flatten(model.parameters())), get_key().tolist()
-    next(reversed(model.modules())).eval()  # one module in another mode than the model
+    next(reversed(model.modules())).eval()  # one module has another mode than the model
     kinds = [(type(module), module.training) for module in model.modules()]
     active = mx.get_active_memory()
     first, again = (forecast_step(model, config, 2, 64, ArrayLayout.measured()) for _ in range(2))
@@ -95,7 +95,7 @@ def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
 
 
 def test_a_plan_is_of_the_update_that_the_run_makes(tiny_model):
-    """Experts that are updated by themselves are planned so: with the refusals of that update, and its evaluation."""
+    """A plan includes the separate update of experts: its evaluation, and its refusals of other options."""
     config = TrainConfig(num_layers=-1, expert_updates="active")
     model = tiny_model("qwen3_5_moe")
     prepare(model, config)

@@ -1,4 +1,4 @@
-"""Plans of steps with images: against MLX's own peak, from the data's grids, and on the command line."""
+"""Plans of steps with images agree with MLX's own peak, use the data's grids, and work on the command line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IMAGES = ImageShapes(3, 640)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Five rows: no image, one of 64 x 64, two of 32 x 32, one of 48 x 32, none."""
+    """Writes five rows: no image, one of 64 x 64, two of 32 x 32, one of 48 x 32, no image."""
     path = tmp_path_factory.mktemp("pictures")
     rows = []
     for index, sizes in enumerate(([], [(64, 64)], [(32, 32)] * 2, [(48, 32)], [])):
@@ -62,8 +62,8 @@ ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow ML
 
 @pytest.fixture
 def waiting_queue(monkeypatch):
-    """MLX and the plan wait for each operation before the next: else time decides how far MLX runs ahead."""
-    # With no task ever full and none allowed ahead, the simulated queue is emptied after every primitive.
+    """Makes MLX and the plan wait for each operation before the next; else timing decides how far MLX runs ahead."""
+    # A task is never full and none may run ahead, so that the simulated queue is emptied after every primitive.
     monkeypatch.setattr(simulate, "TASKS_AHEAD", -1)
     monkeypatch.setitem(simulate.PACES, "cpu", simulate.Pace(10**9, releases=True))
     limit = mx.set_memory_limit(1)
@@ -72,7 +72,7 @@ def waiting_queue(monkeypatch):
 
 
 def measured_peak(model, config, rows, length):
-    """MLX's own peak of the second step."""
+    """The peak of the second step by MLX's own count."""
     images = blank_vision_batch(rows, length, IMAGES[:2], vision_spec(model))
     images.feature_rows[0, : IMAGES.frames] = np.arange(IMAGES.frames) * (IMAGES.patches // 4)
     batch = replace(blank_batch(rows, length, False), images=images)

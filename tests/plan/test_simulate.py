@@ -1,4 +1,4 @@
-"""The simulation against MLX's own allocator, buffer for buffer."""
+"""The simulation agrees with MLX's own allocator to the buffer."""
 
 import json
 import os

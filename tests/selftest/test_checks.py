@@ -1,4 +1,4 @@
-"""The checks pass here, and fail where something is planted that they are there to find."""
+"""The self-test's checks pass on this machine, and fail where the fault that they look for is planted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def judge(function, workload, fused=True):
 
 @pytest.fixture
 def fused(host_folder):
-    """The fused kernels' Metal text on the host machine; `change` is done to the arrays of every launch."""
+    """Runs the fused kernels' Metal text on the host machine; `change` alters the arrays of every launch."""
     machine = HostMachine(host_folder)
 
     def made(change=lambda name, arrays: arrays):
@@ -214,7 +214,7 @@ def test_the_quick_selftest_passes_here(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def candidate(monkeypatch, tmp_path):
-    """candidate(name, function): on a Mac whose implementation `name` is `function`, or a reason why it is not."""
+    """candidate(name, function): a Mac whose implementation `name` is `function`, or a reason why there is none."""
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(gated_delta.backend, "device", lambda: "metal")
 

@@ -1,4 +1,4 @@
-"""docs/hardware.md is what scripts/hardware_table.py makes of the records beside it."""
+"""docs/hardware.md equals what scripts/hardware_table.py makes of the records in docs/hardware."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Everything that the documents call not yet run on Apple hardware is a check of the self-test."""
+"""Every statement "not yet run on Apple hardware" in the documents has a check of the self-test."""
 
 from pathlib import Path
 

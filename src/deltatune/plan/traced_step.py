@@ -94,18 +94,9 @@ def build(
     layout: ArrayLayout,
     shapes: ImageShapes | None = None,
 ) -> TracedStep:
-    """Build the graphs of one training iteration; the model is left unchanged.
+    """Build the graphs of one training iteration of the prepared `model`, which is left unchanged.
 
-    Args:
-        model: the prepared model.
-        config: the run.
-        rows: rows of the batch.
-        length: tokens of a row.
-        layout: how the loaded MLX stores its arrays.
-        shapes: the shapes of the batch's images; None for text.
-
-    Raises:
-        UserError: the options of `config` contradict one another or the model.
+    The batch has `rows` rows of `length` tokens, and images of `shapes`. UserError where options of `config` conflict.
     """
     with _as_trained(model, config) as loss_function:
         optimizer = build_optimizer(config)
@@ -124,18 +115,14 @@ def build(
         norm, experts = step.begin_update(*new)
         second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm]
         second += _leaves(experts) if experts else []
-
         existing = _addresses(layout, given)
         loss_nodes = read(layout, first, existing)
         evaluated = existing | {node.address for node in all_nodes(loss_nodes)}
-        # Arrays that pass through unchanged have no kind: no phase makes them.
+        # Nodes without a kind pass through unchanged.
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
         data = existing | _addresses(layout, _leaves(batch))
-        held = (
-            read(layout, [*given, *_leaves(batch)], data)
-            + _constants(loss_nodes, data)
-            + _constants(update_nodes, evaluated)
-        )
+        held = read(layout, [*given, *_leaves(batch)], data)
+        held += _constants(loss_nodes, data) + _constants(update_nodes, evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the graph has read them.
         dropped = [layout.address(array) for array in [*_leaves(sums), *_leaves(batch)]]
         phases = [_phase("forward and backward", loss_nodes, dropped)]

@@ -1,4 +1,4 @@
-"""The vision demo, shortened: every part of it runs and says what it is meant to say. How well it learns, it checks."""
+"""Every part of a shortened vision demo runs and prints what it should; the demo checks how well the model learns."""
 
 import io
 import json
@@ -24,7 +24,7 @@ pytest.importorskip("mlx_vlm")
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """(exit code, output folder, what the screen showed, losses) of a demo of a few iterations."""
+    """The exit code, output folder, printed text and losses of a demo of a few iterations."""
     output, file = tmp_path_factory.mktemp("demo"), io.StringIO()
     screen = DemoScreen(Console(file=file, width=100, highlight=False, color_system="truecolor", force_terminal=True))
     code = vision_demo.run_demo(output, iterations=8, questions=8, pictures=32, screen=screen)

@@ -1,4 +1,4 @@
-"""Each probe finds its fault where it is planted, and none where it is not."""
+"""Each probe finds its fault where the fault is planted, and only there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layouts import has_gaps
 
 
 class Namespace:
-    """`module` with some names replaced."""
+    """A copy of `module` with some names replaced."""
 
     def __init__(self, module, **names):
         self.__dict__.update(vars(module) | names)
@@ -45,7 +45,7 @@ def test_scatter_add_is_right_here():
 
 
 def test_a_wrong_batch_stride_is_found(monkeypatch):
-    """The fault: every row of the batch gets the first row of the update."""
+    """With the planted fault, every row of the batch gets the first row of the update."""
     calls = iter(range(1000))
 
     def array(values):
@@ -58,7 +58,7 @@ def test_a_wrong_batch_stride_is_found(monkeypatch):
 
 
 def wrong_rows(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
-    """mx.gather_mm that reads row 1 where it should read another."""
+    """A faulty mx.gather_mm that reads row 1 in place of others."""
     if sorted_indices:
         a = mx.concatenate([a[:1], mx.broadcast_to(a[1:2], (len(a) - 1, *a.shape[1:]))]) if len(a) > 1 else a * 2
     return mx.gather_mm(a, b, lhs_indices, rhs_indices)
@@ -80,7 +80,7 @@ def test_sorted_gathers(monkeypatch):
 
 
 def first_after_another(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
-    """mx.gather_mm that takes matrices with gaps to have none: then the second is not where it looks."""
+    """A faulty mx.gather_mm that ignores gaps between matrices, so that it reads the second in the wrong place."""
     if has_gaps(b):
         b = mx.concatenate([b[:1], b[:-1]])
     return mx.gather_mm(a, b, lhs_indices, rhs_indices)
@@ -96,14 +96,14 @@ def test_sorted_gathers_from_halves(monkeypatch):
 
 
 def test_the_gradient_of_a_sorted_gather_from_one_row_here():
-    """mlx 0.32.4 reads past the row: where this ends to hold, mlx has been mended."""
+    """mlx 0.32.4 reads past the row; this test fails once mlx is fixed."""
     found = sorted_gather.find_gradient()
     assert found.status == "avoided"
     assert found.error is None or found.error > 0.1
 
 
 def test_a_gradient_that_mlx_cannot_compute_is_avoided_too(monkeypatch):
-    """As on CUDA: nobody asks for it."""
+    """CUDA refuses this gradient, which no layer asks for."""
 
     def refused(*_, **__):
         raise RuntimeError("invalid argument\nof a kernel")
