@@ -109,12 +109,7 @@ def build(
         given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), get_key()]
 
         batch, features = _batch(model, step, blank_batch(rows, length, config.pack), shapes)
-        loss, weight, gradients = step.on_arrays(batch, sums.gradients)
-        new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
-        first = [loss, weight, *_leaves(new)]
-        norm, experts = step.begin_update(*new)
-        second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm]
-        second += _leaves(experts) if experts else []
+        first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, given)
         loss_nodes = read(layout, first, existing)
         evaluated = existing | {node.address for node in all_nodes(loss_nodes)}
@@ -145,6 +140,22 @@ def build(
         rows, length, [*given, *first, *second, *third, *_leaves(batch), *features],
         tower, tower_reads,
     )  # fmt: skip
+
+
+def _outputs(
+    step: Step, model: nn.Module, optimizer: Any, sums: Sums, batch: Any
+) -> tuple[list[mx.array], list[mx.array], Any, ExpertGradients | None, mx.array]:
+    """Trace one iteration: the outputs of its first evaluation and of its update, the gradients, what experts need.
+
+    The norm of the gradients comes last.
+    """
+    loss, weight, gradients = step.on_arrays(batch, sums.gradients)
+    new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
+    first = [loss, weight, *_leaves(new)]
+    norm, experts = step.begin_update(*new)
+    second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm]
+    second += _leaves(experts) if experts else []
+    return first, second, gradients, experts, norm
 
 
 def _phase(name: str, outputs: list[Node], dropped: list[int]) -> Phase:
