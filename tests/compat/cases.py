@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from packaging.version import Version
 
-from deltatune.models.vision.split import _COUNTS_SEVERAL, _TRIED, _example, vision_spec
+from deltatune.models.vision.split import _COMPARED_SHAPES, _COUNTS_SEVERAL_IMAGES, _example, vision_spec
 
 TEXT = ("qwen3_5", "qwen3_5_moe")
 VISION = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -33,8 +33,8 @@ def images(model: Any) -> tuple[mx.array, dict[str, mx.array]]:
 
     One image where mlx-vlm reads behind the end of the row to count several.
     """
-    several = Version(mlx_vlm.__version__) >= _COUNTS_SEVERAL
-    row, pictures = _example(vision_spec(model), _TRIED if several else _TRIED[:1])
+    several = Version(mlx_vlm.__version__) >= _COUNTS_SEVERAL_IMAGES
+    row, pictures = _example(vision_spec(model), _COMPARED_SHAPES if several else _COMPARED_SHAPES[:1])
     grids = [picture.grid for picture in pictures]
     pixels = np.concatenate([picture.patches for picture in pictures])
     return mx.array(row[None]), {"pixel_values": mx.array(pixels), "image_grid_thw": mx.array(grids)}

@@ -53,8 +53,8 @@ def no_gradient_through_the_tower(monkeypatch):
 
 
 def rows_and_columns_swapped(monkeypatch):
-    angles = vision_tower._angles
-    monkeypatch.setattr(vision_tower, "_angles", lambda tower, cells: angles(tower, cells[..., ::-1]))
+    angles = vision_tower._rotation
+    monkeypatch.setattr(vision_tower, "_rotation", lambda tower, cells: angles(tower, cells[..., ::-1]))
 
 
 def positions_of_text(monkeypatch):
