@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from deltatune.patches import patched
 from deltatune.patches.patch import _contains
-from deltatune.patches.recurrence import PROMPT
+from deltatune.patches.recurrence import PROMPT_TOKENS
 from deltatune.patches.tables import mlx_vlm_experts
 
 pytestmark = pytest.mark.compat
@@ -76,7 +76,7 @@ def check_experts(model: nn.Module, training: bool, refused: bool, record_proper
     with pytest.raises(ValueError, match=REFUSED) if refused else nullcontext():
         gradients(model, tokens(20))
     # Fewer tokens than a prompt has: off Metal the patches serve prompts, bit for bit or not.
-    few = tokens(PROMPT - 1)
+    few = tokens(PROMPT_TOKENS - 1)
     expected = logits(model, few)
     mx.eval(expected)
     with patched():
