@@ -74,7 +74,7 @@ def test_kernels_are_refused_on_a_cpu_and_unknown_names_anywhere(monkeypatch):
     with pytest.raises(UserError, match=r"DELTATUNE_ATTENTION=fused asks for GPU kernels.*the CPU"):
         attention(**arguments())
     monkeypatch.setenv("DELTATUNE_ATTENTION", "quick")
-    with pytest.raises(ValueError, match="'quick' is not known: expected one of naive, blocked, fused, native"):
+    with pytest.raises(ValueError, match="'quick': expected one of naive, blocked, fused, native, or unset"):
         attention(**arguments())
 
 
