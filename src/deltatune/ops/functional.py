@@ -7,10 +7,10 @@ the arrays they are called with (`holding`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -62,3 +62,19 @@ def undisturbed(module: nn.Module | None) -> Iterator[None]:
             dict.update(part, entries)
             vars(part).clear()
             vars(part).update(attributes)
+
+
+@cache
+def without_vmap(message: str) -> Callable[..., tuple[mx.array, ...]]:
+    """Return the identity on arrays, with a vmap rule that raises ValueError(message).
+
+    MLX asks this rule before it reaches functions behind it that have none.
+    """
+
+    def refuse(*_: object) -> None:
+        raise ValueError(message)
+
+    same = mx.custom_function(lambda *arrays: arrays)
+    same.vjp(lambda primals, cotangents, outputs: cotangents)
+    same.vmap(refuse)
+    return cast(Callable[..., tuple[mx.array, ...]], same)

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import mlx.core as mx
 
 from ...machine import backend
+from ..functional import without_vmap
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
 
+NO_VMAP = (
+    "attention: mx.vmap cannot map this implementation. Expected every array with its batch axis B first; fold the "
+    "mapped axis into B, or set DELTATUNE_ATTENTION=naive, which can be mapped."
+)
 # Stands for minus infinity among scores: a row of nothing else has a softmax, and no NaN.
 _LEAST = -1e30
 # Scores of a block. On a CPU they stay in its caches; a GPU wants enough rows to be busy.
@@ -75,25 +80,9 @@ def attention_blocked(
     kind = BlockedOptions(scale, causal, window, sinks is not None, segments is not None, mask is not None, scores)
     sinks32 = mx.zeros((q.shape[1],)) if sinks is None else sinks.astype(mx.float32)
     extra = [x for x in (segments, mask) if x is not None]
-    arrays = unmapped()(q, k, v, sinks32, *map(mx.stop_gradient, extra))
+    arrays = without_vmap(NO_VMAP)(q, k, v, sinks32, *map(mx.stop_gradient, extra))
     y, _ = _forward_by(kind)(*arrays)
     return y
-
-
-@cache
-def unmapped() -> _Function:
-    """The arrays as they are, and no vmap over them: its rule is asked before MLX comes to what has none behind it."""
-
-    def refuse(*_: object) -> None:
-        raise ValueError(
-            "attention: mx.vmap cannot map this implementation. Expected every array with its batch axis B first; fold "
-            "the mapped axis into B, or set DELTATUNE_ATTENTION=naive, which can be mapped."
-        )
-
-    same = mx.custom_function(lambda *arrays: arrays)
-    same.vjp(lambda primals, cotangents, outputs: cotangents)
-    same.vmap(refuse)
-    return cast(_Function, same)
 
 
 @lru_cache(maxsize=256)

@@ -10,9 +10,10 @@ from typing import cast
 import mlx.core as mx
 
 from ...machine import backend, nvidia
+from ..functional import without_vmap
 from ..kernels.launch import Launch
 from . import fused, hopper
-from .blocked import refuse_second_derivative, unmapped
+from .blocked import NO_VMAP, refuse_second_derivative
 from .fused import FusedOptions, Operands
 
 # Kernels for any GPU of a kind, and Hopper's own.
@@ -52,7 +53,7 @@ def attention_fused(
     extra = [] if sinks is None else [sinks.astype(mx.float32)]
     spans = [] if segments is None else list(segment_spans(segments))
     forward = _forward_by(kind, machine or machine_for(kind, q, v), execute)
-    y, _ = forward(*unmapped()(q, k, v, *extra, *map(mx.stop_gradient, spans)))
+    y, _ = forward(*without_vmap(NO_VMAP)(q, k, v, *extra, *map(mx.stop_gradient, spans)))
     return y
 
 

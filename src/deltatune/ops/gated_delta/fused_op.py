@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ...machine import backend
+from ..functional import without_vmap
 from ..kernels.launch import Launch
 from . import fused, fused_channel
 from .fused import KernelInputs
@@ -21,6 +22,10 @@ TilingOfCall = Callable[..., Tiling | None]
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
 
+_NO_VMAP = (
+    "gated_delta: mx.vmap cannot map the fused kernels. Expected every array with its batch axis B first; fold "
+    "the mapped axis into B, or set DELTATUNE_GATED_DELTA=chunk, which can be mapped."
+)
 # q, k, v, log_g, beta; then the initial state, the mask and the segments, where they are given.
 _FLOATS = 5
 # Smaller head sizes waste most of a 16 x 16 tile.
@@ -59,25 +64,9 @@ def gated_delta_fused(
     constants += [segments.astype(mx.int32)] if segments is not None else []
     forward = _differentiable(tiling_of_call, execute, stateful=initial_state is not None, **options)
     floats = [x.astype(mx.float32) for x in (log_g, beta, initial_state) if x is not None]
-    arrays = _refuse_vmap()(q, k, v, *floats, *map(mx.stop_gradient, constants))
+    arrays = without_vmap(_NO_VMAP)(q, k, v, *floats, *map(mx.stop_gradient, constants))
     y, state, *_ = forward(*arrays)
     return y, state
-
-
-@cache
-def _refuse_vmap() -> _Function:
-    """Return the identity, with a vmap rule that raises: MLX asks it before it reaches the kernels behind it."""
-
-    def refuse(*_: object) -> None:
-        raise ValueError(
-            "gated_delta: mx.vmap cannot map the fused kernels. Expected every array with its batch axis B first; fold "
-            "the mapped axis into B, or set DELTATUNE_GATED_DELTA=chunk, which can be mapped."
-        )
-
-    same = mx.custom_function(lambda *arrays: arrays)
-    same.vjp(lambda primals, cotangents, outputs: cotangents)
-    same.vmap(refuse)
-    return cast(_Function, same)
 
 
 @cache
@@ -147,7 +136,7 @@ def _differentiable(
         dq, dk, d_log_g, d_beta = execute(kernels.gradients(tiling, x, scanned))
         return (dq, dk, dv, d_log_g, d_beta, d_initial)[:floats]
 
-    # These have no vmap rule: MLX would map the graph inside them too, whose custom kernels have none (_refuse_vmap).
+    # These have no vmap rule: MLX would map the graph inside them too, whose custom kernels have none (without_vmap).
     forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
 
