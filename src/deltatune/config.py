@@ -151,6 +151,14 @@ class TrainConfig:
             flag=False,
         ),
     )
+    resize_embeddings: bool = field(
+        default=False,
+        metadata=_about(
+            _TUNE,
+            "give the embedding and the head a row for each token that was added to the tokenizer, and train those "
+            "rows",
+        ),
+    )
     batch_size: int = field(default=4, metadata=_about(_RUN, "number of rows in a batch, summed over all ranks"))
     iters: int = field(default=1000, metadata=_about(_RUN, "number of iterations to train for"))
     grad_checkpoint: bool = field(

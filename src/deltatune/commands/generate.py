@@ -115,6 +115,7 @@ def generate(options: GenerateOptions) -> str:
     from ..models.generate import Sampling, prompt_tokens, stream
     from ..models.vision.generate import stream_with_images, stream_with_videos
     from ..models.vision.split import vision_spec
+    from ..models.vocabulary import check_prompt
     from ..train.setup import load_with_adapter
 
     if options.seed is not None:
@@ -139,6 +140,7 @@ def generate(options: GenerateOptions) -> str:
     )
     if not tokens:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
+    check_prompt(loaded, tokens)
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
     if options.image:
         answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)

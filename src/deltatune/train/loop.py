@@ -85,7 +85,7 @@ class Trainer:
         self.world = world or World()
         self.screen = screen or log.Screen(shown=self.world.main)
         self.outputs = Outputs(model, tokenizer, config, model_config)
-        check(model, config, splits)
+        check(model, tokenizer, config, splits)
         self._optimizer = build_optimizer(config)
         self._train_order = batch_order(splits.train, config, self.world)
         identity = state.fingerprint(config, **content.facts(model, config))

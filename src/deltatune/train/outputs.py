@@ -12,11 +12,11 @@ import mlx.nn as nn
 from ..config import TrainConfig
 from ..errors import UserError
 from ..lora import save_adapters
+from ..lora.new_rows import plain_parameters
 from ..lora.tensor_files import write_tensors
 from ..machine.atomic_files import replace_file
 from ..models.vision.adapters import layers_for_mlx_vlm
 from . import state
-from .tree import leaves
 
 
 class Outputs:
@@ -78,7 +78,7 @@ class Outputs:
 
     def _save_checkpoint(self) -> None:
         weights = self.directory / "model.safetensors"
-        tensors: dict[str, Any] = dict(leaves(self._model.parameters()))
+        tensors = plain_parameters(self._model)
         try:
             replace_file(weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
             self._tokenizer.save_pretrained(str(self.directory))

@@ -42,6 +42,8 @@ FREE_OPTIONS = {
     "report_to",
     "project_name",
     "trust_remote_code",
+    # The shapes of the model's tensors, which are compared, tell whether it was used.
+    "resize_embeddings",
 }
 
 
