@@ -268,6 +268,11 @@ class TrainConfig:
     )
 
 
+NO_TYPE_FROM_SCRATCH = (
+    "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
+)
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, extended to read 1e-5 as a number, as YAML 1.2 does; by default PyYAML reads a string."""
 

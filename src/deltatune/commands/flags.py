@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from ..config import TrainConfig, build, nearest, read_yaml
+from ..config import NO_TYPE_FROM_SCRATCH, TrainConfig, build, nearest, read_yaml
+from ..errors import UserError
 
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
@@ -96,7 +97,7 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
     Raises:
-        UserError: the YAML file cannot be read, or an option is unknown or of the wrong type.
+        UserError: the YAML file cannot be read, or an option is unknown, of the wrong type, or excluded by another.
     """
     values: dict[str, Any] = {}
     file = getattr(arguments, "config", None)
@@ -107,4 +108,8 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     build(TrainConfig, values, str(file))
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     values |= {key: value for key, value in vars(arguments).items() if key in names and value is not None}
-    return build(TrainConfig, values, str(file or "options"))
+    config = build(TrainConfig, values, str(file or "options"))
+    # Where nobody chose a type, the default gives way to from_scratch; a choice that it excludes is a mistake.
+    if config.from_scratch and values.get("fine_tune_type", "full") != "full":
+        raise UserError(NO_TYPE_FROM_SCRATCH.format(config.fine_tune_type))
+    return config

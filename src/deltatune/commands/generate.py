@@ -14,6 +14,8 @@ from ..errors import UserError
 from .flags import add_adapter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..data.vision.videos import Clip
     from ..models.load import Loaded
 
@@ -151,7 +153,7 @@ def generate(options: GenerateOptions) -> str:
     else:
         answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
-    for last in answer:
+    for last in _sound(answer, loaded):
         print(last.text, end="", flush=True)
         parts.append(last.text)
     print()
@@ -161,6 +163,18 @@ def generate(options: GenerateOptions) -> str:
             f"{last.generation_tps:.1f}/s; peak memory {last.peak_memory:.2f} GB]"
         )
     return "".join(parts)
+
+
+def _sound(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:
+    """Pass on the pieces of an answer; UserError if damaged weights make the first token's probabilities NaN."""
+    import mlx.core as mx
+
+    from ..train.nonfinite import refuse_damaged
+
+    for number, piece in enumerate(answer):
+        if number == 0 and piece.logprobs is not None and mx.isnan(mx.array(piece.logprobs)).any().item():
+            refuse_damaged(loaded.model)
+        yield piece
 
 
 def _first_media(options: GenerateOptions) -> str | None:

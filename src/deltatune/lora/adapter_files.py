@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..machine.atomic_files import replace_file
+from ..ops.functional import is_finite
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .new_rows import add_rows, grown_tables, parameter_name, stored_rows
@@ -228,7 +229,7 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     """Read the tensors of an adapter file, after its header was checked.
 
     Raises:
-        UserError: the file is missing, damaged or empty.
+        UserError: the file is missing, damaged or empty, or a tensor holds NaN or infinity.
     """
     if not path.is_file():
         raise UserError(f"adapter {path}: no such file.")
@@ -236,6 +237,12 @@ def read_weights(path: Path) -> dict[str, mx.array]:
         raise UserError(f"adapter {path}: holds no tensor.")
     tensors: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
     mx.eval(tensors)
+    not_finite = [name for name, tensor in tensors.items() if not is_finite(tensor)]
+    if not_finite:
+        raise UserError(
+            f"adapter {path}: {len(not_finite)} of its {len(tensors)} tensors hold NaN or infinity: "
+            f"{_first_few(not_finite)}. Take an earlier save of that run, or train again with a lower learning rate."
+        )
     return tensors
 
 

@@ -63,7 +63,7 @@ class GrownTable(nn.Module):
         """
         added = with_weight(self.base, self.new_rows.astype(_dtype(self.base)), self.dense_class, dequantize)
         if "bias" in self.base:
-            added.bias = self.new_bias.astype(self.base["bias"].dtype)
+            added.bias = self["new_bias"].astype(self.base["bias"].dtype)
         dense = dequantize and is_quantized(self.base)
         old = with_weight(self.base, dense_rows(self.base), self.dense_class, True) if dense else self.base
         arrays: Any = {name: mx.concatenate([old[name], array]) for name, array in added.parameters().items()}
@@ -79,8 +79,8 @@ class GrownEmbedding(GrownTable):
     def __call__(self, ids: mx.array) -> mx.array:
         is_new = ids >= self.old_rows
         old = self.base(mx.where(is_new, 0, ids))
-        index = mx.where(is_new, ids.astype(mx.int32) - self.old_rows, -1)
-        return mx.where(is_new[..., None], _take_rows(self.new_rows, index).astype(old.dtype), old)
+        new: Any = _take_rows(self.new_rows, mx.where(is_new, ids.astype(mx.int32) - self.old_rows, -1))
+        return mx.where(is_new[..., None], new.astype(old.dtype), old)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits [..., rows] of x [..., dims], for a head that is tied to the embedding."""

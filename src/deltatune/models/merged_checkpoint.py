@@ -27,13 +27,12 @@ from ..lora.new_rows import GrownTable, grown_tables
 from ..lora.parts import part_of
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
-from .checkpoint_files import INDEX, WEIGHTS, read_json, weight_headers
+from .checkpoint_files import INDEX, QUANTISATION_KEYS, WEIGHTS, read_json, weight_headers
 from .load import load_model, load_vision_tower, locate
 from .stored_names import StoredNames
 from .vision.load import sanitizer
 from .vocabulary import with_vocab_size
 
-_QUANTISATION_KEYS = ("quantization", "quantization_config")
 # Weight formats that can run code when they are opened.
 _NOT_COPIED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack", ".gguf")
 
@@ -185,7 +184,7 @@ def _merged_config(path: Path, grown: Mapping[str, GrownTable], dequantize: bool
     for table in grown.values():
         config = with_vocab_size(config, table.old_rows, table.rows)
     for part in (config, config.get("text_config") or {}) if dequantize else ():
-        for key in _QUANTISATION_KEYS:
+        for key in QUANTISATION_KEYS:
             part.pop(key, None)
     return config
 

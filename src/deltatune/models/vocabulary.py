@@ -155,7 +155,7 @@ def _logit_count(model: nn.Module) -> int:
 
 
 def with_vocab_size(config: dict[str, Any], old: int, new: int) -> dict[str, Any]:
-    """Return a copy of the content of config.json in which every vocab_size of `old` is `new`; there is one at least."""
+    """Return a copy of the content of config.json where every vocab_size of `old` is `new`; there is one at least."""
     config = copy.deepcopy(config)
     parts = [config, *(config[name] for name in _TEXT_PARTS if isinstance(config.get(name), dict))]
     for part in [part for part in parts if part.get("vocab_size") == old] or parts[-1:]:

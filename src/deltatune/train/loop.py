@@ -240,6 +240,8 @@ class Trainer:
         loss = self._evaluation(self._valid_order, self.config.val_batches, between)
         if loss is None:
             return False
+        if not math.isfinite(loss):
+            self._check_weights()
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
         progress.val_loss = loss
@@ -350,6 +352,14 @@ class Trainer:
             self._ending.in_order()
             raise
 
+    def _check_weights(self) -> None:
+        """Raise on every rank if an evaluation's loss is not finite because a tensor of the model is not."""
+        try:
+            nonfinite.refuse_damaged(self.model)
+        except UserError:
+            self._ending.in_order()
+            raise
+
     def _fail(self, loss: float, norm: float | None) -> None:
         """Raise for a loss or gradient that is not finite, after saving the last good state and finding the cause."""
         at, batches = self.progress.iteration, self._batches
@@ -358,7 +368,13 @@ class Trainer:
         self._ending.in_order()
         # An update that is not finite changes no parameter.
         self._saving.updating = False
-        self._saving.save_last_update()
+        damage = nonfinite.damage(self.model)
+        worth_saving = damage is None or nonfinite.trained_is_finite(self.model)
+        if worth_saving:
+            self._saving.save_last_update()
+        if damage is not None:
+            kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
+            raise UserError(f"iteration {at}: {what}: {damage}{kept}")
         cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
         raise UserError(
             f"iteration {at}: {what}: {cause}. The update was not made; the state after iteration "

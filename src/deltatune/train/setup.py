@@ -13,11 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
 
-from ..config import TrainConfig
+from ..config import NO_TYPE_FROM_SCRATCH, TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
 from ..data.reader import VisionProcessors
+from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.new_rows import grown_tables
@@ -93,8 +94,14 @@ def ready(
 
 
 def settled(config: TrainConfig) -> TrainConfig:
-    """Return the options with those that others imply: training from scratch trains all parameters of all layers."""
+    """Return the options with those that others imply: training from scratch trains all parameters of all layers.
+
+    Raises:
+        UserError: For options that exclude one another.
+    """
     if config.from_scratch:
+        if config.fine_tune_type == "dora":
+            raise UserError(NO_TYPE_FROM_SCRATCH.format(config.fine_tune_type))
         return dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
     return config
 
