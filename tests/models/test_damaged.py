@@ -12,6 +12,9 @@ import mlx.core as mx
 import pytest
 
 from deltatune import cli
+from deltatune.config import LoraConfig
+from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.models.load import load_model
 from new_tokens import write_data
 
 
@@ -87,6 +90,27 @@ def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, comma
     assert (out / "state" / "state.safetensors").exists() == (command == "train later")
     assert f"tensors hold NaN or infinity, the first {name}: its checkpoint is damaged. Download" in error
     assert "learning-rate" not in error
+
+
+@pytest.mark.parametrize("fault", ["base", "overflow"])
+@pytest.mark.parametrize("quantize", [None, {}], ids=["dense", "4bit"])
+def test_a_merge_that_is_not_finite(run, tiny_checkpoint, tmp_path, quantize, fault):
+    base = tiny_checkpoint("qwen3", quantize=quantize, dtype=mx.float16)
+    model, _ = load_model(base)
+    convert_to_lora(model, LoraConfig(rank=2, keys=["self_attn.q_proj"]))
+    save_adapters(model, tmp_path / "adapter", {})
+    if fault == "overflow":
+        tensors = mx.load(str(tmp_path / "adapter" / "adapters.safetensors"))
+        tensors = {name: mx.full(tensor.shape, 1e3) for name, tensor in tensors.items()}
+        mx.save_safetensors(str(tmp_path / "adapter" / "adapters.safetensors"), tensors)
+    else:
+        base = shutil.copytree(base, tmp_path / "base")
+        spoil(base, "model.safetensors", float("nan"), kind="q_proj.scales" if quantize == {} else "q_proj.weight")
+    flags = ["--model", base, "--adapter-path", tmp_path / "adapter", "--save-path", tmp_path / "merged"]
+    code, _, error = run("merge", *flags)
+    assert code == 2
+    assert "self_attn.q_proj: its weight would hold NaN or infinity after the merge." in error
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("dtype", [mx.int8, mx.int32, mx.uint32])

@@ -21,15 +21,18 @@ from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..lora import adapters, load_adapters
+from ..lora.adapter import Adapter
 from ..lora.adapter_files import WEIGHTS as WEIGHTS_FILE
 from ..lora.adapter_files import read_config, read_weights
 from ..lora.new_rows import GrownTable, grown_tables
 from ..lora.parts import part_of
+from ..lora.rounding import Rounding
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
+from ..ops.functional import is_finite
 from .checkpoint_files import INDEX, QUANTISATION_KEYS, WEIGHTS, read_json, weight_headers
 from .load import load_model, load_vision_tower, locate
-from .stored_names import StoredNames
+from .stored_names import Sanitize, StoredNames
 from .vision.load import sanitizer
 from .vocabulary import with_vocab_size
 
@@ -45,11 +48,13 @@ class Merge:
         path: The folder of the merged checkpoint.
         changed: The names of tensors with new values.
         removed: The names of tensors that are left out: scales and biases of weights that are no longer quantised.
+        rounding: What quantising merged matrices again cost. None where none was quantised again.
     """
 
     path: Path
     changed: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    rounding: Rounding | None = None
 
 
 def merge_checkpoint(
@@ -70,8 +75,8 @@ def merge_checkpoint(
         The names of the tensors that changed.
 
     Raises:
-        UserError: The adapter belongs to another model, the base's tensors cannot be written back, the folder exists,
-            or it cannot be written.
+        UserError: The adapter belongs to another model, the base's tensors cannot be written back, a merged weight is
+            not finite, the folder exists, or it cannot be written.
 
     Example:
         >>> merge_checkpoint("path/to/model", "adapters", "merged").changed
@@ -80,11 +85,13 @@ def merge_checkpoint(
     if save_path.exists() and (not save_path.is_dir() or any(save_path.iterdir())):
         raise UserError(f"{save_path}: this folder exists already; give the path of a new one for the merged model.")
     headers = weight_headers(path)
+    rounding = _measure(path, Path(adapter_path), dequantize)
     changes, config = _changes(path, Path(adapter_path), dequantize)
     merge = Merge(
         save_path,
         [name for name, value in changes.items() if value is not None],
         [name for name, value in changes.items() if value is None],
+        rounding,
     )
     temporary = save_path.parent / f".{save_path.name}.{os.getpid()}.tmp"
     try:
@@ -106,20 +113,15 @@ def _changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[dict[str
 
     Values are lazy and take no memory yet.
     """
-    if _adapts_vision(adapter_path):
-        model = load_vision_tower(path)
-        names = StoredNames(model, path, sanitizer(model))
-    else:
-        model, _ = load_model(path, lazy=True)
-        names = StoredNames(model, path)
+    model, sanitize = _load(path, adapter_path)
+    names = StoredNames(model, path, sanitize)
     before = _flat(model)
     load_adapters(model, adapter_path)
     new: dict[str, mx.array] = {}
     removed: list[str] = []
     adapted, grown = adapters(model), grown_tables(model)
     for name, adapter in adapted.items():
-        base = adapter.linear if "linear" in adapter else adapter.embedding
-        _collect(name, base, adapter.fuse(dequantize=dequantize), new, removed)
+        _collect(name, _base(adapter), adapter.fuse(dequantize=dequantize), new, removed)
     for name, table in grown.items():
         _collect(name, table.base, table.plain(dequantize=dequantize), new, removed)
     replaced = tuple(f"{name}." for name in (*adapted, *grown))
@@ -134,6 +136,41 @@ def _changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[dict[str
                 packing = ("scales", "biases", "global_scale", *OUTPUT_SCALES)
                 removed += [f"{name}.{key}" for key in packing if module.get(key) is not None]
     return names.write_back(new, removed), _merged_config(path, grown, dequantize)
+
+
+def _load(path: Path, adapter_path: Path) -> tuple[nn.Module, Sanitize | None]:
+    """Load the base lazily, through the library that knows what the adapter changes; None stands for its sanitize."""
+    if _adapts_vision(adapter_path):
+        model = load_vision_tower(path)
+        return model, sanitizer(model)
+    return load_model(path, lazy=True)[0], None
+
+
+def _measure(path: Path, adapter_path: Path, dequantize: bool) -> Rounding | None:
+    """Compute every merged matrix once, and return what quantising them again costs; None where none is quantised.
+
+    Raises:
+        UserError: A merged matrix is not finite.
+    """
+    # Arrays that are once computed stay in memory as long as their module, so a model of its own is taken apart here.
+    model, _ = _load(path, adapter_path)
+    load_adapters(model, adapter_path)
+    rounding = Rounding()
+    for name, adapter in adapters(model).items():
+        base, fused = _base(adapter), adapter.fuse(dequantize=dequantize)
+        if not is_finite(dense_weight(fused)):
+            raise UserError(
+                f"{name}: its weight would hold NaN or infinity after the merge. Where the model alone gives a finite "
+                "loss (deltatune eval), the sum is too large for its type: train again with a smaller scale."
+            )
+        if isinstance(adapter, Adapter) and is_quantized(base) and not dequantize:
+            rounding.add(name, adapter, fused)
+        base.clear()
+    return rounding if rounding.errors else None
+
+
+def _base(adapter: nn.Module) -> nn.Module:
+    return adapter["linear"] if "linear" in adapter else adapter["embedding"]
 
 
 def _adapts_vision(adapter_path: Path) -> bool:
