@@ -221,6 +221,10 @@ class TrainConfig:
     )
     steps_per_eval: int = field(default=200, metadata=_about(_RUN, "number of iterations between evaluations"))
     save_every: int = field(default=100, metadata=_about(_SAVE, "number of iterations between saves"))
+    keep: int | None = field(
+        default=None,
+        metadata=_about(_SAVE, "number of numbered copies of the adapters to keep, the newest; default: all"),
+    )
     early_stopping: int | None = field(
         default=None, metadata=_about(_RUN, "stop training after this many evaluations without a lower loss")
     )

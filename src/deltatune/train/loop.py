@@ -10,6 +10,7 @@ import dataclasses
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -241,13 +242,18 @@ class Trainer:
         if loss is None:
             return False
         if not math.isfinite(loss):
-            self._check_weights()
+            self._on_every_rank(lambda: nonfinite.refuse_damaged(self.model))
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
         progress.val_loss = loss
         self._report(record, log.validation_line(record))
-        if progress.best_loss is None or loss < progress.best_loss:
+        # Without a target to count, the loss is NaN, which is no best.
+        if not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.evaluations_without_gain = loss, 0
+            progress.best_iteration = progress.iteration
+            # Before the first iteration nothing is trained: the model as it came is not worth a copy.
+            if progress.iteration:
+                self._on_every_rank(lambda: self._saving.save_best(loss))
         else:
             progress.evaluations_without_gain += 1
         if self._out_of_patience():
@@ -345,17 +351,12 @@ class Trainer:
             service.log(numbers, record["iteration"])
 
     def _save(self, finished: bool = False) -> None:
-        try:
-            self._saving.save(finished)
-        except UserError:
-            # If rank 0 could not write, every rank raises.
-            self._ending.in_order()
-            raise
+        self._on_every_rank(lambda: self._saving.save(finished))
 
-    def _check_weights(self) -> None:
-        """Raise on every rank if an evaluation's loss is not finite because a tensor of the model is not."""
+    def _on_every_rank(self, action: Callable[[], None]) -> None:
+        """Do what raises a UserError on every rank if it raises one on any."""
         try:
-            nonfinite.refuse_damaged(self.model)
+            action()
         except UserError:
             self._ending.in_order()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -91,13 +92,15 @@ class Saving:
         if progress.micro_batches:
             packed = state.pack("window", self._parted(self.sums)._asdict())
             sums = {key: world.gather(leaf) for key, leaf in packed.items()}
-        problem: UserError | None = None
-        try:
-            self._write(sums)
-        except UserError as error:
-            problem = error
-        if world.sum_numbers(float(problem is not None))[0]:
-            raise problem or UserError("rank 0 could not save; its message says why.")
+        self._agree(lambda: self._write(sums))
+
+    def save_best(self, loss: float) -> None:
+        """Write the weights once more, as the best so far. Every rank must call it, and rank 0 writes.
+
+        Raises:
+            UserError: On every rank, if rank 0 could not write.
+        """
+        self._agree(lambda: self._outputs.save_best(self.progress.iteration, loss) if self._world.main else None)
 
     def save_last_update(self) -> None:
         """Return to the state after the last update and save it on rank 0. No rank waits for another.
@@ -148,6 +151,16 @@ class Saving:
         if len(sums) == self._world.size:
             return sums[self._world.rank]
         return sums.sum(axis=0) if self._world.main else mx.zeros_like(sums[0])
+
+    def _agree(self, write: Callable[[], None]) -> None:
+        """Call `write` on every rank, and raise on all of them if it fails on one."""
+        problem: UserError | None = None
+        try:
+            write()
+        except UserError as error:
+            problem = error
+        if self._world.sum_numbers(float(problem is not None))[0]:
+            raise problem or UserError("rank 0 could not save; its message says why.")
 
     def _write(self, sums: dict[str, mx.array]) -> None:
         threads = blas.status().threads
