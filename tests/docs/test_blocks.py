@@ -8,7 +8,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-import yaml
 
 import deltatune
 from deltatune import config
@@ -47,9 +46,9 @@ def test_commands_are_those_of_the_parser(page, line):
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
-def test_yaml_holds_known_options(block):
-    values = yaml.load(block.text, config._Loader)
-    config.build(config.TrainConfig, values, str(block))
+def test_yaml_holds_known_options(block, tmp_path):
+    (tmp_path / "run.yaml").write_text(block.text, encoding="utf-8")
+    config.build(config.TrainConfig, config.read_yaml(tmp_path / "run.yaml"), str(block))
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
