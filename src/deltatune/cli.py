@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
 from .commands import demo, doctor, eval, generate, merge, plan, run, selftest, train
 from .commands.flags import Parser
 from .errors import UserError
+from .machine import startup
 
 COMMANDS = (train, plan, eval, generate, merge, run, doctor, selftest, demo)
 
@@ -16,10 +18,18 @@ COMMANDS = (train, plan, eval, generate, merge, run, doctor, selftest, demo)
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line, with every command and its flags."""
     top = Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
+    top.add_argument("--version", action="version", version=f"deltatune {_version()}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)
     return top
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("deltatune")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: its files are used where they lie)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = parser().parse_args(argv)
+        startup.check()
         return arguments.call(arguments)
     except UserError as error:
         sys.stderr.write(f"deltatune: {error}\n")
