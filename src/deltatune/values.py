@@ -127,7 +127,8 @@ def fix(instance: Any) -> None:
 
     Raises:
         UserError: a value has another type than the field's annotation says, or is not one that its metadata allows
-            (`range`, `choices` for the whole text or each member of a list, `words` for a text with commas).
+            (`range`, `choices` for the whole text or each member of a list, `words` for a text with commas, and `empty`
+            where a text may be empty).
     """
     for name, (hint, metadata) in fields_of(type(instance)).items():
         object.__setattr__(instance, name, checked(getattr(instance, name), hint, metadata, name))
@@ -170,7 +171,7 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     Args:
         value: the value.
         hint: a type, such as `int`, `float | None` or `list[str]`.
-        metadata: what else is asked for: `range`, `choices` and `words`, as in `fix`.
+        metadata: what else is asked for: `range`, `choices`, `words` and `empty`, as in `fix`.
         name: what to call the value in messages.
 
     Raises:
@@ -183,9 +184,9 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, name)
     outer = typing.get_origin(kind) or kind
-    if outer is list and isinstance(value, list | tuple):
-        (member,) = typing.get_args(kind)
-        return [checked(each, member, metadata, f"{name}: entry {number}") for number, each in enumerate(value, 1)]
+    if outer in (list, tuple) and isinstance(value, list | tuple):
+        member = typing.get_args(kind)[0]
+        return outer(checked(each, member, metadata, f"{name}: entry {i}") for i, each in enumerate(value, 1))
     if outer is dict and isinstance(value, dict):
         of_key, of_value = typing.get_args(kind)
         return {
@@ -223,7 +224,8 @@ def _is_allowed(text: str, metadata: Mapping[str, Any]) -> bool:
         return False
     words = text.split(",") if metadata.get("words") else [text]
     known = metadata.get("words") or metadata.get("choices")
-    return bool(text) and not text.isspace() and (not known or set(words) <= set(known))
+    filled = metadata.get("empty") or (text and not text.isspace())
+    return bool(filled) and (not known or set(words) <= set(known))
 
 
 def _expected(value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:

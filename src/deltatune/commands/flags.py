@@ -120,13 +120,13 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     values = {name: value for name, value in values.items() if value is not None}
     check_values(TrainConfig, values, str(file))
     lora = values.pop("lora_parameters", {})
-    flags, lora_flags = _given(TrainConfig, arguments), _given(LoraConfig, arguments)
+    flags, lora_flags = given(TrainConfig, arguments), given(LoraConfig, arguments)
     _choose("iters", "epochs", values, flags, str(file))
     _choose("scale", "alpha", lora, lora_flags, f"{file}: lora_parameters")
     return build(TrainConfig, values | flags | {"lora_parameters": lora | lora_flags}, "")
 
 
-def _given(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+def given(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that are fields of the dataclass; UserError, by the flag's name, for a value it may not have."""
     fields = fields_of(cls)
     found = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
@@ -141,6 +141,6 @@ def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str,
         if values.get(first) is not None and values.get(second) is not None:
             where = f"{source}: " if values is in_file else ""
             raise UserError(f"{where}{one} and {other} set the same thing in two ways; give one of them.")
-    for given, overridden in ((first, second), (second, first)):
-        if given in on_line:
+    for kept, overridden in ((first, second), (second, first)):
+        if kept in on_line:
             in_file.pop(overridden, None)
