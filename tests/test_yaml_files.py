@@ -51,7 +51,7 @@ def test_what_editors_write_is_read(tmp_path):
         (
             "one with a Python object",
             b"model: !!python/object/apply:os.getcwd []\n",
-            r"could not determine a construct",
+            r"could not determine a con",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
