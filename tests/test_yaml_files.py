@@ -33,21 +33,21 @@ def test_what_editors_write_is_read(tmp_path):
     assert read_yaml(file) == {}
 
 
-@pytest.mark.bad_input("a YAML file that is {what}")
+@pytest.mark.bad_input("a YAML file that {what}")
 @pytest.mark.parametrize(
     ("what", "content", "message"),
     [
-        ("no YAML", b"a: [1,\n", r"the file is not YAML: .*, in line 2\."),
-        ("a list", b"- 1\n", r"expected `key: value` lines, got \[1\]\."),
-        ("a text", b"iters 5\n", r"expected `key: value` lines, got 'iters 5'\."),
-        ("not UTF-8", "modèle: x\n".encode("latin-1"), r"byte 3 is not UTF-8 .*save the file in UTF-8"),
-        ("in UTF-16", "model: x\n".encode("utf-16"), r"is not UTF-8"),
-        ("binary", b"\x00\x01\x02", r"the file is not YAML"),
-        ("one with a key twice", b"iters: 5\nmodel: x\niters: 6\n", r"the key 'iters' stands there twice, in line 3\."),
-        ("one with a nested key twice", b"lora_parameters: {rank: 1, rank: 2}\n", r"the key 'rank' stands there twice"),
-        ("nested too deeply", b"a: " + b"[" * 20_000, r"nested too deeply"),
-        ("one with a date that is none", b"model: 2020-13-45\n", r"'2020-13-45' is not a timestamp, in line 1\."),
-        ("one with a tag that does not fit", b"iters: !!bool maybe\n", r"'maybe' is not a bool, in line 1\."),
+        ("is no YAML", b"a: [1,\n", r"the file is not YAML: .*, in line 2\."),
+        ("is a list", b"- 1\n", r"expected `key: value` lines, got \[1\]\."),
+        ("is a text", b"iters 5\n", r"expected `key: value` lines, got 'iters 5'\."),
+        ("is not UTF-8", "modèle: x\n".encode("latin-1"), r"byte 3 is not UTF-8 .*save the file in UTF-8"),
+        ("is in UTF-16", "model: x\n".encode("utf-16"), r"is not UTF-8"),
+        ("is binary", b"\x00\x01\x02", r"the file is not YAML"),
+        ("gives a key twice", b"iters: 5\nmodel: x\niters: 6\n", r"the key 'iters' stands there twice, in line 3\."),
+        ("gives a nested key twice", b"lora_parameters: {rank: 1, rank: 2}\n", r"the key 'rank' stands there twice"),
+        ("is nested too deeply", b"a: " + b"[" * 20_000, r"nested too deeply"),
+        ("holds a date that is none", b"model: 2020-13-45\n", r"'2020-13-45' is not a timestamp, in line 1\."),
+        ("holds a tag that does not fit", b"iters: !!bool maybe\n", r"'maybe' is not a bool, in line 1\."),
         (
             "one with a Python object",
             b"model: !!python/object/apply:os.getcwd []\n",

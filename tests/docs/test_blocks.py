@@ -11,7 +11,7 @@ import pytest
 
 import deltatune
 from deltatune import config
-from deltatune.commands.flags import config_from
+from deltatune.commands.flags import config_from, option_fields
 from deltatune.demo.assets import MODEL
 from deltatune.machine import environment
 
@@ -111,4 +111,5 @@ def test_what_is_made_for_the_pages_is_complete():
 def _is_help(command, string):
     """--help itself, and the flags of train and plan, which stand on the options page under the option's name."""
     option = string.removeprefix("--").removeprefix("no-").replace("-", "_")
-    return string in ("-h", "--help") or (command in ("train", "plan") and hasattr(config.TrainConfig(), option))
+    options = {field.name for field in option_fields()}
+    return string in ("-h", "--help") or (command in ("train", "plan") and option in options)
