@@ -30,7 +30,7 @@ from machine import cpu, gpu, versions
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
     "tune": "lora", "pack": False, "implementation": "", "optimizer": "adamw", "bits": 0, "iterations": 6, "shape": "",
-    "expert_updates": "dense",
+    "expert_updates": "dense", "waiting": False,
 }  # fmt: skip
 EXPERTS = {"family": "qwen3_5_moe", "depth": 8}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -64,6 +64,18 @@ ON_GPU: dict[str, dict[str, Any]] = {
 }
 
 
+def wait_for_each_operation() -> None:
+    """Make MLX and the forecast wait for each operation before the next, so that no count hangs on timing."""
+    import mlx.core as mx
+
+    from deltatune.plan import simulate
+
+    # A task is never full and none may run ahead, so that the simulated queue is emptied after every primitive.
+    simulate.TASKS_AHEAD = -1
+    simulate.PACES["cpu"] = simulate.Pace(10**9, releases=True)
+    mx.set_memory_limit(1)
+
+
 def worker(options: dict[str, Any]) -> dict[str, Any]:
     """Forecast and count one configuration in this process."""
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
@@ -86,6 +98,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from depth import config as model_config
     from trainers import SHAPES, mlx_model
 
+    if options["waiting"]:
+        wait_for_each_operation()
     counter = ByteCounter() if options["shape"] else Counter()
     if options["shape"]:
         shape = replace(SHAPES[options["shape"]], layers=options["depth"])
