@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "reference" / "checks.md"
 INTRODUCTION = """# Every check of what is given
 
 Each row is a mistake that a test makes on purpose. It ends with exit code 2 and one message, which says what was
-expected, what came and what to do; in Python it is a `UserError`. `make fuzz` looks for mistakes that nobody thought of.
+expected, what came and what to do; in Python it is a `UserError`. `make fuzz` looks for what nobody thought of.
 `scripts/checks_table.py` writes this page from the tests that are marked `bad_input`.
 """
 _LONGEST = 100

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         help="fine-tune a model, with LoRA by default",
         usage="deltatune train --model MODEL --data DATA [-c FILE] [options]",
         description="Fine-tune a model. The options that mlx_lm.lora has are named as it names them. A YAML file (-c) "
-        "can also set lr_schedule, optimizer_config, hf_dataset and all of lora_parameters (docs/reference/options.md).",
+        "can also set lr_schedule, optimizer_config, hf_dataset and all of lora_parameters (see the options page).",
     )
     parser.add_argument(
         "--show-batch",
