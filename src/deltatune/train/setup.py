@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
 
-from ..config import NO_TYPE_FROM_SCRATCH, TrainConfig
+from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
 from ..data.reader import VisionProcessors
-from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.new_rows import grown_tables
@@ -32,6 +32,7 @@ from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..patches import PatchReport, patched
 from .distributed import World
+from .optimizer import build_optimizer
 from .step import LossFunction, Step, chunked_loss, full_loss
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
@@ -84,6 +85,8 @@ def ready(
         UserError: For anything in the options, the model or the data that the user can correct.
     """
     config = settled(config)
+    # A wrong setting of the optimizer is reported before anything is loaded.
+    build_optimizer(config)
     # The model is located before the data are read, so that a wrong path is reported at once.
     path = locate(config.model)
     image = first_image(config)
@@ -94,14 +97,8 @@ def ready(
 
 
 def settled(config: TrainConfig) -> TrainConfig:
-    """Return the options with those that others imply: training from scratch trains all parameters of all layers.
-
-    Raises:
-        UserError: For options that exclude one another.
-    """
+    """Return the options with those that others imply: training from scratch trains all parameters of all layers."""
     if config.from_scratch:
-        if config.fine_tune_type == "dora":
-            raise UserError(NO_TYPE_FROM_SCRATCH.format(config.fine_tune_type))
         return dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
     return config
 
@@ -208,6 +205,14 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
         rank=world.rank if world else 0,
         world=world.size if world else 1,
     )
+
+
+def with_iterations(config: TrainConfig, order: BatchOrder) -> TrainConfig:
+    """Return the options with the number of iterations that `epochs` stands for, where it is given."""
+    if config.epochs is None:
+        return config
+    # A product such as 0.1 * 30 may be a little above the whole number that it stands for.
+    return dataclasses.replace(config, iters=max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6)))
 
 
 def build_step(
