@@ -174,6 +174,15 @@ class TrainConfig:
             "every token",
         ),
     )
+    chat_turns: str = field(
+        default="each",
+        metadata=_about(
+            _DATA,
+            "which assistant turns of a chat count in the loss: each of them, or the last alone. Where the chat "
+            "template rewrites earlier turns, a chat takes several rows with each",
+            choices=("each", "last"),
+        ),
+    )
     min_pixels: int | None = field(
         default=None,
         metadata=_about(_DATA, "area, in pixels, to which smaller images are scaled up; default: the model's own"),

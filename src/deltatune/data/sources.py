@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ Rows = Iterator[tuple[str, Any]]
 
 # How many rows of a Hugging Face data set are searched for images.
 _TRIED_ROWS = 100
+_DIGEST_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,14 @@ class DataTable:
         rows: a function that yields (source, row) for every row.
         candidates: a function that yields (source, row) for the rows that may hold an image or a video, found without
             parsing the others.
+        digest: a function that returns a digest of the rows.
     """
 
     name: str
     count: int
     rows: Callable[[], Rows]
     candidates: Callable[[], Rows]
+    digest: Callable[[], bytes]
 
 
 def jsonl(path: Path) -> DataTable:
@@ -46,7 +51,19 @@ def jsonl(path: Path) -> DataTable:
             count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
-    return DataTable(str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')))
+    return DataTable(
+        str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')), lambda: _file_digest(path)
+    )
+
+
+def _file_digest(path: Path) -> bytes:
+    """Return a digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _digest).digest()
+
+
+def _digest() -> Any:
+    return hashlib.blake2b(digest_size=20)
 
 
 def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
@@ -135,4 +152,29 @@ def _table(name: str, dataset: Any) -> DataTable:
         return ((f"{name} row {index}", row) for index, row in enumerate(dataset))
 
     # Every row has the same columns, so the first rows show whether there are images, unless all of them are empty.
-    return DataTable(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS))
+    return DataTable(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS), lambda: _arrow_digest(dataset))
+
+
+class _DigestFile(io.RawIOBase):
+    """A file that only takes a digest of what is written to it."""
+
+    def __init__(self) -> None:
+        self.digest = _digest()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self.digest.update(content)
+        return len(content)
+
+
+def _arrow_digest(dataset: Any) -> bytes:
+    """Return a digest of the rows of a data set, as Arrow writes them."""
+    import pyarrow
+
+    file = _DigestFile()
+    for table in dataset.with_format("arrow").iter(batch_size=_DIGEST_ROWS):
+        with pyarrow.ipc.new_stream(pyarrow.PythonFile(file, "w"), table.schema) as stream:
+            stream.write_table(table)
+    return file.digest.digest()
