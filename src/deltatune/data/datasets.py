@@ -146,7 +146,8 @@ def _check(
             continue
         names = ", ".join(table.name for table, _ in tables[name])
         if name == "valid":
-            notes.append("No validation set: training goes on without validation.")
+            why = f"{names}: no example left to validate on" if names else "No validation set"
+            notes.append(f"{why}: training goes on without validation.")
         elif names:
             raise UserError(f"{names}: no example left to {name} on; expected at least one.")
         else:

@@ -65,19 +65,27 @@ class Reader:
         self._note_formats(table, encoded)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
         examples: list[Example] = []
-        overlong, longest = 0, 0
+        overlong, longest, beyond = 0, 0, 0
         cut_media: list[str] = []
-        for example in encoded.examples:
+        for example, within in ((example, within) for row in encoded.rows for example, within in _within(row, limit)):
             if len(example.tokens) > limit:
                 overlong, longest = overlong + 1, max(longest, len(example.tokens))
                 if skip:
+                    continue
+                if not within:
+                    beyond += 1
                     continue
                 if example.pictures is not None and (kind := example.pictures.kind_cut(example.tokens, limit)):
                     cut_media.append(kind)
                     continue
                 example = _truncated(example, limit)
             examples.append(example)
-        self._note_overlong(table, overlong, cut_media, longest, len(examples))
+        self._note_overlong(table, overlong, cut_media, longest, len(examples) + beyond)
+        if beyond:
+            self.notes.append(
+                f"{table.name}: {beyond:,} of them were left out, not truncated: the turns that they are for begin "
+                "beyond the limit."
+            )
         return examples
 
     def _encoded(self, table: DataTable, features: Features) -> Encoded:
@@ -90,16 +98,16 @@ class Reader:
             self._tokenizer, features, self._config.mask_prompt, last_turn=self._config.chat_turns == LAST_TURN
         )
         encoder = text if self._vision is None else self._vision_encoder(text)
-        examples: list[Example] = []
+        rows: list[list[Example]] = []
         # A progress bar belongs on a terminal and not in a log file.
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             hidden = table.count < _PROGRESS_ROWS
             task = progress.add_task(f"Tokenising {table.name}", total=table.count, visible=not hidden)
             for of_row in encoder.stream(table.rows(), table.count):
-                examples += of_row
+                rows.append(of_row)
                 progress.advance(task)
-        encoded = Encoded(examples, text.formats.kinds, text.several_rows)
+        encoded = Encoded(rows, text.formats.kinds)
         if key is not None:
             token_cache.keep(key, table.name, encoded)
         return encoded
@@ -133,12 +141,12 @@ class Reader:
         for kind, meaning in _MEANINGS.items():
             if count := encoded.kinds.get(kind):
                 self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
-        if encoded.several:
+        several = [len(row) for row in encoded.rows if len(row) > 1]
+        if several:
             self.notes.append(
-                f"{table.name}: {encoded.several:,} of {encoded.kinds.total():,} conversations take several rows, "
-                f"{len(encoded.examples):,} in all: the chat template writes earlier turns differently once others "
-                "follow, so each turn is learnt in the row in which it stands as it is generated. --chat-turns last "
-                "learns the last turn alone."
+                f"{table.name}: {len(several):,} of {len(encoded.rows):,} conversations take several rows, "
+                f"{sum(several):,} in all: the chat template rewrites earlier turns once others follow, so each turn "
+                "is learnt in a row in which it stands as it is generated. --chat-turns last learns the last turn alone."
             )
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
@@ -160,6 +168,15 @@ class Reader:
                 f"{table.name}: {len(cut_media):,} of them were skipped, not truncated: the limit would cut {what} in "
                 f"half. Raise max_seq_length, or scale images down with --max-pixels{fewer}."
             )
+
+
+def _within(row: list[Example], limit: int) -> list[tuple[Example, bool]]:
+    """Return the examples of a row of data, and whether each is trained on.
+
+    A conversation in one row loses the turns beyond the limit where it is cut. In several rows it loses the same turns.
+    """
+    within = [bool(example.targets[:limit].any()) for example in row]
+    return list(zip(row, within if any(within) else [True] * len(row), strict=True))
 
 
 def _truncated(example: Example, limit: int) -> Example:

@@ -17,11 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-# One conversation may take this many seconds of processor time, and add this much to the process's memory.
-LIMIT_SECONDS = 10
-LIMIT_BYTES = 2 << 30
 LARGEST_TEXT = 1 << 26
 # A process that has had nothing to do for this long ends itself, and frees its memory.
 IDLE_SECONDS = 30
@@ -31,12 +28,24 @@ Messages = list[dict[str, Any]]
 Render = Callable[..., tuple[str, list[list[int]]]]
 
 
+class Limits(NamedTuple):
+    """What rendering one conversation may take.
+
+    Args:
+        seconds: processor time; a single step of Python is stopped after twice this time.
+        memory: bytes beyond those that the process has.
+    """
+
+    seconds: float = 10
+    memory: int = 2 << 30
+
+
 class RefusalError(Exception):
     """A conversation that cannot be rendered; the message goes to the user, behind the name of the row."""
 
 
 class _OvertimeError(RuntimeError):
-    """The template has run for LIMIT_SECONDS."""
+    """The template has run for too long."""
 
 
 @dataclass
@@ -164,7 +173,7 @@ def _not_a_prompt(turn: int, prompt: str, text: str) -> str:
     )
 
 
-def _refusal(error: BaseException) -> str:
+def _refusal(error: BaseException, limits: Limits) -> str:
     """Return the message for a template that raised an error, with the line of the template."""
     line = getattr(error, "lineno", None)
     frame = error.__traceback__
@@ -175,11 +184,11 @@ def _refusal(error: BaseException) -> str:
     where = f"the model's chat template, line {line}," if line else "the model's chat template"
     stopped = "It was stopped: mend the template, or give the model's folder another chat_template.jinja."
     if isinstance(error, _OvertimeError):
-        return f"{where} ran for more than {LIMIT_SECONDS} seconds on this conversation. {stopped}"
+        return f"{where} ran for more than {limits.seconds:g} seconds on this conversation. {stopped}"
     if isinstance(error, MemoryError):
-        return f"{where} took more than {LIMIT_BYTES >> 30} GB of memory for this conversation. {stopped}"
+        return f"{where} took more than {limits.memory / (1 << 30):g} GB of memory for this conversation. {stopped}"
     if isinstance(error, RecursionError):
-        return f"{where} calls itself without end. {stopped}"
+        return f"{where} calls itself without end, or is nested too deeply. {stopped}"
     text = " ".join(str(error).split())[:300] or type(error).__name__
     if isinstance(error, KeyError):
         text = f"missing key {text}"
@@ -187,7 +196,7 @@ def _refusal(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _limited() -> Iterator[None]:
+def _limited(limits: Limits) -> Iterator[None]:
     """Stop what runs inside when it reaches a limit.
 
     A timer looks every tenth of a second, between two steps of Python. A single step that takes for ever, such as the
@@ -196,14 +205,14 @@ def _limited() -> Iterator[None]:
     began, before = time.process_time(), _peak_bytes()
 
     def look(*_: object) -> None:
-        over = time.process_time() - began > LIMIT_SECONDS
-        if over or _peak_bytes() - before > LIMIT_BYTES:
+        over = time.process_time() - began > limits.seconds
+        if over or _peak_bytes() - before > limits.memory:
             signal.setitimer(signal.ITIMER_PROF, 0)
             raise _OvertimeError if over else MemoryError
 
     signal.signal(signal.SIGPROF, look)
     signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 2 * LIMIT_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 2 * limits.seconds)
     try:
         yield
     finally:
@@ -269,13 +278,13 @@ class _Template:
         return chat_rows(messages, request["turns"], request["every_turn"], render, self.marks)
 
 
-def answer(templates: dict[str, _Template], request: dict[str, Any]) -> dict[str, Any]:
+def answer(templates: dict[str, _Template], request: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """Return {"rows": ...}, or {"error": a message for the user}."""
     import jinja2
 
     template = templates[request["template"]]
     try:
-        with _limited():
+        with _limited(limits):
             return {"rows": template.rows(request)}
     except RefusalError as error:
         return {"error": str(error)}
@@ -283,10 +292,10 @@ def answer(templates: dict[str, _Template], request: dict[str, Any]) -> dict[str
         ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
         jinja2.TemplateError,
     ) as error:  # fmt: skip
-        return {"error": _refusal(error)}
+        return {"error": _refusal(error, limits)}
 
 
-def main() -> None:
+def main(limits: Limits) -> None:
     """Answer the requests on standard input until it closes or none has come for IDLE_SECONDS."""
     replies, requests = Connection(os.dup(1), readable=False), Connection(os.dup(0), writable=False)
     # Nothing that a library prints may come between the replies.
@@ -295,24 +304,24 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     templates: dict[str, _Template] = {}
-    _limit_memory()
+    _limit_memory(limits.memory)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while requests.poll(IDLE_SECONDS):
             setups, chunk = json.loads(requests.recv_bytes())
             templates.update({name: _Template(setup) for name, setup in setups.items()})
             for request in chunk:
-                replies.send_bytes(json.dumps(answer(templates, request)).encode())
+                replies.send_bytes(json.dumps(answer(templates, request, limits)).encode())
 
 
-def _limit_memory() -> None:
-    """Let Linux refuse this process more than LIMIT_BYTES beyond what it has, even in a single step."""
+def _limit_memory(more: int) -> None:
+    """Let Linux refuse this process more than `more` bytes beyond what it has, even in a single step."""
     import transformers.tokenization_utils_base  # noqa: F401  (its memory is not the template's)
 
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm", encoding="ascii") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + LIMIT_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 if __name__ == "__main__":
-    main()
+    main(Limits(float(sys.argv[1]), int(sys.argv[2])))

@@ -26,12 +26,13 @@ import jinja2
 from ..errors import UserError, reason
 from ..machine.environment import cores
 from . import render_process
-from .render_process import LIMIT_SECONDS, Marks, RefusalError, chat_rows
+from .render_process import Limits, Marks, RefusalError, chat_rows
 from .row_formats import Conversation, PlainText
 
 # A process gets this many rows at once; one more process is worth its start for every so many rows.
 _CHUNK = 64
 _WORTH_A_PROCESS = 4000
+LIMITS = Limits()
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Item = PlainText | Conversation
@@ -199,7 +200,7 @@ class _Process:
 
     def __init__(self) -> None:
         # -P keeps this file's folder, whose modules have the names of others, out of the process's imports.
-        command = [sys.executable, "-P", str(Path(render_process.__file__))]
+        command = [sys.executable, "-P", str(Path(render_process.__file__)), *(str(limit) for limit in LIMITS)]
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=quiet)
         assert self._child.stdin is not None
@@ -276,7 +277,7 @@ def _ended(status: int) -> str:
     """Return the message for a process that ended over a conversation."""
     if status == -signal.SIGVTALRM:
         return (
-            f"the model's chat template ran for more than {2 * LIMIT_SECONDS} seconds in one step on this "
+            f"the model's chat template ran for more than {2 * LIMITS.seconds:g} seconds in one step on this "
             "conversation. It was stopped: mend the template, or give the model's folder another chat_template.jinja."
         )
     how = f"exit code {status}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -130,26 +131,54 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
         raise UserError(
             "hf_dataset pandas: refused: it unpickles files, and a pickle can run code; use parquet or JSON."
         )
+    verbosity = datasets.logging.get_verbosity()
     try:
+        # The library logs a damaged file before it raises; the message below says it once.
+        datasets.logging.set_verbosity(logging.CRITICAL)
         if split is None and is_saved_dataset(Path(name)):
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name, split=split, **options)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{name}{f' ({split})' if split else ''}: no such data, neither a folder here nor a data set of the "
-            f"Hugging Face hub that can be reached: {first_line(error)}"
-        ) from error
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(_not_opened(name, split, error)) from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
     if isinstance(loaded, datasets.Dataset):
         loaded = {split or "train": loaded}
     return {key: _table(f"{name} [{key}]", dataset) for key, dataset in loaded.items()}
+
+
+def _not_opened(name: str, split: str | None, error: BaseException) -> str:
+    """Return the message for a data set that cannot be opened: it has no such split, is damaged, or does not exist."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    where = f"{name} ({split})" if split else name
+    if "Unknown split" in str(error) or "Unrecognized instruction" in str(error):
+        return f"{where}: no such split: {first_line(error)}"
+    if Path(name).is_dir():
+        return (
+            f"{where}: the datasets library cannot read this folder: {first_line(cause)}; check its files: one may be "
+            "damaged or incomplete."
+        )
+    return (
+        f"{where}: no such data, neither a folder here nor a data set of the Hugging Face hub that can be reached: "
+        f"{first_line(cause)}"
+    )
 
 
 def _table(name: str, dataset: Any) -> DataTable:
     """Return the rows of a loaded data set as a table."""
 
     def rows() -> Rows:
-        return ((f"{name} row {index}", row) for index, row in enumerate(dataset))
+        read = -1
+        try:
+            for read, row in enumerate(dataset):
+                yield f"{name} row {read}", row
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{name} row {read + 1}: cannot be read: {first_line(error)}; the data are damaged or incomplete."
+            ) from error
 
     # Every row has the same columns, so the first rows show whether there are images, unless all of them are empty.
     return DataTable(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS), lambda: _arrow_digest(dataset))

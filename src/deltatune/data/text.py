@@ -32,7 +32,6 @@ class TextEncoder:
         self._tokenizer, self._mask_prompt, self._last_turn = tokenizer, mask_prompt, last_turn
         self.formats = RowFormats(features)
         self._renderer, self._chats = Renderer(tokenizer), ChatTokenizer(tokenizer)
-        self.several_rows = 0
 
     def __call__(self, row: Any, source: str) -> list[Example]:
         """Return the row's examples at full length; UserError, naming `source`, if it cannot be trained on."""
@@ -96,7 +95,6 @@ class TextEncoder:
             if isinstance(item, PlainText):
                 yield [self._text_example(item, next(plain))]
             else:
-                self.several_rows += len(rows) > 1
                 yield [self._chat_example(item, row, next(tokens), len(rows)) for row in rows]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:

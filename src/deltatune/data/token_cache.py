@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,15 @@ _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py
 
 @dataclass(frozen=True)
 class Encoded:
-    """The rows of a table as examples at full length.
+    """A table as examples at full length.
 
     Args:
-        examples: the examples.
+        rows: the examples of each row: one, or several for a conversation whose template rewrites earlier turns.
         kinds: how many rows have each format.
-        several: how many conversations take several rows.
     """
 
-    examples: list[Example]
+    rows: list[list[Example]]
     kinds: Counter[str]
-    several: int
 
 
 def digest(parts: Iterable[bytes | str]) -> str:
@@ -96,31 +95,26 @@ def read(key: str, name: str) -> Encoded | None:
     """
     path = _path(key)
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
-            tokens, lengths = arrays["tokens"], arrays["lengths"]
+            tokens, lengths, sizes = arrays["tokens"], arrays["lengths"], arrays["rows"]
             targets = np.unpackbits(arrays["targets"], count=len(tokens)).astype(bool)
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
         return None
     with contextlib.suppress(OSError):
         path.touch()
     ends = np.cumsum(lengths).tolist()
-    starts = [0, *ends[:-1]]
-    examples = [
+    examples = iter(
         Example(tokens[start:end], targets[start:end], name + source)
-        for start, end, source in zip(starts, ends, about["sources"], strict=True)
-    ]
-    return Encoded(examples, Counter(about["kinds"]), about["several"])
+        for start, end, source in zip([0, *ends[:-1]], ends, about["sources"], strict=True)
+    )
+    return Encoded([list(islice(examples, size)) for size in sizes.tolist()], Counter(about["kinds"]))
 
 
 def keep(key: str, name: str, encoded: Encoded) -> None:
     """Keep the examples of a table for the next start, if the folder can be written and they are not too large."""
-    examples = encoded.examples
-    about = {
-        "sources": [example.source.removeprefix(name) for example in examples],
-        "kinds": encoded.kinds,
-        "several": encoded.several,
-    }
+    examples = [example for row in encoded.rows for example in row]
+    about = {"sources": [example.source.removeprefix(name) for example in examples], "kinds": encoded.kinds}
     tokens = np.concatenate([example.tokens for example in examples]) if examples else np.zeros(0, np.int32)
     targets = np.concatenate([example.targets for example in examples]) if examples else np.zeros(0, bool)
     file = io.BytesIO()
@@ -129,6 +123,7 @@ def keep(key: str, name: str, encoded: Encoded) -> None:
         tokens=tokens,
         targets=np.packbits(targets),
         lengths=np.array([len(example.tokens) for example in examples], np.int64),
+        rows=np.array([len(row) for row in encoded.rows], np.int64),
         about=np.frombuffer(json.dumps(about).encode(), np.uint8),
     )
     if file.tell() > LARGEST_BYTES:
