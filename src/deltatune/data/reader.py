@@ -107,7 +107,7 @@ class Reader:
             for of_row in encoder.stream(table.rows(), table.count):
                 rows.append(of_row)
                 progress.advance(task)
-        encoded = Encoded(rows, text.formats.kinds)
+        encoded = Encoded(rows, text.formats.kinds, text.unwritten)
         if key is not None:
             token_cache.keep(key, table.name, encoded)
         return encoded
@@ -141,12 +141,17 @@ class Reader:
         for kind, meaning in _MEANINGS.items():
             if count := encoded.kinds.get(kind):
                 self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
+        if encoded.unwritten:
+            self.notes.append(
+                f"{table.name}: {encoded.unwritten:,} answers have reasoning that the model's chat template does not "
+                "write, so it is not learnt."
+            )
         several = [len(row) for row in encoded.rows if len(row) > 1]
         if several:
             self.notes.append(
                 f"{table.name}: {len(several):,} of {len(encoded.rows):,} conversations take several rows, "
                 f"{sum(several):,} in all: the chat template rewrites earlier turns once others follow, so each turn "
-                "is learnt in a row in which it stands as it is generated. --chat-turns last learns the last turn alone."
+                "is learnt in a row in which it stands as it is generated. --chat-turns last learns the last one alone."
             )
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:

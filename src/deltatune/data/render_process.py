@@ -76,7 +76,8 @@ def chat_rows(
     The first row is the whole conversation. A turn counts there if the row begins with the turn's prompt, followed by
     the turn as the template writes it when it is the last one. Templates that drop earlier reasoning write some turns
     differently once others follow. The last of these gets a row that ends with it, in which more of them may count;
-    and so on.
+    and so on. Kimi K2 Thinking's writes even the messages before an answer differently once the answer is there; that
+    answer is put behind its prompt.
 
     Args:
         messages: the conversation.
@@ -101,14 +102,14 @@ def chat_rows(
     rows: list[tuple[str, list[Any], int]] = []
     # Without a turn that counts, the row is returned all the same: its source is named in a message.
     while turns or not rows:
+        if turns and count == turns[-1] + 1 and _span(text, count, turns[-1], render, marks) is None:
+            text = _behind_its_prompt(text, turns[-1], render)
         spans = {turn: _span(text, count, turn, render, marks) for turn in turns}
         counted = [(turn, span) for turn, span in spans.items() if span is not None]
         if counted or not turns:
             rows.append((text, [span for _, span in counted], count))
         turns = [turn for turn in turns if spans[turn] is None]
         if turns:
-            if count == turns[-1] + 1:
-                raise RefusalError(_not_a_prompt(turns[-1], render(turns[-1], prompt=True)[0], text))
             count = turns[-1] + 1
             text = render(count)[0]
     return rows[::-1]
@@ -158,6 +159,17 @@ def _end(text: str, alone: str, marks: Marks) -> int | None:
         return len(kept)
     other = next((token for token in marks.ends if text.startswith(token, len(kept))), None)
     return None if other is None else len(kept) + len(other)
+
+
+def _behind_its_prompt(text: str, turn: int, render: Render) -> str:
+    """Return the prompt of a turn, followed by the turn as it ends `text`; RefusalError if it is not found there."""
+    before = render(turn)[0]
+    for thinking in (None, False):
+        prompt = render(turn, prompt=True, thinking=thinking)[0]
+        opening = prompt.removeprefix(before)
+        if opening != prompt and opening and opening in text:
+            return prompt + text[text.rindex(opening) + len(opening) :]
+    raise RefusalError(_not_a_prompt(turn, render(turn, prompt=True)[0], text))
 
 
 def _not_a_prompt(turn: int, prompt: str, text: str) -> str:

@@ -96,7 +96,7 @@ class Renderer:
             try:
                 while True:
                     for chunk in islice(chunks, 2 * processes - len(waiting)):
-                        waiting.append(threads.submit(self._chunk, chunk))
+                        waiting.append(threads.submit(self._chunk, chunk, self._requests(chunk)))
                     if not waiting:
                         return
                     yield waiting.popleft().result()
@@ -110,10 +110,8 @@ class Renderer:
             raise rows
         return rows
 
-    def _chunk(self, chunk: list[Item]) -> list[Rendered]:
-        """Return a chunk with its rows."""
-        conversations = [item for item in chunk if isinstance(item, Conversation)]
-        requests = [self._request(conversation) for conversation in conversations]
+    def _chunk(self, chunk: list[Item], requests: list[dict[str, Any]]) -> list[Rendered]:
+        """Return a chunk with its rows. This runs in several threads at once."""
         names = {request["template"] for request in requests}
         replies = iter(_answers({name: self._setups[name] for name in names}, requests) if requests else [])
         return [(item, self._rows(item, next(replies)) if isinstance(item, Conversation) else []) for item in chunk]
@@ -124,6 +122,10 @@ class Renderer:
             return UserError(f"{conversation.source}: {reply['error']}")
         blocks = conversation.every_turn and self._setups[reply["template"]]["marks"]["blocks"]
         return [ChatRow(text, turns, messages, blocks) for text, turns, messages in reply["rows"]]
+
+    def _requests(self, chunk: list[Item]) -> list[dict[str, Any]]:
+        """Return what a process is asked for the conversations of a chunk."""
+        return [self._request(item) for item in chunk if isinstance(item, Conversation)]
 
     def _request(self, conversation: Conversation) -> dict[str, Any]:
         """Return what a process is asked for a conversation."""

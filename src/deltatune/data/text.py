@@ -13,6 +13,9 @@ from .example import Example
 from .rendering import ChatRow, Item, Rendered, Renderer
 from .row_formats import ASSISTANT, Conversation, Features, Messages, PlainText, RowFormats, join_text_parts, tools_of
 
+# The keys under which a message holds the reasoning before its answer.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
 
 class TextEncoder:
     """Turns rows into examples with one tokenizer and one loss rule.
@@ -24,6 +27,10 @@ class TextEncoder:
             plain text, which have no prompt, while None counts all of their tokens.
         last_turn: whether the last assistant turn of a conversation counts alone, rather than each.
 
+    Attributes:
+        formats: reads the rows, and counts their formats.
+        unwritten: how many turns so far have reasoning that the chat template does not write.
+
     Source:
         mlx_lm.tuner.datasets, which gives the same tokens for the same row.
     """
@@ -32,6 +39,7 @@ class TextEncoder:
         self._tokenizer, self._mask_prompt, self._last_turn = tokenizer, mask_prompt, last_turn
         self.formats = RowFormats(features)
         self._renderer, self._chats = Renderer(tokenizer), ChatTokenizer(tokenizer)
+        self.unwritten = 0
 
     def __call__(self, row: Any, source: str) -> list[Example]:
         """Return the row's examples at full length; UserError, naming `source`, if it cannot be trained on."""
@@ -95,6 +103,7 @@ class TextEncoder:
             if isinstance(item, PlainText):
                 yield [self._text_example(item, next(plain))]
             else:
+                self.unwritten += _unwritten(item, rows)
                 yield [self._chat_example(item, row, next(tokens), len(rows)) for row in rows]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
@@ -135,6 +144,14 @@ def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str
             f"{source}: nothing to learn from: {otherwise}, so every token is masked; remove this row or correct it."
         )
     return Example(np.array(tokens, np.int32), targets, source)
+
+
+def _unwritten(conversation: Conversation, rows: list[ChatRow]) -> int:
+    """Count the turns whose reasoning stands in none of the rows, because the chat template does not write it."""
+    messages = [conversation.messages[turn] for turn in conversation.turns or []]
+    given = [message.get(key) for message in messages for key in _REASONING]
+    thoughts = [thought.strip() for thought in given if isinstance(thought, str) and thought.strip()]
+    return sum(not any(thought in row.text for row in rows) for thought in thoughts)
 
 
 def _weight(message: dict[str, Any], index: int, source: str) -> bool:

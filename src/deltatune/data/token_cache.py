@@ -37,10 +37,12 @@ class Encoded:
     Args:
         rows: the examples of each row: one, or several for a conversation whose template rewrites earlier turns.
         kinds: how many rows have each format.
+        unwritten: how many turns have reasoning that the chat template does not write.
     """
 
     rows: list[list[Example]]
     kinds: Counter[str]
+    unwritten: int
 
 
 def digest(parts: Iterable[bytes | str]) -> str:
@@ -108,13 +110,19 @@ def read(key: str, name: str) -> Encoded | None:
         Example(tokens[start:end], targets[start:end], name + source)
         for start, end, source in zip([0, *ends[:-1]], ends, about["sources"], strict=True)
     )
-    return Encoded([list(islice(examples, size)) for size in sizes.tolist()], Counter(about["kinds"]))
+    return Encoded(
+        [list(islice(examples, size)) for size in sizes.tolist()], Counter(about["kinds"]), about["unwritten"]
+    )
 
 
 def keep(key: str, name: str, encoded: Encoded) -> None:
     """Keep the examples of a table for the next start, if the folder can be written and they are not too large."""
     examples = [example for row in encoded.rows for example in row]
-    about = {"sources": [example.source.removeprefix(name) for example in examples], "kinds": encoded.kinds}
+    about = {
+        "sources": [example.source.removeprefix(name) for example in examples],
+        "kinds": encoded.kinds,
+        "unwritten": encoded.unwritten,
+    }
     tokens = np.concatenate([example.tokens for example in examples]) if examples else np.zeros(0, np.int32)
     targets = np.concatenate([example.targets for example in examples]) if examples else np.zeros(0, bool)
     file = io.BytesIO()
