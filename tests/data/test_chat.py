@@ -173,11 +173,13 @@ def test_an_answer_that_does_not_begin_with_its_prompt_is_named(tokenizers):
         tokenizer.chat_template = template
 
 
+@pytest.mark.bad_input("an answer that merges with its prompt")
 def test_an_answer_that_merges_with_its_prompt_is_named(tokenizer):
     with pytest.raises(UserError, match=r"file:1: .*merges into one token.*remove white space"):
         counted(tokenizer, [QUESTION, {"role": "assistant", "content": "\nan answer"}])
 
 
+@pytest.mark.bad_input("a conversation that begins with an answer")
 def test_an_answer_to_nothing_is_named(tokenizer):
     with pytest.raises(UserError, match="file:1: message 1: the conversation begins with an assistant turn"):
         counted(tokenizer, CONVERSATION[1:])
@@ -188,6 +190,7 @@ def test_what_the_template_refuses_is_named(tokenizers):
         counted(tokenizers("strict"), [QUESTION, FURTHER])
 
 
+@pytest.mark.bad_input("a chat for a tokenizer without chat template")
 def test_no_template_is_said(tokenizers):
     with pytest.raises(UserError, match=r'no chat template.*\{"text": ...\}'):
         counted(tokenizers("none"), CONVERSATION)

@@ -72,6 +72,7 @@ def written(tokenizers, monkeypatch):
     return make
 
 
+@pytest.mark.bad_input("a chat template with a mistake: {name}")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_bad_template_ends_in_one_message_and_the_next_one_works(tight, written, name):
     template, message = MISTAKES[name]

@@ -128,6 +128,7 @@ def test_mistakes_in_hf_dataset(tokenizer, folder, entry, message):
         load_datasets(folder(hf_dataset=entry), tokenizer)
 
 
+@pytest.mark.bad_input("the name of a split that does not exist")
 def test_splits_that_are_missing(tmp_path, tokenizer, folder):
     path = parquet(tmp_path / "set", train=ROWS)
     with pytest.raises(
@@ -147,6 +148,7 @@ def test_a_hub_name_out_of_reach_is_one_message():
         hugging_face("nobody/nothing")
 
 
+@pytest.mark.bad_input("Parquet and Arrow files that are damaged or incomplete")
 def test_damaged_files_are_called_damaged(tmp_path, tokenizer, folder, capfd):
     parquet(tmp_path / "whole", train=ROWS)
     content = (tmp_path / "whole" / "train.parquet").read_bytes()

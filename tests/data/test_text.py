@@ -110,6 +110,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.bad_input("a row of data with {name}")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_named(tokenizer, name):
     row, message = MISTAKES[name]

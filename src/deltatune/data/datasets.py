@@ -14,8 +14,6 @@ from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
 from .sources import DataTable, hugging_face, is_saved_dataset, jsonl
 from .vision.messages import VIDEO, media_kind
 
-OVERLONG = ("truncate", "skip")
-CHAT_TURNS = ("each", LAST_TURN)
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
 _HF_KEYS = [
     "path", "name", "config", "train_split", "valid_split", "test_split",
@@ -53,16 +51,6 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         >>> splits = load_datasets(TrainConfig(data="my-data"), tokenizer)
         >>> len(splits.train), splits.rule
     """
-    if config.overlong not in OVERLONG:
-        raise UserError(f"overlong: expected one of {', '.join(OVERLONG)}, got {config.overlong!r}.")
-    if config.max_seq_length < 2:
-        raise UserError(f"max_seq_length: expected 2 or more, got {config.max_seq_length}.")
-    if config.chat_turns not in CHAT_TURNS:
-        raise UserError(f"chat_turns: expected one of {', '.join(CHAT_TURNS)}, got {config.chat_turns!r}.")
-    if config.chat_turns == LAST_TURN and config.mask_prompt is False:
-        raise UserError(
-            "chat_turns: last has no meaning with --no-mask-prompt, which counts every token; leave one out."
-        )
     needed = _needed_splits(config)
     if processors is not None and config.pack:
         raise UserError("pack: rows with images are not packed; train this model without --pack.")
