@@ -221,6 +221,12 @@ class TrainConfig:
         default=False,
         metadata=_about(_SAVE, "continue the run that is saved in adapter_path, with the same results bit for bit"),
     )
+    overwrite: bool = field(
+        default=False,
+        metadata=_about(
+            _SAVE, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
+        ),
+    )
     parts: str = field(
         default="language",
         metadata=_about(_TUNE, "parts of a vision model to train, separated by commas: language, vision, projector"),

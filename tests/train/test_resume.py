@@ -45,7 +45,7 @@ elif where == "write":
         seen += 1
         plain(file, *arguments)
         if seen == count:
-            file.truncate(file.tell() // 2)
+            file._file.truncate(file.tell() // 2)
             os.kill(os.getpid(), signal.SIGKILL)
     mx.save_safetensors = half
 else:
@@ -71,7 +71,7 @@ def killed_run(options, tmp_path):
 
 
 def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, killed_run, tmp_path, read_metrics):
-    """The kills come while the first state is written, after its rename, inside an accumulation and in a later save."""
+    """The kills come while the first state is written, after its rename, inside an accumulation and in later saves."""
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
     killed_run("write", 1)
     assert not (tmp_path / "out" / "state" / "state.safetensors").exists()
@@ -79,6 +79,9 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, ki
     killed_run("replace", 5, "--resume")
     assert "Resuming after iteration 3 of 8" in killed_run("iteration", 3, "--resume")
     assert "Iter 6/8" in killed_run("write", 1, "--resume")
+    # Here the old state is moved aside, and the new one is not in its place yet.
+    assert "Resuming after iteration 3 of 8" in killed_run("replace", 5, "--resume")
+    assert "state.safetensors is missing: resuming from the state before it" in killed_run("write", 1, "--resume")
     make_trainer(resume=True).run()
     for name in ("adapters.safetensors", "0000006_adapters.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..errors import UserError
-from ..machine import backend, blas
+from ..machine import backend
 from . import announce, content, log, nonfinite, state
 from .check import check
 from .distributed import World
@@ -88,7 +88,7 @@ class Trainer:
         check(model, config, splits)
         self._optimizer = build_optimizer(config)
         self._train_order = batch_order(splits.train, config, self.world)
-        identity = state.fingerprint(config, **content.facts(model, config))
+        identity = state.fingerprint(config, **content.facts(model, config, model_config))
         self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
@@ -156,7 +156,7 @@ class Trainer:
     def _open(self) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
         path, config, world = self.outputs.state, self.config, self.world
-        has_state = path.is_file()
+        has_state = path.is_file() or state.previous_path(path).is_file()
         ranks_with_state = world.sum_numbers(float(has_state))[0]
         if config.resume and 0 < ranks_with_state < world.size:
             raise UserError(
@@ -165,8 +165,8 @@ class Trainer:
         if world.main:
             self.outputs.prepare()
         if config.resume and has_state:
-            if self._saving.restore():
-                self.screen.say(f"BLAS: {blas.status().threads}.")
+            for line in self._saving.restore():
+                self.screen.say(line)
             self.screen.say(f"Resuming after iteration {self.progress.iteration} of {config.iters}.")
             ranks = self.progress.ranks
             if ranks not in (None, world.size):
