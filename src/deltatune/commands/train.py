@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..config import TrainConfig
@@ -55,24 +56,27 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False) -> Re
     from ..train import Trainer
     from ..train.distributed import World
     from ..train.evaluate import say_loss
+    from ..train.folder import RunFolder
     from ..train.log import Screen
     from ..train.setup import batch_order, ready
 
     world = World()
     screen = Screen(shown=world.main)
-    screen.say(f"Loading {config.model}")
-    run = ready(config, world=world)
-    config = run.config
-    if show:
-        if world.main:
-            show_batch(next(batch_order(run.splits.train, config)), run.loaded.tokenizer)
-        return None
-    for line in run.prepare():
-        screen.say(line)
-    trainer = Trainer.of(run, screen)
-    screen.say(check(run, force=force))
-    result = trainer.run()
-    if config.test:
-        say_loss("Test", run, run.splits.test, screen)
-    screen.say(f"Saved in {config.adapter_path}; report: {trainer.outputs.report}")
-    return result
+    with contextlib.ExitStack() as stack:
+        folder = None if show else stack.enter_context(RunFolder(config, world))
+        screen.say(f"Loading {config.model}")
+        run = ready(config, world=world)
+        config = run.config
+        if show:
+            if world.main:
+                show_batch(next(batch_order(run.splits.train, config)), run.loaded.tokenizer)
+            return None
+        for line in run.prepare():
+            screen.say(line)
+        trainer = Trainer.of(run, screen, folder)
+        screen.say(check(run, force=force))
+        result = trainer.run()
+        if config.test:
+            say_loss("Test", run, run.splits.test, screen)
+        screen.say(f"Saved in {config.adapter_path}; report: {trainer.outputs.report}")
+        return result

@@ -150,6 +150,7 @@ def options(model: Path, output: Path, iterations: int, rates: tuple[float, floa
         model=str(model),
         data=str(output / "data"),
         adapter_path=str(output),
+        overwrite=True,
         num_layers=-1,
         lora_parameters=LoraConfig(rank=8, scale=2.0),
         optimizer="adamw",

@@ -24,6 +24,7 @@ from .check import check
 from .distributed import World
 from .ending import Ending
 from .evaluate import Evaluation
+from .folder import RunFolder
 from .optimizer import build_optimizer
 from .outputs import Outputs
 from .report import write_report
@@ -59,6 +60,7 @@ class Trainer:
         model_config: The content of the model's config.json; full fine-tuning needs it for the checkpoint.
         world: The ranks that train together; those of the launcher by default.
         screen: Where progress is printed; standard output by default.
+        folder: The output folder, if the caller has taken it already.
 
     Raises:
         UserError: For anything that the user can correct.
@@ -80,10 +82,12 @@ class Trainer:
         model_config: dict[str, Any] | None = None,
         world: World | None = None,
         screen: log.Screen | None = None,
+        folder: RunFolder | None = None,
     ):
         self.model, self.config, self.splits = model, config, splits
         self.world = world or World()
         self.screen = screen or log.Screen(shown=self.world.main)
+        self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)
         check(model, config, splits)
         self._optimizer = build_optimizer(config)
@@ -94,7 +98,7 @@ class Trainer:
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
 
     @classmethod
-    def of(cls, run: Run, screen: log.Screen | None = None) -> Trainer:
+    def of(cls, run: Run, screen: log.Screen | None = None, folder: RunFolder | None = None) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         loaded = run.loaded
         return cls(
@@ -105,6 +109,7 @@ class Trainer:
             model_config=loaded.config,
             world=run.world,
             screen=screen,
+            folder=folder,
         )
 
     def run(self) -> Result:
@@ -116,6 +121,7 @@ class Trainer:
         """
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._folder)
             trained = stack.enter_context(training(self.model, config))
             for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
                 self.screen.say(line)
@@ -156,13 +162,15 @@ class Trainer:
     def _open(self) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
         path, config, world = self.outputs.state, self.config, self.world
-        has_state = path.is_file() or state.previous_path(path).is_file()
+        has_state = state.exists(path)
         ranks_with_state = world.sum_numbers(float(has_state))[0]
         if config.resume and 0 < ranks_with_state < world.size:
             raise UserError(
                 f"--resume: {path} must be on every machine, and some lack it; share the folder, or copy it to all."
             )
         if world.main:
+            for line in self._folder.make_room():
+                self.screen.say(line)
             self.outputs.prepare()
         if config.resume and has_state:
             for line in self._saving.restore():
@@ -176,11 +184,6 @@ class Trainer:
                 )
         elif config.resume:
             self.screen.say(f"--resume: there is no state in {path.parent} yet; starting from the first iteration.")
-        elif has_state and (before := state.peek(path)) and not before.finished:
-            self.screen.say(
-                f"{path.parent} holds a run stopped after iteration {before.iteration}; this run will replace it "
-                "at its first save. Stop and use --resume to continue that one."
-            )
         metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
         self._metrics = self._saving.metrics = metrics
         options = dataclasses.asdict(config)

@@ -104,6 +104,11 @@ def previous_path(path: Path) -> Path:
     return path.with_name("previous.safetensors")
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is a state file, or one before it."""
+    return path.is_file() or previous_path(path).is_file()
+
+
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: Path | None = None) -> None:
     """Replace `path` atomically (machine.atomic_files.replace_durably); UserError if the file system refuses."""
     try:
