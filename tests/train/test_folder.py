@@ -182,6 +182,15 @@ def test_a_trainer_in_python_takes_the_folder_too(make_trainer, tmp_path):
     assert (tmp_path / "out-1" / "adapters.safetensors").is_file()
 
 
+def test_loggers_are_checked_before_loading(train, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for name, expected in (("wandb", "pip install wandb"), ("wandb,tensorbord", "did you mean 'tensorboard'")):
+        code, _, err = train("--report-to", name)
+        assert code == 2
+        assert expected in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_ranks_are_refused_together(launch, options, tmp_path):
     lock = tmp_path / "out" / "state" / "lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)

@@ -57,13 +57,16 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False) -> Re
     from ..train.distributed import World
     from ..train.evaluate import say_loss
     from ..train.folder import RunFolder
-    from ..train.log import Screen
+    from ..train.log import Screen, check_services
     from ..train.setup import batch_order, ready
 
     world = World()
     screen = Screen(shown=world.main)
     with contextlib.ExitStack() as stack:
-        folder = None if show else stack.enter_context(RunFolder(config, world))
+        folder = None
+        if not show:
+            folder = stack.enter_context(RunFolder(config, world))
+            world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
         screen.say(f"Loading {config.model}")
         run = ready(config, world=world)
         config = run.config

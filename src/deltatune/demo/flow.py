@@ -252,6 +252,7 @@ def _write_report(
         trainer.outputs.metrics,
         config,
         dataclasses.asdict(result),
+        about=trainer.about,
         tables=[
             ReportTable(f"Some held-out {demo.what}", columns, rows[:12], demo.note),
             ReportTable("All of them", columns, rows, folded=True),

@@ -44,14 +44,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         if self._entered == 0:
             self._refuse_unusable()
-            problem: UserError | None = None
-            try:
-                if self._world.main:
-                    self._take()
-            except UserError as error:
-                problem = error
-            if self._world.sum_numbers(float(problem is not None))[0]:
-                raise problem or UserError("rank 0 cannot use the output folder; its message says why.")
+            self._world.do_on_main(self._take, "use the output folder")
         self._entered += 1
         return self
 

@@ -125,6 +125,8 @@ class Trainer:
             trained = stack.enter_context(training(self.model, config))
             for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
                 self.screen.say(line)
+            #: What the run is, for its report.
+            self.about = announce.about(self.model, config, self.splits, trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
             self._prepare(trained.loss)
             stack.callback(self._close)
@@ -136,7 +138,10 @@ class Trainer:
                 self._save(finished=True)
         result = Result.of(self.progress, self._out_of_patience())
         if world.main:
-            write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
+            figures = dataclasses.asdict(result)
+            problems = write_report(self.outputs.report, self.outputs.metrics, config, figures, about=self.about)
+            for problem in problems:
+                self.screen.say(f"Report: {problem}")
         return result
 
     @property
