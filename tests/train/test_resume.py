@@ -12,47 +12,7 @@ import pytest
 from deltatune.machine import blas, environment, threads
 from deltatune.machine.threads import Threads
 from deltatune.train import state
-
-# This program runs `deltatune train -c FILE ...` and kills itself at the point that its arguments name.
-DRIVER = """
-import os, signal, sys
-import deltatune
-import mlx.core as mx
-from deltatune.train.loop import Trainer
-
-where, count = sys.argv[1], int(sys.argv[2])
-seen = 0
-
-def killing(plain, after=False):
-    def call(*arguments, **options):
-        global seen
-        seen += 1
-        if seen == count and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = plain(*arguments, **options)
-        if seen == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return call
-
-if where == "iteration":
-    Trainer._advance = killing(Trainer._advance)
-elif where == "write":
-    # Half of the state's bytes are on the disk when the kill comes.
-    plain = mx.save_safetensors
-    def half(file, *arguments):
-        global seen
-        seen += 1
-        plain(file, *arguments)
-        if seen == count:
-            file._file.truncate(file.tell() // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-    mx.save_safetensors = half
-else:
-    setattr(os, where, killing(getattr(os, where), after=True))
-from deltatune.cli import main
-sys.exit(main(["train", "-c", *sys.argv[3:]]))
-"""
+from killed_runs import KILLED_AT_A_POINT
 
 
 @pytest.fixture
@@ -62,7 +22,7 @@ def killed_run(options, tmp_path):
     file.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "out")}))
 
     def run(where, count, *flags):
-        command = [sys.executable, "-c", DRIVER, where, str(count), str(file), *flags]
+        command = [sys.executable, "-c", KILLED_AT_A_POINT, where, str(count), str(file), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == -signal.SIGKILL, done.stderr
         return done.stdout

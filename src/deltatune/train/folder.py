@@ -137,10 +137,10 @@ class RunFolder:
         if os.path.ismount(folder) or not os.access(folder.parent, os.W_OK):
             reasons.append("what may not be renamed")
         if reasons:
+            others = "" if config.resume else ", continue that run with --resume, or delete it with --overwrite"
             raise UserError(
                 f"--adapter-path {self.path} holds an earlier run, which cannot be moved away, because that folder is "
-                f"or contains {reasons[0]}; choose another folder, continue that run with --resume, or delete it with "
-                "--overwrite."
+                f"or contains {reasons[0]}; choose another folder{others}."
             )
 
     def _move(self) -> Path:
