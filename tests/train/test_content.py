@@ -28,6 +28,7 @@ def test_model_and_data_may_move(make_trainer, moved, tmp_path):
     assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
 
 
+@pytest.mark.bad_input("--resume after one number of the base weights changed ({kind})")
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_one_other_number_in_the_weights_is_refused(make_trainer, moved, kind):
     """Size and time of the file stay as they were."""
@@ -41,6 +42,7 @@ def test_one_other_number_in_the_weights_is_refused(make_trainer, moved, kind):
         make_trainer(resume=True, model=str(moved), fine_tune_type=kind).run()
 
 
+@pytest.mark.bad_input("--resume after config.json changed")
 def test_a_model_that_computes_otherwise_is_refused(make_trainer, moved):
     make_trainer(iters=3).run()
     config = json.loads((moved / "config.json").read_text())

@@ -37,6 +37,7 @@ def recognised(path):
     return False
 
 
+@pytest.mark.bad_input("a state or adapter with one flipped bit, at 200 random places")
 def test_a_flipped_bit_is_recognised_wherever_it_is(finished):
     files = [*(finished / "state").glob("*.safetensors"), *finished.glob("*.safetensors")]
     assert len(files) == 5
@@ -66,6 +67,7 @@ def test_damage_of_the_checksum_itself_does_not_read_as_a_file_without_one(tmp_p
     assert state.damage(path) is None
 
 
+@pytest.mark.bad_input("--resume with a state that is {kind}: the one before it is used")
 @pytest.mark.parametrize("kind", ["flipped", "cut", "empty", "gone"])
 def test_the_state_before_a_damaged_one_is_used_and_it_is_said(
     make_trainer, tmp_path, screen_text, read_metrics, finished, kind
@@ -100,6 +102,7 @@ def test_a_damaged_state_never_replaces_the_good_one_before_it(make_trainer, fin
     assert state.previous_path(path).read_bytes() == good
 
 
+@pytest.mark.bad_input("--resume with a damaged state, and a damaged one before it")
 def test_two_damaged_states_are_refused_by_name(make_trainer, finished):
     path = state.state_path(finished)
     for file in (path, state.previous_path(path)):

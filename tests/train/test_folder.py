@@ -44,20 +44,26 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("how", ["itself", "a link to it", "empty", "a file"])
+@pytest.mark.bad_input("an adapter_path that is {how}")
+@pytest.mark.parametrize("how", ["the model's folder", "a link to the model's folder", "empty", "a file"])
 def test_a_folder_that_cannot_be_the_runs_is_refused_before_loading(train, checkpoint, tmp_path, how):
     (tmp_path / "link").symlink_to(checkpoint)
     (tmp_path / "file").write_text("")
-    path = {"itself": str(checkpoint), "a link to it": "link", "empty": " ", "a file": "file"}[how]
+    path, expected = {
+        "the model's folder": (str(checkpoint), "is the folder of the model"),
+        "a link to the model's folder": ("link", "is the folder of the model"),
+        "empty": (" ", "adapter_path: expected"),
+        "a file": ("file", "part of that path is a file"),
+    }[how]
     before, model = contents(tmp_path), contents(checkpoint)
     code, _, err = train("--adapter-path", path)
-    expected = "is empty" if how == "empty" else "part of that path is a file" if how == "a file" else "of the model"
     assert code == 2
     assert expected in err
     assert err.count("\n") == 1
     assert (contents(tmp_path), contents(checkpoint)) == (before, model)
 
 
+@pytest.mark.bad_input("full fine-tuning into a folder with another model")
 def test_full_fine_tuning_does_not_write_into_a_folder_with_another_model(train, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
@@ -68,10 +74,11 @@ def test_full_fine_tuning_does_not_write_into_a_folder_with_another_model(train,
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["config.json"]
 
 
+@pytest.mark.bad_input("--resume with --overwrite")
 def test_resume_and_overwrite_exclude_each_other(train):
     code, _, err = train("--resume", "--overwrite")
     assert code == 2
-    assert "give one of the two" in err
+    assert "give one of them" in err
 
 
 def test_an_earlier_run_is_moved_beside_and_it_is_said(train, tmp_path):
@@ -130,6 +137,7 @@ def test_overwrite_deletes_the_earlier_run_and_nothing_else(train, tmp_path):
     assert state.peek(state.state_path(tmp_path / "out")).iteration == 2
 
 
+@pytest.mark.bad_input("a used adapter_path with the data or the current folder in it")
 def test_what_the_run_needs_is_not_moved_from_under_it(train, checkpoint, data_folder, tmp_path, monkeypatch):
     """The data, the model or the current folder lie in the output folder."""
     (tmp_path / "out" / "data").mkdir(parents=True)
@@ -147,6 +155,7 @@ def test_what_the_run_needs_is_not_moved_from_under_it(train, checkpoint, data_f
     assert contents(tmp_path) == before
 
 
+@pytest.mark.bad_input("an adapter_path into which another run trains")
 def test_a_second_run_in_one_folder_is_refused_with_the_process_of_the_first(train, tmp_path):
     lock = tmp_path / "out" / "state" / "lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
@@ -182,6 +191,7 @@ def test_a_trainer_in_python_takes_the_folder_too(make_trainer, tmp_path):
     assert (tmp_path / "out-1" / "adapters.safetensors").is_file()
 
 
+@pytest.mark.bad_input("a --report-to whose package is missing or unknown")
 def test_loggers_are_checked_before_loading(train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     for name, expected in (("wandb", "pip install wandb"), ("wandb,tensorbord", "did you mean 'tensorboard'")):

@@ -146,6 +146,7 @@ def failing_wandb(monkeypatch, function, message):
     monkeypatch.setitem(sys.modules, "wandb", module)
 
 
+@pytest.mark.bad_input("W&B without a login or network")
 @pytest.mark.parametrize("message", ["No API key configured. Use `wandb login` to log in.", "lookup failed:\nno host"])
 def test_wandb_that_cannot_be_used_is_noticed_before_loading(tmp_path, monkeypatch, message):
     failing_wandb(monkeypatch, "login", message)
@@ -169,6 +170,7 @@ def with_tensorboard(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", module)
 
 
+@pytest.mark.bad_input("a TensorBoard folder that is a file or cannot be written")
 def test_a_blocked_tensorboard_folder_is_noticed_before_loading(tmp_path, monkeypatch):
     with_tensorboard(monkeypatch)
     log.check_services("tensorboard", tmp_path / "new")

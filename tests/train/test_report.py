@@ -146,6 +146,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.bad_input("a line of metrics.jsonl that is damaged ({kind}): the report leaves it out")
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_line_of_metrics_costs_that_line_and_it_is_said(tmp_path, kind):
     metrics, report = tmp_path / "metrics.jsonl", tmp_path / "report.html"

@@ -14,6 +14,7 @@ from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..layers import LayerInfo
 from ..machine import backend, blas
+from ..patches.summary import summary
 from .distributed import World
 from .setup import Training
 from .tree import leaves
@@ -69,6 +70,8 @@ def lines(
     trained: Training,
     order: BatchOrder,
     world: World,
+    *,
+    verbose: bool = False,
 ) -> list[str]:
     """Return the lines that a run prints before its first step.
 
@@ -79,12 +82,15 @@ def lines(
         trained: The model's loss, layers and patches (setup.training).
         order: The batches of the training split.
         world: The ranks of the run.
+        verbose: Whether to name every patch.
     """
     opening = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
     opening.append(f"Training: {what_trains(model, config)}.")
     if any(layer.kind == "delta" for layer in trained.layers):
         name, why = backend.gated_delta_implementation()
-        opening.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
+        opening.append(
+            f"Gated delta: {name} ({why}). Patches: {trained.patches if verbose else summary(trained.patches)}."
+        )
     opening.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
         opening.append(
@@ -95,6 +101,10 @@ def lines(
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
     opening.append(f"Data: {examples(splits)}; {order.rows} rows an epoch, {config.batch_size} a batch{share}.")
+    if config.epochs is not None:
+        opening.append(
+            f"Epochs: {config.epochs:g} of {order.batches_per_epoch} iterations each, so {config.iters} iterations."
+        )
     opening.append(f"Step: {trained.compiled}, once for each width of {widths} tokens.")
     opening += splits.notes
     left_over = config.iters % config.grad_accumulation_steps

@@ -88,10 +88,6 @@ class RunFolder:
 
     def _refuse_unusable(self) -> None:
         config, given = self._config, f"--adapter-path {self.path}"
-        if not config.adapter_path.strip():
-            raise UserError("--adapter-path is empty; name the folder that the run writes to, such as adapters.")
-        if config.resume and config.overwrite:
-            raise UserError("--resume continues the run that --overwrite would delete; give one of the two.")
         if _same_folder(config.model, self.path):
             raise UserError(
                 f"{given} is the folder of the model, whose files the run would overwrite; choose another folder."

@@ -30,7 +30,7 @@ from .outputs import Outputs
 from .report import write_report
 from .result import Result
 from .saving import Saving
-from .setup import Run, batch_order, build_step, training
+from .setup import Run, batch_order, build_step, training, with_iterations
 from .step import LossFunction, Sums
 from .tree import number, seed_iteration
 
@@ -84,14 +84,15 @@ class Trainer:
         screen: log.Screen | None = None,
         folder: RunFolder | None = None,
     ):
-        self.model, self.config, self.splits = model, config, splits
+        self.model, self.splits = model, splits
         self.world = world or World()
+        check(model, config, splits)
+        self._train_order = batch_order(splits.train, config, self.world)
+        self.config = config = with_iterations(config, self._train_order)
         self.screen = screen or log.Screen(shown=self.world.main)
         self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)
-        check(model, config, splits)
         self._optimizer = build_optimizer(config)
-        self._train_order = batch_order(splits.train, config, self.world)
         identity = state.fingerprint(config, **content.facts(model, config, model_config))
         self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
@@ -123,7 +124,9 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
             trained = stack.enter_context(training(self.model, config))
-            for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
+            for line in announce.lines(
+                self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
+            ):
                 self.screen.say(line)
             #: What the run is, for its report.
             self.about = announce.about(self.model, config, self.splits, trained)

@@ -35,6 +35,7 @@ FREE_OPTIONS = {
     "train",
     "test",
     "iters",
+    "epochs",
     "val_batches",
     "test_batches",
     "steps_per_report",
