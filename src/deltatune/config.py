@@ -252,6 +252,12 @@ class TrainConfig:
         default=False,
         metadata=_about(_SAVE, "continue the run that is saved in adapter_path, with the same results bit for bit"),
     )
+    overwrite: bool = field(
+        default=False,
+        metadata=_about(
+            _SAVE, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
+        ),
+    )
     parts: str = field(
         default="language",
         metadata=_about(
@@ -310,5 +316,7 @@ class TrainConfig:
             raise UserError(
                 "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
             )
+        if self.resume and self.overwrite:
+            raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.early_stopping is not None and self.val_batches == 0:
             raise UserError("early_stopping counts evaluations, and val_batches: 0 turns them off; give one of them.")
