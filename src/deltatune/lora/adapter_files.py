@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
+from ..machine import checksum
 from ..machine.atomic_files import replace_file
 from ..ops.functional import is_finite
 from .adapter import ADAPTER_LEAVES, Adapter
@@ -63,10 +64,11 @@ def save_adapters(
         del described["lora_parameters"]["keys"]
     content = {**config, **described}
     content.setdefault("num_layers", -1)
+    metadata = {checksum.KEY: checksum.BLANK, "format": "mlx"}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=4, sort_keys=True, default=str)
-        replace_file(directory / weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
+        replace_file(directory / weights, lambda path: write_tensors(path, tensors, metadata))
         replace_file(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise UserError(
@@ -226,7 +228,7 @@ def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array]) -> di
 
 
 def read_weights(path: Path) -> dict[str, mx.array]:
-    """Read the tensors of an adapter file, after its header was checked.
+    """Read the tensors of an adapter file, after its header and, if it holds one, its checksum were checked.
 
     Raises:
         UserError: the file is missing, damaged or empty, or a tensor holds NaN or infinity.
@@ -235,6 +237,10 @@ def read_weights(path: Path) -> dict[str, mx.array]:
         raise UserError(f"adapter {path}: no such file.")
     if not read_header(path).tensors:
         raise UserError(f"adapter {path}: holds no tensor.")
+    try:
+        checksum.check(path)
+    except checksum.DamagedFileError as error:
+        raise UserError(f"adapter {path}: is damaged ({error}); use another copy of it.") from error
     tensors: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
     mx.eval(tensors)
     not_finite = [name for name, tensor in tensors.items() if not is_finite(tensor)]
