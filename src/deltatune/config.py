@@ -173,6 +173,15 @@ class TrainConfig:
             "every token",
         ),
     )
+    chat_turns: str = field(
+        default="each",
+        metadata=_about(
+            _DATA,
+            "which assistant turns of a chat count in the loss: each of them, or the last alone. Where the chat "
+            "template rewrites earlier turns, a chat takes several rows with each",
+            choices=("each", "last"),
+        ),
+    )
     min_pixels: int | None = field(
         default=None,
         metadata=_about(
@@ -243,6 +252,12 @@ class TrainConfig:
         default=False,
         metadata=_about(_SAVE, "continue the run that is saved in adapter_path, with the same results bit for bit"),
     )
+    overwrite: bool = field(
+        default=False,
+        metadata=_about(
+            _SAVE, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
+        ),
+    )
     parts: str = field(
         default="language",
         metadata=_about(
@@ -297,5 +312,11 @@ class TrainConfig:
             raise UserError(
                 f"min_pixels: expected at most max_pixels, which is {self.max_pixels}, got {self.min_pixels}."
             )
+        if self.chat_turns == "last" and self.mask_prompt is False:
+            raise UserError(
+                "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
+            )
+        if self.resume and self.overwrite:
+            raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.early_stopping is not None and self.val_batches == 0:
             raise UserError("early_stopping counts evaluations, and val_batches: 0 turns them off; give one of them.")
