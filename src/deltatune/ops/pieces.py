@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -85,6 +85,11 @@ class Carry:
     """
 
     states: int | None = None
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays it is."""
+        return 2 if self.states is None else self.states
 
 
 def running() -> bool:
@@ -198,19 +203,22 @@ class _Row:
         keys = mx.random.split(key, len(self.spans))
         totals: list[mx.array] = []
         dxs: list[mx.array] = []
-        d_after: list[mx.array] = []
+        # The gradients of what each piece hands on, so far.
+        d_handed: list[list[mx.array]] = [[] for _ in self.spans]
         with undisturbed(self.module):
             if self.carry.states is None:
                 saved = self._keys_and_values(keys, documents, parameters, x)
             for number in reversed(range(len(self.spans))):
                 arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
+                # Only attention sums them in fp32; a recurrence's are handed on once.
+                d_own = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved[: self.carry.arrays], strict=False)]
                 if dxs:
-                    arrays = mx.depends(arrays, [dxs[0], *totals, *d_after])
-                found = self._piece_gradients(number, keys, documents, parameters, arrays, d_after)
+                    arrays = mx.depends(arrays, [dxs[0], *totals, *d_own, *chain.from_iterable(d_handed)])
+                found = self._piece_gradients(number, keys, documents, parameters, arrays, d_own)
                 d_parameters, (dx, *d_before) = found[: len(parameters)], found[len(parameters) :]
                 totals = _sums(totals, d_parameters)
-                d_after = d_before if self.carry.states is not None else _shorter_sums(d_after, d_before)
                 dxs.insert(0, dx)
+                self._add_handed(d_handed, d_before)
         weights = [total.astype(array.dtype) for total, array in zip(totals, parameters, strict=True)]
         dx = mx.concatenate(dxs, axis=1)
         return [mx.zeros_like(key), *weights, mx.depends([dx], weights)[0] if weights else dx]
@@ -275,12 +283,12 @@ class _Row:
         documents: mx.array | None,
         parameters: list[mx.array],
         arrays: list[mx.array],
-        d_after: list[mx.array],
+        d_own: list[mx.array],
     ) -> list[mx.array]:
-        """Return the gradients of the parameters, of the piece's rows, and of what the piece before it handed on.
+        """Return the gradients of the parameters, of the piece's rows, and of what was handed to the piece.
 
-        `arrays` are the rows, the cotangent of y, and what was handed on; `d_after` is the gradient of what this piece
-        hands on, which is empty for the last one.
+        `arrays` are the rows, the cotangent of y, and what was handed to the piece; `d_own` are the gradients of what
+        it hands on, none for the last piece.
         """
         rows, d_rows, *before = arrays
         count = len(parameters)
@@ -289,15 +297,20 @@ class _Row:
             y, cache = self._run(number, keys, documents, values[:count], values[count], values[count + 1 :])
             handed = cache.arrays if isinstance(cache, States) else cache.own
             # mx.vjp drops the cotangent of an output that is itself a stop_gradient, so contiguous wraps it.
-            return [mx.contiguous(output) for output in ([y, *handed] if d_after else [y])]
+            return [mx.contiguous(output) for output in ([y, *handed] if d_own else [y])]
 
-        cotangents = [d_rows]
-        if d_after and self.carry.states is None:
-            start, stop = self.spans[number]
-            cotangents += [array[:, :, start:stop].astype(rows.dtype) for array in d_after]
-        else:
-            cotangents += d_after
-        return list(mx.vjp(recompute, [*parameters, rows, *before], cotangents)[1])
+        return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_own])[1])
+
+    def _add_handed(self, d_handed: list[list[mx.array]], d_before: list[mx.array]) -> None:
+        """Add the gradients of what was handed to a piece to `d_handed` of the pieces before it.
+
+        A recurrence got its states from the last of them, and attention keys and values [B, heads, t, size] from each.
+        """
+        if self.carry.states is not None and d_handed:
+            d_handed[-1] = d_before
+        elif d_before:
+            for number, (start, stop) in enumerate(self.spans[: len(d_handed)]):
+                d_handed[number] = _sums(d_handed[number], [d[:, :, start:stop] for d in d_before])
 
 
 def _restarted(states: Sequence[mx.array], documents: mx.array | None, start: int) -> list[mx.array]:
@@ -311,11 +324,3 @@ def _restarted(states: Sequence[mx.array], documents: mx.array | None, start: in
 def _sums(totals: list[mx.array], parts: list[mx.array]) -> list[mx.array]:
     parts = [part.astype(mx.float32) for part in parts]
     return [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
-
-
-def _shorter_sums(totals: list[mx.array], parts: list[mx.array]) -> list[mx.array]:
-    """Add up gradients of keys and values; the parts [B, heads, t, size] cover the first t positions of the totals."""
-    parts = [part.astype(mx.float32) for part in parts]
-    if not totals or not parts:
-        return parts
-    return [total[:, :, : part.shape[2]] + part for total, part in zip(totals, parts, strict=True)]
