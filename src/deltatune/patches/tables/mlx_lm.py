@@ -1,7 +1,6 @@
 """Replaces functions of mlx-lm: the recurrence, and what has to keep packed documents separate.
 
-Also replaced are the residual weights of Kimi K3, which mlx-lm caches for too long. Versions read: 0.31.3, 0.32.0,
-0.32.1, 0.32.2.
+Versions read: 0.31.3, 0.32.0, 0.32.1, 0.32.2.
 """
 
 from __future__ import annotations
@@ -108,31 +107,6 @@ def _bias(conv: Any) -> mx.array | None:
     return conv.bias if "bias" in conv else None
 
 
-def _fresh_product(*caches: str) -> Any:
-    """Build a replacement that clears the attributes `caches` before each call, so that they follow the weights."""
-
-    def replacement(upstream: Function) -> Function:
-        def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:  # noqa: N807
-            if self.use_attn_res:
-                for name in caches:
-                    setattr(self, name, None)
-            return upstream(self, *arguments, **keywords)
-
-        return __call__
-
-    return replacement
-
-
-_RESIDUAL_RECORD: dict[str, Any] = {
-    "package": "mlx_lm",
-    "versions": ">=0.32.0,<=0.32.2",
-    "module": "mlx_lm.models.kimi_k3",
-    "holders": (),
-    "reason": "outside training, a cached product of weights is used that is one step old and has no gradient",
-    "without": "An evaluation between training steps then uses residual weights that are one step old, and a forgotten "
-    "model.train() loses their gradient.",
-}
-
 _UPDATE_RECORD: dict[str, Any] = {
     "package": "mlx_lm",
     "module": "mlx_lm.models.gated_delta",
@@ -183,17 +157,5 @@ PATCHES = (
         reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
         without=_PACKING,
         replacement=_conv1d,
-    ),
-    Patch(
-        **_RESIDUAL_RECORD,
-        name="KimiK3DecoderLayer.__call__",
-        signature="(self, x, mask=None, cache=None, blocks=None)",
-        replacement=_fresh_product("_attn_res_w_eff", "_mlp_res_w_eff"),
-    ),
-    Patch(
-        **_RESIDUAL_RECORD,
-        name="KimiK3TextModel.__call__",
-        signature="(self, inputs, cache=None)",
-        replacement=_fresh_product("_output_res_w_eff"),
     ),
 )
