@@ -17,7 +17,17 @@ from ..machine import backend
 from . import patch
 from .patch import Patch, PatchReport, PatchWarning
 from .recurrence import served
-from .tables import experts, loading, mlx_lm, mlx_vlm, one_row_products, pointwise, quantized_product, sorted_rows
+from .tables import (
+    attention,
+    experts,
+    loading,
+    mlx_lm,
+    mlx_vlm,
+    one_row_products,
+    pointwise,
+    quantized_product,
+    sorted_rows,
+)
 from .verify import explain, reached
 
 __all__ = [
@@ -36,7 +46,7 @@ __all__ = [
 
 # Patches for every device. Where two records fit one version of a target, the first one is applied, so the records that
 # correct results stand before those that save time.
-PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES)
+PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES, *attention.PATCHES)
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
 ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *quantized_product.PATCHES)

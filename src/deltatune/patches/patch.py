@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -22,12 +21,10 @@ from packaging.version import Version
 
 from ..machine.compiling import without_kernels
 from ..ops.trial import largest_error
+from .holders import defined_function, holders, loaded_modules, owner_of, rebind
 from .importing import ImportWatch
 
 Function = Callable[..., Any]
-
-# The name of this package, whose own modules are never changed.
-OWN_PACKAGE = __name__.partition(".")[0]
 
 
 class PatchWarning(UserWarning):
@@ -43,8 +40,8 @@ class Patch:
         versions: The versions of the package that the record is for, such as ">=0.32.0,<=0.32.2".
         module: The module that defines the function.
         name: The function's name in that module: `function`, `Class.method`, or `submodule.function`.
-        signature: The signature expected, without annotations. "" for compiled functions, which show no signature;
-            `check` then decides alone.
+        signature: The signature expected, without annotations. "" for functions that show none, such as compiled ones,
+            or whose defaults have no fixed text; `check` then decides alone.
         holders: Modules known to import the function. They are examined even if they belong to another package.
         reason: Why the function is replaced, for `deltatune doctor`.
         without: A sentence on what happens where the function cannot be replaced, for warnings.
@@ -70,6 +67,11 @@ class Patch:
     def target(self) -> str:
         """The full name of the function that is replaced."""
         return f"{self.module}.{self.name}"
+
+    @property
+    def attribute(self) -> str:
+        """The last part of the target's name."""
+        return self.name.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def revert() -> None:
         watch.stop()
     _watches.clear()
     for entry in _in_force.values():
-        _rebind(entry.patch, entry.ours, entry.upstream)
+        rebind(entry.patch, entry.ours, entry.upstream)
     _in_force.clear()
 
 
@@ -230,7 +232,7 @@ def _apply_target(records: list[Patch], report: PatchReport) -> None:
             return
         _in_force[target] = fitting
     entry = _in_force[target]
-    _rebind(entry.patch, entry.upstream, entry.ours)
+    rebind(entry.patch, entry.upstream, entry.ours)
     report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch))))
     for path, value in _other_functions(entry):
         origin = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
@@ -254,7 +256,7 @@ def _fitting(records: list[Patch]) -> _InForce | str:
     fitting = [p for p in records if version and _contains(p.versions, version)]
     if version is None or not fitting:
         return f"{first.package} {version} is not a version that deltatune knows ({_versions(records)})."
-    upstream = _upstream(first)
+    upstream = defined_function(first)
     if upstream is None:
         return f"something else has replaced it, and no loaded module holds {first.package}'s own function."
     signature = _signature(upstream) if first.signature else ""
@@ -305,82 +307,15 @@ def _signature(function: Function) -> str:
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
-def _upstream(patch: Patch) -> Function | None:
-    """The function that `patch.module` defines, from any module that still holds it under its own name."""
-    for namespace in [_owner(patch)] + [module.__dict__ for module in _modules()]:
-        value: Any = namespace.get(_attribute(patch))
-        if _defined_by(patch, value):
-            return value
-    return None
-
-
-def _defined_by(patch: Patch, value: Any) -> bool:
-    """Whether `value` is the function that `patch.module` defines."""
-    if isinstance(value, FunctionType):
-        defining = sys.modules[patch.module]
-        return value.__code__.co_name == _attribute(patch) and value.__globals__ is defining.__dict__
-    # A compiled function has neither code nor globals, so only the names that it states can be compared.
-    stated = (getattr(value, "__module__", None), getattr(value, "__name__", None))
-    return not patch.signature and stated == (_namespace(patch), _attribute(patch))
-
-
-def _namespace(patch: Patch) -> str:
-    """The module that a compiled function states: `mlx.core.fast` for the name `fast.rope` in `mlx.core`."""
-    owner = getattr(sys.modules[patch.module], patch.name.partition(".")[0], None)
-    return owner.__name__ if isinstance(owner, ModuleType) else patch.module
-
-
-def _attribute(patch: Patch) -> str:
-    """The last part of the target's name."""
-    return patch.name.rpartition(".")[2]
-
-
-def _owner(patch: Patch) -> dict[str, Any]:
-    """A copy of the namespace in which the target is defined: its module's or its class's."""
-    owner: Any = sys.modules[patch.module]
-    for part in patch.name.split(".")[:-1]:
-        owner = getattr(owner, part)
-    return dict(vars(owner))
-
-
-def _modules() -> Iterator[ModuleType]:
-    """Every loaded module that is not deltatune's own."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != OWN_PACKAGE:
-            yield module
-
-
-def holders(function: Function, patch: Patch) -> list[str]:
-    """The names of the modules that hold `function` under any name; for a method, the method's own full name."""
-    if "." in patch.name:
-        return [patch.target] if _owner(patch).get(_attribute(patch)) is function else []
-    return sorted(m.__name__ for m in _modules() if any(value is function for value in list(m.__dict__.values())))
-
-
-def _rebind(patch: Patch, old: Function, new: Function) -> None:
-    """Put `new` wherever `old` is held: in the class of a method, else in every module."""
-    if "." in patch.name:
-        owner: Any = sys.modules[patch.module]
-        for part in patch.name.split(".")[:-1]:
-            owner = getattr(owner, part)
-        if vars(owner).get(_attribute(patch)) is old:
-            setattr(owner, _attribute(patch), new)
-        return
-    for module in _modules():
-        for name, value in list(module.__dict__.items()):
-            if value is old:
-                module.__dict__[name] = new
-
-
 def _other_functions(entry: _InForce) -> Iterator[tuple[str, Any]]:
     """Where the package holds another object under the target's name: the full name there, and the object."""
     patch = entry.patch
     if "." in patch.name:
-        value = _owner(patch).get(_attribute(patch))
+        value = vars(owner_of(patch)).get(patch.attribute)
         if value is not entry.ours:
             yield patch.target, value
         return
-    for module in _modules():
+    for module in loaded_modules():
         value = module.__dict__.get(patch.name)
         inside = module.__name__.partition(".")[0] == patch.package or module.__name__ in patch.holders
         if inside and value is not None and value is not entry.ours and not _of_another_target(value, patch):
