@@ -20,6 +20,7 @@ from .recurrence import served
 from .tables import (
     attention,
     experts,
+    latent_attention,
     loading,
     mlx_lm,
     mlx_vlm,
@@ -46,7 +47,13 @@ __all__ = [
 
 # Patches for every device. Where two records fit one version of a target, the first one is applied, so the records that
 # correct results stand before those that save time.
-PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES, *attention.PATCHES)
+PATCHES: tuple[Patch, ...] = (
+    *mlx_lm.PATCHES,
+    *mlx_vlm.PATCHES,
+    *experts.PATCHES,
+    *attention.PATCHES,
+    *latent_attention.PATCHES,
+)
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
 ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *quantized_product.PATCHES)

@@ -20,8 +20,8 @@ from ...errors import UserError
 from ...machine import backend
 from ...machine.blas_fault import ProbeResult, probe
 from .. import patch
-from ..attention import attending
 from ..patch import Function, Patch, PatchWarning
+from ..whole_rows import attending
 
 Check = Function
 
@@ -277,7 +277,7 @@ PATCHES = (
     _record("inner", _inner, lambda f, x: f(x, _weight(4, 3))),
     _record("gather_mm", _gather_mm, _gathered),
     _record("segmented_mm", _segmented_mm, _segmented),
-    # In training, deltatune's attention serves in its place, as on other machines (attention.py).
+    # In training, deltatune's attention serves in its place, as on other machines (whole_rows.py).
     _record("fast.scaled_dot_product_attention", lambda upstream: attending(_attention(upstream)), _attended),
     _record("conv1d", _convolution, _slid(1)),
     _record("conv2d", _convolution, _slid(1, 1)),
