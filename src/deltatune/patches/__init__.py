@@ -15,7 +15,8 @@ import mlx.nn as nn
 from ..layers import gated_delta_layers, is_gated_delta
 from ..machine import backend
 from . import patch
-from .patch import Patch, PatchReport, PatchWarning
+from .patch import PatchReport, PatchWarning
+from .patch_record import Patch
 from .recurrence import served
 from .tables import (
     attention,

@@ -6,17 +6,16 @@ Modules that write `from package import function` hold the function itself. delt
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .patch import Patch
+from .patch_record import Function, Patch
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
-def defined_function(patch: Patch) -> Callable[..., Any] | None:
+def defined_function(patch: Patch) -> Function | None:
     """The function that `patch.module` defines, from any module that still holds it under its own name."""
     for namespace in [vars(owner_of(patch))] + [vars(module) for module in loaded_modules()]:
         value: Any = namespace.get(patch.attribute)
@@ -40,7 +39,7 @@ def loaded_modules() -> Iterator[ModuleType]:
             yield module
 
 
-def holders(function: Callable[..., Any], patch: Patch) -> list[str]:
+def holders(function: Function, patch: Patch) -> list[str]:
     """The names of the modules that hold `function` under any name; for a method, the method's own full name."""
     owner = owner_of(patch)
     if not isinstance(owner, ModuleType):
@@ -48,7 +47,7 @@ def holders(function: Callable[..., Any], patch: Patch) -> list[str]:
     return sorted(m.__name__ for m in _places(owner) if any(value is function for value in list(vars(m).values())))
 
 
-def rebind(patch: Patch, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+def rebind(patch: Patch, old: Function, new: Function) -> None:
     """Put `new` wherever `old` is held: in the class of a method, else in every module."""
     owner = owner_of(patch)
     if not isinstance(owner, ModuleType):

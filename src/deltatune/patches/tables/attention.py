@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.attention import attention_naive
-from ..patch import Function, Patch, core_record, describe_difference
+from ..patch_record import Function, Patch, core_record, describe_difference
 from ..whole_rows import attending, marking, remembering, serves, whole
 from . import LOWEST_MLX_VLM
 

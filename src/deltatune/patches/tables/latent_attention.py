@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 from ..whole_rows import serves
 
 

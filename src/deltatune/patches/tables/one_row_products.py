@@ -20,7 +20,8 @@ from ...errors import UserError
 from ...machine import backend
 from ...machine.blas_fault import ProbeResult, probe
 from .. import patch
-from ..patch import Function, Patch, PatchWarning
+from ..patch import PatchWarning
+from ..patch_record import Function, Patch, core_record
 from ..whole_rows import attending
 
 Check = Function
@@ -245,7 +246,7 @@ def _weight(*shape: int) -> mx.array:
 
 def _record(name: str, replacement: Function, call: Function) -> Patch:
     reason = "the BLAS of this machine leaves NaN in products of one row"
-    return patch.core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT)
+    return core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT)
 
 
 def _gathered(function: Function, x: mx.array) -> mx.array:
