@@ -13,7 +13,7 @@ from ...machine import backend
 from ...ops import segments
 from ...ops.causal_conv import causal_conv
 from .. import recurrence
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 from . import pointwise
 
 UPDATE_PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
