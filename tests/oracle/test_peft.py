@@ -125,8 +125,11 @@ def test_rslora(name, tmp_path):
     check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", rslora=True, scale=2.0))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "bailing_hybrid"])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    # transformers 5.23 cannot tie the head of bailing_hybrid.
+    [("qwen3", False), ("qwen3", True), ("qwen3_5", False), ("qwen3_5", True), ("bailing_hybrid", False)],
+)
 def test_embeddings_and_head(name, tied, tmp_path):
     folders = saved(tmp_path, name, tie_word_embeddings=tied)
     embedding = "*word_embeddings" if name == "bailing_hybrid" else "*embed_tokens"
