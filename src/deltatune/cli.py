@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .commands import demo, doctor, eval, generate, merge, plan, run, selftest, train
+from .commands import demo, doctor, eval, export, generate, import_, merge, plan, run, selftest, train
 from .commands.flags import Parser
 from .errors import UserError
 
-COMMANDS = (train, plan, eval, generate, merge, run, doctor, selftest, demo)
+COMMANDS = (train, plan, eval, generate, merge, export, import_, run, doctor, selftest, demo)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -45,7 +45,9 @@ def saved(folder: Path, name: str, **options) -> tuple[Path, Path]:
     model = theirs.load(config, weights)
     assert isinstance(model, torch.nn.Module)
     folders = folder / "transformers", folder / "mlx"
-    for path, (settings, tensors) in zip(folders, ((config, weights), case.family.readable(config, weights)), strict=True):
+    for path, (settings, tensors) in zip(
+        folders, ((config, weights), case.family.readable(config, weights)), strict=True
+    ):
         path.mkdir()
         (path / "config.json").write_text(json.dumps(settings))
         save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, path / "model.safetensors")
@@ -116,7 +118,9 @@ def test_dora(name, tmp_path):
     folders = saved(tmp_path, name)
     keys = ["*_proj", "*.in_proj_*", "mlp.shared_expert*"] if name == "kimi_linear" else ["*_proj"]
     exclude = ["*switch_mlp*"] if name == "kimi_linear" else []
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", "dora", keys=keys[:1], exclude=exclude))
+    check_both_ways(
+        tmp_path, folders, adapted(folders[1], tmp_path / "adapter", "dora", keys=keys[:1], exclude=exclude)
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_moe"])
@@ -171,7 +175,10 @@ def test_an_adapter_that_peft_made(kind, tmp_path):
     options = {
         "lora": {"target_modules": "all-linear", "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"layers.1.*": 3}},
         "dora": {"target_modules": ["q_proj", "in_proj_qkv", "down_proj"], "use_dora": True},
-        "experts": {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        "experts": {
+            "target_modules": ["o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
         "rslora": {"target_modules": ["q_proj", "embed_tokens"], "use_rslora": True},
     }[kind]
     config = peft.LoraConfig(r=4, lora_alpha=7, task_type="CAUSAL_LM", **options)
