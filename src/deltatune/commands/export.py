@@ -75,8 +75,7 @@ def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
     found = write_peft(arguments.model, arguments.adapter_path, arguments.save_path, arguments.base_model)
     parameters = found.config.get("target_parameters", [])
-    counts = f"{len(found.config['target_modules'])} modules"
-    counts += f" and {len(parameters)} parameters of transformers" if parameters else " of transformers"
+    counts = f"{len(found.config['target_modules'])} target modules, {len(parameters)} target parameters"
     line = f"PEFT's adapter is in {arguments.save_path}: {counts}, for {found.config['base_model_name_or_path']}."
     return [line], found.notes
 
