@@ -196,3 +196,60 @@ def test_an_adapter_that_peft_made(kind, tmp_path):
     load_adapters(ours, tmp_path / "imported")
     assert np.abs(plain - expected).max() > 0.05
     assert np.abs(our_logits(ours) - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"])
+def test_tower_projector_and_language_model(name, tmp_path):
+    """Adapters on every module of a model with images: the loss of a batch with images is the same on both sides."""
+    import peft
+    from parity import vision_theirs
+    from safetensors.numpy import save_file
+
+    from deltatune.models.load import load_vision_tower
+    from deltatune.selftest.parity.vision import CASES as VISION
+    from deltatune.selftest.parity.vision import batch
+
+    case = VISION[name]
+    config, shapes = vision_theirs.layout(case)
+    weights = case.weights(shapes)
+    settings, tensors = case.readable(config, weights)
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "config.json").write_text(json.dumps(settings))
+    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, tmp_path / "mlx/model.safetensors")
+    model = load_vision_tower(tmp_path / "mlx")
+    convert_to_lora(model, LoraConfig(rank=3, scale=1.5), parts=("language", "vision", "projector"))
+    plain = vision_loss(model, batch(0))
+    drawn = tree_map_with_path(
+        lambda path, value: value + mx.array(seeded.spread(f"export {path}", value.shape, 0.12)),
+        model.trainable_parameters(),
+    )
+    model.update(drawn)
+    save_adapters(model, tmp_path / "adapter", {})
+    expected = vision_loss(model, batch(0))
+    write_peft(tmp_path / "mlx", tmp_path / "adapter", tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(vision_theirs.load(config, weights), tmp_path / "peft")
+    assert abs(plain - expected) > 1e-2
+    assert abs(vision_theirs.loss_of(theirs, batch(0)).item() - expected) < TOLERANCE
+    theirs.save_pretrained(tmp_path / "saved")
+    import_peft(tmp_path / "mlx", tmp_path / "saved", tmp_path / "imported")
+    back = load_vision_tower(tmp_path / "mlx")
+    load_adapters(back, tmp_path / "imported")
+    assert abs(vision_loss(back, batch(0)) - expected) < TOLERANCE
+
+
+def vision_loss(model: nn.Module, rows) -> float:
+    """Our loss of a batch with images."""
+    from deltatune.config import TrainConfig
+    from deltatune.models.vision.split import split_vision, vision_spec
+    from deltatune.patches import patched
+    from deltatune.selftest.parity.vision_ours import as_batch
+    from deltatune.train.distributed import World
+    from deltatune.train.optimizer import build_optimizer
+    from deltatune.train.step import Step, chunked_loss
+
+    with patched(model):
+        split = split_vision(model)
+        step = Step(model, build_optimizer(TrainConfig()), chunked_loss(split.backbone, split.head), World())
+        total, weight, _ = step.micro_batch(as_batch(rows, vision_spec(model)), None)
+        mx.eval(total, weight)
+    return (total / weight).item()
