@@ -8,6 +8,7 @@ nor MLX, so it starts in about a second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -281,6 +282,8 @@ class _Template:
         """Return the rows of a conversation; without `turns`, one row that counts as a whole."""
         messages, tools = request["messages"], request["tools"]
 
+        # A turn is looked for in several rows, but rendered once.
+        @functools.cache
         def render(count: int, prompt: bool = False, thinking: bool | None = None) -> tuple[str, Any]:
             return self.render(messages[:count], tools, thinking, prompt)
 
