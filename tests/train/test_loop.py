@@ -100,14 +100,15 @@ def test_resume_without_a_state_starts_and_says_so(make_trainer, screen_text):
     assert "no state in" in screen_text.text()
 
 
-def test_starting_over_an_unfinished_run_says_so(make_trainer, screen_text, monkeypatch):
+def test_starting_over_an_unfinished_run_says_so(make_trainer, screen_text, monkeypatch, tmp_path):
     trainer = make_trainer(val_batches=0)
     plain = trainer._advance
     monkeypatch.setattr(trainer, "_advance", lambda b: (os.kill(os.getpid(), signal.SIGINT), plain(b))[1])
     with pytest.raises(StoppedError):
         trainer.run()
     make_trainer(iters=1, val_batches=0).run()
-    assert "holds a run stopped after iteration 1; this run will replace it" in screen_text.text()
+    out = tmp_path / "out"
+    assert f"The earlier run in {out}, stopped after iteration 1, is moved to {out}-1." in screen_text.text()
 
 
 def test_early_stopping_counts_evaluations_without_gain(make_trainer, screen_text, read_metrics, tmp_path):

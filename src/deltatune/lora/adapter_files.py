@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
+from ..machine import checksum
 from ..machine.atomic_files import replace_file
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
@@ -61,10 +62,11 @@ def save_adapters(
         del described["lora_parameters"]["keys"]
     content = {**config, **described}
     content.setdefault("num_layers", -1)
+    metadata = {checksum.KEY: checksum.BLANK, "format": "mlx"}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=4, sort_keys=True, default=str)
-        replace_file(directory / weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
+        replace_file(directory / weights, lambda path: write_tensors(path, tensors, metadata))
         replace_file(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise UserError(
@@ -204,7 +206,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, mx.array]:
-    """Read the tensors of an adapter file, after its header was checked.
+    """Read the tensors of an adapter file, after its header and, if it holds one, its checksum were checked.
 
     Raises:
         UserError: the file is missing, damaged or empty.
@@ -213,6 +215,10 @@ def read_weights(path: Path) -> dict[str, mx.array]:
         raise UserError(f"adapter {path}: no such file.")
     if not read_header(path).tensors:
         raise UserError(f"adapter {path}: holds no tensor.")
+    try:
+        checksum.check(path)
+    except checksum.DamagedFileError as error:
+        raise UserError(f"adapter {path}: is damaged ({error}); use another copy of it.") from error
     tensors: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
     mx.eval(tensors)
     return tensors

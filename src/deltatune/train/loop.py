@@ -18,18 +18,19 @@ import mlx.nn as nn
 from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..errors import UserError
-from ..machine import backend, blas
+from ..machine import backend
 from . import announce, content, log, nonfinite, state
 from .check import check
 from .distributed import World
 from .ending import Ending
 from .evaluate import Evaluation
+from .folder import RunFolder
 from .optimizer import build_optimizer
 from .outputs import Outputs
 from .report import write_report
 from .result import Result
 from .saving import Saving
-from .setup import Run, batch_order, build_step, training
+from .setup import Run, batch_order, build_step, training, with_iterations
 from .step import LossFunction, Sums
 from .tree import number, seed_iteration
 
@@ -59,6 +60,7 @@ class Trainer:
         model_config: The content of the model's config.json; full fine-tuning needs it for the checkpoint.
         world: The ranks that train together; those of the launcher by default.
         screen: Where progress is printed; standard output by default.
+        folder: The output folder, if the caller has taken it already.
 
     Raises:
         UserError: For anything that the user can correct.
@@ -80,21 +82,24 @@ class Trainer:
         model_config: dict[str, Any] | None = None,
         world: World | None = None,
         screen: log.Screen | None = None,
+        folder: RunFolder | None = None,
     ):
-        self.model, self.config, self.splits = model, config, splits
+        self.model, self.splits = model, splits
         self.world = world or World()
-        self.screen = screen or log.Screen(shown=self.world.main)
-        self.outputs = Outputs(model, tokenizer, config, model_config)
         check(model, config, splits)
-        self._optimizer = build_optimizer(config)
         self._train_order = batch_order(splits.train, config, self.world)
-        identity = state.fingerprint(config, **content.facts(model, config))
+        self.config = config = with_iterations(config, self._train_order)
+        self.screen = screen or log.Screen(shown=self.world.main)
+        self._folder = folder or RunFolder(config, self.world)
+        self.outputs = Outputs(model, tokenizer, config, model_config)
+        self._optimizer = build_optimizer(config)
+        identity = state.fingerprint(config, **content.facts(model, config, model_config))
         self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
 
     @classmethod
-    def of(cls, run: Run, screen: log.Screen | None = None) -> Trainer:
+    def of(cls, run: Run, screen: log.Screen | None = None, folder: RunFolder | None = None) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         loaded = run.loaded
         return cls(
@@ -105,6 +110,7 @@ class Trainer:
             model_config=loaded.config,
             world=run.world,
             screen=screen,
+            folder=folder,
         )
 
     def run(self) -> Result:
@@ -116,9 +122,14 @@ class Trainer:
         """
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._folder)
             trained = stack.enter_context(training(self.model, config))
-            for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
+            for line in announce.lines(
+                self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
+            ):
                 self.screen.say(line)
+            #: What the run is, for its report.
+            self.about = announce.about(self.model, config, self.splits, trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
             self._prepare(trained.loss)
             stack.callback(self._close)
@@ -130,7 +141,10 @@ class Trainer:
                 self._save(finished=True)
         result = Result.of(self.progress, self._out_of_patience())
         if world.main:
-            write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
+            figures = dataclasses.asdict(result)
+            problems = write_report(self.outputs.report, self.outputs.metrics, config, figures, about=self.about)
+            for problem in problems:
+                self.screen.say(f"Report: {problem}")
         return result
 
     @property
@@ -156,17 +170,19 @@ class Trainer:
     def _open(self) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
         path, config, world = self.outputs.state, self.config, self.world
-        has_state = path.is_file()
+        has_state = state.exists(path)
         ranks_with_state = world.sum_numbers(float(has_state))[0]
         if config.resume and 0 < ranks_with_state < world.size:
             raise UserError(
                 f"--resume: {path} must be on every machine, and some lack it; share the folder, or copy it to all."
             )
         if world.main:
+            for line in self._folder.make_room():
+                self.screen.say(line)
             self.outputs.prepare()
         if config.resume and has_state:
-            if self._saving.restore():
-                self.screen.say(f"BLAS: {blas.status().threads}.")
+            for line in self._saving.restore():
+                self.screen.say(line)
             self.screen.say(f"Resuming after iteration {self.progress.iteration} of {config.iters}.")
             ranks = self.progress.ranks
             if ranks not in (None, world.size):
@@ -176,11 +192,6 @@ class Trainer:
                 )
         elif config.resume:
             self.screen.say(f"--resume: there is no state in {path.parent} yet; starting from the first iteration.")
-        elif has_state and (before := state.peek(path)) and not before.finished:
-            self.screen.say(
-                f"{path.parent} holds a run stopped after iteration {before.iteration}; this run will replace it "
-                "at its first save. Stop and use --resume to continue that one."
-            )
         metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
         self._metrics = self._saving.metrics = metrics
         options = dataclasses.asdict(config)
