@@ -14,7 +14,7 @@ from . import state
 from .distributed import World
 
 # What a run leaves: its weights and states, without which nothing is lost, and what it reports.
-_WEIGHTS = ("state/*.safetensors", "*adapters.safetensors", "adapter_config.json")
+_WEIGHTS = ("state/*.safetensors", "*adapters.safetensors", "adapter_config.json", "best/*.safetensors")
 _REPORTS = ("metrics.jsonl", "report.html", "tensorboard")
 _MODEL = ("config.json", "model*.safetensors")
 

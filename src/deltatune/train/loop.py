@@ -10,6 +10,7 @@ import dataclasses
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -86,7 +87,7 @@ class Trainer:
     ):
         self.model, self.splits = model, splits
         self.world = world or World()
-        check(model, config, splits)
+        check(model, tokenizer, config, splits)
         self._train_order = batch_order(splits.train, config, self.world)
         self.config = config = with_iterations(config, self._train_order)
         self.screen = screen or log.Screen(shown=self.world.main)
@@ -251,12 +252,19 @@ class Trainer:
         loss = self._evaluation(self._valid_order, self.config.val_batches, between)
         if loss is None:
             return False
+        if not math.isfinite(loss):
+            self._on_every_rank(lambda: nonfinite.refuse_damaged(self.model))
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
         progress.val_loss = loss
         self._report(record, log.validation_line(record))
-        if progress.best_loss is None or loss < progress.best_loss:
+        # Without a target to count, the loss is NaN, which is no best.
+        if not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.evaluations_without_gain = loss, 0
+            progress.best_iteration = progress.iteration
+            # Before the first iteration nothing is trained: the model as it came is not worth a copy.
+            if progress.iteration:
+                self._on_every_rank(lambda: self._saving.save_best(loss))
         else:
             progress.evaluations_without_gain += 1
         if self._out_of_patience():
@@ -354,10 +362,13 @@ class Trainer:
             service.log(numbers, record["iteration"])
 
     def _save(self, finished: bool = False) -> None:
+        self._on_every_rank(lambda: self._saving.save(finished))
+
+    def _on_every_rank(self, action: Callable[[], None]) -> None:
+        """Do what raises a UserError on every rank if it raises one on any."""
         try:
-            self._saving.save(finished)
+            action()
         except UserError:
-            # If rank 0 could not write, every rank raises.
             self._ending.in_order()
             raise
 
@@ -369,7 +380,13 @@ class Trainer:
         self._ending.in_order()
         # An update that is not finite changes no parameter.
         self._saving.updating = False
-        self._saving.save_last_update()
+        damage = nonfinite.damage(self.model)
+        worth_saving = damage is None or nonfinite.trained_is_finite(self.model)
+        if worth_saving:
+            self._saving.save_last_update()
+        if damage is not None:
+            kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
+            raise UserError(f"iteration {at}: {what}: {damage}{kept}")
         cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
         raise UserError(
             f"iteration {at}: {what}: {cause}. The update was not made; the state after iteration "

@@ -41,6 +41,7 @@ FREE_OPTIONS = {
     "steps_per_report",
     "steps_per_eval",
     "save_every",
+    "keep",
     "early_stopping",
     "adapter_path",
     "resume",
@@ -49,6 +50,8 @@ FREE_OPTIONS = {
     "report_to",
     "project_name",
     "trust_remote_code",
+    # The shapes of the model's tensors, which are compared, tell whether it was used.
+    "resize_embeddings",
 }
 
 
@@ -65,6 +68,7 @@ class Progress:
         train_loss: The loss per token of the last report.
         val_loss: The loss per token of the last evaluation.
         best_loss: The lowest loss per token of all evaluations.
+        best_iteration: The iteration after which it was measured; -1 if no evaluation was made.
         evaluations_without_gain: The evaluations since the lowest loss.
         window_loss: The sum of losses since the last report.
         window_weight: The sum of target weights since the last report.
@@ -84,6 +88,7 @@ class Progress:
     train_loss: float | None = None
     val_loss: float | None = None
     best_loss: float | None = None
+    best_iteration: int = -1
     evaluations_without_gain: int = 0
     window_loss: float = 0.0
     window_weight: float = 0.0
