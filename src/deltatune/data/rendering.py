@@ -26,7 +26,7 @@ import jinja2
 from ..errors import UserError, reason
 from ..machine.environment import cores
 from . import render_process
-from .render_process import RenderLimits, Marks, RefusalError, chat_rows
+from .render_process import Marks, RefusalError, RenderLimits, chat_rows
 from .row_formats import Conversation, PlainText
 
 # A process gets this many rows at once; one more process is worth its start for every so many rows.
