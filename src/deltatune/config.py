@@ -21,6 +21,10 @@ __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 _MODEL, _DATA, _TUNE = "model", "data", "what trains"
 _OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
 
+NO_TYPE_FROM_SCRATCH = (
+    "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
+)
+
 
 @dataclass
 class TrainConfig:
@@ -138,6 +142,14 @@ class TrainConfig:
             flag=False,
         ),
     )
+    resize_embeddings: bool = field(
+        default=False,
+        metadata=_about(
+            _TUNE,
+            "give the embedding and the head a row for each token that was added to the tokenizer, and train those "
+            "rows",
+        ),
+    )
     batch_size: int = field(
         default=4, metadata=_about(_RUN, "number of rows in a batch, summed over all ranks", range=Range(least=1))
     )
@@ -243,6 +255,12 @@ class TrainConfig:
     save_every: int = field(
         default=100, metadata=_about(_SAVE, "number of iterations between saves", range=Range(least=1))
     )
+    keep: int | None = field(
+        default=None,
+        metadata=_about(
+            _SAVE, "number of numbered copies of the adapters to keep, the newest; default: all", range=Range(least=0)
+        ),
+    )
     early_stopping: int | None = field(
         default=None,
         metadata=_about(_RUN, "stop training after this many evaluations without a lower loss", range=Range(least=1)),
@@ -251,6 +269,12 @@ class TrainConfig:
     resume: bool = field(
         default=False,
         metadata=_about(_SAVE, "continue the run that is saved in adapter_path, with the same results bit for bit"),
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata=_about(
+            _SAVE, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
+        ),
     )
     parts: str = field(
         default="language",
@@ -310,5 +334,11 @@ class TrainConfig:
             raise UserError(
                 "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
             )
+        if self.resume and self.overwrite:
+            raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.early_stopping is not None and self.val_batches == 0:
             raise UserError("early_stopping counts evaluations, and val_batches: 0 turns them off; give one of them.")
+        if self.from_scratch and self.fine_tune_type == "dora":
+            raise UserError(NO_TYPE_FROM_SCRATCH.format(self.fine_tune_type))
+        if self.keep is not None and (self.from_scratch or self.fine_tune_type == "full"):
+            raise UserError("keep counts numbered copies of adapters, and full fine-tuning writes none; leave it out.")

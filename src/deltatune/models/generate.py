@@ -83,7 +83,15 @@ def prompt_tokens(
             add_generation_prompt=not prefilled,
             **(template_options or {}),
         )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         # A template is a program of the model's: what it does with an option of a wrong type is any of these.
         raise UserError(
             f"the model's chat template refuses the prompt: {reason(error)}; change --prompt, --system-prompt, "
