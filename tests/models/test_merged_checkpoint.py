@@ -20,6 +20,8 @@ from deltatune.lora.weights import dense_weight
 from deltatune.models import merged_checkpoint as merge_module
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.selftest.parity import recording
+from deltatune.selftest.parity.cases import CASES
 from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
@@ -289,3 +291,17 @@ def test_a_dense_merge_says_nothing_of_quantising(tiny_checkpoint, tmp_path, run
     assert code == 0
     assert len(out.splitlines()) == 1
     assert merge_checkpoint(base, tmp_path / "adapter", tmp_path / "again").rounding is None
+
+
+def test_a_head_that_sanitize_removes_from_the_model(tmp_path):
+    """mlx-lm's sanitize of Gemma 3 takes a tied head out of the model, and fails where the model has none any more."""
+    case, reference = CASES["gemma3"], recording.read("gemma3")
+    config, weights = case.family.readable(reference.config, reference.weights(case))
+    assert "lm_head.weight" not in weights
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(base / "model.safetensors"), {name: mx.array(value) for name, value in weights.items()})
+    adapted = adapt(base, tmp_path / "adapter")
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    assert difference(load_model(tmp_path / "merged")[0](TOKENS), adapted) < 1e-4

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ..data import BatchOrder
 from ..data.example import Example
 from ..layers import gated_delta_layers
+from ..patches.whole_rows import whole_rows
 from .distributed import World
 from .log import Screen
 from .nonfinite import refuse_damaged
@@ -66,7 +67,7 @@ class Evaluation:
         """
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
         loss_sum = weight_sum = 0.0
-        with evaluating(self._model):
+        with evaluating(self._model), whole_rows():
             for done, batch in enumerate(islice(order.epoch(), total), start=1):
                 loss, weight = self._compiled(arrays(batch))
                 mx.eval(loss, weight)

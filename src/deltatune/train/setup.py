@@ -25,6 +25,7 @@ from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.document_isolation import check_packing
 from ..models.head import split_head
+from ..models.layer_caches import carries
 from ..models.load import Loaded, load, locate
 from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
@@ -288,5 +289,5 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         if config.pack and compare:
             check_packing(model)
         if config.grad_checkpoint:
-            stack.enter_context(checkpointed([layer.module for layer in layers]))
+            stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
         yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)
