@@ -79,7 +79,7 @@ class GrownEmbedding(GrownTable):
     def __call__(self, ids: mx.array) -> mx.array:
         is_new = ids >= self.old_rows
         old = self.base(mx.where(is_new, 0, ids))
-        new: Any = _take_rows(self.new_rows, mx.where(is_new, ids.astype(mx.int32) - self.old_rows, -1))
+        new: Any = _take_rows(self.new_rows, mx.where(is_new, ids, self.old_rows) - self.old_rows)
         return mx.where(is_new[..., None], new.astype(old.dtype), old)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -104,8 +104,8 @@ def _joined(old: mx.array, new: mx.array) -> mx.array:
 
 @mx.custom_function
 def _take_rows(rows: mx.array, index: mx.array) -> mx.array:
-    """Return rows[index], and any row where the index is -1."""
-    return rows[mx.maximum(index, 0)]
+    """Return rows[index]."""
+    return rows[index]
 
 
 @_take_rows.vjp
