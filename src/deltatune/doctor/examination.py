@@ -90,6 +90,8 @@ class Examination:
     machine: dict[str, str]
     gated_delta: str
     findings: list[Finding]
+    attention: str
+    attention_findings: list[Finding]
     faults: list[Fault]
     patches: Patches
     model: Layers | None = None
@@ -97,8 +99,8 @@ class Examination:
     @property
     def wrong(self) -> bool:
         """Whether training here would compute wrong numbers, or the model cannot be trained."""
-        measured = [finding.wrong for finding in self.findings] + [fault.wrong for fault in self.faults]
-        return any(measured) or bool(self.untrainable)
+        measured = [finding.wrong for finding in (*self.findings, *self.attention_findings)]
+        return any(measured) or any(fault.wrong for fault in self.faults) or bool(self.untrainable)
 
     @property
     def untrainable(self) -> list[str]:
@@ -116,12 +118,15 @@ def examine(model: str | None = None) -> Examination:
     """
     layers = None if model is None else _layers(model)
     names, why = backend.gated_delta_candidates()
+    attention, why_attention = backend.attention_candidates()
     with _patched() as patches:
         return Examination(
             versions=inventory.versions(),
             machine=inventory.machine(),
             gated_delta=f"{', then '.join(names)} ({why})",
             findings=implementations.findings(),
+            attention=f"{', then '.join(attention)} ({why_attention})",
+            attention_findings=implementations.of_attention(),
             faults=probes.faults(),
             patches=patches,
             model=layers,
