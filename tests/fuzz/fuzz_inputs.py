@@ -116,6 +116,7 @@ _PIECES = st.sampled_from([
     "{{ messages[9].content }}", "{% set x = namespace(n=0) %}", "{{ strftime_now('%Y') }}", "{{ ''.__class__ }}",
     "{% include 'x' %}", "{% for i in range(3) %}x{% endfor %}", "{{ message.content.split('x')[5] }}", "{% endfor %}",
     "{{ 'x' | int + 'y' }}", "{{ messages | map(attribute='content') | join }}", "{", "}}", "{%", "{{ self }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% for i in range(10 ** 12) %}{% endfor %}",
 ])  # fmt: skip
 
 
