@@ -12,6 +12,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,10 @@ static allocate_t allocate;
 static free_t release;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 long counted[4];  /* live buffers, live bytes, and the most of either since the last reset */
+static pthread_cond_t opened = PTHREAD_COND_INITIALIZER;
+static pthread_t holder;
+static int held;
+int waiting;  /* threads that wait before they free a buffer */
 
 static void *counting_allocate(void *self, size_t size) {
   void *buffer = allocate(self, size);
@@ -42,6 +49,9 @@ static void *counting_allocate(void *self, size_t size) {
 static void counting_release(void *self, void *buffer) {
   size_t size = buffer ? *(size_t *)buffer : 0;
   pthread_mutex_lock(&lock);
+  waiting += 1;
+  while (held && !pthread_equal(pthread_self(), holder)) pthread_cond_wait(&opened, &lock);
+  waiting -= 1;
   counted[0] -= 1;
   counted[1] -= size;
   pthread_mutex_unlock(&lock);
@@ -56,6 +66,20 @@ void install(void **object) {
   table[2] = (void *)counting_allocate;
   table[3] = (void *)counting_release;
   *object = table + 2;
+}
+
+void hold(void) {
+  pthread_mutex_lock(&lock);
+  holder = pthread_self();
+  held = 1;
+  pthread_mutex_unlock(&lock);
+}
+
+void let_go(void) {
+  pthread_mutex_lock(&lock);
+  held = 0;
+  pthread_cond_broadcast(&opened);
+  pthread_mutex_unlock(&lock);
 }
 
 void reset(void) {
@@ -97,6 +121,7 @@ class Counter:
         allocator.restype = ctypes.c_void_p
         self._library.install(ctypes.c_void_p(allocator()))
         self._counted = (ctypes.c_long * 4).in_dll(self._library, "counted")
+        self._waiting = ctypes.c_int.in_dll(self._library, "waiting")
 
     def reset(self) -> None:
         """Set the peaks to the live amounts."""
@@ -105,6 +130,22 @@ class Counter:
     def now(self) -> Counted:
         """The counts at this moment."""
         return Counted(*self._counted)
+
+    @contextmanager
+    def stream_held(self) -> Iterator[None]:
+        """Inside the block, MLX's stream waits before it frees a buffer, and does nothing else meanwhile."""
+        import mlx.core as mx
+
+        self._library.hold()
+        try:
+            while not self._waiting.value:
+                # The stream frees the sum, unless it has computed the product before this thread lets go of the sum.
+                one = mx.ones((256, 256))
+                mx.async_eval((one + one) @ one)
+                time.sleep(0.02)
+            yield
+        finally:
+            self._library.let_go()
 
 
 class ByteCounter:

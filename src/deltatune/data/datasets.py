@@ -9,12 +9,11 @@ from ..config import TrainConfig, nearest
 from ..errors import UserError
 from .example import Example, Splits
 from .packing import pack
-from .reader import Reader, VisionProcessors
+from .reader import LAST_TURN, Reader, VisionProcessors
+from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
 from .sources import DataTable, hugging_face, is_saved_dataset, jsonl
-from .text import CHAT, COMPLETION, TEXT, Features
 from .vision.messages import VIDEO, media_kind
 
-OVERLONG = ("truncate", "skip")
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
 _HF_KEYS = [
     "path", "name", "config", "train_split", "valid_split", "test_split",
@@ -52,10 +51,6 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         >>> splits = load_datasets(TrainConfig(data="my-data"), tokenizer)
         >>> len(splits.train), splits.rule
     """
-    if config.overlong not in OVERLONG:
-        raise UserError(f"overlong: expected one of {', '.join(OVERLONG)}, got {config.overlong!r}.")
-    if config.max_seq_length < 2:
-        raise UserError(f"max_seq_length: expected 2 or more, got {config.max_seq_length}.")
     needed = _needed_splits(config)
     if processors is not None and config.pack:
         raise UserError("pack: rows with images are not packed; train this model without --pack.")
@@ -63,7 +58,7 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     reader = Reader(config, tokenizer, processors)
     splits = {name: [example for part in tables[name] for example in reader.read(*part)] for name in needed}
     _check(config, splits, tables, reader.notes)
-    return Splits(**splits, rule=_rule(reader.kinds, config.mask_prompt), notes=reader.notes)
+    return Splits(**splits, rule=_rule(reader.kinds, config), notes=reader.notes)
 
 
 Part = tuple[DataTable, Features]
@@ -139,7 +134,8 @@ def _check(
             continue
         names = ", ".join(table.name for table, _ in tables[name])
         if name == "valid":
-            notes.append("No validation set: training goes on without validation.")
+            why = f"{names}: no example left to validate on" if names else "No validation set"
+            notes.append(f"{why}: training goes on without validation.")
         elif names:
             raise UserError(f"{names}: no example left to {name} on; expected at least one.")
         else:
@@ -161,15 +157,16 @@ def _check(
         )
 
 
-def _rule(kinds: set[str], mask_prompt: bool | None) -> str:
+def _rule(kinds: set[str], config: TrainConfig) -> str:
     """Return one sentence that says which tokens count in the loss."""
-    if mask_prompt is False and kinds - {TEXT}:
+    if config.mask_prompt is False and kinds - {TEXT}:
         return "Loss on every token, prompts included (--no-mask-prompt)."
+    turns = "the last assistant turn" if config.chat_turns == LAST_TURN else "every assistant turn"
     parts = {
-        COMPLETION: "completions only",
-        CHAT: "every assistant turn only",
-        TEXT: "every token of text lines" if len(kinds) > 1 else "every token",
+        "completions only": {COMPLETION, ALPACA},
+        f"{turns} only": {CHAT, SHAREGPT},
+        "every token of text lines" if len(kinds) > 1 else "every token": {TEXT},
     }
-    counted = ", ".join(words for kind, words in parts.items() if kind in kinds)
+    counted = ", ".join(words for words, of in parts.items() if of & kinds)
     how = "; --no-mask-prompt counts every token" if kinds - {TEXT} else ""
     return f"Loss on {counted}{how}."

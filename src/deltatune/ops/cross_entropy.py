@@ -94,7 +94,9 @@ def _loss(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.arr
         _, losses, d_hidden, d_parameters = outputs
         scaled = [_scale(d, cotangents[0], p) for d, p in zip(d_parameters, parameters, strict=True)]
         d_weights = _final(losses * cotangents[0])
-        return scaled, _scale(d_hidden, cotangents[0], hidden), mx.zeros_like(targets), d_weights
+        # A chunk at a time, because the fp32 product of all tokens would take twice what a 16-bit gradient does.
+        d_hidden = mx.concatenate([_scale(d, cotangents[0], hidden) for d in d_hidden])
+        return scaled, d_hidden, mx.zeros_like(targets), d_weights
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
@@ -116,7 +118,10 @@ def _values(run, bounds, parameters, hidden, targets, weights):
 
 
 def _gradients(run, bounds, parameters, hidden, targets, weights):
-    """Return the loss, the losses of the tokens [N], d_hidden and d_parameters (fp32), for a cotangent of 1."""
+    """Return the loss, the losses of the tokens [N], and the gradients for a cotangent of 1.
+
+    These are d_hidden, a list of the chunks' [n, D], and d_parameters in fp32.
+    """
 
     def chunk(differentiated, start, stop):
         *parameters, rows = differentiated
@@ -141,7 +146,7 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
         d_rows.append(d if parameters else (d * weights[start:stop, None]).astype(d.dtype))
         losses.append(chunk_losses)
     token_losses = mx.concatenate(losses)
-    return (token_losses * weights).sum(), token_losses, mx.concatenate(d_rows), d_parameters
+    return (token_losses * weights).sum(), token_losses, d_rows, d_parameters
 
 
 def _chunk_forward(logits, targets, weights):

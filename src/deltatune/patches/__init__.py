@@ -28,6 +28,7 @@ from .tables import (
     one_row_products,
     pointwise,
     quantized_product,
+    residual_weights,
     sorted_rows,
 )
 from .verify import explain, reached
@@ -52,6 +53,7 @@ PATCHES: tuple[Patch, ...] = (
     *mlx_lm.PATCHES,
     *mlx_vlm.PATCHES,
     *experts.PATCHES,
+    *residual_weights.PATCHES,
     *attention.PATCHES,
     *latent_attention.PATCHES,
 )
@@ -122,10 +124,9 @@ def patched(
         >>> print(report)
     """
     global _depth
-    report = apply(model, announce)
     _depth += 1
     try:
-        yield report
+        yield apply(model, announce)
     finally:
         _depth -= 1
         if _depth == 0:

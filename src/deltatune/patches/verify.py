@@ -5,6 +5,8 @@ The model is traced: comparing the names of functions would miss a layer that ho
 
 from __future__ import annotations
 
+import inspect
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -16,7 +18,7 @@ def reached(model: nn.Module) -> dict[str, bool]:
     """Trace `model` on two tokens and see which of its gated-delta layers call a patched function.
 
     Args:
-        model: A model that can be called with tokens [1, 2]. Nothing is evaluated.
+        model: A model that can be called with tokens [1, 2] and no image. Nothing is evaluated.
 
     Returns:
         {path of a gated-delta layer: whether a call of the layer arrives at a patched function}.
@@ -25,9 +27,16 @@ def reached(model: nn.Module) -> dict[str, bool]:
     if not layers:
         return {}
     with recurrence.trace() as calls:
-        model(mx.array([[0, 1]]))
+        model(mx.array([[0, 1]]), **_absent(type(model)))
     callers = {identity for call in calls for identity in call}
     return {path: id(layer) in callers for path, layer in layers.items()}
+
+
+def _absent(model_class: type[nn.Module]) -> dict[str, None]:
+    """None for what a model requires beside the tokens: some of mlx-vlm's require pixel values, and text has none."""
+    _, _, *others = inspect.signature(model_class.__call__).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {each.name: None for each in others if each.default is each.empty and each.kind in named}
 
 
 def explain(path: str, layer: nn.Module) -> str:

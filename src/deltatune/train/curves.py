@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WIDTH, WIDE, HEIGHT = 460, 960, 220
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 30
+# The widths of a drawing in pixels: beside another, over the whole page, and on a phone, where text must not shrink.
+WIDTH, WIDE, NARROW, HEIGHT = 460, 960, 330, 220
+LEFT, RIGHT, TOP, BOTTOM = 58, 24, 12, 30
 
 Points = list[tuple[float, float]]
 
@@ -39,18 +40,22 @@ _SMALL = {
 }
 
 
-def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the (title, SVG) of every plot for which the records of a metrics.jsonl hold values."""
+def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return every plot for which the records of a metrics.jsonl hold values.
+
+    Returns:
+        The title of each plot, and its SVG for wide and for narrow screens, of which the page's style shows one.
+    """
     loss = [
         Curve("training", _series(metrics, "train_loss")),
         Curve("validation", _series(metrics, "val_loss"), "b", dots=True),
     ]
     drawn = []
     if shown := [line for line in loss if line.points]:
-        drawn.append(("Loss per token", plot(shown, width=WIDE)))
+        drawn.append(("Loss per token", [plot(shown, width=width) for width in (WIDE, NARROW)]))
     for title, name in _SMALL.items():
         if points := _series(metrics, name):
-            drawn.append((title, plot([Curve("", points)], from_zero=True)))
+            drawn.append((title, [plot([Curve("", points)], width=width, from_zero=True) for width in (WIDTH, NARROW)]))
     return drawn
 
 
@@ -95,7 +100,8 @@ def plot(lines: Sequence[Curve], *, width: int = WIDTH, from_zero: bool = False)
             parts += [f'<circle class="dot {line.mark}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at]
     parts.append(_legend([line for line in lines if line.name], width))
     label = ", ".join(line.name for line in lines if line.name) or "curve"
-    return f'<svg viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+    head = f'class={"narrow" if width == NARROW else "broad"} viewBox="0 0 {width} {HEIGHT}" role="img"'
+    return f'<svg {head} aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
 
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:

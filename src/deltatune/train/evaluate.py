@@ -18,6 +18,7 @@ from ..layers import gated_delta_layers
 from ..patches.whole_rows import whole_rows
 from .distributed import World
 from .log import Screen
+from .nonfinite import refuse_damaged
 from .setup import Run, training
 from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number
@@ -82,12 +83,18 @@ class Evaluation:
 
 
 def say_loss(name: str, run: Run, examples: Sequence[Example], screen: Screen) -> float:
-    """Evaluate the model of `run` on `examples`, print loss and perplexity, and return the loss per token."""
+    """Evaluate the model of `run` on `examples`, print loss and perplexity, and return the loss per token.
+
+    Raises:
+        UserError: If the loss is not finite because a tensor of the model is not.
+    """
     # Nothing is differentiated, so nothing needs to be recomputed.
     config = dataclasses.replace(run.config, grad_checkpoint=False)
     with training(run.model, config) as trained:
         loss = Evaluation(run.model, trained.loss, run.world)(run.order(examples), config.test_batches)
     assert loss is not None
+    if not math.isfinite(loss):
+        refuse_damaged(run.model)
     perplexity = math.exp(loss) if loss < 700 else math.inf
     screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity:.4g}.")
     return loss

@@ -11,7 +11,7 @@ import deltatune  # noqa: F401
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from deltatune import patches
 from deltatune.machine import backend
@@ -20,7 +20,7 @@ from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
 from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, served
 from deltatune.patches.patch import _signature
-from deltatune.patches.tables import mlx_lm
+from deltatune.patches.tables import mlx_lm, residual_weights
 from deltatune.patches.tables.mlx_lm import UPDATE
 from model_gradients import gradients, next_token_loss, relative_errors, without_gradient
 
@@ -42,7 +42,7 @@ def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, tra
     # On "metal", upstream's own convolution runs, which allows a close comparison.
     monkeypatch.setattr(backend, "device", lambda: "metal")
     # test_experts.py covers experts. In evaluation mode, mlx-lm 0.31.3 lets gradients reach their indices.
-    monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
+    monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES + residual_weights.PATCHES)
     monkeypatch.setattr(mx, "argpartition", without_gradient(mx.argpartition))
     model = tiny_model(family)
     model.train(training)
@@ -317,16 +317,3 @@ def test_a_layer_replaced_by_somebody_else_is_named(tiny_model, monkeypatch):
         report = apply(model)
     assert len(report.unreached) == 3
     assert not any(reached(model).values())
-
-
-def test_kimi_k3_is_evaluated_with_the_weights_of_the_last_step(tiny_model):
-    model = tiny_model("kimi_k3")
-    rows = tokens(1, 9)
-    with patched(model):
-        model.train()
-        mx.eval(losses(model, rows))
-        model.update(tree_map(lambda weight: weight * 1.1, model.parameters()))
-        model.eval()
-        evaluated = losses(model, rows)
-        model.train()
-        assert losses(model, rows).item() == pytest.approx(evaluated.item(), rel=1e-5)

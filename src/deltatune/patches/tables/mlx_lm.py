@@ -1,7 +1,6 @@
 """Replaces functions of mlx-lm: the recurrence, and what has to keep packed documents separate.
 
-Also replaced are the residual weights of Kimi K3, which mlx-lm caches for too long. Versions read: 0.31.3, 0.32.0,
-0.32.1, 0.32.2.
+Versions read: 0.31.3, 0.32.0, 0.32.1, 0.32.2.
 """
 
 from __future__ import annotations
@@ -90,47 +89,23 @@ def _conv1d(upstream: Function) -> Function:
                 f"{self!r} cannot keep packed documents separate on input {x.shape}: only causal depthwise "
                 "convolutions of [state, x] can start anew with each document. Train this model without packing."
             )
-        # The rows before the first token are an empty state, which is not needed: each document starts from zeros.
-        y, _ = causal_conv(x[:, before:], self.weight[..., 0], _bias(self), segments=documents)
+        # The rows before the first token are zeros, or those that a piece of the same document hands on.
+        y = _taps(self, x, documents)
         return pointwise.convolved(self, x, y, documents)
 
     return __call__
 
 
-def _taps(conv: Any, x: mx.array) -> mx.array:
+def _taps(conv: Any, x: mx.array, documents: mx.array | None = None) -> mx.array:
     """conv(x), x [B, T, C], in fewer passes over memory than MLX's grouped convolution makes on a CPU."""
     before = conv.weight.shape[1] - 1
-    return causal_conv(x[:, before:], conv.weight[..., 0], _bias(conv), initial_state=x[:, :before])[0]
+    state, weight = x[:, :before], conv.weight[..., 0]
+    return causal_conv(x[:, before:], weight, _bias(conv), initial_state=state, segments=documents)[0]
 
 
 def _bias(conv: Any) -> mx.array | None:
     return conv.bias if "bias" in conv else None
 
-
-def _fresh_product(*caches: str) -> Any:
-    """Build a replacement that clears the attributes `caches` before each call, so that they follow the weights."""
-
-    def replacement(upstream: Function) -> Function:
-        def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:  # noqa: N807
-            if self.use_attn_res:
-                for name in caches:
-                    setattr(self, name, None)
-            return upstream(self, *arguments, **keywords)
-
-        return __call__
-
-    return replacement
-
-
-_RESIDUAL_RECORD: dict[str, Any] = {
-    "package": "mlx_lm",
-    "versions": ">=0.32.0,<=0.32.2",
-    "module": "mlx_lm.models.kimi_k3",
-    "holders": (),
-    "reason": "outside training, a cached product of weights is used that is one step old and has no gradient",
-    "without": "An evaluation between training steps then uses residual weights that are one step old, and a forgotten "
-    "model.train() loses their gradient.",
-}
 
 _UPDATE_RECORD: dict[str, Any] = {
     "package": "mlx_lm",
@@ -182,17 +157,5 @@ PATCHES = (
         reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
         without=_PACKING,
         replacement=_conv1d,
-    ),
-    Patch(
-        **_RESIDUAL_RECORD,
-        name="KimiK3DecoderLayer.__call__",
-        signature="(self, x, mask=None, cache=None, blocks=None)",
-        replacement=_fresh_product("_attn_res_w_eff", "_mlp_res_w_eff"),
-    ),
-    Patch(
-        **_RESIDUAL_RECORD,
-        name="KimiK3TextModel.__call__",
-        signature="(self, inputs, cache=None)",
-        replacement=_fresh_product("_output_res_w_eff"),
     ),
 )
