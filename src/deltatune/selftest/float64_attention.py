@@ -26,20 +26,8 @@ def attention64(
 ) -> dict[str, np.ndarray]:
     """Compute the output and the gradients of attention in float64, from the definition.
 
-    Args:
-        q: As in `attention`, as are k, v and the options.
-        k: See q.
-        v: See q.
-        dy: The cotangent of the output.
-        scale: See q.
-        causal: See q.
-        segments: See q.
-        window: See q.
-        sinks: See q.
-        mask: See q.
-
-    Returns:
-        The results by NAMES, without `dsinks` where there are no sinks.
+    Args are those of `attention`, and dy, the cotangent of the output. The results come by NAMES, without `dsinks`
+    where there are no sinks.
     """
     q, k, v, dy = (np.asarray(x, np.float64) for x in (q, k, v, dy))
     batch, key_heads, keys, _ = k.shape
