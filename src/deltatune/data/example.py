@@ -32,6 +32,16 @@ class Example:
         """The length of the model's input, one less than the tokens: the last token is predicted but never read."""
         return len(self.tokens) - 1
 
+    @property
+    def documents(self) -> tuple[Example, ...]:
+        """The documents that a batch holds for this example: itself alone (a Preference has two)."""
+        return (self,)
+
+    def with_documents(self, documents: Sequence[Example]) -> Example:
+        """Return the one document in `documents`."""
+        (document,) = documents
+        return document
+
 
 @dataclass(frozen=True)
 class Splits:

@@ -14,6 +14,8 @@ from ..config import TrainConfig
 from ..errors import UserError
 from ..models.vision.inputs import VisionSpec
 from .example import Example
+from .preferences.preference import Preference
+from .preferences.rows import PreferenceEncoder
 from .sources import DataTable
 from .text import Features, TextEncoder
 from .vision.encoder import VisionEncoder
@@ -48,11 +50,11 @@ class Reader:
         self.kinds: set[str] = set()
         self.notes: list[str] = []
 
-    def read(self, table: DataTable, features: Features) -> list[Example]:
+    def read(self, table: DataTable, features: Features) -> list[Example | Preference]:
         """Return the examples of a table; one that is too long is truncated or left out, as `overlong` says."""
         encoder = self._encoder(features)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
-        examples: list[Example] = []
+        examples: list[Example | Preference] = []
         overlong, longest = 0, 0
         cut_media: list[str] = []
         # A progress bar belongs on a terminal and not in a log file.
@@ -63,21 +65,29 @@ class Reader:
             for source, row in table.rows():
                 example = encoder(row, source)
                 progress.advance(task)
-                if len(example.tokens) > limit:
-                    overlong, longest = overlong + 1, max(longest, len(example.tokens))
+                documents = example.documents
+                length = max(len(document.tokens) for document in documents)
+                if length > limit:
+                    overlong, longest = overlong + 1, max(longest, length)
                     if skip:
                         continue
-                    if example.pictures is not None and (kind := example.pictures.kind_cut(example.tokens, limit)):
-                        cut_media.append(kind)
+                    if kinds := [kind for document in documents if (kind := _kind_cut(document, limit))]:
+                        cut_media.append(kinds[0])
                         continue
-                    example = _truncated(example, limit)
+                    example = example.with_documents([_truncated(document, limit) for document in documents])
                 examples.append(example)
         self._note_overlong(table, overlong, cut_media, longest, len(examples))
         self.kinds |= encoder.kinds
         return examples
 
-    def _encoder(self, features: Features) -> TextEncoder | VisionEncoder:
+    def _encoder(self, features: Features) -> TextEncoder | VisionEncoder | PreferenceEncoder:
         """Return the encoder of rows with these keys."""
+        if self._config.loss == "sft":
+            return self._conversations(features)
+        return PreferenceEncoder(self._conversations(Features()), self._tokenizer, labels=self._config.loss == "kto")
+
+    def _conversations(self, features: Features) -> TextEncoder | VisionEncoder:
+        """Return the encoder of texts and conversations with these keys."""
         text = TextEncoder(self._tokenizer, features, self._config.mask_prompt)
         if self._vision is None:
             return text
@@ -109,6 +119,11 @@ class Reader:
                 f"{table.name}: {len(cut_media):,} of them were skipped, not truncated: the limit would cut {what} in "
                 f"half. Raise max_seq_length, or scale images down with --max-pixels{fewer}."
             )
+
+
+def _kind_cut(example: Example, limit: int) -> str | None:
+    """Return "image" or "video" if cutting the example would cut one in half, else None."""
+    return None if example.pictures is None else example.pictures.kind_cut(example.tokens, limit)
 
 
 def _truncated(example: Example, limit: int) -> Example:

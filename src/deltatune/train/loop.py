@@ -26,10 +26,12 @@ from .ending import Ending
 from .evaluate import Evaluation
 from .optimizer import build_optimizer
 from .outputs import Outputs
+from .preferences.figures import added, means
+from .preferences.reference import fill
 from .report import write_report
 from .result import Result
 from .saving import Saving
-from .setup import Run, batch_order, build_step, training
+from .setup import Run, Training, batch_order, build_step, training
 from .step import LossFunction, Sums
 from .tree import number, seed_iteration
 
@@ -38,11 +40,12 @@ class Advance(NamedTuple):
     """The figures of one iteration.
 
     Attributes:
-        sums: The sums over all ranks of losses, target weights, tokens, and ranks that were asked to stop.
+        sums: The sums over all ranks of losses, target weights, tokens, and ranks that were asked to stop; then those
+            of what a preference loss reports.
         norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
     """
 
-    sums: tuple[float, float, float, float]
+    sums: tuple[float, ...]
     norm: float | None
 
 
@@ -88,7 +91,8 @@ class Trainer:
         check(model, config, splits)
         self._optimizer = build_optimizer(config)
         self._train_order = batch_order(splits.train, config, self.world)
-        identity = state.fingerprint(config, **content.facts(model, config))
+        self._facts = content.facts(model, config)
+        identity = state.fingerprint(config, **self._facts)
         self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
@@ -120,7 +124,9 @@ class Trainer:
             for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
                 self.screen.say(line)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
-            self._prepare(trained.loss)
+            self._prepare(trained)
+            for line in fill(self.model, trained, self.splits, config, self.outputs, self._facts, world):
+                self.screen.say(line)
             stack.callback(self._close)
             stack.enter_context(self._ending)
             self._open()
@@ -138,16 +144,17 @@ class Trainer:
         """The progress of the run, as it is saved."""
         return self._saving.progress
 
-    def _prepare(self, loss: LossFunction) -> None:
-        config, world = self.config, self.world
+    def _prepare(self, trained: Training) -> None:
+        config, world, loss = self.config, self.world, trained.loss
         self.model.train()
         if mx.metal.is_available():
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         threshold = config.clear_cache_threshold
         self._cache_limit = backend.cache_to_keep() if threshold is None else threshold
-        self._loss = loss
+        self._loss: LossFunction = loss
+        self._figures = trained.figures
         self._step = build_step(self.model, self._optimizer, loss, config, world)
-        self._evaluation = Evaluation(self.model, loss, world)
+        self._evaluation = Evaluation(self.model, loss, world, trained.figures)
         self._saving.begin(self._step)
         self._batches: list[Batch] = []
         self._window: deque[tuple[float, int]] = deque()
@@ -242,6 +249,7 @@ class Trainer:
             return False
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
+        record |= {f"val_{name}": value for name, value in self._evaluation.figures.items()}
         progress.val_loss = loss
         self._report(record, log.validation_line(record))
         if progress.best_loss is None or loss < progress.best_loss:
@@ -268,7 +276,7 @@ class Trainer:
         batch = next(self._train_order)
         self._batches.append(batch)
         seed_iteration(self.config.seed, progress.iteration, self.world.rank)
-        (loss_sum, weight_sum, all_tokens, asked), norm = self._advance(batch)
+        (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._advance(batch)
         progress.iteration += 1
         if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
             self._fail(loss_sum, norm)
@@ -277,6 +285,7 @@ class Trainer:
             self._saving.start_window()
         progress.window_loss += loss_sum
         progress.window_weight += weight_sum
+        progress.window_figures = added(progress.window_figures, reported)
         progress.trained_tokens += all_tokens
         if mx.get_cache_memory() > self._cache_limit:
             mx.clear_cache()
@@ -309,7 +318,8 @@ class Trainer:
         tokens = sum(sum(row) for row in batch.positions)
         asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
         # All numbers travel in one message with the update, which saves a round trip for each.
-        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked]))
+        reported = [sums.reshape(-1) for sums in self._step.figures]
+        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *reported]))
         mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, numbers)
         values: Any = numbers.tolist()
         return Advance(tuple(values), None if norm is None else number(norm))
@@ -327,9 +337,10 @@ class Trainer:
             "tokens_per_second": sum(t for _, t in self._window) / seconds,
             "trained_tokens": int(progress.trained_tokens),
             "peak_memory": mx.get_peak_memory() / 1e9,
-        }
+        } | means(self._figures, progress.window_figures)
         left = sum(self._recent) / len(self._recent) * (self.config.iters - progress.iteration)
         progress.window_loss = progress.window_weight = 0.0
+        progress.window_figures = []
         self._window.clear()
         progress.train_loss = loss
         self._report(record, log.train_line(record, self.config.iters, left))

@@ -61,6 +61,7 @@ class Progress:
         evaluations_without_gain: The evaluations since the lowest loss.
         window_loss: The sum of losses since the last report.
         window_weight: The sum of target weights since the last report.
+        window_figures: What a preference loss has reported since then: sums, and how many answers each is the sum of.
         grad_norm: The gradients' norm of the last update, before clipping.
         metrics_bytes: The length of metrics.jsonl.
         ranks: The number of ranks that saved the state.
@@ -80,6 +81,7 @@ class Progress:
     evaluations_without_gain: int = 0
     window_loss: float = 0.0
     window_weight: float = 0.0
+    window_figures: list[float] = field(default_factory=list)
     grad_norm: float | None = None
     metrics_bytes: int = 0
     ranks: int | None = None
