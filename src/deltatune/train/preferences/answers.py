@@ -22,6 +22,7 @@ class Answers(NamedTuple):
         chosen_nll_with_prompt: The same mean over the tokens of prompts and chosen answers.
         desirable: [P], 1 where the first answer is good, else 0.
         present: [P], 1 for a preference and 0 for a blank one.
+        count: The number of preferences, a scalar.
     """
 
     policy: mx.array
@@ -31,6 +32,7 @@ class Answers(NamedTuple):
     chosen_nll_with_prompt: mx.array
     desirable: mx.array
     present: mx.array
+    count: mx.array
 
 
 class Scored(NamedTuple):
@@ -77,6 +79,7 @@ def answers_of(losses: mx.array, weights: mx.array, preferences: PreferenceArray
         (whole[:, 0] * present).sum() / mx.maximum(chosen_length, 1.0),
         preferences["desirable"],
         present,
+        present.sum(),
     )
 
 

@@ -62,11 +62,12 @@ def preference_loss(
     ) -> tuple[mx.array, mx.array, mx.array]:
         *images, preferences = rest
         losses = token_losses(inputs, targets, *images)
-        scored = objective.score(answers_of(losses, weights, preferences), config)
-        present = preferences["present"]
+        answers = answers_of(losses, weights, preferences)
+        scored, present = objective.score(answers, config), answers.present
         # A blank preference counts nothing, and an infinite loss of one must not become NaN.
         total = mx.where(present > 0, scored.losses, 0.0).sum()
-        return total, present.sum(), mx.stop_gradient(_figures(scored, present))
+        # mlx.compile fails if an output is computed twice, so the count is computed in one place.
+        return total, answers.count, mx.stop_gradient(_figures(scored, present))
 
     return loss
 
