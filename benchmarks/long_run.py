@@ -67,6 +67,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
     from deltatune.train.setup import prepare
+    from random_data import UnsavedTokenizer, random_examples
 
     counter = Counter()
     described = model_config(options)
@@ -74,13 +75,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     random = np.random.default_rng(0)
 
     def examples(count: int) -> list[Example]:
-        lengths = random.integers(options["shortest"], options["longest"] + 1, count)
-        rows = [random.integers(0, 512, length + 1).astype(np.int32) for length in lengths]
-        return [Example(row, np.ones(len(row), bool), "random") for row in rows]
-
-    class Tokenizer:
-        def save_pretrained(self, folder: str) -> None:
-            """Nothing to write."""
+        return random_examples(random, random.integers(options["shortest"], options["longest"] + 1, count))
 
     steps: list[dict[str, int]] = []
 
@@ -109,7 +104,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         prepare(model, config)
         mx.eval(model.parameters())
         data = Splits(train=examples(options["examples"]), valid=examples(8))
-        trainer = Counted(model, Tokenizer(), config, data, model_config=described, screen=Screen(shown=False))
+        trainer = Counted(model, UnsavedTokenizer(), config, data, model_config=described, screen=Screen(shown=False))
         trainer.run()
     adapters = sum(array.nbytes for _, array in tree_flatten(model.trainable_parameters()))
     return {"steps": steps, "adapters": adapters}

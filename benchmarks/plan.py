@@ -76,31 +76,14 @@ def wait_for_each_operation() -> None:
     mx.set_memory_limit(1)
 
 
-def worker(options: dict[str, Any]) -> dict[str, Any]:
-    """Forecast and count one configuration in this process."""
-    import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-    # isort: split
-    import mlx.core as mx
+def random_model(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The config.json of a configuration's model, and the model with random weights."""
     import mlx.nn as nn
-    import numpy as np
 
-    from counted_allocator import ByteCounter, Counter
-    from deltatune.config import LoraConfig, TrainConfig
-    from deltatune.data import Splits
-    from deltatune.data.example import Example
     from deltatune.models.load import new_model
-    from deltatune.plan.array_layout import ArrayLayout
-    from deltatune.plan.forecast import forecast_step
-    from deltatune.train.log import Screen
-    from deltatune.train.loop import Trainer
-    from deltatune.train.setup import prepare
     from depth import config as model_config
     from trainers import SHAPES, mlx_model
 
-    if options["waiting"]:
-        wait_for_each_operation()
-    counter = ByteCounter() if options["shape"] else Counter()
     if options["shape"]:
         shape = replace(SHAPES[options["shape"]], layers=options["depth"])
         described, model = shape.config(), mlx_model(shape)
@@ -109,6 +92,31 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         model = new_model(described)
     if options["bits"]:
         nn.quantize(model, 64, options["bits"])
+    return described, model
+
+
+def worker(options: dict[str, Any]) -> dict[str, Any]:
+    """Forecast and count one configuration in this process."""
+    import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+    # isort: split
+    import mlx.core as mx
+    import numpy as np
+
+    from counted_allocator import ByteCounter, Counter
+    from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.data import Splits
+    from deltatune.plan.array_layout import ArrayLayout
+    from deltatune.plan.forecast import forecast_step
+    from deltatune.train.log import Screen
+    from deltatune.train.loop import Trainer
+    from deltatune.train.setup import prepare
+    from random_data import UnsavedTokenizer, random_examples
+
+    if options["waiting"]:
+        wait_for_each_operation()
+    counter = ByteCounter() if options["shape"] else Counter()
+    described, model = random_model(options)
     length, iterations = options["tokens"], options["iterations"] * options["accumulate"]
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
@@ -121,14 +129,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         prepare(model, config)
         mx.eval(model.parameters())
         plan = forecast_step(model, config, options["rows"], length, ArrayLayout.measured())
-        random = np.random.default_rng(0)
-        tokens = random.integers(0, 512, (options["rows"] * iterations, length + 1)).astype(np.int32)
-        examples = [Example(row, np.ones(length + 1, bool), "random") for row in tokens]
+        examples = random_examples(np.random.default_rng(0), [length] * options["rows"] * iterations)
         peaks: list[tuple[int, int]] = []
-
-        class Tokenizer:
-            def save_pretrained(self, folder: str) -> None:
-                """Nothing to write."""
 
         class Counted(Trainer):
             def _advance(self, batch: Any) -> Any:
@@ -139,7 +141,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
                 return found
 
         data, screen = Splits(train=examples), Screen(shown=False)
-        Counted(model, Tokenizer(), config, data, model_config=described, screen=screen).run()
+        Counted(model, UnsavedTokenizer(), config, data, model_config=described, screen=screen).run()
     later = peaks[options["accumulate"] :]
     known = sum(plan.counts.values())
     return {

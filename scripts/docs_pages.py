@@ -13,19 +13,22 @@ from collections.abc import Callable
 from typing import Any
 
 from deltatune.cli import parser
-from deltatune.config import TrainConfig
+from deltatune.commands.flags import option_fields
+from deltatune.config import LoraConfig
 
 MARKER = re.compile(r"^<!-- made here: (\w+) -->$", re.MULTILINE)
 
 
 def options() -> str:
-    """A table of options for each group of TrainConfig, in the order of the dataclass."""
+    """A table of options for each group of TrainConfig, in the order of the dataclass, with those of the adapters."""
     groups: dict[str, list[str]] = {}
-    for field in dataclasses.fields(TrainConfig):
+    adapters = {field.name for field in dataclasses.fields(LoraConfig)}
+    for field in option_fields():
         about = field.metadata["help"] + ("" if field.metadata["flag"] else ". YAML only")
-        row = f"| `{field.name}` | {_default(field)} | {_cell(about)}. |"
+        about += ". In YAML under `lora_parameters`" if field.name in adapters else ""
+        row = f"| `{field.name}` | {_default(field)} | {_values(field)} | {_cell(about)}. |"
         groups.setdefault(field.metadata["group"], []).append(row)
-    head = "| option | default | meaning |\n|---|---|---|\n"
+    head = "| option | default | values | meaning |\n|---|---|---|---|\n"
     return "\n\n".join(f"## {_title(group)}\n\n{head}" + "\n".join(rows) for group, rows in groups.items())
 
 
@@ -62,9 +65,14 @@ def _title(group: str) -> str:
     return group[0].upper() + group[1:]
 
 
+def _values(field: dataclasses.Field) -> str:
+    words = field.metadata["choices"] or field.metadata["words"]
+    return ", ".join(f"`{word}`" for word in words) or str(field.metadata["range"] or "")
+
+
 def _default(field: dataclasses.Field) -> str:
     if field.default is dataclasses.MISSING:
-        return "see above" if field.name == "lora_parameters" else "`{}`"
+        return {"lora_parameters": "see below", "exclude": "none"}.get(field.name, "`{}`")
     if field.default is None:
         return "none"
     if isinstance(field.default, bool):
@@ -80,7 +88,7 @@ def _flag(action: argparse.Action) -> str | None:
 
 
 def _is_option(row: str) -> bool:
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    names = {field.name for field in option_fields()}
     found = re.search(r"`--(?:no-)?([\w-]+)`", row)
     return found is not None and found[1].replace("-", "_") in names
 

@@ -39,6 +39,7 @@ def test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning():
     theirs = lora.build_parser()
     given = ["--train", "--mask-prompt", "--test", "--grad-checkpoint", "--trust-remote-code"]
     values = {"--fine-tune-type": "dora", "--optimizer": "adamw", "--clear-cache-threshold": "2GB"}
+    values |= {"--report-to": "wandb", "--num-layers": "7"}
     for action in theirs._actions:
         for flag in action.option_strings[-1:]:
             if action.nargs == 0 or flag in ("--help", "--config"):

@@ -1,7 +1,23 @@
+"""The options of a run: what each may be, and the one message for anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import typing
+from pathlib import Path
+from typing import Any
+
 import pytest
+import yaml
 
 from deltatune.config import LoraConfig, TrainConfig, build, read_yaml
 from deltatune.errors import UserError
+from deltatune.values import fields_of
+
+
+def _number(kind):
+    return any(each in (int, float) for each in (kind, *typing.get_args(kind)))
 
 
 def test_yaml_of_mlx_lm_lora_is_read(tmp_path):
@@ -10,19 +26,6 @@ def test_yaml_of_mlx_lm_lora_is_read(tmp_path):
     config = build(TrainConfig, read_yaml(file), str(file))
     assert (config.model, config.learning_rate) == ("here", 1e-5)
     assert config.lora_parameters == LoraConfig(rank=4, scale=2.0, dropout=0.0)
-
-
-@pytest.mark.parametrize("number", ["1e-5", "1E-5", "1.5e-5", "2e4", "-3e-2", ".5e1", "1.e-3"])
-def test_exponents_are_numbers(tmp_path, number):
-    file = tmp_path / "c.yaml"
-    file.write_text(f"learning_rate: {number}\n")
-    assert read_yaml(file)["learning_rate"] == float(number)
-
-
-def test_words_with_an_e_stay_words(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text("model: 1e5b\nadapter_path: e5\n")
-    assert read_yaml(file) == {"model": "1e5b", "adapter_path": "e5"}
 
 
 def test_unknown_key_names_the_nearest():
@@ -38,12 +41,130 @@ def test_wrong_type_is_refused(key, value):
         build(TrainConfig, {key: value}, "c.yaml")
 
 
-def test_missing_and_malformed_files(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
-        read_yaml(tmp_path / "none.yaml")
-    (tmp_path / "bad.yaml").write_text("a: [1,\n")
-    with pytest.raises(UserError, match="not YAML"):
-        read_yaml(tmp_path / "bad.yaml")
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(UserError, match="expected `key: value`"):
-        read_yaml(tmp_path / "list.yaml")
+OPTIONS = {
+    **fields_of(TrainConfig),
+    **{f"lora_parameters.{name}": kind for name, kind in fields_of(LoraConfig).items()},
+}
+NUMBERS = {name: (kind, about["range"]) for name, (kind, about) in OPTIONS.items() if _number(kind)}
+TEXTS = [name for name, (kind, _) in OPTIONS.items() if str in (kind, *typing.get_args(kind))]
+CHOICES = [name for name, (_, about) in OPTIONS.items() if about["choices"] or about["words"]]
+
+
+def refused(run, tmp_path, name, value):
+    """The message for an option in a YAML file; nothing is looked for, so the model and the data need not exist."""
+    outer, _, inner = name.partition(".")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"model": "/none", outer: {inner: value} if inner else value}))
+    code, out, err = run("train", "-c", file)
+    assert (code, out) == (2, ""), (name, value, err)
+    assert err.startswith(f"deltatune: {file}: {name.replace('.', ': ')}: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_every_number_states_its_range():
+    assert not [name for name, (_, limits) in NUMBERS.items() if limits is None]
+    assert len(NUMBERS) > 20
+
+
+@pytest.mark.bad_input("`{name}` outside its range")
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "lora_parameters.layers"])
+def test_numbers_outside_their_range(run, tmp_path, name):
+    limits = NUMBERS[name][1]
+    smallest = next(number for number in (limits.least, limits.above) if number is not None)
+    wrong = [smallest - 1, -5, 2**64, float("nan"), float("inf"), float("-inf")]
+    wrong += [0] if 0 not in limits else []
+    wrong += [limits.below] if limits.below is not None else []
+    for value in wrong:
+        if value not in limits.also:
+            err = refused(run, tmp_path, name, value)
+            assert f"got {value!r}." in err
+            assert str(limits.least if limits.least is not None else limits.above) in err
+
+
+@pytest.mark.bad_input("`{name}` of a wrong type")
+@pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIONS.items() if kind is not Any])
+def test_values_of_a_wrong_type(run, tmp_path, name):
+    kind = OPTIONS[name][0]
+    kinds = (kind, *typing.get_args(kind))
+    wrong = [[["x"]], {"x": {"y": {"z": 1}}}, datetime.date(2020, 1, 1)]
+    wrong += [True] if bool not in kinds else [1, "yes please"]
+    wrong += ["many"] if _number(kind) else []
+    wrong += [1.5] if int in kinds and float not in kinds else []
+    wrong += [7] if name in TEXTS else []
+    for value in wrong:
+        if not (isinstance(value, dict) and name in ("lr_schedule", "lora_parameters", "optimizer_config")):
+            refused(run, tmp_path, name, value)
+
+
+@pytest.mark.bad_input("`{name}` as an empty text")
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_that_are_empty(run, tmp_path, name):
+    for value in ("", "  "):
+        assert f"got {value!r}." in refused(run, tmp_path, name, value)
+
+
+@pytest.mark.bad_input("`{name}` as a word that nobody knows")
+@pytest.mark.parametrize("name", CHOICES)
+def test_words_that_nobody_knows(run, tmp_path, name):
+    is_list = str(OPTIONS[name][0]).startswith("list")
+    assert "expected " in refused(run, tmp_path, name, ["loraa"] if is_list else "loraa")
+
+
+@pytest.mark.bad_input("the flag `{flag} {value}`")
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("--learning-rate", "0", "a number above 0, got 0.0"),
+        ("--learning-rate", "-1e-5", "a number above 0, got -1e-05"),
+        ("--learning-rate", "nan", "a number above 0, got nan"),
+        ("--iters", "0", "a whole number of 1 or more, got 0"),
+        ("--num-layers", "0", "a whole number of 1 or more, or -1, got 0"),
+        ("--seed", "-1", f"a whole number from 0 to {2**64 - 1}, got -1"),
+        ("--model", "", "text in UTF-8 that is not empty, got ''"),
+        ("--rank", "0", "a whole number of 1 or more, got 0"),
+        ("--dropout", "1", "a number from 0 to below 1, got 1.0"),
+        ("--epochs", "-1", "a number above 0, got -1.0"),
+        ("--parts", "language,ears", "any of language, vision, projector, separated by commas, got 'language,ears'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_flags_are_refused_by_their_own_name(run, tmp_path, command, flag, value, expected):
+    """Also where a file is given: it has no part in it."""
+    file = tmp_path / "run.yaml"
+    file.write_text("iters: 5\n")
+    assert run(command, "-c", file, f"{flag}={value}") == (2, "", f"deltatune: {flag}: expected {expected}.\n")
+
+
+@pytest.mark.bad_input("{what}")
+@pytest.mark.parametrize(
+    ("what", "options", "message"),
+    [
+        ("`min_pixels` above `max_pixels`", {"min_pixels": 9, "max_pixels": 3}, "min_pixels: expected at most max_pix"),
+        ("`early_stopping` without evaluations", {"early_stopping": 2, "val_batches": 0}, "give one of them"),
+    ],
+)
+def test_options_that_contradict_each_other(what, options, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**options)
+
+
+def test_python_is_checked_like_the_command_line():
+    with pytest.raises(UserError, match="learning_rate: expected a number above 0, got 0"):
+        TrainConfig(learning_rate=0)
+    with pytest.raises(UserError, match="rank: expected a whole number of 1 or more, got 0"):
+        LoraConfig(rank=0)
+    with pytest.raises(UserError, match="iters: expected"):
+        dataclasses.replace(TrainConfig(), iters=0)
+    config = TrainConfig(model=Path("a") / "b", learning_rate=1, lora_parameters={"rank": 4})
+    assert (config.model, config.learning_rate, config.lora_parameters) == ("a/b", 1.0, LoraConfig(rank=4))
+
+
+@pytest.mark.parametrize(
+    ("given", "scale"),
+    [({"alpha": 16}, 2.0), ({"alpha": 16, "rank": 4}, 4.0), ({"alpha": 16, "rslora": True}, 16.0), ({"scale": 3}, 3.0)],
+)
+def test_alpha_sets_the_scale(given, scale):
+    config = LoraConfig(**given)
+    assert config.scale == scale
+    assert dataclasses.replace(config, rank=2).scale == (8.0 if "alpha" in given and "rslora" not in given else scale)

@@ -9,9 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .machine import blas as _blas
-from .machine import environment as _environment
-from .machine import subnormals as _subnormals
+from .machine import startup as _startup
 
 if TYPE_CHECKING:
     from .config import LoraConfig, TrainConfig
@@ -22,13 +20,7 @@ if TYPE_CHECKING:
     from .patches import patched
     from .train import Trainer
 
-_environment.keep_full_fp32()
-_environment.limit_queue()
-_environment.see_own_gpu()
-# MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
-with _subnormals.flushed():
-    _blas.load()
-    _subnormals.start_mlx()
+_startup.prepare()
 
 # The module that defines each public name, relative to this package.
 _MODULES = {

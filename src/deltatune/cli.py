@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import io
+import os
 import sys
 from collections.abc import Sequence
 
 from .commands import demo, doctor, eval, generate, merge, plan, run, selftest, train
 from .commands.flags import Parser
-from .errors import UserError
+from .errors import UserError, reason
+from .machine import startup
+from .values import short
 
 COMMANDS = (train, plan, eval, generate, merge, run, doctor, selftest, demo)
 
@@ -16,10 +21,30 @@ COMMANDS = (train, plan, eval, generate, merge, run, doctor, selftest, demo)
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line, with every command and its flags."""
     top = Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
+    top.add_argument("--version", action="version", version=f"deltatune {_version()}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)
     return top
+
+
+def _refused(error: OSError) -> int:
+    """Say what the operating system refused; return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        # Python would write the rest of the output when it ends, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stderr.write("deltatune: nobody reads the output any more.\n")
+        return 2
+    name = f"{short(error.filename)}: " if error.filename else ""
+    sys.stderr.write(f"deltatune: {name}{error.strerror or reason(error)}.\n")
+    return 2
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("deltatune")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: its files are used where they lie)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,12 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. It is 2, with one message on standard error, for a mistake that the user can correct.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A path or an answer may have characters that this terminal cannot show.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         arguments = parser().parse_args(argv)
+        startup.check()
         return arguments.call(arguments)
     except UserError as error:
         sys.stderr.write(f"deltatune: {error}\n")
         return 2
+    except OSError as error:
+        if arguments.call is run.run:
+            raise  # It is the other program's.
+        return _refused(error)
     except KeyboardInterrupt:
         sys.stderr.write("deltatune: interrupted.\n")
         return 2

@@ -13,9 +13,10 @@ import deltatune  # noqa: F401
 # isort: split
 import pytest
 
-from deltatune.commands import run as run_module
+from deltatune import cli, patches
 from deltatune.commands.run import run_program
 from deltatune.errors import UserError
+from deltatune.machine import backend, compiling
 from deltatune.patches import PatchReport
 
 START = "import deltatune, sys; from deltatune.commands.run import run_program; sys.exit(run_program(sys.argv[1:]))"
@@ -66,7 +67,7 @@ def test_a_file_trains_with_our_gradients_and_keeps_its_exit_code(program):
     said = done.stderr.splitlines()
     *patched, last = said
     assert all(line.startswith("deltatune: patched ") for line in patched)
-    assert any("gated_delta_update" in line for line in patched)
+    assert any(" of mlx_lm " in line for line in patched)
     assert last.startswith("deltatune: 1 traced calls of gated_delta_update got deltatune's gradients")
 
 
@@ -88,6 +89,31 @@ def test_its_traceback_is_its_own(program):
     traceback = done.stderr[done.stderr.index("Traceback") :]
     assert traceback == plain.stderr
     assert "ZeroDivisionError" in traceback
+
+
+@pytest.mark.parametrize("argument", ["fail", "words", "3"])
+def test_a_program_that_fails_is_not_told_that_no_layer_was_reached(program, argument):
+    """Its own message says why it ended, and a second one would hide it."""
+    assert "no gated-delta layer was reached" not in call("--", str(program), argument, cwd=program.parent).stderr
+
+
+def test_every_patch_is_named_on_request_alone(program):
+    start = START.replace("run_program(sys.argv[1:])", "run_program(sys.argv[1:], verbose=True)")
+    command = [sys.executable, "-c", start, program.name, "train", "0"]
+    named = subprocess.run(command, capture_output=True, text=True, cwd=program.parent).stderr
+    assert "patched gated_delta_update" in named
+    short = call(program.name, "train", "0", cwd=program.parent).stderr
+    assert "patched gated_delta_update" not in short
+    for line in short.splitlines():
+        assert len(line) < 200
+
+
+def test_verbose_before_the_program_is_ours_and_after_it_the_programs():
+    parse = cli.parser().parse_args
+    assert parse(["run", "--verbose", "--", "x", "1"]).command == ["--", "x", "1"]
+    assert parse(["run", "--verbose", "x"]).verbose
+    assert not parse(["run", "x", "--verbose"]).verbose
+    assert parse(["run", "x", "--verbose"]).command == ["x", "--verbose"]
 
 
 def test_words_as_exit_code(program):
@@ -132,9 +158,9 @@ def test_on_cuda_alone_programs_compile_without_kernels(program, monkeypatch, de
         yield
         noted.append("back")
 
-    monkeypatch.setattr(run_module, "without_kernels", without_kernels)
-    monkeypatch.setattr(run_module.backend, "device", lambda: device)
-    monkeypatch.setattr(run_module, "patched", lambda announce: nullcontext(PatchReport()))
+    monkeypatch.setattr(compiling, "without_kernels", without_kernels)
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(patches, "patched", lambda announce: nullcontext(PatchReport()))
     monkeypatch.syspath_prepend(program.parent)
     assert run_program(["--", "python", str(program), "3"]) == 3
     assert noted == mode

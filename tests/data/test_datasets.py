@@ -114,10 +114,3 @@ def test_no_such_folder(tokenizer, tmp_path):
     }.items():
         with pytest.raises(UserError, match=message):
             load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)
-
-
-def test_options_out_of_range(tokenizer, folder):
-    with pytest.raises(UserError, match="overlong: expected one of truncate, skip, got 'drop'"):
-        load_datasets(folder(train=TEXT, overlong="drop"), tokenizer)
-    with pytest.raises(UserError, match="max_seq_length: expected 2 or more, got 1"):
-        load_datasets(folder(train=TEXT, max_seq_length=1), tokenizer)

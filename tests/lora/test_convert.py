@@ -61,8 +61,8 @@ EXPERTS = ["*.switch_mlp.*"]
     ("family", "options", "kind", "message"),
     [
         ("qwen3", {"rank": 65}, "lora", "rank: 65 is above every chosen matrix; the largest, .* has rank 64 at most"),
-        ("qwen3", {"rank": 0}, "lora", "rank: 0 is not a rank"),
-        ("qwen3", {"dropout": 1.0}, "lora", "dropout: 1.0 is not a share"),
+        ("qwen3", {"rank": 0}, "lora", "rank: expected a whole number of 1 or more, got 0"),
+        ("qwen3", {"dropout": 1.0}, "lora", "dropout: expected a number from 0 to below 1, got 1.0"),
         ("qwen3", {}, "lra", "fine_tune_type: 'lra' is not known"),
         (
             "qwen3_5_moe",
@@ -70,7 +70,7 @@ EXPERTS = ["*.switch_mlp.*"]
             "lora",
             r"rank: 65 is above .* the largest, .*switch_mlp\.\w+, has rank 64 at most",
         ),
-        ("qwen3_5_moe", {"rank": 0, "keys": EXPERTS}, "lora", "rank: 0 is not a rank; expected 1 or more"),
+        ("qwen3_5_moe", {"rank": 0, "keys": EXPERTS}, "lora", "rank: expected a whole number of 1 or more, got 0"),
     ],
 )
 def test_options_that_do_not_fit(tiny_model, family, options, kind, message):

@@ -195,9 +195,9 @@ def test_choices_that_do_not_fit(tiny_model):
     refused("No module is left", model, exclude=["*"])
     refused("no layer 4; the model has layers 0 to 3", model, layers=[4])
     refused("num_layers: 9 asked for, but the model has 4", model, num_layers=9)
-    refused("layer_kinds: 'deltas' is not known", model, layer_kinds=["deltas"])
+    refused("layer_kinds: entry 1: expected one of delta, .*, got 'deltas'", model, layer_kinds=["deltas"])
     refused("no layer of kind mamba .* they are attention, delta", model, layer_kinds=["mamba"])
-    refused("rank: 0 is not a rank", model, rank=0)
+    refused("rank: expected a whole number of 1 or more, got 0", model, rank=0)
     refused("has no `layers`", nn.Linear(2, 2))
 
 

@@ -54,7 +54,7 @@ def test_an_nvidia_gpu_older_than_hopper_gets_chunk(monkeypatch):
 
 def test_unknown_choice(monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fast")
-    with pytest.raises(ValueError, match="expected one of naive"):
+    with pytest.raises(UserError, match="expected one of naive"):
         backend.gated_delta_implementation()
 
 

@@ -98,7 +98,7 @@ def test_a_damaged_cache_file_is_built_again(cache):
 def test_an_unwritable_cache_is_said_and_survived(tmp_path):
     occupied = tmp_path / "file"
     occupied.write_text("")
-    result = probe(occupied)
+    result = probe(occupied / "cache")
     assert result["name"] == "system"
     assert "could not be prepared" in result["warnings"][0]
 

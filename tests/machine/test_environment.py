@@ -12,9 +12,10 @@ from deltatune.machine import environment
 
 PROBE = """
 import ctypes, deltatune
+from deltatune.machine import environment
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
-print(getenv(b"MLX_ENABLE_TF32").decode(), deltatune._environment.tf32())
+print(getenv(b"MLX_ENABLE_TF32").decode(), environment.tf32())
 """
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from deltatune.errors import UserError
 from deltatune.machine import environment, threads
 from deltatune.machine.threads import Threads, choose, quota, ranks_here, share
 
@@ -57,7 +58,7 @@ def test_what_is_forced_is_not_tried(monkeypatch):
 @pytest.mark.parametrize("value", ["0", "-1", "two"])
 def test_a_wrong_number_is_refused(monkeypatch, value):
     monkeypatch.setenv(environment.THREADS, value)
-    with pytest.raises(ValueError, match="expected a whole number of threads"):
+    with pytest.raises(UserError, match="expected a number of threads from 1 to 9999"):
         choose(idle)
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from ..config import TrainConfig, build, nearest, read_yaml
+from ..config import LoraConfig, TrainConfig, nearest, read_yaml
+from ..errors import UserError
+from ..values import build, check_names, check_values, checked, fields_of
 
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
@@ -75,16 +77,29 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """Give `parser` the flag -c for a YAML file and the flags of TrainConfig's fields, or of those in `names` alone."""
+    """Give `parser` the flag -c for a YAML file and the flags of the options.
+
+    Args:
+        parser: the parser of a command.
+        names: the fields of TrainConfig that get a flag; None means all of them, and LoraConfig's.
+    """
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags override it")
     groups: dict[str, Any] = {}
-    for field in dataclasses.fields(TrainConfig):
+    for field in option_fields() if names is None else dataclasses.fields(TrainConfig):
         if not field.metadata["flag"] or (names is not None and field.name not in names):
             continue
         title = field.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         _add_option(groups[title], field)
+
+
+def option_fields() -> list[dataclasses.Field]:
+    """Return the fields of TrainConfig, with those of LoraConfig behind `lora_parameters`."""
+    found: list[dataclasses.Field] = []
+    for field in dataclasses.fields(TrainConfig):
+        found += [field, *(dataclasses.fields(LoraConfig) if field.name == "lora_parameters" else ())]
+    return found
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
@@ -96,15 +111,36 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
     Raises:
-        UserError: the YAML file cannot be read, or an option is unknown or of the wrong type.
+        UserError: the YAML file cannot be read, or an option is unknown or has a value that it may not have.
     """
-    values: dict[str, Any] = {}
     file = getattr(arguments, "config", None)
-    if file is not None:
-        values = read_yaml(file)
-        # The example file of mlx_lm.lora writes null for an option that keeps its default.
-        values = {key: value for key, value in values.items() if value is not None}
-    build(TrainConfig, values, str(file))
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    values |= {key: value for key, value in vars(arguments).items() if key in names and value is not None}
-    return build(TrainConfig, values, str(file or "options"))
+    values = {} if file is None else read_yaml(file)
+    check_names(TrainConfig, values, str(file))
+    # The example file of mlx_lm.lora writes null for an option that keeps its default.
+    values = {name: value for name, value in values.items() if value is not None}
+    check_values(TrainConfig, values, str(file))
+    lora = values.pop("lora_parameters", {})
+    flags, lora_flags = given(TrainConfig, arguments), given(LoraConfig, arguments)
+    _choose("iters", "epochs", values, flags, str(file))
+    _choose("scale", "alpha", lora, lora_flags, f"{file}: lora_parameters")
+    return build(TrainConfig, values | flags | {"lora_parameters": lora | lora_flags}, "")
+
+
+def given(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that are fields of the dataclass; UserError, by the flag's name, for a value it may not have."""
+    fields = fields_of(cls)
+    found = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
+    for name, value in found.items():
+        checked(value, *fields[name], f"--{name.replace('_', '-')}")
+    return found
+
+
+def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str, Any], source: str) -> None:
+    """Of two options that say the same thing, drop from the file the one that a flag overrides; UserError for both."""
+    for values, one, other in ((in_file, first, second), (on_line, f"--{first}", f"--{second}")):
+        if values.get(first) is not None and values.get(second) is not None:
+            where = f"{source}: " if values is in_file else ""
+            raise UserError(f"{where}{one} and {other} set the same thing in two ways; give one of them.")
+    for kept, overridden in ((first, second), (second, first)):
+        if kept in on_line:
+            in_file.pop(overridden, None)

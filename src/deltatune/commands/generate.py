@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from .flags import add_adapter
+from ..values import Range, fix, short
+from .flags import add_adapter, given
 
 if TYPE_CHECKING:
     from ..data.vision.videos import Clip
     from ..models.load import Loaded
+
+# Arguments of transformers' apply_chat_template that prompt_tokens sets, or that would change what it returns.
+_OWN_TEMPLATE_OPTIONS = {
+    "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
 
 
 def add(commands: Any) -> None:
@@ -71,36 +78,51 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate an answer as the arguments say and return exit code 0."""
-    known = {field.name for field in dataclasses.fields(GenerateOptions)}
-    given = {key: value for key, value in vars(arguments).items() if key in known and value is not None}
-    generate(GenerateOptions(**given))
+    generate(GenerateOptions(**given(GenerateOptions, arguments)))
     return 0
+
+
+def _range(default: Any, **limits: float) -> Any:
+    """A field that is a number within these limits."""
+    return dataclasses.field(default=default, metadata={"range": Range(**limits)})  # type: ignore[arg-type]
+
+
+def _text() -> Any:
+    """A field that is a text, which may be empty, or None."""
+    return dataclasses.field(default=None, metadata={"empty": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """The options of `generate`, under the names that mlx_lm.generate gives them."""
+    """The options of `generate`, under the names that mlx_lm.generate gives them.
+
+    Raises:
+        UserError: an option has a value that it may not have.
+    """
 
     model: str
     prompt: str
     adapter_path: str | None = None
-    system_prompt: str | None = None
-    prefill_response: str | None = None
-    max_tokens: int = 100
-    temp: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    top_k: int = 0
-    seed: int | None = None
+    system_prompt: str | None = _text()
+    prefill_response: str | None = _text()
+    max_tokens: int = _range(100, least=1)
+    temp: float = _range(0.0, least=0)
+    top_p: float = _range(1.0, above=0, most=1)
+    min_p: float = _range(0.0, least=0, most=1)
+    top_k: int = _range(0, least=0)
+    seed: int | None = _range(None, least=0, most=2**64 - 1)
     ignore_chat_template: bool = False
     chat_template_config: str | None = None
     extra_eos_token: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
     video: tuple[str, ...] = ()
-    fps: float | None = None
-    video_max_frames: int | None = None
+    fps: float | None = _range(None, above=0)
+    video_max_frames: int | None = _range(None, least=1)
     verbose: bool = True
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        fix(self)
 
 
 def generate(options: GenerateOptions) -> str:
@@ -121,15 +143,16 @@ def generate(options: GenerateOptions) -> str:
         mx.random.seed(options.seed)
     template_options = _template_options(options.chat_template_config)
     media = _first_media(options)
+    prompt = _prompt(options.prompt)
     trusted = options.trust_remote_code
     loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
+    _check_vocabulary(options, loaded)
     for token in options.extra_eos_token:
         loaded.tokenizer.add_eos_token(token)
     clips = _clips(options, loaded) if options.video else []
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokens = prompt_tokens(
         loaded.tokenizer,
-        prompt.replace("\\n", "\n").replace("\\t", "\t"),
+        prompt,
         system_prompt=options.system_prompt,
         prefill_response=options.prefill_response,
         chat_template=not options.ignore_chat_template,
@@ -159,6 +182,35 @@ def generate(options: GenerateOptions) -> str:
             f"{last.generation_tps:.1f}/s; peak memory {last.peak_memory:.2f} GB]"
         )
     return "".join(parts)
+
+
+def _prompt(text: str) -> str:
+    """Return the prompt, read from standard input where it is `-`; UserError where it is empty or not UTF-8."""
+    if text == "-":
+        if sys.stdin is None:
+            raise UserError("--prompt -: standard input is closed; give it the prompt, or give --prompt TEXT.")
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"--prompt -: byte {error.start} of standard input is not UTF-8 ({error.reason}); give text in UTF-8."
+            ) from error
+        if not text.strip():
+            raise UserError("--prompt -: standard input is empty; give a prompt with text in it.")
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _check_vocabulary(options: GenerateOptions, loaded: Loaded) -> None:
+    """Refuse tokens that the model does not have, and more candidates than it has tokens."""
+    known = loaded.tokenizer.get_vocab()
+    if options.top_k >= len(known):
+        raise UserError(
+            f"--top-k: expected at most {len(known) - 1}, since the model has {len(known)} tokens; got {options.top_k}."
+        )
+    numbers = {str(number) for number in known.values()}
+    for token in options.extra_eos_token:
+        if token not in known and token not in numbers:
+            raise UserError(f"--extra-eos-token: {short(token)} is no token of this model, and no token's number.")
 
 
 def _first_media(options: GenerateOptions) -> str | None:
@@ -195,10 +247,12 @@ def _template_options(text: str | None) -> dict[str, Any]:
         return {}
     try:
         options = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f'--chat-template-config: not JSON ({error}); give an object such as {{"enable_thinking": false}}.'
         ) from error
     if not isinstance(options, dict):
-        raise UserError(f"--chat-template-config: expected a JSON object, got {text!r}.")
+        raise UserError(f"--chat-template-config: expected a JSON object, got {short(text)}.")
+    if own := options.keys() & _OWN_TEMPLATE_OPTIONS:
+        raise UserError(f"--chat-template-config: {min(own)!r} is set by this command; leave it out.")
     return options

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..machine import backend
-from ..machine.compiling import without_kernels
-from ..patches import patched, recurrence
-from ..patches.patch import PatchReport
+
+if TYPE_CHECKING:
+    from ..patches import PatchReport
 
 USAGE = "Give a console script, a module, or a Python file: deltatune run -- mlx_lm.lora --model ..."
 
@@ -27,20 +26,24 @@ USAGE = "Give a console script, a module, or a Python file: deltatune run -- mlx
 def add(commands: Any) -> None:
     """Add the command to the command line; every word after it belongs to the other program."""
     parser = commands.add_parser("run", help="run another MLX trainer with deltatune's gradients in it")
+    parser.add_argument(
+        "--verbose", action="store_true", help="name every patch that is applied; stands before the other program"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the program that the arguments name and return its exit code."""
-    return run_program(arguments.command)
+    return run_program(arguments.command, verbose=arguments.verbose)
 
 
-def run_program(argv: list[str]) -> int:
+def run_program(argv: list[str], *, verbose: bool = False) -> int:
     """Run a Python program with the patches applied.
 
     Args:
         argv: a console script, a module or FILE.py, or `python` before FILE.py or -m MODULE, and its arguments.
+        verbose: Whether to name every patch that is applied.
 
     Returns:
         The program's exit code.
@@ -57,7 +60,7 @@ def run_program(argv: list[str]) -> int:
     sys.excepthook = _without_our_frames(hook)
     try:
         with _compile_mode():
-            code = _patched(program)
+            code = _patched(program, verbose)
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
     # After an exception the hook stays: Python shows the traceback when this function has already been left.
@@ -65,22 +68,33 @@ def run_program(argv: list[str]) -> int:
     return code
 
 
-def _patched(program: Callable[[], None]) -> int:
+def _patched(program: Callable[[], None], verbose: bool) -> int:
     """Run a program with the patches applied, report how often they served it, and return its exit code."""
+    from ..patches import patched, recurrence
+
+    def report(patches: PatchReport) -> None:
+        _report_patches(patches, verbose)
+
     recurrence.reset()
-    with patched(announce=_report_patches) as report:
-        _report_patches(report)
+    # A program that fails before it trains reaches no layer, and its own message says why.
+    code: int | None = None
+    with patched(announce=report) as applied:
+        report(applied)
         try:
             program()
+            code = 0
         except SystemExit as exit_:
-            return _exit_code(exit_)
+            code = _exit_code(exit_)
         finally:
-            _report_calls()
-    return 0
+            _report_calls(warn=code == 0)
+    return code
 
 
 def _compile_mode() -> AbstractContextManager[object]:
     """On CUDA, keep mx.compile from building kernels of its own, which takes minutes in every process."""
+    from ..machine import backend
+    from ..machine.compiling import without_kernels
+
     return without_kernels() if backend.device() == "cuda" else nullcontext()
 
 
@@ -170,19 +184,23 @@ def _exit_code(exit_: SystemExit) -> int:
     return 1
 
 
-def _report_patches(report: PatchReport) -> None:
+def _report_patches(report: PatchReport, verbose: bool) -> None:
+    from ..patches.summary import summary
+
     if any(applied.patch.name == "gated_delta_update" for applied in report.applied):
-        print(f"deltatune: patched {report}", file=sys.stderr)
+        print(f"deltatune: patched {report if verbose else summary(report)}", file=sys.stderr)
 
 
-def _report_calls() -> None:
-    """Print how many calls of the program got deltatune's gradients, or a warning where none did."""
+def _report_calls(*, warn: bool) -> None:
+    """Print how many calls of the program got deltatune's gradients, or a warning, if it is due, where none did."""
+    from ..patches import recurrence
+
     counts = recurrence.served()
     ours = counts[recurrence.OURS] + counts[recurrence.BACKWARD]
     if ours:
         line = f"{ours} traced calls of gated_delta_update got deltatune's gradients"
         print(f"deltatune: {line}; {counts[recurrence.UPSTREAM]} decoding calls stayed upstream's.", file=sys.stderr)
-    else:
+    elif warn:
         print(
             "deltatune: WARNING: no gated-delta layer was reached. Whatever this program trained, it trained with its "
             "own code: the program has no such layer, runs it in another process, or replaces it itself.",

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         help="fine-tune a model, with LoRA by default",
         usage="deltatune train --model MODEL --data DATA [-c FILE] [options]",
         description="Fine-tune a model. The options that mlx_lm.lora has are named as it names them. A YAML file (-c) "
-        "can also set lora_parameters, lr_schedule, optimizer_config and hf_dataset (see docs/reference/options.md).",
+        "can also set lr_schedule, optimizer_config, hf_dataset and all of lora_parameters (see the options page).",
     )
     parser.add_argument(
         "--show-batch",
@@ -29,23 +29,25 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--force", action="store_true", help="train even if the plan says that the run cannot fit in memory"
     )
+    parser.add_argument("--verbose", action="store_true", help="name every patch that is applied")
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train as the arguments say and return exit code 0. The options are checked before the slow imports."""
-    train(config_from(arguments), show=arguments.show_batch, force=arguments.force)
+    train(config_from(arguments), show=arguments.show_batch, force=arguments.force, verbose=arguments.verbose)
     return 0
 
 
-def train(config: TrainConfig, *, show: bool = False, force: bool = False) -> Result | None:
+def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbose: bool = False) -> Result | None:
     """Carry out a whole run: load the model, add adapters, train, save, and test where `config.test` asks for it.
 
     Args:
         config: the options of the run.
         show: print the first batch and stop, instead of training.
         force: train even if the plan says that the run cannot fit in memory.
+        verbose: name every patch that is applied.
 
     Returns:
         How the run ended, or None where `show` stopped it.
@@ -59,7 +61,7 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False) -> Re
     from ..train.setup import batch_order, ready
 
     world = World()
-    screen = Screen(shown=world.main)
+    screen = Screen(shown=world.main, verbose=verbose)
     screen.say(f"Loading {config.model}")
     run = ready(config, world=world)
     config = run.config

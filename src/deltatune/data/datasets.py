@@ -17,7 +17,6 @@ from .sources import DataTable, hugging_face, is_saved_dataset, jsonl
 from .text import CHAT, COMPLETION, TEXT, Features
 from .vision.messages import VIDEO, media_kind
 
-OVERLONG = ("truncate", "skip")
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
 _HF_KEYS = [
     "path", "name", "config", "train_split", "valid_split", "test_split",
@@ -55,10 +54,6 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         >>> splits = load_datasets(TrainConfig(data="my-data"), tokenizer)
         >>> len(splits.train), splits.rule
     """
-    if config.overlong not in OVERLONG:
-        raise UserError(f"overlong: expected one of {', '.join(OVERLONG)}, got {config.overlong!r}.")
-    if config.max_seq_length < 2:
-        raise UserError(f"max_seq_length: expected 2 or more, got {config.max_seq_length}.")
     needed = _needed_splits(config)
     if processors is not None and config.pack:
         raise UserError("pack: rows with images are not packed; train this model without --pack.")

@@ -78,8 +78,6 @@ def convert_to_lora(
     check_parts(model, list(parts))
     if fine_tune_type == "full":
         return _unfreeze_layers(model, config, num_layers, parts)
-    if not 0 <= config.dropout < 1:
-        raise UserError(f"dropout: {config.dropout} is not a share; expected 0 or more and less than 1.")
     dora = fine_tune_type == "dora"
     selection = select(model, config, dora=dora, num_layers=num_layers, parts=parts)
     _check_rank(selection.targets, config.rank)

@@ -20,7 +20,6 @@ from .linear import DoRALinear, LoRALinear
 from .parts import part_of
 from .weights import is_switch
 
-LAYER_KINDS = ("delta", "attention", "mamba", "other")
 NO_EXPERT_DORA = "DoRA is not defined on experts; train them with fine_tune_type lora"
 
 
@@ -50,7 +49,7 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
     count = len(paths)
     if config.layers is not None:
         for index in config.layers:
-            if not isinstance(index, int) or not -count <= index < count:
+            if not -count <= index < count:
                 raise UserError(f"layers: no layer {index!r}; the model has layers 0 to {count - 1}.")
         indices = sorted({index % count for index in config.layers})
     else:
@@ -63,9 +62,6 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
 
 def _of_kind(model: nn.Module, chosen: list[str], wanted: list[str]) -> list[str]:
     """Return those of the chosen layers whose kind is wanted."""
-    for kind in wanted:
-        if kind not in LAYER_KINDS:
-            raise UserError(f"layer_kinds: {kind!r} is not known; expected any of {', '.join(LAYER_KINDS)}.")
     modules = dict(model.named_modules())
     kinds = {path: layer_kind(modules[path]) for path in chosen}
     matching = [path for path in chosen if kinds[path] in wanted]
@@ -158,8 +154,6 @@ def _outside_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _matches(names: _ModuleNames, config: LoraConfig, layers: list[str], parts: Sequence[str]) -> dict[str, list[str]]:
     """Return the paths of the modules asked for, in the model's order, with the patterns that match each."""
-    if config.rank < 1:
-        raise UserError(f"rank: {config.rank} is not a rank; expected 1 or more.")
     for pattern in config.exclude:
         if not any(names.match(pattern, path) for path in names.modules):
             raise UserError(f"exclude: {pattern!r} matches no module{_suggestion(pattern, names)}.")

@@ -8,6 +8,9 @@ import re
 import sys
 from pathlib import Path
 
+from ..errors import UserError
+from ..values import nearest, short
+
 BLAS = "DELTATUNE_BLAS"
 THREADS = "DELTATUNE_THREADS"
 CACHE = "DELTATUNE_CACHE"
@@ -28,12 +31,25 @@ GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
 ATTENTION_CHOICES = ("naive", "blocked", "fused", "native")
 
 
+def check() -> None:
+    """Raise UserError if a variable of deltatune, or one of MLX's that it sets, has a value that nobody knows."""
+    for read in (blas, threads, gated_delta, attention, cache_directory):
+        read()
+    for name, least in ((TF32, 0), (QUEUE, 1)):
+        value = os.environ.get(name, "1")
+        # MLX takes the digits at the start of the value, so that it would read `true` as 0.
+        if not re.fullmatch(r"\s*\+?\d{1,9}\s*", value) or int(value) < least:
+            raise UserError(f"{name}={short(value)}: expected a whole number of {least} or more, or unset.")
+
+
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:
     value = os.environ.get(name)
     if value is None or value == "":
         return None
     if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}, or unset.")
+        raise UserError(
+            f"{name}={short(value)}: expected one of {', '.join(choices)}, or unset{nearest(value, list(choices))}."
+        )
     return value
 
 
@@ -47,8 +63,8 @@ def threads() -> int | None:
     value = os.environ.get(THREADS)
     if not value:
         return None
-    if not value.isdigit() or int(value) < 1:
-        raise ValueError(f"{THREADS}={value!r}: expected a whole number of threads, 1 or more.")
+    if not re.fullmatch(r"[0-9]{1,4}", value) or int(value) < 1:
+        raise UserError(f"{THREADS}={short(value)}: expected a number of threads from 1 to 9999, or unset.")
     return int(value)
 
 
@@ -63,6 +79,8 @@ def cache_directory() -> Path:
     """Return the folder of kernel verdicts and prepared libraries: DELTATUNE_CACHE, else the user's cache folder."""
     value = os.environ.get(CACHE)
     if value:
+        if Path(value).exists() and not Path(value).is_dir():
+            raise UserError(f"{CACHE}={short(value)}: expected a folder, or a path where one can be made, or unset.")
         return Path(value)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltatune"
 

@@ -47,8 +47,10 @@ def flushed() -> Iterator[None]:
 
 
 def start_mlx() -> None:
-    """Make MLX start its CPU thread; call it inside flushed(). If mlx is already imported, nothing happens."""
-    if _may_be_slow() and "mlx.core" not in sys.modules:
-        import mlx.core as mx
+    """Import MLX and make it start its CPU thread; call it inside flushed(). If mlx is imported, nothing happens."""
+    if "mlx.core" in sys.modules:
+        return
+    import mlx.core as mx
 
+    if _may_be_slow():
         mx.eval(mx.add(mx.array(1.0), mx.array(1.0), stream=mx.cpu))

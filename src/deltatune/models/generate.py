@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
+from ..errors import UserError, reason
 from ..machine.compiling import without_kernels
 from ..patches import patched
 from .load import Loaded
@@ -56,6 +58,9 @@ def prompt_tokens(
 
     Returns:
         The token ids.
+
+    Raises:
+        UserError: The chat template refuses the prompt or an option.
     """
     if not (chat_template and tokenizer.has_chat_template):
         return tokenizer.encode(prompt)
@@ -70,13 +75,20 @@ def prompt_tokens(
     prefilled = prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": str(prefill_response)})
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        continue_final_message=prefilled,
-        add_generation_prompt=not prefilled,
-        **(template_options or {}),
-    )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=prefilled,
+            add_generation_prompt=not prefilled,
+            **(template_options or {}),
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        # A template is a program of the model's: what it does with an option of a wrong type is any of these.
+        raise UserError(
+            f"the model's chat template refuses the prompt: {reason(error)}; change --prompt, --system-prompt, "
+            "--prefill-response or --chat-template-config, or give --ignore-chat-template."
+        ) from error
     return tokenizer.encode(text, add_special_tokens=False)
 
 

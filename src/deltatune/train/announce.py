@@ -14,6 +14,7 @@ from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..layers import LayerInfo
 from ..machine import backend, blas
+from ..patches.summary import summary
 from .distributed import World
 from .setup import Training
 from .tree import leaves
@@ -48,6 +49,8 @@ def lines(
     trained: Training,
     order: BatchOrder,
     world: World,
+    *,
+    verbose: bool = False,
 ) -> list[str]:
     """Return the lines that a run prints before its first step.
 
@@ -58,6 +61,7 @@ def lines(
         trained: The model's loss, layers and patches (setup.training).
         order: The batches of the training split.
         world: The ranks of the run.
+        verbose: Whether to name every patch.
     """
     total = _stored_numbers(model)
     trains = trainable_count(model)
@@ -65,7 +69,9 @@ def lines(
     opening.append(f"Training: {config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%}).")
     if any(layer.kind == "delta" for layer in trained.layers):
         name, why = backend.gated_delta_implementation()
-        opening.append(f"Gated delta: {name} ({why}). Patches: {trained.patches}.")
+        opening.append(
+            f"Gated delta: {name} ({why}). Patches: {trained.patches if verbose else summary(trained.patches)}."
+        )
     opening.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
         opening.append(
@@ -79,6 +85,10 @@ def lines(
         f"Data: {len(splits.train)} training, {len(splits.valid)} validation examples; {order.rows} rows an epoch, "
         f"{config.batch_size} a batch{share}."
     )
+    if config.epochs is not None:
+        opening.append(
+            f"Epochs: {config.epochs:g} of {order.batches_per_epoch} iterations each, so {config.iters} iterations."
+        )
     opening.append(f"Step: {trained.compiled}, once for each width of {widths} tokens.")
     opening += splits.notes
     left_over = config.iters % config.grad_accumulation_steps

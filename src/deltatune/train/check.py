@@ -9,18 +9,13 @@ from ..data import Splits
 from ..errors import UserError
 from .announce import trainable_count
 
-_COUNTS = ("iters", "batch_size", "grad_accumulation_steps", "steps_per_report", "steps_per_eval", "save_every")
-
 
 def check(model: nn.Module, config: TrainConfig, splits: Splits) -> None:
     """Check what the training loop takes for granted.
 
     Raises:
-        UserError: If a count is below 1, early stopping has no validation data, or no parameter is trainable.
+        UserError: If early stopping has no validation data, or no parameter is trainable.
     """
-    for name in _COUNTS:
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}: expected 1 or more, got {getattr(config, name)}.")
     if config.early_stopping is not None and not splits.valid:
         raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
     if not trainable_count(model):

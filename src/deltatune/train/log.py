@@ -169,10 +169,11 @@ class Screen:
     Args:
         shown: False makes the screen silent, as on ranks other than 0.
         console: The console of rich that it prints on; standard output by default.
+        verbose: Whether to print what few people need, such as the name of every patch.
     """
 
-    def __init__(self, shown: bool = True, console: Console | None = None):
-        self._shown = shown
+    def __init__(self, shown: bool = True, console: Console | None = None, verbose: bool = False):
+        self._shown, self.verbose = shown, verbose
         self._console = console or _Console(highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task = TaskID(0)

@@ -31,7 +31,7 @@ from .preferences.reference import fill
 from .report import write_report
 from .result import Result
 from .saving import Saving
-from .setup import Run, Training, batch_order, build_step, training
+from .setup import Run, Training, batch_order, build_step, training, with_iterations
 from .step import LossFunction, Sums
 from .tree import number, seed_iteration
 
@@ -84,13 +84,14 @@ class Trainer:
         world: World | None = None,
         screen: log.Screen | None = None,
     ):
-        self.model, self.config, self.splits = model, config, splits
+        self.model, self.splits = model, splits
         self.world = world or World()
+        check(model, config, splits)
+        self._train_order = batch_order(splits.train, config, self.world)
+        self.config = config = with_iterations(config, self._train_order)
         self.screen = screen or log.Screen(shown=self.world.main)
         self.outputs = Outputs(model, tokenizer, config, model_config)
-        check(model, config, splits)
         self._optimizer = build_optimizer(config)
-        self._train_order = batch_order(splits.train, config, self.world)
         self._facts = content.facts(model, config)
         identity = state.fingerprint(config, **self._facts)
         self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
@@ -121,7 +122,9 @@ class Trainer:
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
             trained = stack.enter_context(training(self.model, config))
-            for line in announce.lines(self.model, config, self.splits, trained, self._train_order, world):
+            for line in announce.lines(
+                self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
+            ):
                 self.screen.say(line)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
             self._prepare(trained)

@@ -14,6 +14,7 @@ from mlx.utils import tree_map
 from ..config import TrainConfig, nearest
 from ..errors import UserError
 from ..ops.pointwise import adam
+from ..values import Range, checked, short
 from .tree import leaves
 
 Schedule = Callable[[mx.array], mx.array]
@@ -29,6 +30,27 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     name: getattr(schedulers, name) for name in ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 }
 _SCHEDULE_KEYS = ["name", "arguments", "warmup", "warmup_init"]
+_RATE, _COUNT, _SHARE, _ABOVE_0 = Range(least=0), Range(least=1), Range(least=0, below=1), Range(above=0)
+# The type and the range of the arguments of schedules and the settings of optimizers, by name; `optimizer.name` where
+# a name means something else in that optimizer. A list holds two numbers.
+_SETTINGS: dict[str, tuple[Any, Range | None]] = {
+    "init": (float, _RATE), "end": (float, _RATE), "decay_rate": (float, _ABOVE_0),
+    "decay_steps": (float, _COUNT), "steps": (float, _COUNT), "step_size": (float, _COUNT),
+    "weight_decay": (float, _RATE), "momentum": (float, _SHARE), "dampening": (float, Range(least=0, most=1)),
+    "betas": (list[float], _SHARE), "beta_1": (float | None, _SHARE), "alpha": (float, _SHARE), "rho": (float, _SHARE),
+    "eps": (float, _ABOVE_0), "adafactor.eps": (list[float], _ABOVE_0), "adafactor.decay_rate": (float, Range(below=0)),
+    "clip_threshold": (float, _ABOVE_0), "ns_steps": (int, Range(least=1, most=100)), "nesterov": (bool, None),
+    "bias_correction": (bool, None), "scale_parameter": (bool, None), "relative_step": (bool, None),
+    "warmup_init": (bool, None),
+}  # fmt: skip
+
+
+def _check_setting(owner: str, name: str, value: Any, where: str) -> None:
+    """Raise UserError for a setting of an optimizer, or an argument of a schedule, that it cannot have."""
+    hint, limits = _SETTINGS.get(f"{owner}.{name}") or _SETTINGS.get(name, (Any, None))
+    found = checked(value, hint, {"range": limits}, where)
+    if isinstance(found, list) and len(found) != 2:
+        raise UserError(f"{where}: expected a list of 2 numbers, got {short(value)}.")
 
 
 def build_schedule(settings: dict[str, Any]) -> Schedule:
@@ -43,24 +65,36 @@ def build_schedule(settings: dict[str, Any]) -> Schedule:
     """
     for key in settings:
         if key not in _SCHEDULE_KEYS:
-            raise UserError(f"lr_schedule: unknown key {key!r}{nearest(str(key), _SCHEDULE_KEYS)}.")
+            raise UserError(f"lr_schedule: unknown key {short(key)}{nearest(str(key), _SCHEDULE_KEYS)}.")
     name, arguments = settings.get("name"), settings.get("arguments")
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         known = ", ".join(SCHEDULES)
-        raise UserError(f"lr_schedule: unknown name {name!r}{nearest(str(name), list(SCHEDULES))}; known: {known}.")
+        raise UserError(
+            f"lr_schedule: unknown name {short(name)}{nearest(str(name), list(SCHEDULES))}; known: {known}."
+        )
+    expected = inspect.signature(SCHEDULES[name])
     if not isinstance(arguments, list) or not arguments:
-        expected = inspect.signature(SCHEDULES[name])
-        raise UserError(f"lr_schedule: `arguments` must list the arguments of {name}{expected}, got {arguments!r}.")
+        raise UserError(
+            f"lr_schedule: `arguments` must list the arguments of {name}{expected}, got {short(arguments)}."
+        )
+    named = dict(zip(expected.parameters, arguments, strict=False))
+    for parameter, value in named.items():
+        _check_setting(name, parameter, value, f"lr_schedule: {parameter}")
+    if not (named["init"] or named.get("end")):
+        raise UserError(
+            f"lr_schedule: {name}({', '.join(map(str, arguments))}) is 0 throughout; give a learning rate above 0."
+        )
     try:
         schedule = SCHEDULES[name](*arguments)
     except (TypeError, ValueError) as error:
-        raise UserError(f"lr_schedule: {name}{tuple(arguments)}: {error}") from error
-    warmup = settings.get("warmup", 0)
-    if not isinstance(warmup, int) or warmup < 0:
-        raise UserError(f"lr_schedule: warmup must be a number of optimizer steps, got {warmup!r}.")
+        raise UserError(f"lr_schedule: {name}{expected}: {error}") from error
+    warmup = checked(
+        settings.get("warmup", 0), int, {"range": Range(least=0)}, "lr_schedule: warmup, in optimizer steps"
+    )
+    start = checked(settings.get("warmup_init", 0.0), float, {"range": _RATE}, "lr_schedule: warmup_init")
     if warmup == 0:
         return schedule
-    rising = schedulers.linear_schedule(settings.get("warmup_init", 0.0), arguments[0], warmup)
+    rising = schedulers.linear_schedule(start, arguments[0], warmup)
     return schedulers.join_schedules([rising, schedule], [warmup + 1])
 
 
@@ -87,6 +121,7 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
                 f"optimizer_config: {name} has no setting {key!r}{nearest(str(key), known_settings)}; "
                 f"it has {', '.join(known_settings)}."
             )
+        _check_setting(name, key, settings[key], f"optimizer_config: {name}: {key}")
     rate = build_schedule(config.lr_schedule) if config.lr_schedule else config.learning_rate
     try:
         return OPTIMIZERS[name](learning_rate=rate, **settings)

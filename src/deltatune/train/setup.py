@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..ops.checkpoint import checkpointed
 from ..patches import PatchReport, patched
 from .distributed import World
+from .optimizer import build_optimizer
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
 from .step import LossFunction, Step, chunked_loss, full_loss
@@ -84,6 +86,8 @@ def ready(
         UserError: For anything in the options, the model or the data that the user can correct.
     """
     config = settled(config)
+    # A wrong setting of the optimizer or of the loss is reported before anything is loaded.
+    build_optimizer(config)
     objective_of(config)
     # The model is located before the data are read, so that a wrong path is reported at once.
     path = locate(config.model)
@@ -187,6 +191,14 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
         rank=world.rank if world else 0,
         world=world.size if world else 1,
     )
+
+
+def with_iterations(config: TrainConfig, order: BatchOrder) -> TrainConfig:
+    """Return the options with the number of iterations that `epochs` stands for, where it is given."""
+    if config.epochs is None:
+        return config
+    # A product such as 0.1 * 30 may be a little above the whole number that it stands for.
+    return dataclasses.replace(config, iters=max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6)))
 
 
 def build_step(

@@ -30,6 +30,7 @@ FREE_OPTIONS = {
     "train",
     "test",
     "iters",
+    "epochs",
     "val_batches",
     "test_batches",
     "steps_per_report",

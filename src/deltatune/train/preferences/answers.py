@@ -22,7 +22,7 @@ class Answers(NamedTuple):
         chosen_nll_with_prompt: The same mean over the tokens of prompts and chosen answers.
         desirable: [P], 1 where the first answer is good, else 0.
         present: [P], 1 for a preference and 0 for a blank one.
-        count: The number of preferences, a scalar.
+        number: The number of preferences, a scalar.
     """
 
     policy: mx.array
@@ -32,7 +32,7 @@ class Answers(NamedTuple):
     chosen_nll_with_prompt: mx.array
     desirable: mx.array
     present: mx.array
-    count: mx.array
+    number: mx.array
 
 
 class Scored(NamedTuple):

@@ -16,7 +16,7 @@ from .answers import Answers, Scored
 def kto(answers: Answers, config: TrainConfig) -> Scored:
     """Return KTO's loss of each answer, with the rewards beta r, and the divergence z."""
     ratios = answers.policy - answers.reference
-    other = mx.stop_gradient(ratios[:, 1] * answers.present).sum() / mx.maximum(answers.count, 1.0)
+    other = mx.stop_gradient(ratios[:, 1] * answers.present).sum() / mx.maximum(answers.number, 1.0)
     divergence = mx.maximum(other, 0.0)
     good = answers.desirable
     losses = 1 - mx.sigmoid(config.beta * (2 * good - 1) * (ratios[:, 0] - divergence))

@@ -67,7 +67,7 @@ def preference_loss(
         # A blank preference counts nothing, and an infinite loss of one must not become NaN.
         total = mx.where(present > 0, scored.losses, 0.0).sum()
         # mlx.compile fails if an output is computed twice, so the count is computed in one place.
-        return total, answers.count, mx.stop_gradient(_figures(scored, present))
+        return total, answers.number, mx.stop_gradient(_figures(scored, present))
 
     return loss
 

@@ -1,0 +1,77 @@
+"""The options of the adapters, under the YAML key `lora_parameters`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .values import FINITE, Range, about, fix
+
+_GROUP = "what trains"
+
+
+@dataclass
+class LoraConfig:
+    """The options of the adapters.
+
+    Each field's metadata holds its help text and the values that it may have; making a LoraConfig checks them.
+
+    Raises:
+        UserError: a value is not one that the option may have.
+    """
+
+    rank: int = field(default=8, metadata=about(_GROUP, "inner size of each adapter's update", range=Range(least=1)))
+    scale: float = field(
+        default=20.0, metadata=about(_GROUP, "factor of the update, which is PEFT's alpha / rank", range=Range(above=0))
+    )
+    alpha: float | None = field(
+        default=None,
+        metadata=about(
+            _GROUP,
+            "PEFT's lora_alpha, in place of scale: scale is alpha / rank, or with rslora alpha / sqrt(rank)",
+            range=Range(above=0),
+        ),
+    )
+    dropout: float = field(
+        default=0.0,
+        metadata=about(
+            _GROUP, "share of each adapter's inputs that training sets to zero", range=Range(least=0, below=1)
+        ),
+    )
+    keys: list[str] | None = field(
+        default=None,
+        metadata=about(
+            _GROUP,
+            "patterns (fnmatch) of the modules to adapt, by full path or path in a layer; default: every linear, "
+            "expert and embedding module of the chosen layers",
+            flag=False,
+        ),
+    )
+    exclude: list[str] = field(
+        default_factory=list, metadata=about(_GROUP, "patterns of the modules that get no adapter", flag=False)
+    )
+    layer_kinds: list[str] | None = field(
+        default=None,
+        metadata=about(
+            _GROUP,
+            "kinds of layers to adapt; default: all",
+            flag=False,
+            choices=("delta", "attention", "mamba", "other"),
+        ),
+    )
+    layers: list[int] | None = field(
+        default=None,
+        metadata=about(
+            _GROUP,
+            "indices of the layers to adapt, in place of num_layers; negative ones count from the last",
+            flag=False,
+            range=FINITE,
+        ),
+    )
+    rslora: bool = field(
+        default=False, metadata=about(_GROUP, "divide the scale by the square root of the rank", flag=False)
+    )
+
+    def __post_init__(self) -> None:
+        fix(self)
+        if self.alpha is not None:
+            self.scale = self.alpha if self.rslora else self.alpha / self.rank

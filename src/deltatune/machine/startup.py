@@ -1,0 +1,70 @@
+"""Prepares MLX when deltatune is imported: its environment variables, its BLAS, its CPU thread.
+
+What is wrong with the machine is an exception for a program that imports deltatune. The command line keeps it instead,
+so that --help and --version still work, and every command ends with the one message.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ..errors import UserError, first_line
+from . import blas, environment, subnormals
+
+_problem: UserError | None = None
+
+
+class MissingBackendError(UserError, ImportError):
+    """MLX cannot be imported; the message names the extras of deltatune that install it for a device."""
+
+
+def prepare() -> None:
+    """Prepare MLX, which must not have been used before.
+
+    Raises:
+        UserError: an environment variable has an unknown value.
+        MissingBackendError: MLX cannot be imported. Neither is raised if this process is the command line.
+    """
+    global _problem
+    try:
+        environment.check()
+        environment.keep_full_fp32()
+        environment.limit_queue()
+        environment.see_own_gpu()
+        # MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
+        with subnormals.flushed():
+            blas.load()
+            _start_mlx()
+    except UserError as error:
+        if not _is_command_line():
+            raise
+        _problem = error
+
+
+def check() -> None:
+    """Raise what `prepare` kept, or a UserError for a variable that was set since to a value that nobody knows."""
+    if _problem is not None:
+        raise _problem
+    environment.check()
+
+
+def _start_mlx() -> None:
+    try:
+        subnormals.start_mlx()
+    except ImportError as error:
+        # The package mlx alone holds no library for Linux: the extras bring one for each kind of device.
+        raise MissingBackendError(
+            f"MLX cannot be loaded ({first_line(error)}). Install it for your device: on Linux "
+            "pip install 'deltatune[cpu]', or for NVIDIA GPUs 'deltatune[cuda13]' or 'deltatune[cuda12]'; on macOS "
+            "pip install --force-reinstall mlx."
+        ) from error
+
+
+def _is_command_line() -> bool:
+    """Whether this process was started as `deltatune ...` or `python -m deltatune ...`."""
+    # While Python looks for the module of -m, the program is called -m.
+    if sys.argv[:1] == ["-m"]:
+        following = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+        return any(flag.startswith("-") and flag.endswith("m") and name == "deltatune" for flag, name in following)
+    return bool(sys.argv) and Path(sys.argv[0]).stem == "deltatune"

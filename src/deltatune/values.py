@@ -1,0 +1,251 @@
+"""Which values an option may have: its type, its range and its choices, stated once with the field of a dataclass.
+
+`fix` checks the fields of a dataclass when it is made, and `build` makes one from a mapping, such as one read from
+YAML. Both refuse a value in one message that names the option, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import numbers
+import os
+import reprlib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UserError
+
+# Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
+_MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
+
+
+class _ShortRepr(reprlib.Repr):
+    """Writes values cut to what fits a message, since YAML can describe one that takes gigabytes to write out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+        self.maxlevel = 3
+
+    def repr_int(self, number: int, level: int) -> str:
+        # Python refuses to write numbers of more than 4,300 digits, and a YAML file can hold them in hexadecimal.
+        return super().repr_int(number, level) if number.bit_length() < 1000 else "a number of more than 300 digits"
+
+
+_SHORT = _ShortRepr()
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option may have.
+
+    Args:
+        least: the smallest number.
+        above: a number below the smallest, where the smallest itself has no name: `above=0`.
+        most: the largest number; None means as large as MLX can count, or as fp32 can hold.
+        below: a number above the largest.
+        also: numbers outside the range that have a meaning of their own, such as -1 for "all".
+
+    Example:
+        >>> 0 in Range(least=1, also=(-1,))
+        False
+        >>> str(Range(least=1, also=(-1,)))
+        '1 or more, or -1'
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+
+    def __contains__(self, number: float) -> bool:
+        most = self.most if self.most is not None else _MOST_INT if isinstance(number, int) else _MOST_FLOAT
+        inside = math.isfinite(number) and abs(number) <= most
+        inside = inside and (self.least is None or number >= self.least)
+        inside = inside and (self.above is None or number > self.above)
+        inside = inside and (self.below is None or number < self.below)
+        return inside or number in self.also
+
+    def __str__(self) -> str:
+        if self.least is not None:
+            text = f"from {self.least}" if self._upper() else f"{self.least} or more"
+        else:
+            text = "" if self.above is None else f"above {self.above}"
+        text = f"{text} {self._upper()}".strip() or "that is finite"
+        return ", or ".join([text, *map(str, self.also)])
+
+    def _upper(self) -> str:
+        if self.most is None:
+            return "" if self.below is None else f"{'to ' if self.least is not None else ''}below {self.below}"
+        return f"to {self.most}" if self.above is None else f"and up to {self.most}"
+
+
+FINITE = Range()
+
+
+def about(
+    group: str,
+    text: str,
+    *,
+    flag: bool = True,
+    choices: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
+    range: Range | None = None,
+) -> dict[str, Any]:
+    """Return the metadata of a field that is an option.
+
+    Args:
+        group: the group in which the option is listed.
+        text: the option's help text.
+        flag: whether the option is a command-line flag.
+        choices: the texts that the option may be; any where there are none.
+        words: the words that the option may hold, separated by commas.
+        range: the numbers that the option may be; a test asks every number for one.
+    """
+    return {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range}
+
+
+def short(value: object) -> str:
+    """Return a value as Python writes it, cut to a length that fits a message."""
+    return _SHORT.repr(value)
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """Return " (did you mean 'x'?)" for the known word closest to `word`, or an empty string if none is close."""
+    closest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" (did you mean {closest[0]!r}?)" if closest else ""
+
+
+def fix(instance: Any) -> None:
+    """Check every field of a dataclass in place; a whole number becomes a float, and a path text, where one is meant.
+
+    Raises:
+        UserError: a value has another type than the field's annotation says, or is not one that its metadata allows
+            (`range`, `choices` for the whole text or each member of a list, `words` for a text with commas, and `empty`
+            where a text may be empty).
+    """
+    for name, (hint, metadata) in fields_of(type(instance)).items():
+        object.__setattr__(instance, name, checked(getattr(instance, name), hint, metadata, name))
+
+
+def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    """Make a dataclass from a mapping of its fields' names to values; a field that is a dataclass may be a mapping.
+
+    Args:
+        cls: the dataclass, such as TrainConfig.
+        values: the values by name. Names that are missing keep their defaults.
+        where: what to name as the source in messages, such as a file's path; an empty text names the option alone.
+
+    Raises:
+        UserError: a name is unknown, or a value is refused (see `fix`).
+    """
+    check_values(cls, values, where)
+    return cls(**values)
+
+
+def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
+    """Check a mapping as `build` does, without making the dataclass."""
+    check_names(cls, values, where)
+    fields = fields_of(cls)
+    for name, value in values.items():
+        checked(value, *fields[name], f"{where}: {name}" if where else name)
+
+
+def check_names(cls: type, names: Iterable[Any], where: str) -> None:
+    """Raise UserError for a name that is no field of the dataclass, with the nearest one that is."""
+    known = list(fields_of(cls))
+    for name in names:
+        if name not in known:
+            raise UserError(f"{where}{': ' if where else ''}unknown key {short(name)}{nearest(str(name), known)}.")
+
+
+def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> Any:
+    """Return a value in the type that `hint` asks for.
+
+    Args:
+        value: the value.
+        hint: a type, such as `int`, `float | None` or `list[str]`.
+        metadata: what else is asked for: `range`, `choices`, `words` and `empty`, as in `fix`.
+        name: what to call the value in messages.
+
+    Raises:
+        UserError: the value is not what is asked for.
+    """
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if Any in options or (value is None and type(None) in options):
+        return value
+    (kind,) = (option for option in options if option is not type(None))
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return build(typing.cast(type, kind), value, name)
+    outer = typing.get_origin(kind) or kind
+    if outer in (list, tuple) and isinstance(value, list | tuple):
+        member = typing.get_args(kind)[0]
+        return outer(checked(each, member, metadata, f"{name}: entry {i}") for i, each in enumerate(value, 1))
+    if outer is dict and isinstance(value, dict):
+        of_key, of_value = typing.get_args(kind)
+        return {
+            checked(key, of_key, {}, f"{name}: key"): checked(each, of_value, {}, f"{name}: {short(key)}")
+            for key, each in value.items()
+        }
+    found = _scalar(value, outer, metadata)
+    if found is None:
+        raise UserError(f"{name}: expected {_expected(value, outer, metadata)}, got {short(value)}.")
+    return found
+
+
+def _scalar(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
+    """Return the value as a `kind`, or None if it is not one that is allowed."""
+    if kind in (int, float):
+        whole = isinstance(value, numbers.Integral)
+        if isinstance(value, bool) or not (whole or (kind is float and isinstance(value, numbers.Real))):
+            return None
+        number = int(value) if whole else float(value)
+        # A whole number that is too large for a float is outside every range, and cannot be compared with one.
+        return kind(number) if abs(number) < 1e300 and number in (metadata.get("range") or FINITE) else None
+    if kind is str:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(text, str):
+            return None
+        if metadata.get("words"):
+            text = ",".join(word.strip().lower() for word in text.split(",") if word.strip())
+        return text if _is_allowed(text, metadata) else None
+    return value if isinstance(value, kind) else None
+
+
+def _is_allowed(text: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether a text can be written in UTF-8, is not empty, and is one of the choices, if there are any."""
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        return False
+    words = text.split(",") if metadata.get("words") else [text]
+    known = metadata.get("words") or metadata.get("choices")
+    filled = metadata.get("empty") or (text and not text.isspace())
+    return bool(filled) and (not known or set(words) <= set(known))
+
+
+def _expected(value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
+    """Say what should stand in place of a value, such as `a whole number of 1 or more`."""
+    if metadata.get("words"):
+        return f"any of {', '.join(metadata['words'])}, separated by commas"
+    if kind is str and metadata.get("choices"):
+        return f"one of {', '.join(metadata['choices'])}"
+    if kind in (int, float):
+        limits: Range = metadata.get("range") or FINITE
+        most = _MOST_INT if kind is int else _MOST_FLOAT
+        if limits.most is None and limits.below is None and isinstance(value, int | float) and most < value < math.inf:
+            limits = dataclasses.replace(limits, most=most)
+        number = "whole number" if kind is int else "number"
+        return f"a {number}{' of' if str(limits)[0].isdigit() else ''} {limits}"
+    words = {str: "text in UTF-8 that is not empty", bool: "true or false", list: "a list", dict: "a mapping"}
+    return words.get(kind, "a mapping of options")
+
+
+def fields_of(cls: type) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """The type and the metadata of each field of a dataclass."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: (hints[field.name], field.metadata) for field in dataclasses.fields(cls)}

@@ -1,0 +1,123 @@
+"""What `deltatune generate` refuses before it loads a model, and what it can only refuse afterwards."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from deltatune.commands import generate
+from deltatune.commands.generate import GenerateOptions
+from deltatune.demo.assets import MODEL
+from deltatune.errors import UserError
+from deltatune.models.generate import prompt_tokens
+from deltatune.models.load import load
+
+PROMPT = ["generate", "--model", "/none", "--prompt"]
+
+
+@pytest.mark.bad_input("`generate {flag} {value}`")
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--temp", "-0.5", "expected a number of 0 or more, got -0.5"),
+        ("--temp", "nan", "expected a number of 0 or more, got nan"),
+        ("--temp", "inf", "expected a number of 0 or more, got inf"),
+        ("--top-p", "0", "expected a number above 0 and up to 1, got 0.0"),
+        ("--top-p", "1.5", "expected a number above 0 and up to 1, got 1.5"),
+        ("--min-p", "-1", "expected a number from 0 to 1, got -1.0"),
+        ("--min-p", "2", "expected a number from 0 to 1, got 2.0"),
+        ("--top-k", "-1", "expected a whole number of 0 or more, got -1"),
+        ("--max-tokens", "0", "expected a whole number of 1 or more, got 0"),
+        ("--seed", "-1", "expected a whole number from 0 to 18446744073709551615, got -1"),
+        ("--fps", "0", "expected a number above 0, got 0.0"),
+        ("--video-max-frames", "0", "expected a whole number of 1 or more, got 0"),
+        ("--image", "/none.png", "no such file"),
+        ("--extra-eos-token", "", "entry 1: expected text in UTF-8 that is not empty, got ''"),
+        ("--adapter-path", "", "expected text in UTF-8 that is not empty, got ''"),
+        ("--system-prompt", "\udcff", r"expected text in UTF-8"),
+        ("--chat-template-config", "{", "not JSON"),
+        ("--chat-template-config", "[" * 100_000, "not JSON"),
+        ("--chat-template-config", "[1]", "expected a JSON object"),
+        ("--chat-template-config", '{"tokenize": true}', "'tokenize' is set by this command; leave it out"),
+    ],
+    ids=lambda value: value[:20] if value.isascii() else "not-ascii",
+)
+def test_options_are_refused_before_the_model_is_looked_for(run, flag, value, message):
+    code, out, err = run(*PROMPT, "hello", f"{flag}={value}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"deltatune: {flag}")
+    assert message in err
+
+
+@pytest.mark.bad_input("`generate` with {what}")
+@pytest.mark.parametrize(
+    ("what", "prompt", "given", "message"),
+    [
+        ("an empty prompt", "", b"", "--prompt: expected text in UTF-8 that is not empty, got ''"),
+        ("a prompt of spaces", " \n", b"", "--prompt: expected text"),
+        ("an empty standard input", "-", b" \n", "--prompt -: standard input is empty"),
+        (
+            "a standard input that is not UTF-8",
+            "-",
+            "é".encode("latin-1"),
+            "--prompt -: byte 0 of standard input is not",
+        ),
+        ("a standard input in UTF-16", "-", "hello".encode("utf-16"), "--prompt -: byte 0 of standard"),
+        ("a closed standard input", "-", None, "--prompt -: standard input is closed"),
+        ("a prompt that is not UTF-8", "\udcff", b"", "--prompt: expected text in UTF-8"),
+    ],
+)
+def test_prompts_are_refused_before_the_model_is_looked_for(run, monkeypatch, what, prompt, given, message):
+    stdin = None if given is None else io.TextIOWrapper(io.BytesIO(given), encoding="ascii")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    code, out, err = run(*PROMPT, prompt)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_prompt_from_standard_input_is_utf8_whatever_the_terminal_is(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffé\\n".encode()), encoding="ascii"))
+    assert generate._prompt("-") == "é\n"
+
+
+@pytest.mark.bad_input("`generate {flag} {value}`")
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--top-k", "512", "--top-k: expected at most 511, since the model has 512 tokens; got 512"),
+        ("--extra-eos-token", "<|nope|>", "'<|nope|>' is no token of this model, and no token's number"),
+        ("--extra-eos-token", "512", "'512' is no token of this model, and no token's number"),
+        ("--chat-template-config", '{"tools": 3}', "chat template refuses the prompt"),
+    ],
+)
+def test_what_depends_on_the_model_is_refused_by_name(run, flag, value, message):
+    code, _, err = run("generate", "--model", MODEL, "--prompt", "hi", flag, value, "--temp", "1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+
+
+@pytest.mark.bad_input("a chat template that raises on the prompt of `generate`")
+@pytest.mark.parametrize("body", ["{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ none.x.y }}"])
+def test_a_template_that_raises_is_one_message(body):
+    tokenizer = load(MODEL).tokenizer
+    tokenizer.chat_template = body
+    with pytest.raises(UserError, match="the model's chat template refuses the prompt"):
+        prompt_tokens(tokenizer, "hello")
+
+
+def test_empty_texts_that_mean_something_are_taken():
+    """An empty system prompt replaces the one that some templates write by themselves."""
+    options = GenerateOptions("m", "p", system_prompt="", prefill_response="", image=["a"])
+    assert (options.system_prompt, options.prefill_response, options.image) == ("", "", ("a",))
+
+
+def test_a_reader_that_leaves_is_one_message():
+    command = [sys.executable, "-m", "deltatune", "generate", "--model", str(MODEL), "--prompt", "hi", "-m", "400"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "deltatune: nobody reads the output any more.\n"
+    assert process.wait() == 2
+    process.stderr.close()

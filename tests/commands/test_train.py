@@ -1,0 +1,141 @@
+"""Flags of `deltatune train` that other trainers have: epochs, the adapter's size, every patch by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deltatune import cli
+from deltatune.commands.flags import config_from
+
+LINE = {"prompt": "the quick brown fox", "completion": "jumps over"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+
+
+@pytest.fixture
+def train(run, checkpoint, tmp_path):
+    for name, lines in (("train", 10), ("valid", 2)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(LINE) + "\n") * lines)
+    out = tmp_path / "out"
+
+    def call(*arguments, code=0):
+        files = ["--model", checkpoint, "--data", tmp_path, "--adapter-path", out]
+        found, said, err = run("train", *files, "--batch-size", "4", *arguments)
+        assert found == code, err
+        return said if code == 0 else err
+
+    call.out = out
+    return call
+
+
+@pytest.mark.parametrize(("epochs", "iterations"), [("1", 3), ("2", 6), ("0.5", 2), ("0.01", 1)])
+def test_epochs_are_passes_over_the_data(train, epochs, iterations):
+    said = train("--epochs", epochs)
+    assert f"Epochs: {float(epochs):g} of 3 iterations each, so {iterations} iterations." in said
+    records = [json.loads(line) for line in (train.out / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["iteration"] == iterations
+
+
+def test_a_run_of_epochs_can_be_resumed_to_more(train):
+    train("--epochs", "1")
+    assert "Resuming after iteration 3 of 6." in train("--epochs", "2", "--resume")
+
+
+def test_the_adapters_size_is_set_by_flags(train):
+    train("--iters", "1", "--rank", "3", "--alpha", "6", "--dropout", "0.25")
+    saved = json.loads((train.out / "adapter_config.json").read_text())["lora_parameters"]
+    assert (saved["rank"], saved["scale"], saved["dropout"]) == (3, 2.0, 0.25)
+
+
+def test_patches_are_one_short_line_and_named_on_request(train):
+    short = next(line for line in train("--iters", "1").splitlines() if "Patches: " in line)
+    assert "gated_delta_update" not in short
+    assert len(short) < 200
+    assert "gated_delta_update in " in train("--iters", "1", "--verbose")
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "expected"),
+    [
+        ("iters: 7", ["--epochs", "2"], (1000, 2.0)),
+        ("epochs: 3", ["--iters", "9"], (9, None)),
+        ("epochs: 3", [], (1000, 3.0)),
+    ],
+)
+def test_a_flag_replaces_the_other_way_to_say_it_in_the_file(tmp_path, file, flags, expected):
+    (tmp_path / "c.yaml").write_text(file)
+    made = config_from(cli.parser().parse_args(["train", "-c", str(tmp_path / "c.yaml"), *flags]))
+    assert (made.iters, made.epochs) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "expected"),
+    [
+        ("{rank: 4, scale: 3}", ["--rank", "2"], (2, 3.0)),
+        ("{rank: 4, scale: 3}", ["--alpha", "2"], (4, 0.5)),
+        ("{rank: 4, alpha: 8}", ["--scale", "5"], (4, 5.0)),
+        ("{rank: 4, alpha: 8}", ["--rank", "2"], (2, 4.0)),
+    ],
+)
+def test_flags_of_the_adapters_win_over_the_file(tmp_path, file, flags, expected):
+    (tmp_path / "c.yaml").write_text(f"lora_parameters: {file}")
+    made = config_from(cli.parser().parse_args(["train", "-c", str(tmp_path / "c.yaml"), *flags])).lora_parameters
+    assert (made.rank, made.scale) == expected
+
+
+@pytest.mark.bad_input("{what}")
+@pytest.mark.parametrize(
+    ("what", "file", "flags", "message"),
+    [
+        ("`iters` and `epochs` in a file", "iters: 5\nepochs: 1", [], "c.yaml: iters and epochs set the same thing"),
+        ("`--iters` and `--epochs`", "", ["--iters", "5", "--epochs", "1"], "deltatune: --iters and --epochs set the"),
+        ("`--scale` and `--alpha`", "", ["--scale", "5", "--alpha", "1"], "deltatune: --scale and --alpha set the"),
+        (
+            "`scale` and `alpha` in a file",
+            "lora_parameters: {scale: 1, alpha: 2}",
+            [],
+            "c.yaml: lora_parameters: scale and alpha set the same thing in two ways; give one of them.",
+        ),
+        ("an unknown key whose value is null", "learning_rat: null", [], "unknown key 'learning_rat' (did you mean"),
+    ],
+)
+def test_what_says_two_things_is_refused(run, tmp_path, what, file, flags, message):
+    (tmp_path / "c.yaml").write_text(file)
+    code, _, err = run("train", "-c", tmp_path / "c.yaml", *flags)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+
+
+@pytest.mark.bad_input("the optimizer's {what}")
+@pytest.mark.parametrize(
+    ("what", "file"),
+    [
+        ("unknown name", "optimizer: adamm"),
+        ("unknown setting", "optimizer: adamw\noptimizer_config: {adamw: {wieght_decay: 1}}"),
+        ("negative `weight_decay`", "optimizer: adamw\noptimizer_config: {adamw: {weight_decay: -1}}"),
+        ("`betas` of 1", "optimizer_config: {adam: {betas: [0.9, 1]}}"),
+        ("`betas` that are three", "optimizer_config: {adam: {betas: [0.9, 0.9, 0.9]}}"),
+        ("`eps` of 0", "optimizer_config: {adam: {eps: 0}}"),
+        ("`bias_correction` of 1", "optimizer_config: {adam: {bias_correction: 1}}"),
+        ("`momentum` as a text", "optimizer: sgd\noptimizer_config: {sgd: {momentum: high}}"),
+        ("schedule without arguments", "lr_schedule: {name: cosine_decay}"),
+        ("schedule whose name is a list", "lr_schedule: {name: [cosine_decay], arguments: [1]}"),
+        ("schedule with a text for a number", "lr_schedule: {name: cosine_decay, arguments: [fast, 10]}"),
+        ("schedule of a negative rate", "lr_schedule: {name: cosine_decay, arguments: [-1.0e-5, 10]}"),
+        ("schedule of no rate at all", "lr_schedule: {name: linear_schedule, arguments: [0, 0, 10]}"),
+        ("schedule of 0 steps", "lr_schedule: {name: cosine_decay, arguments: [1.0e-5, 0]}"),
+        ("schedule with too many arguments", "lr_schedule: {name: cosine_decay, arguments: [1, 2, 3, 4]}"),
+        ("warmup of half a step", "lr_schedule: {name: cosine_decay, arguments: [1.0e-5, 5], warmup: 0.5}"),
+        ("negative warmup rate", "lr_schedule: {name: cosine_decay, arguments: [1.0e-5, 5], warmup_init: -1}"),
+    ],
+)
+def test_settings_of_the_optimizer_are_refused_before_the_model_is_looked_for(run, tmp_path, what, file):
+    (tmp_path / "c.yaml").write_text(f"model: /none\n{file}\n")
+    code, _, err = run("train", "-c", tmp_path / "c.yaml")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(("deltatune: optimizer", "deltatune: lr_schedule"))

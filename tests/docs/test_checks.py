@@ -1,0 +1,29 @@
+"""docs/reference/checks.md equals what scripts/checks_table.py makes of the tests that are marked `bad_input`."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import DOCS, ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import checks_table
+
+
+def test_the_page_is_made_of_the_tests():
+    command = [sys.executable, str(ROOT / "scripts" / "checks_table.py"), "--print"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert (DOCS / "reference" / "checks.md").read_text(encoding="utf-8") == done.stdout, "run scripts/checks_table.py"
+
+
+def test_cases_of_one_text_share_a_row():
+    one, several = ("tests/a.py", "a | b\n", "test_a"), ("tests/a.py", "x" * 200, "test_b")
+    cases = Counter({(file, checks_table._cell(given), test): 1 for file, given, test in (one, several)})
+    cases[("tests/b.py", "c", "test_c")] = 3
+    page = checks_table.page(cases)
+    assert "## tests/a.py\n\n| given | test |\n|---|---|\n| a \\| b | `test_a` |\n" in page
+    assert f"| {'x' * 100}… | `test_b` |" in page
+    assert "| c (3 cases) | `test_c` |" in page

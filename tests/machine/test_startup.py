@@ -1,0 +1,103 @@
+"""What is wrong before a command starts: unknown values of environment variables, and an MLX that cannot be loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from deltatune import cli
+from deltatune.errors import UserError
+from deltatune.machine import environment, startup
+
+VALUES = [
+    (environment.BLAS, "mkl", r"DELTATUNE_BLAS='mkl': expected one of openblas, system, or unset"),
+    (environment.THREADS, "two", r"DELTATUNE_THREADS='two': expected a number of threads from 1 to 9999, or unset"),
+    (environment.THREADS, "0", r"DELTATUNE_THREADS='0': expected a number of threads"),
+    (environment.THREADS, "99999", r"DELTATUNE_THREADS='99999': expected a number of threads"),
+    (environment.THREADS, "٣", r"DELTATUNE_THREADS='٣': expected a number of threads"),
+    (environment.GATED_DELTA, "chunks", r"GATED_DELTA='chunks': expected .*, or unset \(did you mean 'chunk'\?\)"),
+    (environment.ATTENTION, "flash", r"DELTATUNE_ATTENTION='flash': expected one of naive, blocked, fused, native"),
+    (environment.CACHE, "/dev/null", r"DELTATUNE_CACHE=./dev/null.: expected a folder"),
+    (environment.TF32, "true", r"MLX_ENABLE_TF32='true': expected a whole number of 0 or more, or unset"),
+    (environment.QUEUE, "0", r"MLX_MAX_MB_PER_BUFFER='0': expected a whole number of 1 or more, or unset"),
+    (environment.QUEUE, "many", r"MLX_MAX_MB_PER_BUFFER='many': expected a whole number"),
+]
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.bad_input("the environment variable `{name}={value}`")
+@pytest.mark.parametrize(("name", "value", "message"), VALUES, ids=range(len(VALUES)))
+def test_unknown_values_are_refused_by_every_command(run, monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    for command in (["doctor"], ["train"], ["run", "--", "x"], ["plan"], ["selftest"], ["demo"]):
+        code, out, err = run(*command)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        with pytest.raises(UserError, match=message):
+            startup.check()
+        assert name in err
+    assert run("--version")[0] == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [(environment.THREADS, "two"), (environment.GATED_DELTA, "chunks")])
+def test_a_process_ends_with_one_message_and_a_script_with_an_exception(name, value):
+    """Both a variable that is read while deltatune is imported, and one that is read later."""
+    for module in (["-m", "deltatune"], ["-Xutf8", "-m", "deltatune"]):
+        done = python(*module, "eval", **{name: value})
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith(f"deltatune: {name}={value!r}: expected ")
+    assert python("-m", "deltatune", "--help", **{name: value}).returncode == 0
+    script = python("-c", "import deltatune", **{name: value})
+    assert script.returncode == 1
+    assert f"deltatune.errors.UserError: {name}={value!r}: expected " in script.stderr
+
+
+@pytest.fixture
+def without_mlx(tmp_path):
+    """The search path of an environment whose mlx has no library, as `pip install deltatune` leaves it on Linux."""
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("")
+    (tmp_path / "mlx" / "core.py").write_text('raise ImportError("libmlx.so: cannot open shared object file")')
+    return os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+
+@pytest.mark.bad_input("an installation without one of the extras that bring MLX's library")
+@pytest.mark.parametrize("command", [command.__name__.rpartition(".")[2] for command in cli.COMMANDS])
+def test_without_mlx_every_command_names_the_extras(without_mlx, command):
+    needed = {"generate": ["--model", "x", "--prompt", "x"], "merge": ["--model", "x"], "run": ["--", "x"]}
+    done = python("-m", "deltatune", command, *needed.get(command, []), PYTHONPATH=without_mlx)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("deltatune: MLX cannot be loaded (libmlx.so: cannot open shared object file).")
+    assert "pip install 'deltatune[cpu]', or for NVIDIA GPUs 'deltatune[cuda13]'" in done.stderr
+
+
+def test_without_mlx_help_and_version_work_and_an_import_fails(without_mlx):
+    for words in (["--help"], ["--version"], ["train", "--help"]):
+        done = python("-m", "deltatune", *words, PYTHONPATH=without_mlx)
+        assert (done.returncode, done.stderr) == (0, "")
+    script = python("-c", "try:\n import deltatune\nexcept ImportError as error: print(error)", PYTHONPATH=without_mlx)
+    assert script.stdout.startswith("MLX cannot be loaded")
+
+
+@pytest.mark.parametrize(
+    ("argv", "original", "command_line"),
+    [
+        (["-m", "train"], ["python", "-m", "deltatune", "train"], True),
+        (["-m"], ["python", "-Im", "deltatune"], True),
+        (["-m"], ["python", "-m", "my.trainer", "deltatune"], False),
+        (["/usr/bin/deltatune", "train"], ["python", "/usr/bin/deltatune", "train"], True),
+        (["train.py"], ["python", "train.py"], False),
+        ([""], ["python"], False),
+        ([], [], False),
+    ],
+)
+def test_the_command_line_is_recognised(monkeypatch, argv, original, command_line):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", original)
+    assert startup._is_command_line() is command_line
