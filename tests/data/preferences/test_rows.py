@@ -136,7 +136,7 @@ def test_bad_labels_are_named_by_file_and_line(name, read):
 
 @pytest.mark.bad_input("a single answer for KTO")
 def test_kto_needs_two_answers(read):
-    with pytest.raises(UserError, match="train.jsonl:1: the only answer; KTO compares"):
+    with pytest.raises(UserError, match=r"train\.jsonl:1: the only answer; KTO compares"):
         read([{"prompt": "a", "completion": " b", "label": True}], loss="kto")
 
 

@@ -14,15 +14,11 @@ from deltatune.machine import backend
 from deltatune.models.load import load
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
-from deltatune.plan.traced_step import blank_batch
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
 from deltatune.train.preferences import reference
-from deltatune.train.setup import batch_order, build_step, prepare, training
+from deltatune.train.setup import batch_order, prepare, training
 from deltatune.train.step import arrays, mean_loss_and_gradients
 from deltatune.train.tree import leaves
-
-LOSSES = ("dpo", "orpo", "kto", "simpo", "cpo")
 
 
 def pair(draw, number):
@@ -45,7 +41,7 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture
 def preference_trainer(make_trainer, options, pairs, checkpoint):
-    """preference_trainer(loss, **changes) -> a Trainer on the pairs."""
+    """preference_trainer("dpo", **changes) -> a Trainer on the pairs."""
 
     def make(loss, **changes):
         values = options | {"data": str(pairs), "loss": loss, "batch_size": 2} | changes
@@ -72,22 +68,21 @@ def test_a_run_starts_at_its_reference_and_reports_what_it_learns(preference_tra
     assert all(np.isfinite(one.reference).all() for one in trainer.splits.test)
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_a_continued_run_has_the_bits_of_a_straight_one(
-    loss, preference_trainer, tmp_path, read_metrics, monkeypatch, screen_text
+    preference_trainer, tmp_path, read_metrics, monkeypatch, screen_text
 ):
     """The break is inside an accumulation; the reference comes from its file, or is computed again to the same bits."""
     changes = {"iters": 6, "grad_accumulation_steps": 2, "steps_per_report": 4}
-    preference_trainer(loss, adapter_path=str(tmp_path / "straight"), **changes).run()
-    preference_trainer(loss, **changes | {"iters": 3}).run()
+    preference_trainer("dpo", adapter_path=str(tmp_path / "straight"), **changes).run()
+    preference_trainer("dpo", **changes | {"iters": 3}).run()
     (file,) = (tmp_path / "out" / "state").glob("reference-*.safetensors")
     kept = file.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(reference, "_log_probabilities", None)
-        preference_trainer(loss, resume=True, **changes | {"iters": 5}).run()
+        preference_trainer("dpo", resume=True, **changes | {"iters": 5}).run()
     assert "read from" in screen_text.text()
     file.write_bytes(kept[:100])
-    preference_trainer(loss, resume=True, **changes).run()
+    preference_trainer("dpo", resume=True, **changes).run()
     assert file.read_bytes() == kept
     adapters = [(tmp_path / folder / "adapters.safetensors").read_bytes() for folder in ("out", "straight")]
     assert adapters[0] == adapters[1]
@@ -99,12 +94,12 @@ def test_a_continued_run_has_the_bits_of_a_straight_one(
 
 @pytest.fixture(scope="module")
 def measured(pairs, checkpoint):
-    """measured(loss, packed, **options) -> the sums, the figures and the gradients of one batch of all training pairs."""
+    """measured(loss, packed) -> the sums, the figures and the gradients of one batch of all training pairs."""
 
-    def measure(loss, packed, **options):
+    def measure(loss, packed):
         config = TrainConfig(
             data=str(pairs), loss=loss, pack=packed, batch_size=1, max_seq_length=64, num_layers=-1,
-            lora_parameters=LoraConfig(rank=2), **options,
+            lora_parameters=LoraConfig(rank=2),
         )  # fmt: skip
         loaded = load(checkpoint)
         examples = load_datasets(config, loaded.tokenizer).train
@@ -131,7 +126,7 @@ def _trained(model):
     return leaves(model.trainable_parameters())
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["dpo", "orpo", "kto"])
 def test_packed_pairs_have_the_loss_and_gradients_of_single_rows(loss, measured):
     (total, count, gradients, figures), (packed, same, others, reported) = measured(loss, False), measured(loss, True)
     assert count.item() == same.item() == (60 if loss == "kto" else 30)
@@ -163,14 +158,14 @@ def test_a_pair_counts_the_same_with_any_number_of_ranks(preference_trainer):
 
 @pytest.fixture
 def step_of(tiny_model):
-    """step_of(loss) -> the configuration, a prepared model with a large vocabulary, and how many preferences it takes."""
+    """step_of(loss) -> the configuration, a prepared model with a large vocabulary, and the number of preferences."""
 
     def make(loss):
         model = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2, vocab_size=4096)
         config = TrainConfig(loss=loss, num_layers=-1, lora_parameters=LoraConfig(rank=2))
         prepare(model, config)
         model.train()
-        return config, model, 0 if loss == "sft" else 4
+        return config, model, 0 if loss == "sft" else 2
 
     return make
 
@@ -179,21 +174,7 @@ def step_of(tiny_model):
 def test_the_plan_of_a_step_is_that_of_supervised_training(step_of):
     """For the same tokens, a preference loss may take 1.3 times as much; all logits at once would take far more."""
     layout, peaks = ArrayLayout.measured(), {}
-    for loss in ("sft", *LOSSES):
+    for loss in ("sft", "dpo", "orpo"):
         config, model, preferences = step_of(loss)
-        peaks[loss] = forecast_step(model, config, 8, 512, layout, preferences=preferences).bytes.amount
+        peaks[loss] = forecast_step(model, config, 4, 512, layout, preferences=preferences).bytes.amount
     assert max(peaks.values()) <= 1.3 * peaks["sft"], peaks
-
-
-def test_the_counted_peak_of_a_step_is_that_of_supervised_training(step_of, peak_bytes):
-    peaks, planned = {}, {}
-    for loss in ("sft", "dpo"):
-        config, model, preferences = step_of(loss)
-        with training(model, config, compare=False) as trained:
-            step = build_step(model, build_optimizer(config), trained.loss, config, World())
-            batch = arrays(blank_batch(8, 128, False, preferences))
-            mx.eval(model.parameters(), step.on_arrays(batch, None))
-            peaks[loss] = peak_bytes(lambda step=step, batch=batch: step.on_arrays(batch, None))
-        planned[loss] = forecast_step(model, config, 8, 128, ArrayLayout.measured(), preferences=preferences)
-    assert peaks["dpo"] <= 1.3 * peaks["sft"], peaks
-    print(peaks, {k: (v.bytes.amount, v.sizes) for k, v in planned.items()})

@@ -32,7 +32,7 @@ class PairCase:
     beta: float = 0.3
     smoothing: float = 0.0
     learning_rate: float = 4e-3
-    draw: int = 15
+    draw: int = 7
     recorded: bool = False
 
     @property
@@ -42,8 +42,10 @@ class PairCase:
 
     @property
     def model(self) -> ParityCase:
-        """The model that is trained: gated-delta and attention layers, with LoRA."""
-        return ParityCase(replace(FAMILIES["qwen3_5"], draw=self.draw, learning_rate=self.learning_rate))
+        """The model that is trained: a gated-delta and an attention layer, with LoRA."""
+        family = FAMILIES["qwen3_5"]
+        options = family.options | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        return ParityCase(replace(family, options=options, draw=self.draw, learning_rate=self.learning_rate))
 
 
 CASES: dict[str, PairCase] = {
@@ -51,10 +53,10 @@ CASES: dict[str, PairCase] = {
     "dpo-robust": PairCase("dpo", "robust", smoothing=0.1, learning_rate=1e-3),
     "dpo-hinge": PairCase("dpo", "hinge", learning_rate=1e-3),
     "dpo-ipo": PairCase("dpo", "ipo", learning_rate=1e-3),
-    "orpo": PairCase("orpo", learning_rate=3e-3, draw=7, recorded=True),
+    "orpo": PairCase("orpo", recorded=True),
     "kto": PairCase("kto", learning_rate=1e-3, recorded=True),
     "simpo": PairCase("simpo", beta=2.0, smoothing=0.1, recorded=True),
-    "cpo": PairCase("cpo", smoothing=0.1, learning_rate=5e-3, recorded=True),
+    "cpo": PairCase("cpo", beta=0.1, smoothing=0.1, recorded=True),
     "cpo-hinge": PairCase("cpo", "hinge"),
     "cpo-ipo": PairCase("cpo", "ipo"),
 }

@@ -22,6 +22,9 @@ from .families import Config, Weights
 from .ours import adapt, load, parts, train
 from .pairs import PairCase, pairs
 
+# No document is longer. The step is compiled once.
+WIDTH = 40
+
 
 def options(case: PairCase) -> TrainConfig:
     """The options of a run with the loss of `case`."""
@@ -49,9 +52,8 @@ def preferences(case: PairCase, step: int) -> list[Preference]:
 
 def batch(found: list[Preference]) -> Batch:
     """The batch of these preferences, with a row for each document."""
-    width = max(document.positions for one in found for document in one.documents)
-    rows, held = lay_out([[number] for number in range(len(found))], found, 1, width, packed=False)
-    return replace(collate(rows, width, packed=False), preferences=held)
+    rows, held = lay_out([[number] for number in range(len(found))], found, 1, WIDTH, packed=False)
+    return replace(collate(rows, WIDTH, packed=False), preferences=held)
 
 
 def fill(token_losses: TokenLosses, steps: list[list[Preference]]) -> None:
