@@ -50,6 +50,7 @@ CORPUS = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", metavar="NAME", help="stop unless OpenBLAS runs these kernels (scripts/test_cpus.py)")
+    parser.addoption("--kills", type=int, help="SIGKILLs for each kind of run (scripts/kill_runs.py)")
 
 
 def pytest_report_header() -> str:

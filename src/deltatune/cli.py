@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands import demo, doctor, eval, generate, merge, plan, run, selftest, train
+from .commands import demo, doctor, eval, export, generate, import_, merge, plan, run, selftest, train
 from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import startup
 from .values import short
 
-COMMANDS = (train, plan, eval, generate, merge, run, doctor, selftest, demo)
+COMMANDS = (train, plan, eval, generate, merge, export, import_, run, doctor, selftest, demo)
 
 
 def parser() -> argparse.ArgumentParser:

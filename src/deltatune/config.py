@@ -22,6 +22,10 @@ _MODEL, _DATA, _TUNE = "model", "data", "what trains"
 _LOSS = "loss"
 _OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
 
+NO_TYPE_FROM_SCRATCH = (
+    "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
+)
+
 
 @dataclass
 class TrainConfig:
@@ -177,6 +181,14 @@ class TrainConfig:
             flag=False,
         ),
     )
+    resize_embeddings: bool = field(
+        default=False,
+        metadata=_about(
+            _TUNE,
+            "give the embedding and the head a row for each token that was added to the tokenizer, and train those "
+            "rows",
+        ),
+    )
     batch_size: int = field(
         default=4, metadata=_about(_RUN, "number of rows in a batch, summed over all ranks", range=Range(least=1))
     )
@@ -210,6 +222,15 @@ class TrainConfig:
             _DATA,
             "count only completions in the loss, which is the default for prompts and chats; --no-mask-prompt counts "
             "every token",
+        ),
+    )
+    chat_turns: str = field(
+        default="each",
+        metadata=_about(
+            _DATA,
+            "which assistant turns of a chat count in the loss: each of them, or the last alone. Where the chat "
+            "template rewrites earlier turns, a chat takes several rows with each",
+            choices=("each", "last"),
         ),
     )
     min_pixels: int | None = field(
@@ -273,6 +294,12 @@ class TrainConfig:
     save_every: int = field(
         default=100, metadata=_about(_SAVE, "number of iterations between saves", range=Range(least=1))
     )
+    keep: int | None = field(
+        default=None,
+        metadata=_about(
+            _SAVE, "number of numbered copies of the adapters to keep, the newest; default: all", range=Range(least=0)
+        ),
+    )
     early_stopping: int | None = field(
         default=None,
         metadata=_about(_RUN, "stop training after this many evaluations without a lower loss", range=Range(least=1)),
@@ -281,6 +308,12 @@ class TrainConfig:
     resume: bool = field(
         default=False,
         metadata=_about(_SAVE, "continue the run that is saved in adapter_path, with the same results bit for bit"),
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata=_about(
+            _SAVE, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
+        ),
     )
     parts: str = field(
         default="language",
@@ -336,5 +369,15 @@ class TrainConfig:
             raise UserError(
                 f"min_pixels: expected at most max_pixels, which is {self.max_pixels}, got {self.min_pixels}."
             )
+        if self.chat_turns == "last" and self.mask_prompt is False:
+            raise UserError(
+                "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
+            )
+        if self.resume and self.overwrite:
+            raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.early_stopping is not None and self.val_batches == 0:
             raise UserError("early_stopping counts evaluations, and val_batches: 0 turns them off; give one of them.")
+        if self.from_scratch and self.fine_tune_type == "dora":
+            raise UserError(NO_TYPE_FROM_SCRATCH.format(self.fine_tune_type))
+        if self.keep is not None and (self.from_scratch or self.fine_tune_type == "full"):
+            raise UserError("keep counts numbered copies of adapters, and full fine-tuning writes none; leave it out.")

@@ -15,6 +15,7 @@ from deltatune.errors import UserError
 from deltatune.models.generate import prompt_tokens
 from deltatune.models.load import load
 
+RECURSION = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
 PROMPT = ["generate", "--model", "/none", "--prompt"]
 
 
@@ -100,7 +101,9 @@ def test_what_depends_on_the_model_is_refused_by_name(run, flag, value, message)
 
 
 @pytest.mark.bad_input("a chat template that raises on the prompt of `generate`")
-@pytest.mark.parametrize("body", ["{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ none.x.y }}"])
+@pytest.mark.parametrize(
+    "body", ["{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ none.x.y }}", RECURSION]
+)
 def test_a_template_that_raises_is_one_message(body):
     tokenizer = load(MODEL).tokenizer
     tokenizer.chat_template = body

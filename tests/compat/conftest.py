@@ -15,7 +15,7 @@ import deltatune  # noqa: F401
 import mlx.core as mx
 import pytest
 
-from deltatune.machine.environment import GATED_DELTA
+from deltatune.machine.environment import ATTENTION, GATED_DELTA
 from deltatune.patches import revert
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,8 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _upstream_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(GATED_DELTA, raising=False)
+    monkeypatch.delenv(ATTENTION, raising=False)
     if metal.declared():
-        monkeypatch.setenv(GATED_DELTA, "chunk")  # The fused kernels need a machine that has Metal.
+        # The fused kernels need a machine that has Metal.
+        monkeypatch.setenv(GATED_DELTA, "chunk")
+        monkeypatch.setenv(ATTENTION, "blocked")
     yield
     revert()
 

@@ -63,6 +63,14 @@ TEMPLATES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a test keeps its tokens, instead of the user's."""
+    folder = tmp_path / "cache of the test"
+    monkeypatch.setenv("DELTATUNE_CACHE", str(folder))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tokenizers(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """tokenizers(kind) -> mlx-lm's wrapper with the template of that kind (TEMPLATES); blank lines are one token."""

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from deltatune.data.chat import tokenize_chat
+from deltatune.data.row_formats import Features
+from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
 
 QUESTION = {"role": "user", "content": "a question"}
@@ -10,67 +11,85 @@ ANSWER = {"role": "assistant", "content": "an answer"}
 FURTHER = {"role": "user", "content": "another question"}
 SECOND = {"role": "assistant", "content": "the second"}
 CONVERSATION = [QUESTION, ANSWER, FURTHER, SECOND]
+THOUGHT = {"reasoning_content": "so"}
 
 
-def counted(tokenizer, messages, tools=None, **options) -> list[str]:
-    """Return the pieces of text whose tokens count in the loss."""
-    tokens, targets = tokenize_chat(
-        tokenizer, messages, tools, **({"completions_only": True, "source": "file:1"} | options)
-    )
-    assert len(tokens) == len(targets)
-    pieces, open_piece = [], False
-    for token, counts in zip(tokens, targets, strict=True):
-        if counts and not open_piece:
-            pieces.append([])
-        if counts:
-            pieces[-1].append(token)
-        open_piece = bool(counts)
-    return [tokenizer.decode(piece) for piece in pieces]
+def rows_of(tokenizer, messages, *, mask_prompt=None, last_turn=False):
+    """Return the examples of a conversation."""
+    encode = TextEncoder(tokenizer, Features(), mask_prompt, last_turn=last_turn)
+    return encode({"messages": messages}, "file:1")
+
+
+def counted(tokenizer, messages, **options) -> list[list[str]]:
+    """Return, for each row, the pieces of text whose tokens count in the loss."""
+    rows = []
+    for example in rows_of(tokenizer, messages, **options):
+        pieces, open_piece = [], False
+        for token, counts in zip(example.tokens, example.targets, strict=True):
+            if counts and not open_piece:
+                pieces.append([])
+            if counts:
+                pieces[-1].append(token)
+            open_piece = bool(counts)
+        rows.append([tokenizer.decode(piece) for piece in pieces])
+    return rows
 
 
 def test_every_assistant_turn_counts(tokenizer):
-    assert counted(tokenizer, CONVERSATION) == ["an answer<|im_end|>\n", "the second<|im_end|>\n"]
+    assert counted(tokenizer, CONVERSATION) == [["an answer<|im_end|>\n", "the second<|im_end|>\n"]]
+
+
+def test_the_last_turn_alone_counts_when_asked(tokenizer, tokenizers):
+    for template in ("plain", "closing", "thinking"):
+        ((answer,),) = counted(tokenizers(template), CONVERSATION, last_turn=True)
+        assert answer.startswith("the second<|im_end|>\n")
+    assert counted(tokenizers("generation"), CONVERSATION, last_turn=True) == [["the second<|im_end|>\n"]]
+    assert counted(tokenizer, CONVERSATION[:3], last_turn=True) == [["an answer<|im_end|>\n"]]
+    # Of the turns that may count, the last one does.
+    weighted = [QUESTION, ANSWER, FURTHER, SECOND | {"weight": 0}]
+    assert counted(tokenizer, weighted, last_turn=True) == [["an answer<|im_end|>\n"]]
 
 
 def test_a_turn_that_is_not_the_last_message(tokenizer):
-    assert counted(tokenizer, CONVERSATION[:3]) == ["an answer<|im_end|>\n"]
+    assert counted(tokenizer, CONVERSATION[:3]) == [["an answer<|im_end|>\n"]]
 
 
-def test_every_token_counts_when_asked(tokenizer):
-    tokens, targets = tokenize_chat(tokenizer, CONVERSATION, None, completions_only=False, source="file:1")
-    assert targets.all()
-    assert tokens == tokenizer.apply_chat_template(CONVERSATION)
+def test_every_token_counts_when_asked(tokenizers):
+    for template in ("plain", "thinking"):
+        (example,) = rows_of(tokenizers(template), CONVERSATION, mask_prompt=False)
+        assert example.targets[1:].all()
+        assert example.tokens.tolist() == tokenizers(template).apply_chat_template(CONVERSATION)
 
 
 def test_weight_0_leaves_a_turn_out_and_changes_no_token(tokenizer, tokenizers):
     messages = [QUESTION, ANSWER | {"weight": 0}, FURTHER, SECOND | {"weight": 1}]
-    assert counted(tokenizer, messages) == ["the second<|im_end|>\n"]
-    assert counted(tokenizers("generation"), messages) == ["the second<|im_end|>\n"]
-    assert counted(tokenizer, [QUESTION, ANSWER | {"weight": None}]) == ["an answer<|im_end|>\n"]
+    assert counted(tokenizer, messages) == [["the second<|im_end|>\n"]]
+    assert counted(tokenizers("generation"), messages) == [["the second<|im_end|>\n"]]
+    assert counted(tokenizers("thinking"), messages) == [["the second<|im_end|>\n"]]
+    assert counted(tokenizer, [QUESTION, ANSWER | {"weight": None}]) == [["an answer<|im_end|>\n"]]
     with pytest.raises(UserError, match=r'file:1: message 2: expected "weight" 0 or 1, got 0.5'):
         counted(tokenizer, [QUESTION, ANSWER | {"weight": 0.5}])
 
 
 def test_the_templates_own_generation_blocks_decide(tokenizers):
-    assert counted(tokenizers("generation"), CONVERSATION) == ["an answer<|im_end|>", "the second<|im_end|>"]
+    assert counted(tokenizers("generation"), CONVERSATION) == [["an answer<|im_end|>", "the second<|im_end|>"]]
 
 
 def test_turns_in_a_row_and_tool_results(tokenizer):
     result = {"role": "tool", "content": "42"}
-    assert counted(tokenizer, [QUESTION, ANSWER, result, SECOND]) == ["an answer<|im_end|>\n", "the second<|im_end|>\n"]
-    assert counted(tokenizer, [QUESTION, ANSWER, SECOND]) == ["an answer<|im_end|>\n", "the second<|im_end|>\n"]
+    both = [["an answer<|im_end|>\n", "the second<|im_end|>\n"]]
+    assert counted(tokenizer, [QUESTION, ANSWER, result, SECOND]) == both
+    assert counted(tokenizer, [QUESTION, ANSWER, SECOND]) == both
 
 
 def test_a_token_that_closes_the_conversation_alone(tokenizers):
     assert counted(tokenizers("closing"), CONVERSATION) == [
-        "an answer<|im_end|>\n",
-        "the second<|im_end|>\n<|endoftext|>",
+        ["an answer<|im_end|>\n", "the second<|im_end|>\n<|endoftext|>"]
     ]
 
 
 def test_reasoning_counts_and_its_opening_tag_does_not(tokenizers):
-    messages = [QUESTION, ANSWER | {"reasoning_content": "so"}]
-    assert counted(tokenizers("thinking"), messages) == ["so\n</think>\n\nan answer<|im_end|>\n"]
+    assert counted(tokenizers("thinking"), [QUESTION, ANSWER | THOUGHT]) == [["so\n</think>\n\nan answer<|im_end|>\n"]]
 
 
 def test_an_answer_without_reasoning_follows_the_prompt_without_thinking(tokenizers):
@@ -79,48 +98,99 @@ def test_an_answer_without_reasoning_follows_the_prompt_without_thinking(tokeniz
     prompt = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([QUESTION, ANSWER])
     assert whole[: len(prompt)] != prompt
-    assert counted(tokenizer, [QUESTION, ANSWER]) == ["an answer<|im_end|>\n"]
+    assert counted(tokenizer, [QUESTION, ANSWER]) == [["an answer<|im_end|>\n"]]
 
 
-def test_rewritten_history_is_named_and_the_remedies_work(tokenizers):
+def test_each_turn_of_a_rewritten_history_has_a_row_in_which_it_stands_as_generated(tokenizers):
     tokenizer = tokenizers("thinking")
-    with pytest.raises(UserError, match=r"file:1: message 2: .*differently once the rest follows.*<think>") as caught:
-        counted(tokenizer, CONVERSATION)
-    assert '"weight": 0' in str(caught.value)
-    assert "--no-mask-prompt" in str(caught.value)
-    assert counted(tokenizer, [QUESTION, ANSWER | {"weight": 0}, FURTHER, SECOND]) == ["the second<|im_end|>\n"]
-    assert len(counted(tokenizer, CONVERSATION, completions_only=False)) == 1
+    messages = [QUESTION, ANSWER | THOUGHT, FURTHER, SECOND | THOUGHT]
+    assert counted(tokenizer, messages) == [
+        ["so\n</think>\n\nan answer<|im_end|>\n"],
+        ["so\n</think>\n\nthe second<|im_end|>\n"],
+    ]
+    for example, length in zip(rows_of(tokenizer, messages), (2, 4), strict=True):
+        assert example.tokens.tolist() == tokenizer.apply_chat_template(messages[:length])
+        prompt = tokenizer.apply_chat_template(messages[: length - 1], add_generation_prompt=True)
+        assert example.tokens[: len(prompt)].tolist() == prompt
+        assert not example.targets[: len(prompt)].any()
+        assert example.targets[len(prompt) :].all()
+        assert example.source == f"file:1 (messages 1 to {length})"
 
 
-def test_a_turn_rewritten_after_an_unchanged_prompt_is_named(tokenizers):
+def test_turns_that_stand_as_generated_share_a_row(tokenizers):
+    tokenizer, result = tokenizers("thinking"), {"role": "tool", "content": "42"}
+    messages = [QUESTION, ANSWER | THOUGHT, result, SECOND | THOUGHT, FURTHER, ANSWER | THOUGHT]
+    assert counted(tokenizer, messages) == [
+        ["so\n</think>\n\nan answer<|im_end|>\n", "so\n</think>\n\nthe second<|im_end|>\n"],
+        ["so\n</think>\n\nan answer<|im_end|>\n"],
+    ]
+    # A question at the end takes the reasoning from the only answer, which then has the one row.
+    assert counted(tokenizer, [QUESTION, ANSWER | THOUGHT, FURTHER]) == [["so\n</think>\n\nan answer<|im_end|>\n"]]
+
+
+def test_a_turn_rewritten_after_an_unchanged_prompt(tokenizers):
     # Qwen3's template writes no thinking in the prompt; the last turn has a block, which it loses later.
     tokenizer = tokenizers("thinking")
     template = tokenizer.chat_template
     tokenizer.chat_template = template.replace("assistant\n<think>\n' }}", "assistant\n' }}")
     try:
-        with pytest.raises(UserError, match=r"file:1: message 2: .*differently once the rest follows"):
+        rows = counted(tokenizer, [QUESTION, ANSWER | THOUGHT, FURTHER, SECOND])
+    finally:
+        tokenizer.chat_template = template
+    assert rows == [
+        ["<think>\nso\n</think>\n\nan answer<|im_end|>\n"],
+        ["<think>\n\n</think>\n\nthe second<|im_end|>\n"],
+    ]
+
+
+def test_an_end_token_that_differs_within_a_conversation(tokenizers):
+    # OLMo 3 ends the last answer with one end token and those before it with another.
+    tokenizer = tokenizers("plain")
+    template, ends = tokenizer.chat_template, set(tokenizer.eos_token_ids)
+    last = "('<|endoftext|>' if loop.last and message['role'] == 'assistant' else '<|im_end|>\n')"
+    tokenizer.chat_template = template.replace("'<|im_end|>\n'", last)
+    answers = ["an answer<|im_end|>", "the second<|endoftext|>"]
+    try:
+        tokenizer.eos_token_ids = {tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")}
+        assert counted(tokenizer, CONVERSATION) == [answers]
+        # Where generation does not stop at it, the earlier answer is learnt with the end at which it does.
+        tokenizer.eos_token_ids = {tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+        tokenizer._tokenizer.eos_token = "<|endoftext|>"
+        assert counted(tokenizer, CONVERSATION) == [["an answer<|endoftext|>"], ["the second<|endoftext|>"]]
+    finally:
+        tokenizer.chat_template, tokenizer.eos_token_ids = template, ends
+        tokenizer._tokenizer.eos_token = "<|im_end|>"
+
+
+def test_an_answer_that_does_not_begin_with_its_prompt_is_named(tokenizers):
+    tokenizer = tokenizers("plain")
+    template = tokenizer.chat_template
+    tokenizer.chat_template = template.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>robot\n' }}")
+    try:
+        with pytest.raises(UserError, match=r"file:1: message 4: .*differently from the prompt.*'.*robot.*' became "):
             counted(tokenizer, CONVERSATION)
     finally:
         tokenizer.chat_template = template
 
 
+@pytest.mark.bad_input("an answer that merges with its prompt")
 def test_an_answer_that_merges_with_its_prompt_is_named(tokenizer):
-    with pytest.raises(UserError, match=r"file:1: message 2: .*merges into one token.*remove white space"):
+    with pytest.raises(UserError, match=r"file:1: .*merges into one token.*remove white space"):
         counted(tokenizer, [QUESTION, {"role": "assistant", "content": "\nan answer"}])
 
 
+@pytest.mark.bad_input("a conversation that begins with an answer")
 def test_an_answer_to_nothing_is_named(tokenizer):
     with pytest.raises(UserError, match="file:1: message 1: the conversation begins with an assistant turn"):
         counted(tokenizer, CONVERSATION[1:])
 
 
 def test_what_the_template_refuses_is_named(tokenizers):
-    with pytest.raises(UserError, match=r"file:1: the model's chat template refuses.*roles must alternate"):
+    with pytest.raises(UserError, match=r"file:1: the model's chat template, line 1, refuses.*roles must alternate"):
         counted(tokenizers("strict"), [QUESTION, FURTHER])
-    with pytest.raises(UserError, match="file:1: the model's chat template refuses"):
-        counted(tokenizers("strict"), [{"role": "user", "content": ["parts"]}])
 
 
+@pytest.mark.bad_input("a chat for a tokenizer without chat template")
 def test_no_template_is_said(tokenizers):
     with pytest.raises(UserError, match=r'no chat template.*\{"text": ...\}'):
         counted(tokenizers("none"), CONVERSATION)

@@ -114,3 +114,45 @@ def test_no_such_folder(tokenizer, tmp_path):
     }.items():
         with pytest.raises(UserError, match=message):
             load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)
+
+
+def test_a_long_conversation_in_several_rows_loses_the_turns_that_one_row_loses(tokenizers, folder):
+    answer = {"role": "assistant", "content": "an answer", "reasoning_content": "so"}
+    messages = [{"role": "user", "content": "a question"}, answer] * 4
+    whole = load_datasets(folder(train=[{"messages": messages}]), tokenizers("thinking")).train
+    limit = len(whole[1].tokens)
+    config = folder(train=[{"messages": messages}, CHAT], max_seq_length=limit)
+    splits = load_datasets(config, tokenizers("thinking"))
+    assert [len(example.tokens) for example in splits.train[:2]] == [len(example.tokens) for example in whole[:2]]
+    assert len(splits.train) == 3
+    assert splits.notes[1:3] == [
+        f"{config.data}/train.jsonl: 2 of 5 examples are longer than max_seq_length {limit} (the longest has "
+        f"{len(whole[3].tokens)} tokens) and were truncated; --overlong skip leaves them out.",
+        f"{config.data}/train.jsonl: 2 of them were left out, not truncated: the turns that they are for begin beyond "
+        "the limit.",
+    ]
+    with pytest.raises(UserError, match=r"train.jsonl:1 \(messages 1 to 2\): the prompt alone takes"):
+        load_datasets(folder(train=[{"messages": messages}], max_seq_length=4), tokenizers("thinking"))
+
+
+@pytest.mark.bad_input("an empty train.jsonl")
+def test_an_empty_validation_set_is_called_empty(tokenizer, folder):
+    config = folder(train=TEXT, valid=b"\n\n")
+    assert load_datasets(config, tokenizer).notes == [
+        f"{config.data}/valid.jsonl: no example left to validate on: training goes on without validation."
+    ]
+    with pytest.raises(UserError, match=r"train\.jsonl: no example left to train on; expected at least one"):
+        load_datasets(folder(train=b""), tokenizer)
+
+
+def test_turns_that_count_are_an_option(tokenizer, folder):
+    messages = CHAT["messages"] * 2
+    splits = load_datasets(folder(train=[{"messages": messages}], chat_turns="last"), tokenizer)
+    assert splits.rule == "Loss on the last assistant turn only; --no-mask-prompt counts every token."
+    assert tokenizer.decode(splits.train[0].tokens[splits.train[0].targets]) == "an answer<|im_end|>\n"
+
+
+@pytest.mark.bad_input("`chat_turns: last` with `mask_prompt: false`")
+def test_the_last_turn_and_every_token_contradict():
+    with pytest.raises(UserError, match=r"chat_turns: last has no meaning with mask_prompt: false"):
+        TrainConfig(chat_turns="last", mask_prompt=False)

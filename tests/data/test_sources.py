@@ -128,9 +128,12 @@ def test_mistakes_in_hf_dataset(tokenizer, folder, entry, message):
         load_datasets(folder(hf_dataset=entry), tokenizer)
 
 
+@pytest.mark.bad_input("the name of a split that does not exist")
 def test_splits_that_are_missing(tmp_path, tokenizer, folder):
     path = parquet(tmp_path / "set", train=ROWS)
-    with pytest.raises(UserError, match=r"\(valid\): no such data.*valid"):
+    with pytest.raises(
+        UserError, match=r"\(valid\): no such split: Unknown split \"valid\"\. Should be one of \['train'\]"
+    ):
         load_datasets(folder(hf_dataset={"path": path, "valid_split": "valid"}), tokenizer)
     config = folder(hf_dataset={"path": path})
     config.test = True
@@ -143,3 +146,25 @@ def test_a_hub_name_out_of_reach_is_one_message():
         UserError, match="nobody/nothing: no such data, neither a folder here nor a data set of the Hugging"
     ):
         hugging_face("nobody/nothing")
+
+
+@pytest.mark.bad_input("Parquet and Arrow files that are damaged or incomplete")
+def test_damaged_files_are_called_damaged(tmp_path, tokenizer, folder, capfd):
+    parquet(tmp_path / "whole", train=ROWS)
+    content = (tmp_path / "whole" / "train.parquet").read_bytes()
+    flipped = content[:10] + bytes([content[10] ^ 255]) + content[11:]
+    for number, damaged in enumerate((b"", content[:-10], b"PAR1" + bytes(100) + b"PAR1", flipped)):
+        path = tmp_path / f"damaged {number}"
+        path.mkdir()
+        (path / "train-0.parquet").write_bytes(damaged)
+        with pytest.raises(UserError) as caught:
+            hugging_face(str(path))
+        assert str(caught.value).startswith(f"{path}: the datasets library cannot read this folder: ")
+        assert "may be damaged or incomplete" in str(caught.value)
+        assert "An error occurred" not in str(caught.value)
+    assert "Failed to read" not in capfd.readouterr().err
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:50])
+    with pytest.raises(UserError, match="saved: the datasets library cannot read this folder"):
+        hugging_face(str(tmp_path / "saved"))

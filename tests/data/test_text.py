@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from mlx_lm.tuner import datasets as upstream
 
-from deltatune.data.text import Features, TextEncoder
+from deltatune.data import Example
+from deltatune.data.row_formats import Features
+from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
 
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
@@ -26,8 +30,14 @@ ROWS = {
 }
 
 
-def encoder(tokenizer, mask_prompt=None, **names) -> TextEncoder:
-    return TextEncoder(tokenizer, Features(**names), mask_prompt)
+def encoder(tokenizer, mask_prompt=None, **names) -> Callable[[Any, str], Example]:
+    """Return a function that gives the one example of a row."""
+
+    def encode(row, source):
+        (example,) = TextEncoder(tokenizer, Features(**names), mask_prompt)(row, source)
+        return example
+
+    return encode
 
 
 @pytest.mark.parametrize("template", ["plain", "generation", "thinking"])
@@ -100,6 +110,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.bad_input("a row of data with {name}")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_named(tokenizer, name):
     row, message = MISTAKES[name]

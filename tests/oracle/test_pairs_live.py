@@ -1,4 +1,4 @@
-"""TRL beside deltatune on preferences, run live. `make oracle`; fails where torch, transformers, peft or trl is absent."""
+"""TRL beside deltatune on preferences, run live. `make oracle`; fails where trl is absent."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from deltatune.models.load import load
 from deltatune.train import Trainer
 from deltatune.train.log import Screen
 from deltatune.train.setup import prepare
+from killed_runs import metrics
 
 
 @pytest.fixture(scope="session")
@@ -168,13 +169,6 @@ def _free_ports(count: int) -> int:
         except OSError:
             continue
         return first
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl without times and memory, which differ from run to run."""
-    timed = ("val_time", "iterations_per_second", "tokens_per_second", "peak_memory")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key not in timed} for record in records]
 
 
 @pytest.fixture(scope="session")

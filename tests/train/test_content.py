@@ -1,6 +1,7 @@
 """Tests that a resumed run may change paths and memory options, but not the weights that it started from."""
 
 import json
+import os
 import shutil
 
 import mlx.core as mx
@@ -27,13 +28,29 @@ def test_model_and_data_may_move(make_trainer, moved, tmp_path):
     assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
 
 
-def test_other_weights_of_the_same_shapes_are_refused(make_trainer, moved):
-    make_trainer(iters=3).run()
+@pytest.mark.bad_input("--resume after one number of the base weights changed ({kind})")
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_one_other_number_in_the_weights_is_refused(make_trainer, moved, kind):
+    """Size and time of the file stay as they were."""
+    make_trainer(iters=3, fine_tune_type=kind).run()
     weights = moved / "model.safetensors"
-    tensors, metadata = mx.load(str(weights), return_metadata=True)
-    name = next(name for name in tensors if name.endswith("mlp.down_proj.weight"))
-    mx.save_safetensors(str(weights), tensors | {name: tensors[name] * 1.01}, metadata)
-    with pytest.raises(UserError, match=r"belongs to a run with other options:\n  model_weights: was '\w+', now"):
+    before, content = weights.stat(), bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(UserError, match=r"belongs to a run with other options:\n  model_content: was '\w+', now"):
+        make_trainer(resume=True, model=str(moved), fine_tune_type=kind).run()
+
+
+@pytest.mark.bad_input("--resume after config.json changed")
+def test_a_model_that_computes_otherwise_is_refused(make_trainer, moved):
+    make_trainer(iters=3).run()
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"transformers_version": "9.9"}))
+    make_trainer(resume=True, iters=4, model=str(moved)).run()
+    config["text_config"]["rms_norm_eps"] = 1e-3
+    (moved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"other options:\n  model_config: was '\w+', now"):
         make_trainer(resume=True, model=str(moved)).run()
 
 

@@ -1,8 +1,11 @@
 """Tests metrics.jsonl, the screen, and the services that receive metrics."""
 
+import errno
 import io
 import json
+import os
 import sys
+import tempfile
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -88,7 +91,8 @@ def test_services_get_the_metrics_through_their_own_libraries(tmp_path, monkeypa
     calls: list = []
     for name in ("wandb", "swanlab"):
         module = ModuleType(name)
-        for function in ("init", "log", "finish"):
+        module.Error = RuntimeError
+        for function in ("login", "init", "log", "finish"):
             setattr(module, function, recorder(calls, f"{name}.{function}"))
         monkeypatch.setitem(sys.modules, name, module)
     tensorboard = ModuleType("tensorboard.summary")
@@ -113,14 +117,92 @@ def test_services_get_the_metrics_through_their_own_libraries(tmp_path, monkeypa
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "swanlab"])
 def test_a_missing_library_is_named_with_its_remedy(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=f"--report-to {name}: its library is missing .*; pip install {name}"):
+    expected = f"--report-to {name}: its library is missing .*; pip install {name}"
+    with pytest.raises(UserError, match=expected):
+        log.check_services(name, tmp_path)
+    with pytest.raises(UserError, match=expected):
         log.open_services(name, tmp_path, None, {})
 
 
 def test_unknown_services_are_named_before_any_is_opened(tmp_path):
     with pytest.raises(UserError, match=r"unknown service 'tensorbord' \(did you mean 'tensorboard'\?\)"):
+        log.check_services("wandb,tensorbord", tmp_path)
+    with pytest.raises(UserError, match=r"unknown service 'tensorbord' \(did you mean 'tensorboard'\?\)"):
         log.open_services("wandb,tensorbord", tmp_path, None, {})
+    log.check_services(None, tmp_path)
     assert log.open_services(None, tmp_path, None, {}) == []
+
+
+def failing_wandb(monkeypatch, function, message):
+    """Install a wandb whose `function` raises its own kind of error, as without a login or a network."""
+    module = ModuleType("wandb")
+    module.Error = type("Error", (Exception,), {})
+
+    def fail(*_, **__):
+        raise module.Error(message)
+
+    for name in ("login", "init"):
+        setattr(module, name, fail if name == function else lambda **_: True)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+
+@pytest.mark.bad_input("W&B without a login or network")
+@pytest.mark.parametrize("message", ["No API key configured. Use `wandb login` to log in.", "lookup failed:\nno host"])
+def test_wandb_that_cannot_be_used_is_noticed_before_loading(tmp_path, monkeypatch, message):
+    failing_wandb(monkeypatch, "login", message)
+    with pytest.raises(UserError) as error:
+        log.check_services("wandb", tmp_path)
+    text = str(error.value)
+    assert " ".join(message.split()) in text
+    assert "\n" not in text
+    assert "WANDB_MODE=offline" in text
+    failing_wandb(monkeypatch, "init", message)
+    log.check_services("wandb", tmp_path)
+    with pytest.raises(UserError, match="WANDB_MODE=offline"):
+        log.open_services("wandb", tmp_path, None, {})
+
+
+def with_tensorboard(monkeypatch):
+    """Install a tensorboard whose writer makes its folder, as the real one does."""
+    module = ModuleType("tensorboard.summary")
+    module.Writer = os.makedirs
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", module)
+
+
+@pytest.mark.bad_input("a TensorBoard folder that is a file or cannot be written")
+def test_a_blocked_tensorboard_folder_is_noticed_before_loading(tmp_path, monkeypatch):
+    with_tensorboard(monkeypatch)
+    log.check_services("tensorboard", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "tensorboard").write_text("")
+    for call in (
+        lambda: log.check_services("tensorboard", tmp_path),
+        lambda: log.open_services("tensorboard", tmp_path, None, {}),
+    ):
+        with pytest.raises(UserError, match=r"--report-to tensorboard: .*tensorboard cannot be written \("):
+            call()
+    (tmp_path / "tensorboard").unlink()
+    (tmp_path / "tensorboard").mkdir()
+    log.check_services("tensorboard", tmp_path)
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    with pytest.raises(UserError, match="the file system is read-only: choose another --adapter-path"):
+        log.check_services("tensorboard", tmp_path)
+    assert list((tmp_path / "tensorboard").iterdir()) == []
+
+
+def test_metrics_cut_short_do_not_spoil_the_next_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n{"iterat')
+    metrics = log.Metrics(path, 1000)
+    length = metrics.write({"iteration": 3})
+    metrics.close()
+    assert path.read_bytes() == b'{"iteration": 1}\n{"iterat\n{"iteration": 3}\n'
+    assert length == path.stat().st_size
 
 
 def test_a_run_goes_on_where_nobody_reads(monkeypatch):

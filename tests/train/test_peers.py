@@ -6,31 +6,8 @@ import time
 
 import pytest
 
-# One rank kills itself after so many iterations and a part of a step, and writes the time of its death to a file.
-KILLED = """
-import os, signal, sys, threading, time
-import deltatune
-from deltatune.train.loop import Trainer
+from killed_runs import KILLED_AT_A_MOMENT
 
-victim, (iterations, part), note = int(sys.argv[1]), divmod(float(sys.argv[2]), 1), sys.argv[3]
-plain, starts = Trainer._iterate, []
-
-def end(seconds):
-    time.sleep(seconds)
-    open(note, "w").write(str(time.time()))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def iterate(self):
-    starts.append(time.time())
-    if self.world.rank == victim and len(starts) == iterations + 1:
-        step = starts[-1] - starts[-2] if iterations else 1.0
-        threading.Thread(target=end, args=(part * step,), daemon=True).start()
-    return plain(self)
-
-Trainer._iterate = iterate
-from deltatune.cli import main
-sys.exit(main(["train", *sys.argv[4:]]))
-"""
 # The most seconds that the others may take to end.
 ALLOWED = 30.0
 
@@ -45,7 +22,9 @@ def killed(launch, tmp_path):
     def run(options, victim, moment, **how):
         note = tmp_path / "killed"
         note.unlink(missing_ok=True)
-        done = launch(options, "--resume", program=KILLED, before=(str(victim), str(moment), str(note)), **how)
+        done = launch(
+            options, "--resume", program=KILLED_AT_A_MOMENT, before=(str(victim), str(moment), str(note)), **how
+        )
         if not note.exists():
             return done, False
         assert time.time() - float(note.read_text()) < ALLOWED
@@ -94,7 +73,10 @@ def test_one_of_two_others_speaks_for_both(killed, two_ranks):
 # mpirun reports the dead rank itself, and mostly kills the others before they can.
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "wanted"), [("ring", 4), ("mpi", 2)])
-def test_killed_at_random_moments_the_run_ends_with_the_same_bits(killed, launch, two_ranks, tmp_path, backend, wanted):
+def test_killed_at_random_moments_the_run_ends_with_the_same_bits(
+    killed, launch, two_ranks, tmp_path, backend, wanted, request
+):
+    wanted = request.config.getoption("--kills") or wanted
     straight = launch(two_ranks | {"adapter_path": str(tmp_path / "straight")}, backend=backend)
     assert "Iter 40/40" in straight.stdout, straight.stderr
     draw = random.Random(0)

@@ -1,15 +1,18 @@
 """Tests the HTML report: sound, self-contained, escaped, with curves at the right places."""
 
+import datetime
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
 
-from deltatune.config import TrainConfig
+from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.train import curves
-from deltatune.train.report import ReportTable, RunReport, render, write_report
+from deltatune.train.report import ReportTable, RunReport, changed_options, read_metrics, render, write_report
 
 RESULT = {
     "iterations": 30,
@@ -56,7 +59,10 @@ def page(tmp_path):
         "Answers <b>side by side</b>", ("prompt", "before", "after"), [("<script>alert(1)</script>", "a&b", 7)]
     )
     config = TrainConfig(model="some/model<i>", iters=30, project_name="'\"><img src=x>")
-    write_report(tmp_path / "report.html", metrics, config, RESULT, [samples], {"accuracy": "3 % → 97 %"})
+    about = {"data": "some/data; 44 training examples", "trained": "lora, 5 of 100 numbers"}
+    report = tmp_path / "report.html"
+    headline = {"accuracy": "3 % → 97 %"}
+    assert write_report(report, metrics, config, RESULT, about=about, tables=[samples], headline=headline) == []
     return (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -80,9 +86,86 @@ def test_figures_curves_options_and_versions_are_there(page):
     for shown in ("accuracy", "3 % → 97 %", "1.2500", "1,234", "2.50 GB", "2.5 min", "iters", "mlx-lm"):
         assert shown in page
     assert ("OpenBLAS" in page) == (backend.device() == "cpu")
-    assert page.count("<svg") == 3
+    # One drawing of each plot is for phones.
+    assert page.count("<svg class=broad") == page.count("<svg class=narrow") == 3
     assert "Loss per token" in page
     assert "Gradient norm" not in page
+
+
+# The frame gives the page the width of a screen, and the script writes what overflows it.
+FRAME = """<iframe id=frame src=report.html style="border:0;width:{width}px;height:2000px"></iframe><script>
+frame.onload = () => {{
+  const page = frame.contentDocument, shown = [...page.querySelectorAll("svg")].filter(x => x.clientWidth);
+  const wide = [...page.querySelectorAll("body *")].filter(x => x.scrollWidth > x.clientWidth && x.clientWidth);
+  document.title = [page.documentElement.scrollWidth, shown.length, wide.map(x => x.outerHTML.slice(0, 80))].join("|");
+}}</script>"""
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_no_screen_has_to_scroll_sideways(page, tmp_path, width):
+    (tmp_path / "frame.html").write_text(FRAME.format(width=width))
+    # A browser in a container has no sandbox of its own.
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
+    command = [BROWSER, *flags, (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(\d+)\|(\d+)\|(.*?)</title>", done.stdout)
+    assert found, done.stdout + done.stderr
+    assert (int(found[1]), int(found[2]), found[3]) == (width, 3, "")
+
+
+def test_date_data_and_what_trained_are_there(page):
+    for shown in (f"{datetime.date.today():%Y-%m-%d}", "some/data; 44 training examples", "lora, 5 of 100 numbers"):
+        assert shown in page
+
+
+def test_only_options_that_differ_are_listed():
+    assert changed_options(TrainConfig()) == []
+    config = TrainConfig(iters=5, optimizer_config={"adamw": {}}, lora_parameters=LoraConfig(rank=4, keys=["a"]))
+    assert changed_options(config) == [
+        ("optimizer_config", {"adamw": {}}),
+        ("lora_parameters.rank", 4),
+        ("lora_parameters.keys", ["a"]),
+        ("iters", 5),
+    ]
+
+
+DAMAGED = {
+    "cut": b'{"iteration": 5, "tra',
+    "binary": bytes(range(256)),
+    "no JSON": b"hello",
+    "no object": b"[1, 2]",
+    "no iteration": b'{"train_loss": 1.0}',
+    "text for a number": b'{"iteration": 5, "train_loss": "low"}',
+    "infinite": b'{"iteration": 5, "train_loss": Infinity}',
+    "huge": b'{"iteration": 5, "train_loss": 1e308}',
+    "nested": b"[" * 100_000,
+    "long number": b'{"iteration": ' + b"9" * 10_000 + b"}",
+}
+
+
+@pytest.mark.bad_input("a line of metrics.jsonl that is damaged ({kind}): the report leaves it out")
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_line_of_metrics_costs_that_line_and_it_is_said(tmp_path, kind):
+    metrics, report = tmp_path / "metrics.jsonl", tmp_path / "report.html"
+    sound = [json.dumps(record).encode() for record in records()]
+    lines = DAMAGED[kind].count(b"\n") + 1
+    metrics.write_bytes(b"\n".join([*sound[:4], DAMAGED[kind], *sound[4:]]))
+    found, damaged = read_metrics(metrics)
+    assert found == list(records())
+    assert damaged >= lines
+    said = write_report(report, metrics, TrainConfig(), RESULT, about={})
+    assert said == [f"damaged lines in metrics.jsonl: {damaged}; the curves show the records that are left: 14."]
+    assert said[0][1:] in report.read_text(encoding="utf-8")
+    assert report.read_text(encoding="utf-8").count("<svg class=broad") == 3
+
+
+def test_missing_metrics_cost_the_curves_alone(tmp_path):
+    said = write_report(tmp_path / "r.html", tmp_path / "metrics.jsonl", TrainConfig(), RESULT, about={})
+    assert said == ["metrics.jsonl is missing; the curves show the records that are left: 0."]
+    assert "1.2500" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 def test_curves_lie_where_the_numbers_say():

@@ -12,47 +12,7 @@ import pytest
 from deltatune.machine import blas, environment, threads
 from deltatune.machine.threads import Threads
 from deltatune.train import state
-
-# This program runs `deltatune train -c FILE ...` and kills itself at the point that its arguments name.
-DRIVER = """
-import os, signal, sys
-import deltatune
-import mlx.core as mx
-from deltatune.train.loop import Trainer
-
-where, count = sys.argv[1], int(sys.argv[2])
-seen = 0
-
-def killing(plain, after=False):
-    def call(*arguments, **options):
-        global seen
-        seen += 1
-        if seen == count and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = plain(*arguments, **options)
-        if seen == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return call
-
-if where == "iteration":
-    Trainer._advance = killing(Trainer._advance)
-elif where == "write":
-    # Half of the state's bytes are on the disk when the kill comes.
-    plain = mx.save_safetensors
-    def half(file, *arguments):
-        global seen
-        seen += 1
-        plain(file, *arguments)
-        if seen == count:
-            file.truncate(file.tell() // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-    mx.save_safetensors = half
-else:
-    setattr(os, where, killing(getattr(os, where), after=True))
-from deltatune.cli import main
-sys.exit(main(["train", "-c", *sys.argv[3:]]))
-"""
+from killed_runs import KILLED_AT_A_POINT
 
 
 @pytest.fixture
@@ -62,7 +22,7 @@ def killed_run(options, tmp_path):
     file.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "out")}))
 
     def run(where, count, *flags):
-        command = [sys.executable, "-c", DRIVER, where, str(count), str(file), *flags]
+        command = [sys.executable, "-c", KILLED_AT_A_POINT, where, str(count), str(file), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == -signal.SIGKILL, done.stderr
         return done.stdout
@@ -71,7 +31,7 @@ def killed_run(options, tmp_path):
 
 
 def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, killed_run, tmp_path, read_metrics):
-    """The kills come while the first state is written, after its rename, inside an accumulation and in a later save."""
+    """The kills come while the first state is written, after its rename, inside an accumulation and in later saves."""
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
     killed_run("write", 1)
     assert not (tmp_path / "out" / "state" / "state.safetensors").exists()
@@ -79,6 +39,9 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, ki
     killed_run("replace", 5, "--resume")
     assert "Resuming after iteration 3 of 8" in killed_run("iteration", 3, "--resume")
     assert "Iter 6/8" in killed_run("write", 1, "--resume")
+    # Here the old state is moved aside, and the new one is not in its place yet.
+    assert "Resuming after iteration 3 of 8" in killed_run("replace", 5, "--resume")
+    assert "state.safetensors is missing: resuming from the state before it" in killed_run("write", 1, "--resume")
     make_trainer(resume=True).run()
     for name in ("adapters.safetensors", "0000006_adapters.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()

@@ -47,6 +47,28 @@ def test_a_refusing_disk_leaves_the_last_state_and_no_litter(tmp_path, monkeypat
     assert [file.name for file in tmp_path.iterdir()] == ["state.safetensors"]
 
 
+@pytest.mark.parametrize("sound", [True, False])
+def test_on_a_full_disk_one_good_state_makes_room_for_the_next(tmp_path, monkeypatch, sound):
+    """The disk holds two states. The good one of them must stay until the third is complete."""
+    path = tmp_path / "state.safetensors"
+    for number in (1, 2):
+        state.save(path, arrays(number), state.Progress(iteration=number), IDENTITY)
+    good = path if sound else state.previous_path(path)
+    plain, seen = mx.save_safetensors, []
+
+    def limited(file, *arguments):
+        seen.append([state.peek(path).iteration, good.exists()])
+        if len([*tmp_path.glob("[!.]*")]) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(file, *arguments)
+
+    monkeypatch.setattr(mx, "save_safetensors", limited)
+    state.save(path, arrays(3), state.Progress(iteration=3), IDENTITY, sound=sound)
+    assert seen == [[2, True], [2 if sound else 1, True]]
+    assert state.load(path, IDENTITY)[1].iteration == 3
+    assert state.load(state.previous_path(path), IDENTITY)[1].iteration == (2 if sound else 1)
+
+
 def test_a_real_full_disk_is_noticed(tmp_path):
     # /dev/full can be opened but refuses all bytes, as a full disk does.
     with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
@@ -85,11 +107,11 @@ def test_read_only_and_misplaced_folders_are_named(tmp_path, monkeypatch):
 def test_what_is_no_state_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     path.write_bytes(b"not a state")
-    with pytest.raises(UserError, match="is not a state of deltatune"):
+    with pytest.raises(UserError, match=r"is damaged \(.*\): it is no state to resume from"):
         state.load(path, IDENTITY)
     assert state.peek(path) is None
     mx.save_safetensors(str(path), {"a": mx.zeros(1)})
-    with pytest.raises(UserError, match="is not a state of deltatune"):
+    with pytest.raises(UserError, match="it is no state to resume from; start anew without --resume"):
         state.load(path, IDENTITY)
 
 

@@ -10,8 +10,8 @@ from ..config import TrainConfig
 from .flags import add_adapter, add_options, config_from
 
 _OPTIONS = (
-    "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "pack", "seed",
-    "min_pixels", "max_pixels", "fps", "video_max_frames",
+    "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns", "pack",
+    "seed", "min_pixels", "max_pixels", "fps", "video_max_frames",
     "trust_remote_code",
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..config import TrainConfig
@@ -10,6 +11,7 @@ from .flags import add_options, config_from
 
 if TYPE_CHECKING:
     from ..train import Result
+    from ..train.outputs import Outputs
 
 
 def add(commands: Any) -> None:
@@ -57,24 +59,39 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
     from ..train import Trainer
     from ..train.distributed import World
     from ..train.evaluate import say_loss
-    from ..train.log import Screen
+    from ..train.folder import RunFolder
+    from ..train.log import Screen, check_services
     from ..train.setup import batch_order, ready
 
     world = World()
     screen = Screen(shown=world.main, verbose=verbose)
-    screen.say(f"Loading {config.model}")
-    run = ready(config, world=world)
-    config = run.config
-    if show:
-        if world.main:
-            show_batch(next(batch_order(run.splits.train, config)), run.loaded.tokenizer)
-        return None
-    for line in run.prepare():
-        screen.say(line)
-    trainer = Trainer.of(run, screen)
-    screen.say(check(run, force=force))
-    result = trainer.run()
-    if config.test:
-        say_loss("Test", run, run.splits.test, screen)
-    screen.say(f"Saved in {config.adapter_path}; report: {trainer.outputs.report}")
-    return result
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if not show:
+            folder = stack.enter_context(RunFolder(config, world))
+            world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
+        screen.say(f"Loading {config.model}")
+        run = ready(config, world=world)
+        config = run.config
+        if show:
+            if world.main:
+                show_batch(next(batch_order(run.splits.train, config)), run.loaded.tokenizer)
+            return None
+        for line in run.prepare():
+            screen.say(line)
+        trainer = Trainer.of(run, screen, folder)
+        screen.say(check(run, force=force))
+        result = trainer.run()
+        if config.test:
+            say_loss("Test", run, run.splits.test, screen)
+        screen.say(f"Saved in {config.adapter_path}; {_best(result, trainer.outputs)}report: {trainer.outputs.report}")
+        return result
+
+
+def _best(result: Result, outputs: Outputs) -> str:
+    """Say where the weights with the lowest validation loss are; an empty string if there was no evaluation."""
+    if result.best_iteration is None:
+        return ""
+    if result.best_iteration == 0:
+        return f"the validation loss was lowest before training, {result.best_val_loss:.4f}; "
+    return f"best, with validation loss {result.best_val_loss:.4f} at {result.best_iteration}: {outputs.best}; "

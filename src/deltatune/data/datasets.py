@@ -12,9 +12,9 @@ from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
 from .preferences.rows import CHOSEN, LABEL
-from .reader import Reader, VisionProcessors
+from .reader import LAST_TURN, Reader, VisionProcessors
+from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
 from .sources import DataTable, hugging_face, is_saved_dataset, jsonl
-from .text import CHAT, COMPLETION, TEXT, Features
 from .vision.messages import VIDEO, media_kind
 
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
@@ -65,7 +65,7 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if config.loss != "sft":
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
-    return Splits(**splits, rule=_rule(reader.kinds, config.mask_prompt), notes=reader.notes)
+    return Splits(**splits, rule=_rule(reader.kinds, config), notes=reader.notes)
 
 
 Part = tuple[DataTable, Features]
@@ -141,7 +141,8 @@ def _check(
             continue
         names = ", ".join(table.name for table, _ in tables[name])
         if name == "valid":
-            notes.append("No validation set: training goes on without validation.")
+            why = f"{names}: no example left to validate on" if names else "No validation set"
+            notes.append(f"{why}: training goes on without validation.")
         elif names:
             raise UserError(f"{names}: no example left to {name} on; expected at least one.")
         else:
@@ -163,17 +164,18 @@ def _check(
         )
 
 
-def _rule(kinds: set[str], mask_prompt: bool | None) -> str:
+def _rule(kinds: set[str], config: TrainConfig) -> str:
     """Return one sentence that says which tokens count in the loss."""
-    if mask_prompt is False and kinds - {TEXT}:
+    if config.mask_prompt is False and kinds - {TEXT}:
         return "Loss on every token, prompts included (--no-mask-prompt)."
+    turns = "the last assistant turn" if config.chat_turns == LAST_TURN else "every assistant turn"
     parts = {
-        COMPLETION: "completions only",
-        CHAT: "every assistant turn only",
-        TEXT: "every token of text lines" if len(kinds) > 1 else "every token",
-        CHOSEN: "the answers of pairs",
-        LABEL: "answers with a label",
+        "completions only": {COMPLETION, ALPACA},
+        f"{turns} only": {CHAT, SHAREGPT},
+        "every token of text lines" if len(kinds) > 1 else "every token": {TEXT},
+        "the answers of pairs": {CHOSEN},
+        "answers with a label": {LABEL},
     }
-    counted = ", ".join(words for kind, words in parts.items() if kind in kinds)
+    counted = ", ".join(words for words, of in parts.items() if of & kinds)
     how = "; --no-mask-prompt counts every token" if kinds - {TEXT, CHOSEN, LABEL} else ""
     return f"Loss on {counted}{how}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,3 +57,9 @@ class Splits:
     test: Sequence[Example] = ()
     rule: str = ""
     notes: list[str] = field(default_factory=list)
+
+    def documents(self) -> Iterator[Example]:
+        """Yield every document of the splits."""
+        for part in (self.train, self.valid, self.test):
+            for example in part:
+                yield from example.documents

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ from rich.progress import Progress
 from ..config import TrainConfig
 from ..errors import UserError
 from ..models.vision.inputs import VisionSpec
+from . import token_cache
 from .example import Example
 from .preferences.preference import Preference
 from .preferences.rows import PreferenceEncoder
+from .row_formats import ALPACA, SHAREGPT, Features
 from .sources import DataTable
-from .text import Features, TextEncoder
+from .text import TextEncoder
+from .token_cache import Encoded
 from .vision.encoder import VisionEncoder
 from .vision.images import ImageReader
 from .vision.media import MediaReader
@@ -25,6 +30,11 @@ from .vision.videos import VideoReader, video_names
 
 # A table with fewer rows than this is read without a progress bar.
 _PROGRESS_ROWS = 2000
+LAST_TURN = "last"
+_MEANINGS = {
+    SHAREGPT: "human is the user, gpt the assistant",
+    ALPACA: "instruction and input are the prompt, output is the completion",
+}
 
 
 @dataclass(frozen=True)
@@ -52,45 +62,81 @@ class Reader:
 
     def read(self, table: DataTable, features: Features) -> list[Example | Preference]:
         """Return the examples of a table; one that is too long is truncated or left out, as `overlong` says."""
-        encoder = self._encoder(features)
+        encoded = self._encoded(table, features)
+        self.kinds |= encoded.kinds.keys()
+        self._note_formats(table, encoded)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
         examples: list[Example | Preference] = []
-        overlong, longest = 0, 0
+        overlong, longest, beyond = 0, 0, 0
         cut_media: list[str] = []
+        for example, within in ((example, within) for row in encoded.rows for example, within in _within(row, limit)):
+            documents = example.documents
+            length = max(len(document.tokens) for document in documents)
+            if length > limit:
+                overlong, longest = overlong + 1, max(longest, length)
+                if skip:
+                    continue
+                if not within:
+                    beyond += 1
+                    continue
+                if kinds := [kind for document in documents if (kind := _kind_cut(document, limit))]:
+                    cut_media.append(kinds[0])
+                    continue
+                example = example.with_documents([_truncated(document, limit) for document in documents])
+            examples.append(example)
+        self._note_overlong(table, overlong, cut_media, longest, len(examples) + beyond)
+        if beyond:
+            self.notes.append(
+                f"{table.name}: {beyond:,} of them were left out, not truncated: the turns that they are for begin "
+                "beyond the limit."
+            )
+        return examples
+
+    def _encoded(self, table: DataTable, features: Features) -> Encoded:
+        """Return the examples of a table at full length: those of an earlier start, or new ones, which are kept."""
+        key = self._key(table, features)
+        kept = token_cache.read(key, table.name) if key is not None else None
+        if kept is not None:
+            return kept
+        preferred = self._config.loss != "sft"
+        text = TextEncoder(
+            self._tokenizer,
+            Features() if preferred else features,
+            self._config.mask_prompt,
+            last_turn=self._config.chat_turns == LAST_TURN,
+        )
+        encoder: Any = text if self._vision is None else self._vision_encoder(text)
+        if preferred:
+            encoder = PreferenceEncoder(encoder, self._tokenizer, labels=self._config.loss == "kto")
+        rows: list[list[Any]] = []
         # A progress bar belongs on a terminal and not in a log file.
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             hidden = table.count < _PROGRESS_ROWS
             task = progress.add_task(f"Tokenising {table.name}", total=table.count, visible=not hidden)
-            for source, row in table.rows():
-                example = encoder(row, source)
+            for of_row in encoder.stream(table.rows(), table.count):
+                rows.append(of_row)
                 progress.advance(task)
-                documents = example.documents
-                length = max(len(document.tokens) for document in documents)
-                if length > limit:
-                    overlong, longest = overlong + 1, max(longest, length)
-                    if skip:
-                        continue
-                    if kinds := [kind for document in documents if (kind := _kind_cut(document, limit))]:
-                        cut_media.append(kinds[0])
-                        continue
-                    example = example.with_documents([_truncated(document, limit) for document in documents])
-                examples.append(example)
-        self._note_overlong(table, overlong, cut_media, longest, len(examples))
-        self.kinds |= encoder.kinds
-        return examples
+        encoded = Encoded(rows, encoder.kinds if preferred else text.formats.kinds, text.unwritten)
+        if key is not None:
+            token_cache.keep(key, table.name, encoded)
+        return encoded
 
-    def _encoder(self, features: Features) -> TextEncoder | VisionEncoder | PreferenceEncoder:
-        """Return the encoder of rows with these keys."""
-        if self._config.loss == "sft":
-            return self._conversations(features)
-        return PreferenceEncoder(self._conversations(Features()), self._tokenizer, labels=self._config.loss == "kto")
+    @cached_property
+    def _encoding(self) -> str | None:
+        """The digest of all that turns a row into tokens, beside the options."""
+        return token_cache.encoding_digest(self._tokenizer)
 
-    def _conversations(self, features: Features) -> TextEncoder | VisionEncoder:
-        """Return the encoder of texts and conversations with these keys."""
-        text = TextEncoder(self._tokenizer, features, self._config.mask_prompt)
-        if self._vision is None:
-            return text
+    def _key(self, table: DataTable, features: Features) -> str | None:
+        """Return the key under which a table's tokens are kept; None where images or preferences are read."""
+        if self._vision is not None or self._config.loss != "sft" or self._encoding is None:
+            return None
+        options = [vars(features), self._config.mask_prompt, self._config.chat_turns]
+        return token_cache.digest([self._encoding, json.dumps(options), table.digest()])
+
+    def _vision_encoder(self, text: TextEncoder) -> VisionEncoder:
+        """Return the encoder of rows with images and videos."""
+        assert self._vision is not None
         limits = {
             name: value for name in ("min_pixels", "max_pixels") if (value := getattr(self._config, name)) is not None
         }
@@ -99,6 +145,24 @@ class Reader:
         videos = VideoReader(self._vision.videos, folder, limits, self._config.fps, self._config.video_max_frames)
         names = video_names(self._tokenizer, self._vision.spec)
         return VisionEncoder(text, self._vision.spec, MediaReader(images, videos), names)
+
+    def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
+        """Note how rows of other trainers' formats are read, and which conversations take several rows."""
+        for kind, meaning in _MEANINGS.items():
+            if count := encoded.kinds.get(kind):
+                self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
+        if encoded.unwritten:
+            self.notes.append(
+                f"{table.name}: {encoded.unwritten:,} answers have reasoning that the model's chat template does not "
+                "write, so it is not learnt."
+            )
+        several = [len(row) for row in encoded.rows if len(row) > 1]
+        if several:
+            self.notes.append(
+                f"{table.name}: {len(several):,} of {len(encoded.rows):,} conversations take several rows, "
+                f"{sum(several):,} in all: the chat template rewrites earlier turns once others follow, so each turn "
+                "is learnt in a row in which it stands as it is generated. --chat-turns last learns the last one alone."
+            )
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
         """Note how many examples of a table were too long, and what was done with them."""
@@ -119,6 +183,15 @@ class Reader:
                 f"{table.name}: {len(cut_media):,} of them were skipped, not truncated: the limit would cut {what} in "
                 f"half. Raise max_seq_length, or scale images down with --max-pixels{fewer}."
             )
+
+
+def _within(row: list[Any], limit: int) -> list[tuple[Any, bool]]:
+    """Return the examples of a row of data, and whether each is trained on.
+
+    A conversation in one row loses the turns beyond the limit where it is cut. In several rows it loses the same turns.
+    """
+    within = [all(document.targets[:limit].any() for document in example.documents) for example in row]
+    return list(zip(row, within if any(within) else [True] * len(row), strict=True))
 
 
 def _kind_cut(example: Example, limit: int) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +18,7 @@ Rows = Iterator[tuple[str, Any]]
 
 # How many rows of a Hugging Face data set are searched for images.
 _TRIED_ROWS = 100
+_DIGEST_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,14 @@ class DataTable:
         rows: a function that yields (source, row) for every row.
         candidates: a function that yields (source, row) for the rows that may hold an image or a video, found without
             parsing the others.
+        digest: a function that returns a digest of the rows.
     """
 
     name: str
     count: int
     rows: Callable[[], Rows]
     candidates: Callable[[], Rows]
+    digest: Callable[[], bytes]
 
 
 def jsonl(path: Path) -> DataTable:
@@ -46,7 +52,19 @@ def jsonl(path: Path) -> DataTable:
             count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
-    return DataTable(str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')))
+    return DataTable(
+        str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')), lambda: _file_digest(path)
+    )
+
+
+def _file_digest(path: Path) -> bytes:
+    """Return a digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _digest).digest()
+
+
+def _digest() -> Any:
+    return hashlib.blake2b(digest_size=20)
 
 
 def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
@@ -113,26 +131,79 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
         raise UserError(
             "hf_dataset pandas: refused: it unpickles files, and a pickle can run code; use parquet or JSON."
         )
+    verbosity = datasets.logging.get_verbosity()
     try:
+        # The library logs a damaged file before it raises; the message below says it once.
+        datasets.logging.set_verbosity(logging.CRITICAL)
         if split is None and is_saved_dataset(Path(name)):
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name, split=split, **options)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{name}{f' ({split})' if split else ''}: no such data, neither a folder here nor a data set of the "
-            f"Hugging Face hub that can be reached: {first_line(error)}"
-        ) from error
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(_not_opened(name, split, error)) from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
     if isinstance(loaded, datasets.Dataset):
         loaded = {split or "train": loaded}
     return {key: _table(f"{name} [{key}]", dataset) for key, dataset in loaded.items()}
+
+
+def _not_opened(name: str, split: str | None, error: BaseException) -> str:
+    """Return the message for a data set that cannot be opened: it has no such split, is damaged, or does not exist."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    where = f"{name} ({split})" if split else name
+    if "Unknown split" in str(error) or "Unrecognized instruction" in str(error):
+        return f"{where}: no such split: {first_line(error)}"
+    if Path(name).is_dir():
+        return (
+            f"{where}: the datasets library cannot read this folder: {first_line(cause)}; check its files: one may be "
+            "damaged or incomplete."
+        )
+    return (
+        f"{where}: no such data, neither a folder here nor a data set of the Hugging Face hub that can be reached: "
+        f"{first_line(cause)}"
+    )
 
 
 def _table(name: str, dataset: Any) -> DataTable:
     """Return the rows of a loaded data set as a table."""
 
     def rows() -> Rows:
-        return ((f"{name} row {index}", row) for index, row in enumerate(dataset))
+        read = -1
+        try:
+            for read, row in enumerate(dataset):
+                yield f"{name} row {read}", row
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{name} row {read + 1}: cannot be read: {first_line(error)}; the data are damaged or incomplete."
+            ) from error
 
     # Every row has the same columns, so the first rows show whether there are images, unless all of them are empty.
-    return DataTable(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS))
+    return DataTable(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS), lambda: _arrow_digest(dataset))
+
+
+class _DigestFile(io.RawIOBase):
+    """A file that only takes a digest of what is written to it."""
+
+    def __init__(self) -> None:
+        self.digest = _digest()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self.digest.update(content)
+        return len(content)
+
+
+def _arrow_digest(dataset: Any) -> bytes:
+    """Return a digest of the rows of a data set, as Arrow writes them."""
+    import pyarrow
+
+    file = _DigestFile()
+    for table in dataset.with_format("arrow").iter(batch_size=_DIGEST_ROWS):
+        with pyarrow.ipc.new_stream(pyarrow.PythonFile(file, "w"), table.schema) as stream:
+            stream.write_table(table)
+    return file.digest.digest()

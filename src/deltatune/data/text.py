@@ -1,165 +1,162 @@
-"""Turns a row of data (a text, a prompt and its completion, or messages) into an example."""
+"""Turns rows of data (texts, prompts with completions, conversations) into examples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from ..config import nearest
 from ..errors import UserError
-from .chat import ASSISTANT, tokenize_chat
+from .chat import ChatTokenizer
 from .example import Example
+from .rendering import ChatRow, Item, Rendered, Renderer
+from .row_formats import ASSISTANT, Conversation, Features, Messages, PlainText, RowFormats, join_text_parts, tools_of
 
-TEXT, COMPLETION, CHAT = "text", "completion", "chat"
-TOOLS = "tools"
-
-
-@dataclass(frozen=True)
-class Features:
-    """The keys under which a row holds its parts. The defaults are those of mlx_lm.lora."""
-
-    prompt: str = "prompt"
-    completion: str = "completion"
-    chat: str = "messages"
-    text: str = "text"
+# The keys under which a message holds the reasoning before its answer.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class TextEncoder:
-    """Turns rows into examples with one tokenizer and one loss rule, and collects the formats of the rows (`kinds`).
+    """Turns rows into examples with one tokenizer and one loss rule.
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
         features: the keys of a row.
         mask_prompt: False counts every token in the loss. None and True leave prompts out; True also refuses rows of
             plain text, which have no prompt, while None counts all of their tokens.
+        last_turn: whether the last assistant turn of a conversation counts alone, rather than each.
+
+    Attributes:
+        formats: reads the rows, and counts their formats.
+        unwritten: how many turns so far have reasoning that the chat template does not write.
 
     Source:
         mlx_lm.tuner.datasets, which gives the same tokens for the same row.
     """
 
-    def __init__(self, tokenizer: Any, features: Features, mask_prompt: bool | None):
-        self._tokenizer, self._features, self._mask_prompt = tokenizer, features, mask_prompt
-        self.kinds: set[str] = set()
+    def __init__(self, tokenizer: Any, features: Features, mask_prompt: bool | None, *, last_turn: bool = False):
+        self._tokenizer, self._mask_prompt, self._last_turn = tokenizer, mask_prompt, last_turn
+        self.formats = RowFormats(features)
+        self._renderer, self._chats = Renderer(tokenizer), ChatTokenizer(tokenizer)
+        self.unwritten = 0
 
-    def __call__(self, row: Any, source: str) -> Example:
-        """Return the row's example at full length; UserError, naming `source`, if it cannot be trained on."""
-        messages = self.conversation(row, source)
-        if messages is not None:
-            return self.encode_chat(row, messages, source)
-        tokens, targets = self._text(row, source)
-        return self._example(tokens, targets, TEXT, source)
+    def __call__(self, row: Any, source: str) -> list[Example]:
+        """Return the row's examples at full length; UserError, naming `source`, if it cannot be trained on."""
+        return next(self.stream(iter([(source, row)]), 1))
 
-    def conversation(self, row: Any, source: str) -> list[dict[str, Any]] | None:
-        """Return the row's messages, or None for plain text. A prompt and its completion are two messages."""
-        if not isinstance(row, Mapping):
-            raise UserError(f"{source}: expected an object with {self._expected()}, got {type(row).__name__}.")
-        kind = self._kind(row, source)
-        self.kinds.add(kind)
-        if kind == TEXT:
-            return None
-        return self._messages(row, source) if kind == CHAT else self._completion(row, source)
+    def stream(self, rows: Iterable[tuple[str, Any]], count: int) -> Iterator[list[Example]]:
+        """Yield the examples of each row, in order; `count` is about how many rows there are."""
+        failures: list[UserError] = []
+        for chunk in self._renderer.chunks(self._until_failure(rows, failures), count):
+            yield from self._examples(chunk)
+        # Rows are read ahead: the rows before a bad one come first, and with them their own mistakes.
+        if failures:
+            raise failures[0]
 
-    def encode_chat(self, row: Mapping[str, Any], messages: list[dict[str, Any]], source: str) -> Example:
-        """Return the example of these messages, with the row's tools."""
-        tools = _typed(row, TOOLS, list, source) if row.get(TOOLS) is not None else None
-        completions_only = self._mask_prompt is not False
-        tokens, targets = tokenize_chat(
-            self._tokenizer, messages, tools, completions_only=completions_only, source=source
-        )
-        return self._example(tokens, targets, self._kind(row, source), source)
-
-    def _example(self, tokens: list[int], targets: np.ndarray, kind: str, source: str) -> Example:
-        """Build the example; UserError where none of its tokens counts in the loss."""
-        targets[:1] = False
-        if not targets.any():
-            what = "no assistant turn counts" if kind == CHAT else "there is no token to predict"
+    def conversation(self, messages: Messages, row: Any, source: str) -> Conversation:
+        """Return what is to be rendered for these messages of a row."""
+        if not self._tokenizer.has_chat_template:
             raise UserError(
-                f"{source}: nothing to learn from: {what}, so every token is masked; remove this row or correct it."
+                f"{source}: the model's tokenizer has no chat template, which prompt/completion and chat lines need; "
+                'use an instruction-tuned model, or lines of the form {"text": ...}.'
             )
-        return Example(np.array(tokens, np.int32), targets, source)
+        turns = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        counted = [index for index in turns if _weight(messages[index], index, source)]
+        if self._last_turn:
+            counted = counted[-1:]
+        tools = tools_of(row, source)
+        if self._mask_prompt is False:
+            return Conversation(messages, tools, None, False, source)
+        return Conversation(messages, tools, counted, counted == turns, source)
 
-    def _formats(self) -> dict[str, list[str]]:
-        """Return the keys of each format, or of those formats alone in which the user has named a key."""
-        names = self._features
-        formats = {COMPLETION: [names.prompt, names.completion], CHAT: [names.chat], TEXT: [names.text]}
-        named = set(vars(names).values()) - set(vars(Features()).values())
-        # Without this, a row could be read under the default key of a format that the user did not ask for.
-        return {kind: keys for kind, keys in formats.items() if not named or named.intersection(keys)}
+    def encode_chat(self, conversation: Conversation) -> list[tuple[Example, int]]:
+        """Return the examples of one conversation, each with the number of its messages."""
+        rows = self._renderer.rows(conversation)
+        examples = next(self._examples([(conversation, rows)]))
+        return list(zip(examples, [row.messages for row in rows], strict=True))
 
-    def _expected(self) -> str:
-        """Return the words in which messages name the possible formats."""
-        return ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in self._formats().values())
+    def encode_text(self, text: PlainText) -> Example:
+        """Return the example of a plain text."""
+        return next(self._examples([(text, [])]))[0]
 
-    def _kind(self, row: Mapping[str, Any], source: str) -> str:
-        """Return the format of a row: the first whose keys it all has."""
-        formats = self._formats()
-        present = {key for key, value in row.items() if value is not None}
-        for kind, keys in formats.items():
-            if present.issuperset(keys):
-                return kind
-        known = [key for keys in formats.values() for key in keys]
-        null = [key for key in known if key in row and key not in present]
-        if null:
-            raise UserError(f"{source}: {null[0]!r} is null; expected {self._expected()}.")
-        missing = [key for key in known if key not in row]
-        got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), missing)) for key in row)
-        raise UserError(f"{source}: no known format: expected {self._expected()}, got {got or 'no key'}.")
+    def _until_failure(self, rows: Iterable[tuple[str, Any]], failures: list[UserError]) -> Iterator[Item]:
+        """Yield what each row says, up to the first that cannot be read, whose error goes to `failures`."""
+        try:
+            for source, row in rows:
+                messages = self.formats.messages(row, source)
+                if messages is None:
+                    yield self.formats.text(row, source)
+                else:
+                    yield self.conversation(join_text_parts(messages, source), row, source)
+        except UserError as error:
+            failures.append(error)
 
-    def _text(self, row: Mapping[str, Any], source: str) -> tuple[list[int], np.ndarray]:
-        """Return the tokens of a plain text, all of which count, with an end token."""
+    def _examples(self, chunk: list[Rendered]) -> Iterator[list[Example]]:
+        """Yield the examples of each item."""
+        plain = iter(self._encode_texts([item.text for item, _ in chunk if isinstance(item, PlainText)]))
+        written = [row.text for _, rows in chunk if not isinstance(rows, UserError) for row in rows]
+        tokens = iter(self._chats.encode(written))
+        for item, rows in chunk:
+            if isinstance(rows, UserError):
+                raise rows
+            if isinstance(item, PlainText):
+                yield [self._text_example(item, next(plain))]
+            else:
+                self.unwritten += _unwritten(item, rows)
+                yield [self._chat_example(item, row, next(tokens), len(rows)) for row in rows]
+
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of plain texts."""
+        from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+        inner = self._tokenizer._tokenizer
+        if not texts or type(inner).encode is not PreTrainedTokenizerBase.encode:
+            return [self._tokenizer.encode(text) for text in texts]
+        return inner(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
+
+    def _text_example(self, item: PlainText, tokens: list[int]) -> Example:
+        """Return the example of a plain text, all of whose tokens count, with an end token."""
         if self._mask_prompt:
             raise UserError(
-                f"{source}: --mask-prompt leaves prompts out of the loss, and a text line has none; "
+                f"{item.source}: --mask-prompt leaves prompts out of the loss, and a text line has none; "
                 "remove the flag, or use prompt/completion or chat lines."
             )
-        text = _typed(row, self._features.text, str, source)
-        tokens = self._tokenizer.encode(text) if text.strip() else []
-        if not tokens:
-            raise UserError(f"{source}: empty text; remove this row.")
+        if not item.text.strip() or not tokens:
+            raise UserError(f"{item.source}: empty text; remove this row.")
         end = self._tokenizer.eos_token_id
         if end is not None and tokens[-1] != end:
             tokens = [*tokens, end]
-        return tokens, np.ones(len(tokens), bool)
+        return _example(tokens, np.ones(len(tokens), bool), "there is no token to predict", item.source)
 
-    def _completion(self, row: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
-        """Return a prompt and its completion as a conversation."""
-        prompt = _typed(row, self._features.prompt, str, source)
-        completion = _typed(row, self._features.completion, str, source)
-        if not completion.strip():
-            raise UserError(
-                f"{source}: empty {self._features.completion!r}: there is nothing to learn from; remove this row."
-            )
-        return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
-
-    def _messages(self, row: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
-        """Return the messages of a row after checking that each has a role and content."""
-        messages = _typed(row, self._features.chat, list, source)
-        for number, message in enumerate(messages, 1):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise UserError(
-                    f'{source}: message {number}: expected {{"role": ..., "content": ...}}, got {_short(message)}.'
-                )
-            content = message.get("content")
-            if content is not None and not isinstance(content, str | list):
-                raise UserError(f'{source}: message {number}: expected a string as "content", got {_short(content)}.')
-        if not any(message.get("content") or message.get("tool_calls") for message in messages):
-            raise UserError(f"{source}: empty conversation: no message has content; remove this row.")
-        return messages
+    def _chat_example(self, item: Conversation, row: ChatRow, tokens: list[int], rows: int) -> Example:
+        """Return the example of one of a conversation's rows."""
+        source = item.source if rows == 1 else f"{item.source} (messages 1 to {row.messages})"
+        targets = self._chats.targets(row, tokens, source)
+        return _example(tokens, targets, "no assistant turn counts", source)
 
 
-def _typed(row: Mapping[str, Any], key: str, kind: type, source: str) -> Any:
-    """Return the value of a key after checking that it is a list or a string, as `kind` says."""
-    value = row[key]
-    if not isinstance(value, kind):
-        expected = "a list" if kind is list else "a string"
-        raise UserError(f"{source}: {key!r}: expected {expected}, got {_short(value)}.")
-    return value
+def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str) -> Example:
+    """Build an example; UserError, which says `otherwise`, where none of its tokens counts in the loss."""
+    targets[:1] = False
+    if not targets.any():
+        raise UserError(
+            f"{source}: nothing to learn from: {otherwise}, so every token is masked; remove this row or correct it."
+        )
+    return Example(np.array(tokens, np.int32), targets, source)
 
 
-def _short(value: Any) -> str:
-    """Return the type and the beginning of a value, for messages."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+def _unwritten(conversation: Conversation, rows: list[ChatRow]) -> int:
+    """Count the turns whose reasoning stands in none of the rows, because the chat template does not write it."""
+    messages = [conversation.messages[turn] for turn in conversation.turns or []]
+    given = [message.get(key) for message in messages for key in _REASONING]
+    thoughts = [thought.strip() for thought in given if isinstance(thought, str) and thought.strip()]
+    return sum(not any(thought in row.text for row in rows) for thought in thoughts)
+
+
+def _weight(message: dict[str, Any], index: int, source: str) -> bool:
+    """Whether a message counts in the loss: its "weight" is 1 or not given."""
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise UserError(f'{source}: message {index + 1}: expected "weight" 0 or 1, got {weight!r}.')
+    return weight is None or bool(weight)

@@ -150,6 +150,7 @@ def options(model: Path, output: Path, iterations: int, rates: tuple[float, floa
         model=str(model),
         data=str(output / "data"),
         adapter_path=str(output),
+        overwrite=True,
         num_layers=-1,
         lora_parameters=LoraConfig(rank=8, scale=2.0),
         optimizer="adamw",
@@ -251,6 +252,7 @@ def _write_report(
         trainer.outputs.metrics,
         config,
         dataclasses.asdict(result),
+        about=trainer.about,
         tables=[
             ReportTable(f"Some held-out {demo.what}", columns, rows[:12], demo.note),
             ReportTable("All of them", columns, rows, folded=True),

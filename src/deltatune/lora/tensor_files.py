@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import UserError
+from ..machine import checksum
 
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -166,7 +167,7 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], me
     Args:
         path: the file to write.
         tensors: arrays, or tensors of other files, by name.
-        metadata: free text to store in the header.
+        metadata: free text to store in the header. If it holds checksum.BLANK, the file's checksum is put there.
 
     Raises:
         OSError: the disk refuses.
@@ -185,10 +186,14 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], me
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)))
-        out.write(text)
+        summed = checksum.SummedFile(out) if metadata.get(checksum.KEY) == checksum.BLANK else None
+        file: Any = summed or out
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
         for name in order:
             # pop, so that an array is freed as soon as it is written.
-            entries.pop(name).write(out)
+            entries.pop(name).write(file)
+        if summed is not None:
+            summed.seal()
         out.flush()
         os.fsync(out.fileno())

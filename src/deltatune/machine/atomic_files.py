@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object], keep: Path | None = None) -> None:
     """Replace `path` atomically by the file that `write` makes.
 
     Args:
         path: The file to replace; its folder must exist.
         write: Is called with the path of a temporary file in the same folder, which it must create.
+        keep: Where the replaced file is moved once the new one is complete. A kill between the two moves leaves the
+            file there, and none at `path`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
+        if keep is not None and path.exists():
+            os.replace(path, keep)
         os.replace(temporary, path)
     finally:
         # If the folder itself cannot be entered, the exception that is already being raised says so.
@@ -26,12 +30,13 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def replace_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def replace_durably(path: Path, write: Callable[[BinaryIO], object], keep: Path | None = None) -> None:
     """Replace `path` atomically, so that the new file survives a power cut; missing folders are created.
 
     Args:
         path: The file to replace.
         write: Is called with an open binary file, into which it writes the content.
+        keep: Where the replaced file is moved, as in replace_file.
 
     Raises:
         OSError: If the file system refuses.
@@ -44,7 +49,7 @@ def replace_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
             os.fsync(file.fileno())
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, write_and_flush)
+    replace_file(path, write_and_flush, keep)
     sync_directory(path.parent)
 
 

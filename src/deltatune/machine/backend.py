@@ -8,8 +8,16 @@ from ..errors import UserError
 from . import environment, nvidia
 
 # In order of preference: the choice.py of each operator takes the first that supports a call and passes its trial.
-_GATED_DELTA = {"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")}
-_ATTENTION = {"cpu": ("blocked",), "cuda": ("fused", "blocked"), "metal": ("fused", "blocked")}
+_GATED_DELTA: dict[str, tuple[str, ...]] = {
+    "cpu": ("chunk",),
+    "cuda": ("fused", "chunk"),
+    "metal": ("fused", "native", "chunk"),
+}
+_ATTENTION: dict[str, tuple[str, ...]] = {
+    "cpu": ("native", "blocked"),
+    "cuda": ("fused", "blocked"),
+    "metal": ("fused", "blocked"),
+}
 
 
 def device() -> str:

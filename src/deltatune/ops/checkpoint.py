@@ -7,16 +7,18 @@ cotangent that goes on to the layer below waits for this layer's weight gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import segments
+from . import pieces, segments
 from .containers import ArgumentArrays, Rebuild, unknown_kind
 from .functional import holding, is_floating, trainable, undisturbed
+from .pieces import Carry
 from .random_state import drawing_from, get_key
 
 
@@ -54,7 +56,9 @@ def checkpoint(fn: Callable, module: nn.Module | None = None) -> Callable:
 
 
 @contextmanager
-def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
+def checkpointed(
+    modules: Iterable[nn.Module], carries: Sequence[Carry | None] | None = None
+) -> Iterator[None]:
     """Within the context, checkpoint each of these layers; other layers of the same classes are not affected.
 
     Within the context, the class of each layer is a subclass of the same name, so that `isinstance`, attributes,
@@ -63,6 +67,8 @@ def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     Args:
         modules: the layers; one that is already checkpointed stays as it is.
+        carries: for each layer what it hands from one piece of a row to the next, or None. A long row runs through the
+            layers that have a `Carry` in pieces (see pieces.py).
 
     Raises:
         ValueError: something is not a module, or a layer in training mode is called with such an object.
@@ -74,15 +80,17 @@ def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     classes: dict[type, type] = {}
     changed: list[tuple[nn.Module, type]] = []
+    layers = list(modules)
+    carry_of = dict(zip(map(id, layers), carries or [None] * len(layers), strict=True))
     try:
-        for layer in modules:
+        for layer in layers:
             original = type(layer)
             if not isinstance(layer, nn.Module):
                 raise ValueError(f"checkpointed: expected modules, got {original.__name__}.")
             if "_deltatune_checkpointed" in vars(original):
                 continue
             if original not in classes:
-                classes[original] = _checkpointed_class(original)
+                classes[original] = _checkpointed_class(original, carry_of)
             layer.__class__ = classes[original]
             changed.append((layer, original))
         yield
@@ -99,13 +107,19 @@ def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
             )
 
 
-def _checkpointed_class(original: type) -> type:
+def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> type:
+    signature = inspect.signature(original.__call__)
+
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def fn(*args: Any, **kwargs: Any) -> Any:
             return original.__call__(self, *args, **kwargs)
 
         unknown = unknown_kind((args, kwargs))
         if unknown is None:
+            carry, given = carry_of.get(id(self)), signature.bind(self, *args, **kwargs).arguments
+            x, options = pieces.divisible(carry, list(given.items())[1:])
+            if carry is not None and x is not None and len(bounds := pieces.bounds_of(x)) > 2:
+                return pieces.in_pieces(fn, self, carry, x, bounds, **options)
             return _run(fn, self, args, kwargs)
         if self.training:
             raise ValueError(

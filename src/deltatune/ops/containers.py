@@ -14,6 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from .known_masks import rule_of
+
 # Classes of objects that a layer may change while it runs, by name, and their attributes that hold arrays.
 # The layers of kimi_k3 append to ResidualBlocks.
 CONTAINERS: dict[str, tuple[str, ...]] = {"ResidualBlocks": ("raw", "inv_rms")}
@@ -95,6 +97,9 @@ class ArgumentArrays:
 
     def _take_apart(self, tree: Any, arrays: list[mx.array]) -> Rebuild:
         """Append the arrays in `tree` to `arrays`, and return the function that puts `tree` together again."""
+        # As an argument of a custom function, a mask would be computed, and be another array that no rule is known for.
+        if isinstance(tree, mx.array) and rule_of(tree) is not None:
+            return lambda new: tree
         if isinstance(tree, mx.array):
             index = len(arrays)
             arrays.append(tree)

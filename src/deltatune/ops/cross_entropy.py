@@ -139,13 +139,16 @@ def _token_losses(run: Callable, bounds: list[int], eager: bool) -> Callable[...
         d_losses, (key, *primals) = cotangents[0], primals
         if eager:
             _, hidden, targets = primals
-            return mx.zeros_like(key), [], _scale(outputs[1], d_losses[:, None], hidden), mx.zeros_like(targets)
+            spans = zip(outputs[1], pairwise(bounds), strict=True)
+            d_hidden = mx.concatenate([_scale(d, d_losses[a:b, None], hidden) for d, (a, b) in spans])
+            return mx.zeros_like(key), [], d_hidden, mx.zeros_like(targets)
         # Waiting for the cotangent keeps MLX from computing these logits before the backward pass needs them.
         parameters, hidden, targets, d_losses = _depends((*primals, d_losses), d_losses)
         with drawing_from(key):
             _, _, d_hidden, d_parameters = _gradients(run, bounds, parameters, hidden, targets, d_losses)
         cast = [_final(d.astype(parameter.dtype)) for d, parameter in zip(d_parameters, parameters, strict=True)]
-        return mx.zeros_like(key), cast, _final(d_hidden.astype(hidden.dtype)), mx.zeros_like(targets)
+        d_hidden = _final(mx.concatenate(d_hidden).astype(hidden.dtype))
+        return mx.zeros_like(key), cast, d_hidden, mx.zeros_like(targets)
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
@@ -169,7 +172,9 @@ def _loss(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.arr
         _, losses, d_hidden, d_parameters = outputs
         scaled = [_scale(d, cotangents[0], p) for d, p in zip(d_parameters, parameters, strict=True)]
         d_weights = _final(losses * cotangents[0])
-        return scaled, _scale(d_hidden, cotangents[0], hidden), mx.zeros_like(targets), d_weights
+        # A chunk at a time, because the fp32 product of all tokens would take twice what a 16-bit gradient does.
+        d_hidden = mx.concatenate([_scale(d, cotangents[0], hidden) for d in d_hidden])
+        return scaled, d_hidden, mx.zeros_like(targets), d_weights
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
@@ -191,7 +196,10 @@ def _values(run, bounds, parameters, hidden, targets, weights):
 
 
 def _gradients(run, bounds, parameters, hidden, targets, weights):
-    """Return the loss, the losses of the tokens [N], d_hidden and d_parameters (fp32), for a cotangent of 1."""
+    """Return the loss, the losses of the tokens [N], and the gradients for a cotangent of 1.
+
+    These are d_hidden, a list of the chunks' [n, D], and d_parameters in fp32.
+    """
 
     def chunk(differentiated, start, stop):
         *parameters, rows = differentiated
@@ -216,7 +224,7 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
         d_rows.append(d if parameters else (d * weights[start:stop, None]).astype(d.dtype))
         losses.append(chunk_losses)
     token_losses = mx.concatenate(losses)
-    return (token_losses * weights).sum(), token_losses, mx.concatenate(d_rows), d_parameters
+    return (token_losses * weights).sum(), token_losses, d_rows, d_parameters
 
 
 def _chunk_forward(logits, targets, weights):

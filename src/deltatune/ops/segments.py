@@ -13,6 +13,8 @@ from contextvars import ContextVar
 
 import mlx.core as mx
 
+from .known_masks import MaskRule, remember
+
 _current: ContextVar[mx.array | None] = ContextVar("segments", default=None)
 
 
@@ -47,6 +49,8 @@ def segments(array: mx.array | None) -> Iterator[None]:
 def attention_mask(array: mx.array, window_size: int | None = None) -> mx.array:
     """Return the causal mask [B, 1, T, T] within segments [B, T]; True where a query (row) may see a key (column).
 
+    deltatune's attention remembers the rule behind the mask, so that the mask takes no memory there (known_masks.py).
+
     Args:
         array: the segments.
         window_size: how many positions a query sees, its own included; None for all before it.
@@ -56,4 +60,5 @@ def attention_mask(array: mx.array, window_size: int | None = None) -> mx.array:
     causal = queries >= keys
     if window_size:
         causal = causal & (queries < keys + window_size)
-    return causal & (array[:, None, :, None] == array[:, None, None, :])
+    mask = causal & (array[:, None, :, None] == array[:, None, None, :])
+    return remember(mask, MaskRule(window_size or None, array))

@@ -15,10 +15,13 @@ import mlx.nn as nn
 from ..layers import gated_delta_layers, is_gated_delta
 from ..machine import backend
 from . import patch
-from .patch import Patch, PatchReport, PatchWarning
+from .patch import PatchReport, PatchWarning
+from .patch_record import Patch
 from .recurrence import served
 from .tables import (
+    attention,
     experts,
+    latent_attention,
     loading,
     mlx_lm,
     mlx_vlm,
@@ -46,7 +49,14 @@ __all__ = [
 
 # Patches for every device. Where two records fit one version of a target, the first one is applied, so the records that
 # correct results stand before those that save time.
-PATCHES: tuple[Patch, ...] = (*mlx_lm.PATCHES, *mlx_vlm.PATCHES, *experts.PATCHES, *residual_weights.PATCHES)
+PATCHES: tuple[Patch, ...] = (
+    *mlx_lm.PATCHES,
+    *mlx_vlm.PATCHES,
+    *experts.PATCHES,
+    *residual_weights.PATCHES,
+    *attention.PATCHES,
+    *latent_attention.PATCHES,
+)
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
 ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *quantized_product.PATCHES)

@@ -13,63 +13,19 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
 from typing import Any
 
-import mlx.core as mx
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ..machine.compiling import without_kernels
-from ..ops.trial import largest_error
+from .holders import defined_function, holders, loaded_modules, owner_of, rebind
 from .importing import ImportWatch
-
-Function = Callable[..., Any]
-
-# The name of this package, whose own modules are never changed.
-OWN_PACKAGE = __name__.partition(".")[0]
+from .patch_record import Function, Patch
 
 
 class PatchWarning(UserWarning):
     """A target keeps its original code. The message says which one, why, and what that means for training."""
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A record of one function to replace.
-
-    Args:
-        package: The package that defines the function, by the name it is imported under.
-        versions: The versions of the package that the record is for, such as ">=0.32.0,<=0.32.2".
-        module: The module that defines the function.
-        name: The function's name in that module: `function`, `Class.method`, or `submodule.function`.
-        signature: The signature expected, without annotations. "" for compiled functions, which show no signature;
-            `check` then decides alone.
-        holders: Modules known to import the function. They are examined even if they belong to another package.
-        reason: Why the function is replaced, for `deltatune doctor`.
-        without: A sentence on what happens where the function cannot be replaced, for warnings.
-        replacement: Takes the original function and returns the one to put in its place.
-        check: Compares the original with the replacement on a small case. It returns None where they agree, and
-            otherwise a sentence that says what differs.
-        settled: The versions in which the function needs no replacement; they cause no warning.
-    """
-
-    package: str
-    versions: str
-    module: str
-    name: str
-    signature: str
-    holders: tuple[str, ...]
-    reason: str
-    without: str
-    replacement: Callable[[Function], Function]
-    check: Callable[[Function, Function], str | None] | None = None
-    settled: str | None = None
-
-    @property
-    def target(self) -> str:
-        """The full name of the function that is replaced."""
-        return f"{self.module}.{self.name}"
 
 
 @dataclass(frozen=True)
@@ -127,35 +83,6 @@ _in_force: dict[str, _InForce] = {}
 _watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
 
 
-def core_record(name: str, replacement: Function, check: Function, *, reason: str, without: str) -> Patch:
-    """The record of a function of mlx.core. Those are compiled and show no signature, so `check` is required."""
-    return Patch(
-        package="mlx",
-        versions=">=0.31.2,<0.33",
-        module="mlx.core",
-        name=name,
-        signature="",
-        holders=(),
-        reason=reason,
-        without=without,
-        replacement=replacement,
-        check=check,
-    )
-
-
-def describe_difference(
-    actual: Sequence[mx.array], expected: Sequence[mx.array], bound: float, reference: str
-) -> str | None:
-    """The sentence that a check returns where `actual` differs from `expected`, which `reference` names; else None.
-
-    The largest difference relative to the largest element must be below `bound`.
-    """
-    error = largest_error(actual, expected)
-    if error < bound:
-        return None
-    return f"on a small case it differs from {reference} by {error:.1e} of the largest element."
-
-
 def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
     """Replace the function of each record, in every loaded module that holds it.
 
@@ -208,7 +135,7 @@ def revert() -> None:
         watch.stop()
     _watches.clear()
     for entry in _in_force.values():
-        _rebind(entry.patch, entry.ours, entry.upstream)
+        rebind(entry.patch, entry.ours, entry.upstream)
     _in_force.clear()
 
 
@@ -230,7 +157,7 @@ def _apply_target(records: list[Patch], report: PatchReport) -> None:
             return
         _in_force[target] = fitting
     entry = _in_force[target]
-    _rebind(entry.patch, entry.upstream, entry.ours)
+    rebind(entry.patch, entry.upstream, entry.ours)
     report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch))))
     for path, value in _other_functions(entry):
         origin = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
@@ -254,7 +181,7 @@ def _fitting(records: list[Patch]) -> _InForce | str:
     fitting = [p for p in records if version and _contains(p.versions, version)]
     if version is None or not fitting:
         return f"{first.package} {version} is not a version that deltatune knows ({_versions(records)})."
-    upstream = _upstream(first)
+    upstream = defined_function(first)
     if upstream is None:
         return f"something else has replaced it, and no loaded module holds {first.package}'s own function."
     signature = _signature(upstream) if first.signature else ""
@@ -305,82 +232,15 @@ def _signature(function: Function) -> str:
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
-def _upstream(patch: Patch) -> Function | None:
-    """The function that `patch.module` defines, from any module that still holds it under its own name."""
-    for namespace in [_owner(patch)] + [module.__dict__ for module in _modules()]:
-        value: Any = namespace.get(_attribute(patch))
-        if _defined_by(patch, value):
-            return value
-    return None
-
-
-def _defined_by(patch: Patch, value: Any) -> bool:
-    """Whether `value` is the function that `patch.module` defines."""
-    if isinstance(value, FunctionType):
-        defining = sys.modules[patch.module]
-        return value.__code__.co_name == _attribute(patch) and value.__globals__ is defining.__dict__
-    # A compiled function has neither code nor globals, so only the names that it states can be compared.
-    stated = (getattr(value, "__module__", None), getattr(value, "__name__", None))
-    return not patch.signature and stated == (_namespace(patch), _attribute(patch))
-
-
-def _namespace(patch: Patch) -> str:
-    """The module that a compiled function states: `mlx.core.fast` for the name `fast.rope` in `mlx.core`."""
-    owner = getattr(sys.modules[patch.module], patch.name.partition(".")[0], None)
-    return owner.__name__ if isinstance(owner, ModuleType) else patch.module
-
-
-def _attribute(patch: Patch) -> str:
-    """The last part of the target's name."""
-    return patch.name.rpartition(".")[2]
-
-
-def _owner(patch: Patch) -> dict[str, Any]:
-    """A copy of the namespace in which the target is defined: its module's or its class's."""
-    owner: Any = sys.modules[patch.module]
-    for part in patch.name.split(".")[:-1]:
-        owner = getattr(owner, part)
-    return dict(vars(owner))
-
-
-def _modules() -> Iterator[ModuleType]:
-    """Every loaded module that is not deltatune's own."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != OWN_PACKAGE:
-            yield module
-
-
-def holders(function: Function, patch: Patch) -> list[str]:
-    """The names of the modules that hold `function` under any name; for a method, the method's own full name."""
-    if "." in patch.name:
-        return [patch.target] if _owner(patch).get(_attribute(patch)) is function else []
-    return sorted(m.__name__ for m in _modules() if any(value is function for value in list(m.__dict__.values())))
-
-
-def _rebind(patch: Patch, old: Function, new: Function) -> None:
-    """Put `new` wherever `old` is held: in the class of a method, else in every module."""
-    if "." in patch.name:
-        owner: Any = sys.modules[patch.module]
-        for part in patch.name.split(".")[:-1]:
-            owner = getattr(owner, part)
-        if vars(owner).get(_attribute(patch)) is old:
-            setattr(owner, _attribute(patch), new)
-        return
-    for module in _modules():
-        for name, value in list(module.__dict__.items()):
-            if value is old:
-                module.__dict__[name] = new
-
-
 def _other_functions(entry: _InForce) -> Iterator[tuple[str, Any]]:
     """Where the package holds another object under the target's name: the full name there, and the object."""
     patch = entry.patch
     if "." in patch.name:
-        value = _owner(patch).get(_attribute(patch))
+        value = vars(owner_of(patch)).get(patch.attribute)
         if value is not entry.ours:
             yield patch.target, value
         return
-    for module in _modules():
+    for module in loaded_modules():
         value = module.__dict__.get(patch.name)
         inside = module.__name__.partition(".")[0] == patch.package or module.__name__ in patch.holders
         if inside and value is not None and value is not entry.ours and not _of_another_target(value, patch):

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine import backend
-from ..ops import segments
+from ..ops import pieces, segments
 from ..ops.gated_delta import gated_delta
 from ..ops.pointwise import gating
 
@@ -128,14 +128,14 @@ def route(
         The outputs y [B, T, Hv, Dv] and the final state.
 
     Raises:
-        ValueError: A state is given while documents are packed.
+        ValueError: A state is given while documents are packed, and not by a piece of the same row (ops/pieces.py).
     """
     use_kernel = use_kernel and (backend.device() == "metal" or arrays[0].shape[1] < PROMPT_TOKENS)
     documents = segments.current()
     if documents is not None:
-        if state is not None:
+        if state is not None and not pieces.running():
             raise ValueError("gated_delta_update: packed documents start without a state; pass no cache with segments.")
-        return count(OURS, _ours(*arrays, state=None, mask=mask, documents=documents, **options))
+        return count(OURS, _ours(*arrays, state=state, mask=mask, documents=documents, **options))
     if state is not None and (use_kernel or arrays[0].shape[1] == 1):
         return count(UPSTREAM, upstream(*arrays, state, mask, use_kernel=use_kernel, **options))
     if use_kernel:

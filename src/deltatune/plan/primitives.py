@@ -270,11 +270,17 @@ def _scan(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[St
 
 
 def _convolution(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    """Allocates the output, the padded input, its windows, the transposed weights and the product (upper bounds)."""
+    """Allocates the output, the padded input and its windows; copies of the weights and the product where needed."""
     found = fresh(machine, node)
     data, weights = given[0], given[1]
     windows = product(node.shape[:-1]) * product(weights.shape[1:-1]) * data.shape[-1] * data.item_size
-    for size in (data.size * data.item_size, windows, weights.size * weights.item_size, node.size * node.item_size):
+    sizes = [data.size * data.item_size, windows]
+    # The product is fp32, of weights in rows, and of each group by itself.
+    if weights.item_size != 4 or not weights.row or weights.shape[-1] != data.shape[-1]:
+        sizes.append(weights.size * weights.item_size)
+    if node.item_size != 4:
+        sizes.append(node.size * node.item_size)
+    for size in sizes:
         machine.queue()
         machine.hold(machine.allocate(size, "temporary"))
     machine.queue()

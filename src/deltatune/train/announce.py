@@ -42,6 +42,27 @@ def layer_summary(layers: Sequence[LayerInfo]) -> str:
     return f"{text}; experts in {experts}" if experts else text
 
 
+def what_trains(model: nn.Module, config: TrainConfig) -> str:
+    """Describe what trains, such as `lora, 5,200 of 131,760 numbers (3.947%)`."""
+    total, trains = _stored_numbers(model), trainable_count(model)
+    return f"{config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%})"
+
+
+def examples(splits: Splits) -> str:
+    """Describe the data, such as `44 training, 6 validation examples`."""
+    return f"{len(splits.train)} training, {len(splits.valid)} validation examples"
+
+
+def about(model: nn.Module, config: TrainConfig, splits: Splits, trained: Training) -> dict[str, str]:
+    """Return what the report of a run says about it, by name."""
+    data = config.data if config.hf_dataset is None else str(config.hf_dataset)
+    return {
+        "model": f"{config.model}; {layer_summary(trained.layers)}",
+        "trained": what_trains(model, config),
+        "data": f"{data}; {examples(splits)}",
+    }
+
+
 def lines(
     model: nn.Module,
     config: TrainConfig,
@@ -63,10 +84,8 @@ def lines(
         world: The ranks of the run.
         verbose: Whether to name every patch.
     """
-    total = _stored_numbers(model)
-    trains = trainable_count(model)
     opening = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
-    opening.append(f"Training: {config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%}).")
+    opening.append(f"Training: {what_trains(model, config)}.")
     if any(layer.kind == "delta" for layer in trained.layers):
         name, why = backend.gated_delta_implementation()
         opening.append(
@@ -81,10 +100,7 @@ def lines(
     opening.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
-    opening.append(
-        f"Data: {len(splits.train)} training, {len(splits.valid)} validation examples; {order.rows} rows an epoch, "
-        f"{config.batch_size} a batch{share}."
-    )
+    opening.append(f"Data: {examples(splits)}; {order.rows} rows an epoch, {config.batch_size} a batch{share}.")
     if config.epochs is not None:
         opening.append(
             f"Epochs: {config.epochs:g} of {order.batches_per_epoch} iterations each, so {config.iters} iterations."

@@ -1,4 +1,4 @@
-"""Computes digests of the weights that a run starts from, which a continued run must share.
+"""Computes digests of the model that a run starts from, which a continued run must share.
 
 The digests depend on the content alone, so that a model may be moved or renamed between a run and its continuation.
 """
@@ -6,46 +6,52 @@ The digests depend on the content alone, so that a model may be moved or renamed
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
+import xxhash
 
 from ..config import TrainConfig
 from . import announce
 from .tree import leaves
 
-# The numbers sampled from each tensor are enough: two checkpoints of one shape differ in nearly every number.
-SAMPLED = 1024
+# The keys of config.json that say who wrote it, and change nothing that is computed.
+_INCIDENTAL = ("_name_or_path", "transformers_version")
 
 
-def facts(model: nn.Module, config: TrainConfig) -> dict[str, str | None]:
-    """Return what state.fingerprint adds to the options: digests of the structure, the weights and given adapters."""
+def facts(model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None) -> dict[str, str | None]:
+    """Return what state.fingerprint adds to the options: digests of structure, config.json, weights and adapters."""
     adapter = config.resume_adapter_file
     return {
         "model_tensors": announce.structure(model),
-        "model_weights": weights_digest(model, config),
+        "model_config": None if model_config is None else config_digest(model_config),
+        "model_content": weights_digest(model, config),
         "adapter_weights": None if adapter is None else file_digest(adapter),
     }
 
 
+def config_digest(model_config: dict[str, Any]) -> str:
+    """Return a digest of the content of a config.json, such as the base of its rotary positions."""
+    content = {key: value for key, value in model_config.items() if key not in _INCIDENTAL}
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())
+
+
 def weights_digest(model: nn.Module, config: TrainConfig) -> str:
-    """Return a digest of numbers that are sampled evenly from every tensor of the checkpoint.
+    """Return a digest of all numbers of the checkpoint; it takes about the time of reading them from memory.
 
     Randomly initialised tensors are left out, since another device may round them differently: adapters, and all of a
     model that trains from scratch. The seed, one of the options that a continuation must share, determines those.
     """
     drawn = set() if config.fine_tune_type == "full" else {name for name, _ in leaves(model.trainable_parameters())}
     given = [(name, leaf) for name, leaf in sorted(leaves(model.parameters())) if name not in drawn]
-    if config.from_scratch:
-        given = []
-    samples = [_sample(leaf) for _, leaf in given]
-    mx.eval(samples)
-    digest = hashlib.blake2b(digest_size=8)
-    for (name, _), sample in zip(given, samples, strict=True):
+    digest = xxhash.xxh3_128()
+    for name, leaf in [] if config.from_scratch else given:
         digest.update(name.encode())
-        digest.update(np.array(sample).tobytes())
+        numbers: Any = leaf.reshape(-1).view(mx.uint8)
+        digest.update(memoryview(numbers))
     return digest.hexdigest()
 
 
@@ -53,8 +59,3 @@ def file_digest(path: str | Path) -> str:
     """Return a digest of the file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-
-
-def _sample(leaf: mx.array) -> mx.array:
-    flat = leaf.reshape(-1)
-    return flat[:: max(1, leaf.size // SAMPLED)].view(mx.uint8)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WIDTH, WIDE, HEIGHT = 460, 960, 220
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 30
+# The widths of a drawing in pixels: beside another, over the whole page, and on a phone, where text must not shrink.
+WIDTH, WIDE, NARROW, HEIGHT = 460, 960, 330, 220
+LEFT, RIGHT, TOP, BOTTOM = 58, 24, 12, 30
 
 Points = list[tuple[float, float]]
 
@@ -45,8 +46,12 @@ _PREFERENCES = {
 }
 
 
-def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the (title, SVG) of every plot for which the records of a metrics.jsonl hold values."""
+def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return every plot for which the records of a metrics.jsonl hold values.
+
+    Returns:
+        The title of each plot, and its SVG for wide and for narrow screens, of which the page's style shows one.
+    """
     loss = [
         Curve("training", _series(metrics, "train_loss")),
         Curve("validation", _series(metrics, "val_loss"), "b", dots=True),
@@ -57,19 +62,19 @@ def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     ]
     pairs = [line for line in rewards if line.points]
     if shown := [line for line in loss if line.points]:
-        drawn.append((f"Loss per {'preference' if pairs else 'token'}", plot(shown, width=WIDE)))
+        drawn.append((f"Loss per {'preference' if pairs else 'token'}", [plot(shown, width=w) for w in (WIDE, NARROW)]))
     if pairs:
-        drawn.append(("Rewards", plot(pairs)))
+        drawn.append(("Rewards", [plot(pairs, width=width) for width in (WIDTH, NARROW)]))
     for title, name in _PREFERENCES.items():
         both = (
             Curve("training", _series(metrics, name)),
             Curve("validation", _series(metrics, f"val_{name}"), "b", True),
         )
         if shown := [line for line in both if line.points]:
-            drawn.append((title, plot(shown)))
+            drawn.append((title, [plot(shown, width=width) for width in (WIDTH, NARROW)]))
     for title, name in _SMALL.items():
         if points := _series(metrics, name):
-            drawn.append((title, plot([Curve("", points)], from_zero=True)))
+            drawn.append((title, [plot([Curve("", points)], width=width, from_zero=True) for width in (WIDTH, NARROW)]))
     return drawn
 
 
@@ -114,7 +119,8 @@ def plot(lines: Sequence[Curve], *, width: int = WIDTH, from_zero: bool = False)
             parts += [f'<circle class="dot {line.mark}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at]
     parts.append(_legend([line for line in lines if line.name], width))
     label = ", ".join(line.name for line in lines if line.name) or "curve"
-    return f'<svg viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+    head = f'class={"narrow" if width == NARROW else "broad"} viewBox="0 0 {width} {HEIGHT}" role="img"'
+    return f'<svg {head} aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
 
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:

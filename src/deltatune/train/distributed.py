@@ -6,13 +6,14 @@ Each rank trains on its own rows, gradients and losses are summed over the ranks
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
+from ..errors import UserError
 from .tree import leaves
 from .tree import number as to_number
 
@@ -78,6 +79,17 @@ class World:
         # It is evaluated here, on every rank, because a rank that never used it would leave the others waiting.
         mx.eval(gathered)
         return gathered
+
+    def do_on_main(self, call: Callable[[], object], task: str) -> None:
+        """Call `call` on rank 0, and raise on every rank if it raises a UserError; `task` says what it does."""
+        problem: UserError | None = None
+        try:
+            if self.main:
+                call()
+        except UserError as error:
+            problem = error
+        if self.sum_numbers(float(problem is not None))[0]:
+            raise problem or UserError(f"rank 0 could not {task}; its message says why.")
 
     def largest(self, number: float) -> float:
         """Return the largest of the ranks' numbers, in fp32. Waits for every rank."""

@@ -16,9 +16,11 @@ import numpy as np
 from ..data import BatchOrder
 from ..data.example import Example
 from ..layers import gated_delta_layers
+from ..patches.whole_rows import whole_rows
 from .distributed import World
 from .log import Screen
-from .preferences.figures import added, line, means
+from .nonfinite import refuse_damaged
+from .preferences.figures import line, means
 from .setup import Run, training
 from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number
@@ -78,19 +80,19 @@ class Evaluation:
         """
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
         loss_sum = weight_sum = 0.0
-        reported: list[float] = []
-        with evaluating(self._model):
+        reported = np.zeros(2 * len(self._names))
+        with evaluating(self._model), whole_rows():
             for done, batch in enumerate(islice(order.epoch(), total), start=1):
                 loss, weight, *figures = self._compiled(arrays(batch))
                 mx.eval(loss, weight, figures)
                 loss_sum += number(loss)
                 weight_sum += number(weight)
-                for sums in figures:
-                    reported = added(reported, np.array(sums).ravel().tolist())
+                for figure in figures:
+                    reported += np.array(figure).ravel()
                 if between is not None and between(done, total):
                     return None
-        loss_sum, weight_sum, *reported = self._world.sum_numbers(loss_sum, weight_sum, *reported)
-        self.figures = means(self._names, reported)
+        loss_sum, weight_sum, *sums = self._world.sum_numbers(loss_sum, weight_sum, *reported.tolist())
+        self.figures = means(self._names, sums)
         return loss_sum / weight_sum if weight_sum else float("nan")
 
     def _trace(self, batch: Arrays) -> tuple[mx.array, ...]:
@@ -98,13 +100,19 @@ class Evaluation:
 
 
 def say_loss(name: str, run: Run, examples: Sequence[Example], screen: Screen) -> float:
-    """Evaluate the model of `run` on `examples`, print and return the loss, and print its perplexity or figures."""
+    """Evaluate the model of `run` on `examples`, print and return the loss, and print its perplexity or figures.
+
+    Raises:
+        UserError: If the loss is not finite because a tensor of the model is not.
+    """
     # Nothing is differentiated, so nothing needs to be recomputed.
     config = dataclasses.replace(run.config, grad_checkpoint=False)
     with training(run.model, config) as trained:
         evaluation = Evaluation(run.model, trained.loss, run.world, trained.figures)
         loss = evaluation(run.order(examples), config.test_batches)
     assert loss is not None
+    if not math.isfinite(loss):
+        refuse_damaged(run.model)
     if trained.objective is not None:
         screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
         return loss

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
 import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from ..config import nearest
-from ..errors import UserError
+from ..errors import UserError, reason
 from .preferences.figures import line
 from .state import refusal
 
@@ -23,6 +26,10 @@ Record = dict[str, Any]
 
 class Service(Protocol):
     """A service that receives the metrics of a run."""
+
+    @staticmethod
+    def check(directory: Path) -> None:
+        """Raise a UserError if the service cannot be opened for a run in `directory`."""
 
     def log(self, record: Record, iteration: int) -> None:
         """Send the metrics of an iteration."""
@@ -34,9 +41,23 @@ class Service(Protocol):
 class TensorBoard:
     """Writes scalars to `<directory>/tensorboard` with TensorBoard's own writer."""
 
+    @staticmethod
+    def check(directory: Path) -> None:
+        """Refuse a missing library, and a folder that cannot be written."""
+        _library("tensorboard", "tensorboard.summary")
+        folder = directory / "tensorboard"
+        try:
+            if os.path.lexists(folder):
+                tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise UserError(f"--report-to tensorboard: {refusal(folder, error)}") from error
+
     def __init__(self, directory: Path, project: str, options: Record):
         writer = _library("tensorboard", "tensorboard.summary").Writer
-        self._writer = writer(str(directory / "tensorboard"))
+        try:
+            self._writer = writer(str(directory / "tensorboard"))
+        except OSError as error:
+            raise UserError(f"--report-to tensorboard: {refusal(directory / 'tensorboard', error)}") from error
 
     def log(self, record: Record, iteration: int) -> None:
         for name, value in record.items():
@@ -49,9 +70,17 @@ class TensorBoard:
 class WandB:
     """Logs to a Weights & Biases run that is named after the output folder."""
 
+    @staticmethod
+    def check(directory: Path) -> None:
+        """Refuse a missing library, a missing login, and a server that cannot be reached, unless W&B is offline."""
+        wandb = _library("wandb", "wandb")
+        with _explained(wandb):
+            wandb.login(verify=True)
+
     def __init__(self, directory: Path, project: str, options: Record):
         self._wandb = _library("wandb", "wandb")
-        self._wandb.init(project=project, name=directory.name, dir=str(directory), config=options)
+        with _explained(self._wandb):
+            self._wandb.init(project=project, name=directory.name, dir=str(directory), config=options)
 
     def log(self, record: Record, iteration: int) -> None:
         self._wandb.log(record, step=iteration)
@@ -62,6 +91,11 @@ class WandB:
 
 class SwanLab:
     """Logs to a SwanLab experiment that is named after the output folder."""
+
+    @staticmethod
+    def check(directory: Path) -> None:
+        """Refuse a missing library."""
+        _library("swanlab", "swanlab")
 
     def __init__(self, directory: Path, project: str, options: Record):
         self._swanlab = _library("swanlab", "swanlab")
@@ -85,6 +119,28 @@ def _library(name: str, module: str) -> Any:
         raise UserError(f"--report-to {name}: its library is missing ({error}); pip install {name}") from error
 
 
+@contextlib.contextmanager
+def _explained(wandb: Any) -> Iterator[None]:
+    """Turn an error of W&B into a UserError that says what to do."""
+    try:
+        yield
+    except wandb.Error as error:
+        raise UserError(
+            f"--report-to wandb: W&B cannot be used ({reason(error)}). Run `wandb login` and check the network, or set "
+            "WANDB_MODE=offline, which keeps the metrics on this machine until `wandb sync`."
+        ) from error
+
+
+def check_services(report_to: str | None, directory: Path) -> None:
+    """Check, before a model is loaded, that the services of --report-to can be opened; arguments as in open_services.
+
+    Raises:
+        UserError: If a service is unknown or cannot be used.
+    """
+    for service in _named(report_to):
+        service.check(directory)
+
+
 def open_services(report_to: str | None, directory: Path, project: str | None, options: Record) -> list[Service]:
     """Open the services that --report-to names.
 
@@ -95,15 +151,27 @@ def open_services(report_to: str | None, directory: Path, project: str | None, o
         options: The options of the run, which the services show.
 
     Raises:
-        UserError: If a service is unknown or its library is missing.
+        UserError: If a service is unknown or cannot be used.
     """
+    default = Path.cwd().name or "deltatune"
+    return [service(directory, project or default, options) for service in _named(report_to)]
+
+
+def _named(report_to: str | None) -> list[Any]:
+    """Return the classes of the services that --report-to names."""
     names = [name.strip().lower() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in SERVICES:
             known = ", ".join(SERVICES)
             raise UserError(f"--report-to: unknown service {name!r}{nearest(name, list(SERVICES))}; known: {known}.")
-    default = Path.cwd().name or "deltatune"
-    return [SERVICES[name](directory, project or default, options) for name in names]
+    return [SERVICES[name] for name in names]
+
+
+def send(record: Record, services: Sequence[Service]) -> None:
+    """Send a record of metrics to the services; what has no value is left out."""
+    numbers = {name: value for name, value in record.items() if name != "iteration" and value is not None}
+    for service in services:
+        service.log(numbers, record["iteration"])
 
 
 class Metrics:
@@ -123,7 +191,11 @@ class Metrics:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             os.truncate(path, min(keep, path.stat().st_size))
+            damaged = keep > 0 and not path.read_bytes().endswith(b"\n")
             self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+            if damaged:
+                # A line that was cut short must not spoil the next one.
+                self._file.write(b"\n")
         except OSError as error:
             raise UserError(refusal(path, error)) from error
 

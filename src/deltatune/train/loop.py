@@ -10,6 +10,7 @@ import dataclasses
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,15 +19,16 @@ import mlx.nn as nn
 from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..errors import UserError
-from ..machine import backend, blas
+from ..machine import backend
 from . import announce, content, log, nonfinite, state
 from .check import check
 from .distributed import World
 from .ending import Ending
 from .evaluate import Evaluation
+from .folder import RunFolder
 from .optimizer import build_optimizer
 from .outputs import Outputs
-from .preferences.figures import added, means
+from .preferences.figures import means
 from .preferences.reference import fill
 from .report import write_report
 from .result import Result
@@ -40,8 +42,7 @@ class Advance(NamedTuple):
     """The figures of one iteration.
 
     Attributes:
-        sums: The sums over all ranks of losses, target weights, tokens, and ranks that were asked to stop; then those
-            of what a preference loss reports.
+        sums: Over all ranks: losses, weights, tokens, ranks that were asked to stop, and a preference loss's figures.
         norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
     """
 
@@ -62,6 +63,7 @@ class Trainer:
         model_config: The content of the model's config.json; full fine-tuning needs it for the checkpoint.
         world: The ranks that train together; those of the launcher by default.
         screen: Where progress is printed; standard output by default.
+        folder: The output folder, if the caller has taken it already.
 
     Raises:
         UserError: For anything that the user can correct.
@@ -83,23 +85,25 @@ class Trainer:
         model_config: dict[str, Any] | None = None,
         world: World | None = None,
         screen: log.Screen | None = None,
+        folder: RunFolder | None = None,
     ):
         self.model, self.splits = model, splits
         self.world = world or World()
-        check(model, config, splits)
+        check(model, tokenizer, config, splits)
         self._train_order = batch_order(splits.train, config, self.world)
         self.config = config = with_iterations(config, self._train_order)
         self.screen = screen or log.Screen(shown=self.world.main)
+        self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)
         self._optimizer = build_optimizer(config)
-        self._facts = content.facts(model, config)
+        self._facts = content.facts(model, config, model_config)
         identity = state.fingerprint(config, **self._facts)
         self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
 
     @classmethod
-    def of(cls, run: Run, screen: log.Screen | None = None) -> Trainer:
+    def of(cls, run: Run, screen: log.Screen | None = None, folder: RunFolder | None = None) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         loaded = run.loaded
         return cls(
@@ -110,6 +114,7 @@ class Trainer:
             model_config=loaded.config,
             world=run.world,
             screen=screen,
+            folder=folder,
         )
 
     def run(self) -> Result:
@@ -121,11 +126,14 @@ class Trainer:
         """
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._folder)
             trained = stack.enter_context(training(self.model, config))
             for line in announce.lines(
                 self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
             ):
                 self.screen.say(line)
+            #: What the run is, for its report.
+            self.about = announce.about(self.model, config, self.splits, trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
             self._prepare(trained)
             for line in fill(self.model, trained, self.splits, config, self.outputs, self._facts, world):
@@ -139,7 +147,10 @@ class Trainer:
                 self._save(finished=True)
         result = Result.of(self.progress, self._out_of_patience())
         if world.main:
-            write_report(self.outputs.report, self.outputs.metrics, config, dataclasses.asdict(result))
+            figures = dataclasses.asdict(result)
+            problems = write_report(self.outputs.report, self.outputs.metrics, config, figures, about=self.about)
+            for problem in problems:
+                self.screen.say(f"Report: {problem}")
         return result
 
     @property
@@ -166,17 +177,19 @@ class Trainer:
     def _open(self) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
         path, config, world = self.outputs.state, self.config, self.world
-        has_state = path.is_file()
+        has_state = state.exists(path)
         ranks_with_state = world.sum_numbers(float(has_state))[0]
         if config.resume and 0 < ranks_with_state < world.size:
             raise UserError(
                 f"--resume: {path} must be on every machine, and some lack it; share the folder, or copy it to all."
             )
         if world.main:
+            for line in self._folder.make_room():
+                self.screen.say(line)
             self.outputs.prepare()
         if config.resume and has_state:
-            if self._saving.restore():
-                self.screen.say(f"BLAS: {blas.status().threads}.")
+            for line in self._saving.restore():
+                self.screen.say(line)
             self.screen.say(f"Resuming after iteration {self.progress.iteration} of {config.iters}.")
             ranks = self.progress.ranks
             if ranks not in (None, world.size):
@@ -186,11 +199,6 @@ class Trainer:
                 )
         elif config.resume:
             self.screen.say(f"--resume: there is no state in {path.parent} yet; starting from the first iteration.")
-        elif has_state and (before := state.peek(path)) and not before.finished:
-            self.screen.say(
-                f"{path.parent} holds a run stopped after iteration {before.iteration}; this run will replace it "
-                "at its first save. Stop and use --resume to continue that one."
-            )
         metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
         self._metrics = self._saving.metrics = metrics
         options = dataclasses.asdict(config)
@@ -250,13 +258,20 @@ class Trainer:
         loss = self._evaluation(self._valid_order, self.config.val_batches, between)
         if loss is None:
             return False
+        if not math.isfinite(loss):
+            self._on_every_rank(lambda: nonfinite.refuse_damaged(self.model))
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
         record |= {f"val_{name}": value for name, value in self._evaluation.figures.items()}
         progress.val_loss = loss
         self._report(record, log.validation_line(record))
-        if progress.best_loss is None or loss < progress.best_loss:
+        # Without a target to count, the loss is NaN, which is no best.
+        if not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.evaluations_without_gain = loss, 0
+            progress.best_iteration = progress.iteration
+            # Before the first iteration nothing is trained: the model as it came is not worth a copy.
+            if progress.iteration:
+                self._on_every_rank(lambda: self._saving.save_best(loss))
         else:
             progress.evaluations_without_gain += 1
         if self._out_of_patience():
@@ -286,10 +301,7 @@ class Trainer:
         if norm is not None:
             progress.grad_norm = norm
             self._saving.start_window()
-        progress.window_loss += loss_sum
-        progress.window_weight += weight_sum
-        progress.window_figures = added(progress.window_figures, reported)
-        progress.trained_tokens += all_tokens
+        progress.add(loss_sum, weight_sum, all_tokens, reported)
         if mx.get_cache_memory() > self._cache_limit:
             mx.clear_cache()
         seconds = time.perf_counter() - started
@@ -321,8 +333,8 @@ class Trainer:
         tokens = sum(sum(row) for row in batch.positions)
         asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
         # All numbers travel in one message with the update, which saves a round trip for each.
-        reported = [sums.reshape(-1) for sums in self._step.figures]
-        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *reported]))
+        figures = [sums.reshape(-1) for sums in self._step.figures]
+        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))
         mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, numbers)
         values: Any = numbers.tolist()
         return Advance(tuple(values), None if norm is None else number(norm))
@@ -342,8 +354,7 @@ class Trainer:
             "peak_memory": mx.get_peak_memory() / 1e9,
         } | means(self._figures, progress.window_figures)
         left = sum(self._recent) / len(self._recent) * (self.config.iters - progress.iteration)
-        progress.window_loss = progress.window_weight = 0.0
-        progress.window_figures = []
+        progress.start_report()
         self._window.clear()
         progress.train_loss = loss
         self._report(record, log.train_line(record, self.config.iters, left))
@@ -352,15 +363,16 @@ class Trainer:
         self.screen.say(line)
         if self._metrics is not None:
             self.progress.metrics_bytes = self._metrics.write(record)
-        numbers = {k: v for k, v in record.items() if k != "iteration" and v is not None}
-        for service in self._services:
-            service.log(numbers, record["iteration"])
+        log.send(record, self._services)
 
     def _save(self, finished: bool = False) -> None:
+        self._on_every_rank(lambda: self._saving.save(finished))
+
+    def _on_every_rank(self, action: Callable[[], None]) -> None:
+        """Do what raises a UserError on every rank if it raises one on any."""
         try:
-            self._saving.save(finished)
+            action()
         except UserError:
-            # If rank 0 could not write, every rank raises.
             self._ending.in_order()
             raise
 
@@ -372,7 +384,13 @@ class Trainer:
         self._ending.in_order()
         # An update that is not finite changes no parameter.
         self._saving.updating = False
-        self._saving.save_last_update()
+        damage = nonfinite.damage(self.model)
+        worth_saving = damage is None or nonfinite.trained_is_finite(self.model)
+        if worth_saving:
+            self._saving.save_last_update()
+        if damage is not None:
+            kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
+            raise UserError(f"iteration {at}: {what}: {damage}{kept}")
         cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
         raise UserError(
             f"iteration {at}: {what}: {cause}. The update was not made; the state after iteration "

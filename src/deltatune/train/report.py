@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import datetime
 import html
 import importlib.metadata
 import json
@@ -20,6 +21,8 @@ from . import curves
 from .state import write_atomically
 
 Row = Sequence[Any]
+# No figure of a run is larger; sums of larger ones could overflow in a plot.
+_LARGEST = 1e100
 _PACKAGES = ("deltatune", "mlx", "mlx-lm", "numpy", "transformers")
 
 
@@ -45,7 +48,8 @@ class ReportTable:
         columns: The headings of its columns.
         rows: Its rows; a cell is a Png or any value that str() can show.
         note: A text below the heading.
-        folded: Whether the table is hidden until it is clicked.
+        folded: Whether a click on its heading shows or hides the table.
+        shown: Whether a folded table is shown at first.
     """
 
     title: str
@@ -53,6 +57,7 @@ class ReportTable:
     rows: Sequence[Row]
     note: str = ""
     folded: bool = False
+    shown: bool = False
 
 
 @dataclass
@@ -63,6 +68,7 @@ class RunReport:
         title: Its heading.
         subtitle: The line below the heading.
         headline: The figures at the top, by name.
+        notes: Sentences below the headline, about what the report lacks.
         metrics: The records of metrics.jsonl, which are drawn as curves.
         tables: The tables in order; folded ones come below the curves, the others above.
     """
@@ -70,13 +76,35 @@ class RunReport:
     title: str
     subtitle: str = ""
     headline: dict[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
     metrics: Sequence[dict[str, Any]] = ()
     tables: Sequence[ReportTable] = ()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the records of a metrics.jsonl that may be damaged.
+
+    Returns:
+        The records, in which every value is a finite number or None, and the number of lines that hold no such record.
+    """
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    records = [_record(line) for line in lines]
+    return [record for record in records if record is not None], records.count(None)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    # A deeply nested line exhausts the parser's recursion.
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or record.get("iteration") is None:
+        return None
+    return record if all(value is None or _drawable(value) for value in record.values()) else None
+
+
+def _drawable(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def versions() -> dict[str, str]:
@@ -101,10 +129,12 @@ def write_report(
     metrics: Path,
     config: TrainConfig,
     result: dict[str, Any],
+    *,
+    about: dict[str, str],
     tables: Sequence[ReportTable] = (),
     headline: dict[str, str] | None = None,
     title: str | None = None,
-) -> None:
+) -> list[str]:
     """Write the report of a run.
 
     Args:
@@ -112,22 +142,32 @@ def write_report(
         metrics: The run's metrics.jsonl.
         config: The options of the run.
         result: The fields of its Result.
+        about: What the run was, by name: its model, what trained, its data.
         tables: Tables to show before those of the options.
         headline: Figures to show before those of the result.
         title: What was trained; the name of the model by default.
 
+    Returns:
+        Lines that say what the report lacks because `metrics` is damaged.
+
     Raises:
         UserError: If the file system refuses.
     """
-    changed = [
-        (f.name, getattr(config, f.name))
-        for f in dataclasses.fields(config)
-        if f.default is dataclasses.MISSING or getattr(config, f.name) != f.default
-    ]
-    same = [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in dict(changed)]
+    records, damaged = read_metrics(metrics)
+    problems = []
+    if damaged or not metrics.is_file():
+        what = f"damaged lines in {metrics.name}: {damaged}" if damaged else f"{metrics.name} is missing"
+        problems = [f"{what}; the curves show the records that are left: {len(records)}."]
+    now = datetime.datetime.now().astimezone()
+    run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **about}
     facts = [
-        ReportTable("Options that differ from their defaults", ("option", "value"), changed, folded=True),
-        ReportTable("Options at their defaults", ("option", "value"), same, folded=True),
+        ReportTable(
+            "Options that differ from their defaults",
+            ("option", "value"),
+            changed_options(config),
+            folded=True,
+            shown=True,
+        ),
         ReportTable(
             "Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True
         ),
@@ -136,11 +176,28 @@ def write_report(
         title=f"{title or Path(config.model).name}: training report",
         subtitle=f"{config.fine_tune_type}, {result['iterations']} iterations of {config.batch_size} rows",
         headline={**(headline or {}), **_headline(result)},
-        metrics=read_metrics(metrics),
-        tables=[*tables, *facts],
+        notes=problems,
+        metrics=records,
+        tables=[ReportTable("The run", ("what", "value"), list(run.items())), *tables, *facts],
     )
     text = render(report)
     write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+    return problems
+
+
+def changed_options(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the name and the value of every option that differs from its default, those inside options too."""
+    changed: list[tuple[str, Any]] = []
+    for option in dataclasses.fields(config):
+        value = getattr(config, option.name)
+        default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
+        if value == default:
+            continue
+        if dataclasses.is_dataclass(value):
+            changed += changed_options(value, f"{prefix}{option.name}.")
+        else:
+            changed.append((prefix + option.name, value))
+    return changed
 
 
 def _headline(result: dict[str, Any]) -> dict[str, str]:
@@ -168,9 +225,10 @@ def render(report: RunReport) -> str:
         for name, value in report.headline.items()
     )
     figures = "".join(
-        f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>"
-        for title, svg in curves.draw(report.metrics)
+        f"<figure><figcaption>{html.escape(title)}</figcaption>{''.join(drawings)}</figure>"
+        for title, drawings in curves.draw(report.metrics)
     )
+    notes = "".join(f"<p class=note>{html.escape(note[0].upper() + note[1:])}</p>" for note in report.notes)
     rows = -(-len(report.headline) // 6) or 1
     across = -(-len(report.headline) // rows)
     return (
@@ -178,7 +236,7 @@ def render(report: RunReport) -> str:
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>{html.escape(report.title)}</title><style>{_STYLE}</style></head><body><main>"
         f"<header><h1>{html.escape(report.title)}</h1><p>{html.escape(report.subtitle)}</p></header>"
-        f"<section class=cards style=--across:{across}>{cards}</section>"
+        f"<section class=cards style=--across:{across}>{cards}</section>{notes}"
         + "".join(_table(table) for table in report.tables if not table.folded)
         + f"<section class=figures>{figures}</section>"
         + "".join(_folded(table) for table in report.tables if table.folded)
@@ -192,7 +250,7 @@ def _table(table: ReportTable) -> str:
 
 
 def _folded(table: ReportTable) -> str:
-    return f"<details><summary>{html.escape(table.title)}</summary>{_grid(table)}</details>"
+    return f"<details{' open' * table.shown}><summary>{html.escape(table.title)}</summary>{_grid(table)}</details>"
 
 
 def _grid(table: ReportTable) -> str:
@@ -222,15 +280,14 @@ main{max-width:1040px;margin:0 auto;padding:36px 20px}
 h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 8px}
 header p,.note{color:var(--soft);margin:4px 0 10px}
 section{margin:26px 0}
-.cards{display:grid;grid-template-columns:repeat(var(--across),1fr);gap:10px}
-@media(max-width:720px){.cards{grid-template-columns:repeat(2,1fr)}}
+.cards{display:grid;grid-template-columns:repeat(var(--across),minmax(0,1fr));gap:10px}
 .card{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px 14px}
 .card b{display:block;font-size:21px;font-variant-numeric:tabular-nums}.card span{color:var(--soft);font-size:13px}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:14px}
 figure:first-child{grid-column:1/-1}
 figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px}
 figcaption{font-weight:600;font-size:14px;margin-bottom:4px}
-svg{display:block;width:100%;height:auto}
+svg{display:block;width:100%;height:auto}svg.narrow{display:none}
 svg text{font:11px system-ui,sans-serif;fill:var(--soft);font-variant-numeric:tabular-nums}
 svg .grid{stroke:var(--line);stroke-width:1}svg .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
 svg .a{stroke:var(--a)}svg .b{stroke:var(--b)}svg .dot.a{fill:var(--a)}svg .dot.b{fill:var(--b)}svg .dot{stroke:none}
@@ -238,9 +295,12 @@ svg .a{stroke:var(--a)}svg .b{stroke:var(--b)}svg .dot.a{fill:var(--a)}svg .dot.
 table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;padding:7px 12px;vertical-align:top;border-bottom:1px solid var(--line)}
 tr:last-child td{border-bottom:0}th{color:var(--soft);font-weight:600;white-space:nowrap}
-td{overflow-wrap:anywhere;white-space:pre-wrap}
+td{overflow-wrap:anywhere;white-space:pre-wrap}td:first-child{overflow-wrap:break-word}
 td img{display:block;width:96px;border-radius:4px;image-rendering:pixelated}
 .number{font-variant-numeric:tabular-nums}
 details{margin:10px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}
 footer{color:var(--soft);font-size:13px;margin-top:30px}
+@media(max-width:720px){main{padding:20px 12px}h1{font-size:21px}.cards{grid-template-columns:repeat(2,minmax(0,1fr))}
+.card{padding:10px 12px}.card b{font-size:18px;overflow-wrap:anywhere}th,td{padding:6px 8px}
+svg.narrow{display:block}svg.broad{display:none}}
 """

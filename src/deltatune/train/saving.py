@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -59,6 +60,8 @@ class Saving:
         self._outputs, self._world, self._identity = outputs, world, identity
         self.progress, self.saved, self.updating = state.Progress(), -1, False
         self.metrics: Metrics | None = None
+        # Whether the state file that the next save replaces is undamaged.
+        self._sound = True
         # It is None right after an update, and before the first accumulation begins.
         self._start: _Start | None = None
 
@@ -99,6 +102,15 @@ class Saving:
         if world.sum_numbers(float(problem is not None))[0]:
             raise problem or UserError("rank 0 could not save; its message says why.")
 
+    def save_best(self, loss: float) -> None:
+        """Write the weights once more, as the best so far. Every rank must call it, and rank 0 writes.
+
+        Raises:
+            UserError: On every rank, if rank 0 could not write.
+        """
+        outputs, at = self._outputs, self.progress.iteration
+        self._world.do_on_main(lambda: outputs.save_best(at, loss), "save the best weights")
+
     def save_last_update(self) -> None:
         """Return to the state after the last update and save it on rank 0. No rank waits for another.
 
@@ -117,16 +129,19 @@ class Saving:
             self.progress.order = self._order.state()
         self._write(self._start.arrays if self._start is not None else {})
 
-    def restore(self) -> bool:
-        """Restore the run from its state file; return whether the number of BLAS threads had to change.
+    def restore(self) -> list[str]:
+        """Restore the run from its state file, or from the one before it if that is damaged; return lines to print.
+
+        Every rank must call it, and all take the same file.
 
         Raises:
-            UserError: If the file is damaged or belongs to another run.
+            UserError: If both files are damaged, or if the one taken belongs to another run.
         """
-        path = self._outputs.state
+        path, lines = self._choose()
         arrays, progress = state.load(path, self._identity)
         threads = progress.blas_threads
-        changed = bool(threads) and blas.use_threads(threads, "as in the run that is continued")
+        if threads and blas.use_threads(threads, "as in the run that is continued"):
+            lines.append(f"BLAS: {blas.status().threads}.")
         self._model.update(state.unpack("trainable", self._model.trainable_parameters(), arrays, path))
         bundles, moments = self._step.bundles, self._optimizer.state
         parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)
@@ -141,7 +156,22 @@ class Saving:
             kept = window if self._world.main else {}
             self._start = _Start(dataclasses.replace(progress), kept)
         mx.eval(self._model.parameters(), self._optimizer.state, self.sums)
-        return changed
+        return lines
+
+    def _choose(self) -> tuple[Path, list[str]]:
+        """Return the state file to restore, undamaged on every rank, and lines that say why it is not the last one."""
+        last = self._outputs.state
+        problems: list[str] = []
+        for path in (last, state.previous_path(last)):
+            problem = state.damage(path)
+            if not self._world.sum_numbers(float(problem is not None))[0]:
+                self._sound = path == last
+                return path, [f"{problem}: resuming from the state before it, {path}." for problem in problems]
+            problems.append(problem or f"{path} is damaged or missing on another machine")
+        raise UserError(
+            f"--resume: {', and '.join(problems)}. Start anew without --resume; --resume-adapter-file continues from "
+            f"the adapters in {self._outputs.directory} as a new run."
+        )
 
     def _share(self, sums: mx.array) -> mx.array:
         """Return this rank's part of the saved sums. If the number of ranks has changed, rank 0 takes all of them."""
@@ -160,7 +190,8 @@ class Saving:
             self._outputs.save_weights(self.progress.iteration)
             if self.metrics is not None:
                 self.metrics.sync()
-            state.save(self._outputs.state, arrays, self.progress, self._identity)
+            state.save(self._outputs.state, arrays, self.progress, self._identity, sound=self._sound)
+            self._sound = True
         self.saved = self.progress.iteration
 
     def _parted(self, sums: Sums) -> Sums:

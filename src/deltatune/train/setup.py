@@ -22,12 +22,15 @@ from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
+from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.document_isolation import check_packing
 from ..models.head import split_head
+from ..models.layer_caches import carries
 from ..models.load import Loaded, load, locate
 from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
+from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..patches import PatchReport, patched
 from .distributed import World
@@ -94,6 +97,7 @@ def ready(
     image = first_image(config)
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
+    check_examples(loaded.model, loaded.tokenizer, splits.documents())
     return Run(config, loaded, splits, world or World(), image)
 
 
@@ -121,7 +125,7 @@ def load_model(
         lazy: Whether weights stay on the disk until they are used.
         adapter_path: The folder of an adapter to load into the model.
     """
-    return load_with_adapter(
+    loaded = load_with_adapter(
         path or config.model,
         adapter_path,
         trust_remote_code=config.trust_remote_code,
@@ -130,6 +134,9 @@ def load_model(
         seed=config.seed,
         image=image,
     )
+    if config.resize_embeddings:
+        resize_embeddings(loaded, config.seed if config.from_scratch else None)
+    return loaded
 
 
 def load_with_adapter(model: str | Path, adapter_path: str | None, **options: Any) -> Loaded:
@@ -169,7 +176,19 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
         _unfreeze_beside_layers(model)
     if config.resume_adapter_file is not None:
         load_adapter_weights(model, config.resume_adapter_file)
-    return [*report.summary(), *refused_by_mlx_vlm(model)]
+    return [*report.summary(), *_new_rows(model, config), *refused_by_mlx_vlm(model)]
+
+
+def _new_rows(model: nn.Module, config: TrainConfig) -> list[str]:
+    """Return a line on each table with rows for new tokens, or one that says that none were needed."""
+    lines = [
+        f"New rows: {table.rows - table.old_rows:,} in {path}, for the token ids from {table.old_rows:,}; they start "
+        "at the mean of the old rows, and train whole."
+        for path, table in grown_tables(model).items()
+    ]
+    if config.resize_embeddings and not config.from_scratch and not lines:
+        lines = ["resize_embeddings: the embedding has a row for every id of the tokenizer, so it stays as it is."]
+    return lines
 
 
 def _unfreeze_beside_layers(model: nn.Module) -> None:
@@ -289,7 +308,7 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         if config.pack and compare:
             check_packing(model)
         if config.grad_checkpoint:
-            stack.enter_context(checkpointed([layer.module for layer in layers]))
+            stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
         objective = objective_of(config)
         if objective is None:
             yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)

@@ -1,7 +1,11 @@
-"""Reads and writes the state of a run, one file that is replaced atomically, so that a kill leaves a loadable one."""
+"""Reads and writes the state of a run: a file with a checksum, replaced atomically, and the one before it.
+
+A kill leaves a loadable file. If the file is damaged later, the run continues from the one before it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -14,11 +18,12 @@ import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
 from ..config import TrainConfig
-from ..errors import UserError
+from ..errors import UserError, first_line
+from ..machine import checksum
 from ..machine.atomic_files import replace_durably
 from .tree import leaves
 
-FORMAT = 2
+FORMAT = 3
 # The options that may differ between a run and its continuation: how long it runs, how often and where it reports, and
 # what only changes memory. Model and data are compared by content (content.py, BatchOrder), so their paths may differ.
 FREE_OPTIONS = {
@@ -36,13 +41,17 @@ FREE_OPTIONS = {
     "steps_per_report",
     "steps_per_eval",
     "save_every",
+    "keep",
     "early_stopping",
     "adapter_path",
     "resume",
+    "overwrite",
     "clear_cache_threshold",
     "report_to",
     "project_name",
     "trust_remote_code",
+    # The shapes of the model's tensors, which are compared, tell whether it was used.
+    "resize_embeddings",
 }
 
 
@@ -59,6 +68,7 @@ class Progress:
         train_loss: The loss per token of the last report.
         val_loss: The loss per token of the last evaluation.
         best_loss: The lowest loss per token of all evaluations.
+        best_iteration: The iteration after which it was measured; -1 if no evaluation was made.
         evaluations_without_gain: The evaluations since the lowest loss.
         window_loss: The sum of losses since the last report.
         window_weight: The sum of target weights since the last report.
@@ -79,6 +89,7 @@ class Progress:
     train_loss: float | None = None
     val_loss: float | None = None
     best_loss: float | None = None
+    best_iteration: int = -1
     evaluations_without_gain: int = 0
     window_loss: float = 0.0
     window_weight: float = 0.0
@@ -90,16 +101,40 @@ class Progress:
     blas_threads: int = 0
     order: dict[str, Any] = field(default_factory=dict)
 
+    def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:
+        """Add the sums of a micro-batch to those since the last report."""
+        self.window_loss += loss
+        self.window_weight += weight
+        before = self.window_figures or [0.0] * len(figures)
+        # A new list, since earlier copies of the progress share the old one.
+        self.window_figures = [one + other for one, other in zip(before, figures, strict=True)]
+        self.trained_tokens += tokens
+
+    def start_report(self) -> None:
+        """Reset the sums, after a report."""
+        self.window_loss = self.window_weight = 0.0
+        self.window_figures = []
+
 
 def state_path(directory: str | Path) -> Path:
     """Return the path of the state file of a run with the output folder `directory`."""
     return Path(directory) / "state" / "state.safetensors"
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` atomically by what `write` writes into an open file; UserError if the file system refuses."""
+def previous_path(path: Path) -> Path:
+    """Return the path of the state that was saved before the one at `path`."""
+    return path.with_name("previous.safetensors")
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a state file, or one before it."""
+    return path.is_file() or previous_path(path).is_file()
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: Path | None = None) -> None:
+    """Replace `path` atomically (machine.atomic_files.replace_durably); UserError if the file system refuses."""
     try:
-        replace_durably(path, write)
+        replace_durably(path, write, keep)
     except OSError as error:
         raise UserError(refusal(path, error)) from error
 
@@ -125,10 +160,58 @@ def fingerprint(config: TrainConfig, **facts: Any) -> dict[str, Any]:
     return json.loads(json.dumps(options | facts, default=str))
 
 
-def save(path: Path, arrays: dict[str, mx.array], progress: Progress, identity: dict[str, Any]) -> None:
-    """Write a state file: `arrays` in their dtypes, `progress`, and the run's `identity` (see fingerprint)."""
+def save(
+    path: Path, arrays: dict[str, mx.array], progress: Progress, identity: dict[str, Any], *, sound: bool = True
+) -> None:
+    """Write a state file with a checksum. The one that it replaces is kept at previous_path(path).
+
+    Args:
+        path: The file.
+        arrays: The arrays, which keep their dtypes.
+        progress: The progress of the run.
+        identity: What a continuation must share (see fingerprint).
+        sound: Whether the file that is replaced is undamaged; otherwise it is not kept, and the one before it is.
+
+    Raises:
+        UserError: If the file system refuses.
+    """
     content = {"format": FORMAT, "progress": dataclasses.asdict(progress), "identity": identity}
-    write_atomically(path, lambda file: mx.save_safetensors(file, arrays, {"deltatune": json.dumps(content)}))
+    metadata = {checksum.KEY: checksum.BLANK, "deltatune": json.dumps(content)}
+
+    def write(file: BinaryIO) -> None:
+        summed: Any = checksum.SummedFile(file)
+        mx.save_safetensors(summed, arrays, metadata)
+        summed.seal()
+
+    previous = previous_path(path)
+    keep, spare = (previous, previous) if sound else (None, path)
+    try:
+        replace_durably(path, write, keep)
+    except OSError as error:
+        # If the disk is full, a single good state has to do while the new one is written.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not spare.exists():
+            raise UserError(refusal(path, error)) from error
+        spare.unlink()
+        write_atomically(path, write, keep)
+
+
+def damage(path: Path) -> str | None:
+    """Return what is wrong with a state file, as a clause that names it; None if it is undamaged.
+
+    States of formats 1 and 2 hold no checksum, so that only damage of their headers is found.
+    """
+    try:
+        summed = checksum.check(path)
+        content = _read(path)[1]
+        if not summed and content["format"] >= 3:
+            return f"{path} is damaged (its checksum is missing)"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        return f"{path} is damaged ({first_line(error)})"
+    return None
 
 
 def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Progress]:
@@ -137,17 +220,16 @@ def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Pro
     Raises:
         UserError: If the file is damaged, has another format, or belongs to a run with another identity.
     """
-    try:
-        arrays, content = _read(path)
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise UserError(f"{path} is not a state of deltatune ({error}); remove it to start anew.") from error
-    if content["format"] not in (1, FORMAT):
+    if problem := damage(path):
+        raise UserError(f"{problem}: it is no state to resume from; start anew without --resume.")
+    arrays, content = _read(path)
+    if content["format"] not in range(1, FORMAT + 1):
         raise UserError(
-            f"{path} has state format {content['format']}, and this deltatune reads 1 and {FORMAT}; start anew."
+            f"{path} has state format {content['format']}, and this deltatune reads 1 to {FORMAT}; start anew."
         )
     saved = content["identity"]
-    if content["format"] == 1:
-        # Format 1 holds paths in place of content, and some options that may differ in format 2.
+    if content["format"] < FORMAT:
+        # Format 1 holds paths in place of content, and format 2 holds a digest of fewer numbers of the weights.
         shared = saved.keys() & identity.keys()
         saved, identity = ({key: value for key, value in one.items() if key in shared} for one in (saved, identity))
     compare(path, saved, identity)
@@ -161,11 +243,11 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
 
 
 def peek(path: Path) -> Progress | None:
-    """Read only the progress of a state file; None if the file is missing or unreadable."""
-    try:
-        return Progress(**_read(path)[1]["progress"])
-    except (RuntimeError, KeyError, ValueError, TypeError):
-        return None
+    """Read only the progress of a state file, or of the one before it; None if both are missing or unreadable."""
+    for candidate in (path, previous_path(path)):
+        with contextlib.suppress(RuntimeError, KeyError, ValueError, TypeError):
+            return Progress(**_read(candidate)[1]["progress"])
+    return None
 
 
 def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:

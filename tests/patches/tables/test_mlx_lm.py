@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from deltatune import patches
 from deltatune.machine import backend
-from deltatune.machine.environment import GATED_DELTA
+from deltatune.machine.environment import ATTENTION, GATED_DELTA
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
 from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, served
@@ -286,6 +286,7 @@ def transformed(how: str) -> Callable[..., mx.array]:
 @pytest.mark.parametrize("how", ["compile", "checkpoint", "vmap"])
 def test_inside_other_transforms(tiny_model, monkeypatch, how, training):
     monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setenv(ATTENTION, "naive")
     model = tiny_model("olmo_hybrid")
     model.train(training)
     rows = tokens(2, 9)

@@ -183,10 +183,12 @@ def test_errors_stay_upstreams():
 
 
 def test_nothing_is_touched_where_the_blas_is_right():
-    before = [current(name) for name in NAMES]
+    # Attention has another record, for training (tables/attention.py).
+    names = [name for name in NAMES if name != "fast.scaled_dot_product_attention"]
+    before = [current(name) for name in names]
     with patched() as report:
-        assert [current(name) for name in NAMES] == before
-    assert not {each.patch.name for each in report.applied} & set(NAMES)
+        assert [current(name) for name in names] == before
+    assert not {each.patch.name for each in report.applied} & set(names)
 
 
 @ON_A_CPU

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ...errors import UserError
-from ..chat import ASSISTANT
 from ..example import Example
+from ..row_formats import ASSISTANT
 from ..text import TextEncoder
 from ..vision.encoder import VisionEncoder
 from .preference import Preference
@@ -40,10 +41,25 @@ class PreferenceEncoder:
 
     def __init__(self, conversations: TextEncoder | VisionEncoder, tokenizer: Any, *, labels: bool):
         self._conversations, self._tokenizer, self._labels = conversations, tokenizer, labels
-        self.kinds: set[str] = set()
+        self.kinds: Counter[str] = Counter()
 
-    def __call__(self, row: Any, source: str) -> Preference:
-        """Return the row's documents at full length; UserError, naming `source`, if it cannot be learnt from."""
+    def stream(self, rows: Iterable[tuple[str, Any]], _count: int) -> Iterator[list[Preference]]:
+        """Yield the preference of each row at full length; UserError, naming the row, if it cannot be learnt from."""
+        read = [self._read(row, source) for source, row in rows]
+        conversations = [(one.source, each) for one in read for each in one.answers if not isinstance(each, Example)]
+        encoded = self._conversations.stream(iter(conversations), len(conversations))
+        for one in read:
+            documents = [
+                each if isinstance(each, Example) else _only(next(encoded), one.source) for each in one.answers
+            ]
+            if len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
+                raise UserError(
+                    f"{one.source}: chosen and rejected are equal, so neither is preferred; remove this row."
+                )
+            yield [Preference(tuple(documents), one.desirable)]
+
+    def _read(self, row: Any, source: str) -> _Read:
+        """Return the answers of a row."""
         if not isinstance(row, Mapping):
             raise UserError(f"{source}: expected an object with {self._expected()}, got {type(row).__name__}.")
         if LABEL in row and COMPLETION in row:
@@ -52,11 +68,8 @@ class PreferenceEncoder:
         if missing:
             raise UserError(self._incomplete(row, missing, source))
         kind = _same_kind(row, [name for name in (PROMPT, CHOSEN, REJECTED) if row.get(name) is not None], source)
-        documents = self._texts(row, source) if kind is str else self._messages(row, source)
-        if np.array_equal(documents[0].tokens, documents[1].tokens):
-            raise UserError(f"{source}: chosen and rejected are equal, so neither is preferred; remove this row.")
-        self.kinds.add(CHOSEN)
-        return Preference(documents)
+        self.kinds[CHOSEN] += 1
+        return _Read(self._texts(row, source) if kind is str else self._messages(row, source), source)
 
     def _expected(self) -> str:
         return f"{_LABELLED}, or {_PAIR}" if self._labels else _PAIR
@@ -67,8 +80,8 @@ class PreferenceEncoder:
             return f"{source}: {missing[0]!r} is missing or null, so this is no pair; expected {self._expected()}."
         return f"{source}: no known format: expected {self._expected()}, got {', '.join(map(repr, row)) or 'no key'}."
 
-    def _labelled(self, row: Mapping[str, Any], source: str) -> Preference:
-        """Return the document of one answer with a label."""
+    def _labelled(self, row: Mapping[str, Any], source: str) -> _Read:
+        """Return the one answer of a row with a label."""
         if not self._labels:
             raise UserError(
                 f"{source}: an answer with a label is for --loss kto; this loss needs pairs: expected {_PAIR}."
@@ -79,26 +92,24 @@ class PreferenceEncoder:
         if row.get(PROMPT) is None or row[COMPLETION] is None:
             raise UserError(f"{source}: a prompt or a completion is missing; expected {_LABELLED}.")
         if _same_kind(row, [PROMPT, COMPLETION], source) is str:
-            document = self._text(row[PROMPT], row[COMPLETION], COMPLETION, source)
+            answer: _Answer = self._text(row[PROMPT], row[COMPLETION], COMPLETION, source)
         else:
-            document = self._conversation(row, row[PROMPT], row[COMPLETION], COMPLETION, source)
-        self.kinds.add(LABEL)
-        return Preference((document,), bool(label))
+            answer = _conversation(row, row[PROMPT], row[COMPLETION], COMPLETION, source)
+        self.kinds[LABEL] += 1
+        return _Read([answer], source, bool(label))
 
-    def _texts(self, row: Mapping[str, Any], source: str) -> tuple[Example, Example]:
+    def _texts(self, row: Mapping[str, Any], source: str) -> Sequence[_Answer]:
         """Return both documents of plain text."""
         for name in _BESIDE:
             if row.get(name):
                 raise UserError(f"{source}: {name!r} belongs to messages; this row holds plain text.")
         if row.get(PROMPT) is not None:
-            chosen, rejected = (self._text(row[PROMPT], row[side], side, source) for side in (CHOSEN, REJECTED))
-            return chosen, rejected
+            return [self._text(row[PROMPT], row[side], side, source) for side in (CHOSEN, REJECTED)]
         tokens = [self._with_end(row[side], side, source) for side in (CHOSEN, REJECTED)]
         shared = _common(*tokens)
         if shared == 0:
             raise UserError(f"{source}: chosen and rejected begin differently and there is no prompt; add the prompt.")
-        first, second = (_document(one, min(shared, len(one) - 1), source) for one in tokens)
-        return first, second
+        return [_document(one, min(shared, len(one) - 1), source) for one in tokens]
 
     def _text(self, prompt: str, answer: str, side: str, source: str) -> Example:
         """Return the document of a prompt and its answer, both plain text."""
@@ -122,8 +133,8 @@ class PreferenceEncoder:
         tokens, end = self._tokenizer.encode(text), self._tokenizer.eos_token_id
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
-    def _messages(self, row: Mapping[str, Any], source: str) -> tuple[Example, Example]:
-        """Return both documents of a conversation."""
+    def _messages(self, row: Mapping[str, Any], source: str) -> Sequence[_Answer]:
+        """Return both conversations."""
         chosen, rejected, prompt = row[CHOSEN], row[REJECTED], row.get(PROMPT)
         if prompt is None or isinstance(prompt, str):
             shared = _common(chosen, rejected)
@@ -138,20 +149,42 @@ class PreferenceEncoder:
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         elif prompt and chosen[: len(prompt)] == prompt:
             raise UserError(f"{source}: chosen repeats the prompt; give what follows it, or leave the prompt out.")
-        return (
-            self._conversation(row, prompt, chosen, CHOSEN, source),
-            self._conversation(row, prompt, rejected, REJECTED, source),
-        )
+        sides = {CHOSEN: chosen, REJECTED: rejected}
+        return [_conversation(row, prompt, answer, side, source) for side, answer in sides.items()]
 
-    def _conversation(
-        self, row: Mapping[str, Any], prompt: list[Any], answer: list[Any], side: str, source: str
-    ) -> Example:
-        """Return the document of messages, of which the assistant's behind the prompt count."""
-        if not answer:
-            raise UserError(f"{source}: {side!r} has no message of its own; remove this row.")
-        silent = [{**one, "weight": 0} if _role(one) == ASSISTANT else one for one in prompt]
-        beside = {name: row[name] for name in _BESIDE if name in row}
-        return replace(self._conversations({"messages": [*silent, *answer], **beside}, source), source=source)
+
+# An answer that is tokenised already, or the row of a conversation.
+_Answer = Example | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The answers of a row, where it came from, and whether the first answer is a good one."""
+
+    answers: Sequence[_Answer]
+    source: str
+    desirable: bool = True
+
+
+def _conversation(
+    row: Mapping[str, Any], prompt: list[Any], answer: list[Any], side: str, source: str
+) -> dict[str, Any]:
+    """Return the row of a conversation, of which the assistant's messages behind the prompt count."""
+    if not answer:
+        raise UserError(f"{source}: {side!r} has no message of its own; remove this row.")
+    silent = [{**one, "weight": 0} if _role(one) == ASSISTANT else one for one in prompt]
+    beside = {name: row[name] for name in _BESIDE if name in row}
+    return {"messages": [*silent, *answer], **beside}
+
+
+def _only(examples: list[Example], source: str) -> Example:
+    """Return the one document of an answer; UserError where the chat template takes several rows to write it."""
+    if len(examples) > 1:
+        raise UserError(
+            f"{source}: the chat template rewrites an earlier turn of this answer once the next follows, so it has no "
+            "log-probability of its own; end the answer at its first turn."
+        )
+    return replace(examples[0], source=source)
 
 
 def _same_kind(row: Mapping[str, Any], names: Sequence[str], source: str) -> type:

@@ -5,7 +5,7 @@ Each image or video becomes as many tokens as the vision tower gives features fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,26 +38,30 @@ class VisionEncoder:
     def __init__(self, text: TextEncoder, spec: VisionSpec, reader: MediaReader, names: tuple[str, str, str]):
         self._text, self._spec, self._reader, self._names = text, spec, reader, names
 
-    @property
-    def kinds(self) -> set[str]:
-        """The formats of the rows so far."""
-        return self._text.kinds
+    def stream(self, rows: Iterable[tuple[str, Any]], count: int) -> Iterator[list[Example]]:
+        """Yield the examples of each row, in order."""
+        return (self(row, source) for source, row in rows)
 
-    def __call__(self, row: Any, source: str) -> Example:
-        """Return the row's example at full length; UserError, naming `source`, if it cannot be trained on."""
-        if not isinstance(row, Mapping):
-            return self._text(row, source)
+    def __call__(self, row: Any, source: str) -> list[Example]:
+        """Return the row's examples at full length; UserError, naming `source`, if it cannot be trained on."""
+        formats = self._text.formats
+        chat = formats.messages(row, source)
         columns = media_columns(row, source)
-        chat = self._text.conversation(row, source)
         if chat is None:
             if any(columns.values()):
                 what = "an image" if columns[IMAGE] else "a video"
                 raise UserError(f"{source}: a text line has no place for {what}; use messages or prompt/completion.")
-            return self._with_pictures(self._text(row, source), [], [])
+            return [self._with_pictures(self._text.encode_text(formats.text(row, source)), [], [])]
         messages, values = place_media(chat, columns, source)
         sizes = [self._reader.size(value, source) for value in values]
-        messages = self._with_video_texts(messages, [size for size in sizes if size.seconds])
-        return self._with_pictures(self._text.encode_chat(row, messages, source), values, sizes)
+        written = self._with_video_texts(messages, [size for size in sizes if size.seconds])
+        counts = np.cumsum([_media(message["content"]) for message in messages])
+        conversation = self._text.conversation(written, row, source)
+        # A row of a conversation that takes several holds the first images of it.
+        return [
+            self._with_pictures(example, values[: counts[number - 1]], sizes[: counts[number - 1]])
+            for example, number in self._text.encode_chat(conversation)
+        ]
 
     def _with_video_texts(self, messages: list[dict[str, Any]], videos: list[MediaSize]) -> list[dict[str, Any]]:
         """Return the messages with each video replaced by a text: its times, and one token for each pair of frames."""
@@ -112,3 +116,8 @@ class VisionEncoder:
                 "put each where the template expects it."
             )
         return marks
+
+
+def _media(content: Any) -> int:
+    """Return how many images and videos the content of a message has."""
+    return sum(part["type"] in (IMAGE, VIDEO) for part in content) if isinstance(content, list) else 0

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...ops.attention import attention
+
 
 class TowerInputs(NamedTuple):
     """The arrays of inputs.VisionBatch that the tower needs, as MLX arrays."""
@@ -42,10 +44,11 @@ def run_tower(tower: Any, inputs: TowerInputs) -> tuple[mx.array, list[mx.array]
     corners = tower.pos_embed(inputs.position_rows)
     x = x + (corners * inputs.position_weights[..., None].astype(corners.dtype)).sum(axis=0)
     rotation = _rotation(tower, inputs.cells)
-    mask = inputs.present[:, None, None, :]
+    # Patches that fill a frame up are a segment of their own.
+    segments = 1 - inputs.present.astype(mx.int32)
     deep = []
     for index, block in enumerate(tower.blocks):
-        x = x + _attend(block.attn, block.norm1(x), rotation, mask)
+        x = x + _attend(block.attn, block.norm1(x), rotation, segments)
         x = x + block.mlp(block.norm2(x))
         if index in tower.deepstack_visual_indexes:
             merger = tower.deepstack_merger_list[list(tower.deepstack_visual_indexes).index(index)]
@@ -62,13 +65,13 @@ def _rotation(tower: Any, cells: mx.array) -> tuple[mx.array, mx.array]:
     return mx.cos(angles), mx.sin(angles)
 
 
-def _attend(attention: nn.Module, x: mx.array, rotation: tuple[mx.array, mx.array], mask: mx.array) -> mx.array:
+def _attend(layer: nn.Module, x: mx.array, rotation: tuple[mx.array, mx.array], segments: mx.array) -> mx.array:
     frames, count, width = x.shape
-    qkv = attention.qkv(x).reshape(frames, count, 3, attention.num_heads, -1)
+    qkv = layer.qkv(x).reshape(frames, count, 3, layer.num_heads, -1)
     q, k = (_rotated(qkv[:, :, index], rotation) for index in (0, 1))
     heads = [x.transpose(0, 2, 1, 3) for x in (q, k, qkv[:, :, 2])]
-    y = mx.fast.scaled_dot_product_attention(*heads, scale=attention.scale, mask=mask)
-    return attention.proj(y.transpose(0, 2, 1, 3).reshape(frames, count, width))
+    y = attention(*heads, scale=layer.scale, causal=False, segments=segments)
+    return layer.proj(y.transpose(0, 2, 1, 3).reshape(frames, count, width))
 
 
 def _rotated(x: mx.array, rotation: tuple[mx.array, mx.array]) -> mx.array:

@@ -23,6 +23,10 @@ from .native import attention_native
 
 logger = logging.getLogger(__name__)
 
+# Scores in fp32 that take no more memory on a CPU than a block of `blocked` does with all that belongs to it. Up to
+# here MLX's own attention is as fast or faster (docs/log.md), and keeps little.
+FEW_SCORES = 1 << 21
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -55,11 +59,23 @@ def _fused(call: AttentionCall) -> tuple[Implementation, KernelShape] | str:
     return partial(fused_op.attention_fused, machine=whose), call.shape_class(whose)
 
 
+def _native(call: AttentionCall) -> tuple[Implementation, None] | str:
+    """MLX's own attention where a call has few scores: there is nothing to save."""
+    batch, heads, queries, _ = call.q.shape
+    if any(x.dtype != mx.float32 for x in (call.q, call.k, call.v)):
+        return "MLX is slow in half precision on a CPU"
+    if call.mask is not None or queries > call.k.shape[2]:
+        return "a query may see nothing, and MLX gives no zeros there"
+    if batch * heads * queries * call.k.shape[2] > FEW_SCORES:
+        return "MLX would hold many scores"
+    return attention_native, None
+
+
 CANDIDATES: dict[str, Callable[[AttentionCall], tuple[Implementation, KernelShape | None] | str]] = {
     "naive": lambda call: (attention_naive, None),
     "blocked": lambda call: (attention_blocked, None),
     "fused": _fused,
-    "native": lambda call: (attention_native, None),
+    "native": _native,
 }
 _said: set[str] = set()
 
@@ -74,7 +90,8 @@ def choose(call: AttentionCall) -> tuple[str, Implementation]:
     forced = len(names) == 1
     passed_over = []
     for name in names:
-        candidate = CANDIDATES[name](call)
+        # MLX's own serves any call that it is forced to serve.
+        candidate = (attention_native, None) if forced and name == "native" else CANDIDATES[name](call)
         if isinstance(candidate, str):
             if forced:
                 raise UserError(f"{environment.ATTENTION}={name} cannot serve this call: {candidate}.")

@@ -41,7 +41,7 @@ def attention(
 
     Raises ValueError, naming the argument, for a wrong shape, dtype or combination; NotImplementedError when a second
     derivative is taken. The values of segments are not checked. mx.vmap is refused with a ValueError, except where
-    DELTATUNE_ATTENTION=naive serves: fold the mapped axis into B.
+    DELTATUNE_ATTENTION=naive or MLX's own attention serves: fold the mapped axis into B.
 
     Source: arXiv 1706.03762; by blocks: arXiv 2112.05682, 2205.14135, 2307.08691; README.md beside this file.
     """

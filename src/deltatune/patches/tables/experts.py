@@ -19,7 +19,7 @@ import mlx.core as mx
 from ...lora.experts import projection
 from ...machine import backend
 from ...ops.experts import expert_block, swiglu
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 
 # Activations that compute silu(gate) * up. The operator has its own, with a cheaper sigmoid and its own gradient.
 _SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.SwiGLU")

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 
 
 def without_gaps(weights: Iterable[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:

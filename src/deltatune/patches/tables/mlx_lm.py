@@ -13,7 +13,7 @@ from ...machine import backend
 from ...ops import segments
 from ...ops.causal_conv import causal_conv
 from .. import recurrence
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 from . import pointwise
 
 UPDATE_PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
@@ -89,17 +89,18 @@ def _conv1d(upstream: Function) -> Function:
                 f"{self!r} cannot keep packed documents separate on input {x.shape}: only causal depthwise "
                 "convolutions of [state, x] can start anew with each document. Train this model without packing."
             )
-        # The rows before the first token are an empty state, which is not needed: each document starts from zeros.
-        y, _ = causal_conv(x[:, before:], self.weight[..., 0], _bias(self), segments=documents)
+        # The rows before the first token are zeros, or those that a piece of the same document hands on.
+        y = _taps(self, x, documents)
         return pointwise.convolved(self, x, y, documents)
 
     return __call__
 
 
-def _taps(conv: Any, x: mx.array) -> mx.array:
+def _taps(conv: Any, x: mx.array, documents: mx.array | None = None) -> mx.array:
     """conv(x), x [B, T, C], in fewer passes over memory than MLX's grouped convolution makes on a CPU."""
     before = conv.weight.shape[1] - 1
-    return causal_conv(x[:, before:], conv.weight[..., 0], _bias(conv), initial_state=x[:, :before])[0]
+    state, weight = x[:, :before], conv.weight[..., 0]
+    return causal_conv(x[:, before:], weight, _bias(conv), initial_state=state, segments=documents)[0]
 
 
 def _bias(conv: Any) -> mx.array | None:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import recurrence
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 from . import mlx_vlm_experts, mlx_vlm_vision
 from .mlx_lm import LOOP, UPDATE_PLAIN, same_update
 

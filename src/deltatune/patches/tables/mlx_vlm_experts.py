@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 from . import LOWEST_MLX_VLM
 from .experts import weighted_block
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 from . import LOWEST_MLX_VLM
 
 

@@ -20,7 +20,9 @@ from ...errors import UserError
 from ...machine import backend
 from ...machine.blas_fault import ProbeResult, probe
 from .. import patch
-from ..patch import Function, Patch, PatchWarning
+from ..patch import PatchWarning
+from ..patch_record import Function, Patch, core_record
+from ..whole_rows import attending
 
 Check = Function
 
@@ -244,7 +246,7 @@ def _weight(*shape: int) -> mx.array:
 
 def _record(name: str, replacement: Function, call: Function) -> Patch:
     reason = "the BLAS of this machine leaves NaN in products of one row"
-    return patch.core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT)
+    return core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT)
 
 
 def _gathered(function: Function, x: mx.array) -> mx.array:
@@ -276,7 +278,8 @@ PATCHES = (
     _record("inner", _inner, lambda f, x: f(x, _weight(4, 3))),
     _record("gather_mm", _gather_mm, _gathered),
     _record("segmented_mm", _segmented_mm, _segmented),
-    _record("fast.scaled_dot_product_attention", _attention, _attended),
+    # In training, deltatune's attention serves in its place, as on other machines (whole_rows.py).
+    _record("fast.scaled_dot_product_attention", lambda upstream: attending(_attention(upstream)), _attended),
     _record("conv1d", _convolution, _slid(1)),
     _record("conv2d", _convolution, _slid(1, 1)),
     _record("conv3d", _convolution, _slid(1, 1, 1)),

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from ...machine import backend
 from ...ops.pointwise import conv, norms, silu
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
 

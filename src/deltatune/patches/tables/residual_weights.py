@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..patch import Function, Patch
+from ..patch_record import Function, Patch
 
 
 def _fresh_product(*caches: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.experts.single_rows import single_rows
-from ..patch import Function, core_record, describe_difference
+from ..patch_record import Function, core_record, describe_difference
 
 # Products may be computed in TF32, whose mantissa has 10 bits. A wrong row has a relative error above 1.
 _BOUND = 1e-2

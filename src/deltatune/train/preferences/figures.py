@@ -21,11 +21,6 @@ def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     return found
 
 
-def added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
-    """Return the sums of two lists, of which the first may be empty."""
-    return [one + other for one, other in zip(sums, more, strict=True)] if sums else list(more)
-
-
 def line(record: Mapping[str, float], prefix: str = "") -> str:
     """Return what a line of progress says of the figures in `record`, or an empty text if it has none."""
     shown = {"margin": f"{prefix}{MARGINS}", "accuracy": f"{prefix}rewards/accuracies", "kl": f"{prefix}kl"}

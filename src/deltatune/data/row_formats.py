@@ -1,0 +1,264 @@
+"""Reads a row of data as a conversation or a plain text, whichever of the common formats it has."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ..config import nearest
+from ..errors import UserError
+
+TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
+ASSISTANT, TOOL = "assistant", "tool"
+TOOLS, SYSTEM, TOOL_CALLS = "tools", "system", "tool_calls"
+_ALPACA = ("instruction", "input", "output")
+# Who speaks in ShareGPT's rows, and the role that is meant.
+_SPEAKERS = {
+    "human": "user", "user": "user",
+    "gpt": ASSISTANT, "assistant": ASSISTANT, "model": ASSISTANT, "chatgpt": ASSISTANT, "function_call": ASSISTANT,
+    "system": SYSTEM,
+    "tool": TOOL, "function": TOOL, "function_response": TOOL, "observation": TOOL,
+}  # fmt: skip
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Features:
+    """The keys under which a row holds its parts. The defaults are those of mlx_lm.lora."""
+
+    prompt: str = "prompt"
+    completion: str = "completion"
+    chat: str = "messages"
+    text: str = "text"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation that is to be rendered.
+
+    Args:
+        messages: the messages, each with its role.
+        tools: the tools that the template describes to the model.
+        turns: the numbers of the messages that count in the loss; None if everything counts.
+        every_turn: whether these are all of the assistant's turns.
+        source: where the conversation came from, for messages to the user.
+    """
+
+    messages: Messages
+    tools: list[Any] | None
+    turns: list[int] | None
+    every_turn: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A text that needs no rendering, and where it came from."""
+
+    text: str
+    source: str
+
+
+@dataclass
+class RowFormats:
+    """Reads rows, and counts the formats that it met (`kinds`).
+
+    Args:
+        features: the keys of a row.
+    """
+
+    features: Features
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    def messages(self, row: Any, source: str) -> Messages | None:
+        """Return the row's messages, or None for plain text; UserError, naming `source`, if it has no known format."""
+        if not isinstance(row, Mapping):
+            raise UserError(f"{source}: expected an object with {self._expected()}, got {type(row).__name__}.")
+        kind = self._kind(row, source)
+        if kind == TEXT:
+            messages = None
+        elif kind == COMPLETION:
+            names = self.features
+            messages = [_message("user", row, names.prompt, source), _answer(row, names.completion, source)]
+        elif kind == ALPACA:
+            messages = _alpaca(row, source)
+        else:
+            key = self.features.chat if kind == CHAT else "conversations"
+            entries = typed(row, key, list, source)
+            if entries and all(
+                isinstance(entry, Mapping) and "role" not in entry and "from" in entry for entry in entries
+            ):
+                kind, entries = SHAREGPT, _spoken(entries, source)
+                if row.get(SYSTEM) and entries[0]["role"] != SYSTEM:
+                    entries.insert(0, _message(SYSTEM, row, SYSTEM, source))
+            elif kind == SHAREGPT:
+                kind = CHAT
+            messages = [_checked(entry, number, source) for number, entry in enumerate(entries, 1)]
+            if not any(message.get("content") or message.get(TOOL_CALLS) for message in messages):
+                raise UserError(f"{source}: empty conversation: no message has content; remove this row.")
+        self.kinds[kind] += 1
+        return messages
+
+    def text(self, row: Mapping[str, Any], source: str) -> PlainText:
+        """Return the plain text of a row."""
+        return PlainText(typed(row, self.features.text, str, source), source)
+
+    @cached_property
+    def _formats(self) -> dict[str, list[str]]:
+        """The keys of each format, or of those formats alone in which the user has named a key."""
+        names = self.features
+        formats = {
+            COMPLETION: [names.prompt, names.completion],
+            CHAT: [names.chat],
+            SHAREGPT: ["conversations"],
+            ALPACA: [_ALPACA[0], _ALPACA[2]],
+            TEXT: [names.text],
+        }
+        named = set(vars(names).values()) - set(vars(Features()).values())
+        # Without this, a row could be read under the default key of a format that the user did not ask for.
+        return {kind: keys for kind, keys in formats.items() if not named or named.intersection(keys)}
+
+    def _expected(self) -> str:
+        """Return the words in which messages name the possible formats."""
+        return ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in self._formats.values())
+
+    def _kind(self, row: Mapping[str, Any], source: str) -> str:
+        """Return the format of a row: the first whose keys it all has."""
+        formats = self._formats
+        present = {key for key, value in row.items() if value is not None}
+        for kind, keys in formats.items():
+            if present.issuperset(keys):
+                return kind
+        known = [key for keys in formats.values() for key in keys]
+        null = [key for key in known if key in row and key not in present]
+        if null:
+            raise UserError(f"{source}: {null[0]!r} is null; expected {self._expected()}.")
+        missing = [key for key in known if key not in row]
+        got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), missing)) for key in row)
+        raise UserError(f"{source}: no known format: expected {self._expected()}, got {got or 'no key'}.")
+
+
+def tools_of(row: Mapping[str, Any], source: str) -> list[Any] | None:
+    """Return the tools of a row, which may be JSON in a string; None if it has none."""
+    value = row.get(TOOLS)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _json(value, f"{source}: 'tools'")
+    return None if value is None else typed({TOOLS: value}, TOOLS, list, source)
+
+
+def join_text_parts(messages: Messages, source: str) -> Messages:
+    """Return the messages with each content that is a list of text parts as one string."""
+    joined = []
+    for number, message in enumerate(messages, 1):
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    raise UserError(
+                        f'{source}: message {number}: expected parts {{"type": "text", "text": ...}} for this model, '
+                        f"got {short(part)}."
+                    )
+            message = {**message, "content": "".join(part["text"] for part in content)}
+        joined.append(message)
+    return joined
+
+
+def _alpaca(row: Mapping[str, Any], source: str) -> Messages:
+    """Return an Alpaca row as messages: the instruction, a blank line and the input are the prompt."""
+    instruction, given, output = _ALPACA
+    prompt = _message("user", row, instruction, source)
+    if row.get(given):
+        prompt["content"] += "\n\n" + typed(row, given, str, source)
+    system = [_message(SYSTEM, row, SYSTEM, source)] if row.get(SYSTEM) else []
+    return [*system, prompt, _answer(row, output, source)]
+
+
+def _message(role: str, row: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
+    return {"role": role, "content": typed(row, key, str, source)}
+
+
+def _answer(row: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
+    """Return the answer of a row; UserError if it is empty."""
+    message = _message(ASSISTANT, row, key, source)
+    if not message["content"].strip():
+        raise UserError(f"{source}: empty {key!r}: there is nothing to learn from; remove this row.")
+    return message
+
+
+def _spoken(entries: list[Any], source: str) -> Messages:
+    """Return the entries of a ShareGPT conversation, {"from": ..., "value": ...}, as messages."""
+    messages = []
+    for number, entry in enumerate(entries, 1):
+        where = f"{source}: message {number}"
+        speaker, value = entry["from"], entry.get("value")
+        if speaker not in _SPEAKERS:
+            raise UserError(f'{where}: expected "from" to be one of {", ".join(_SPEAKERS)}, got {speaker!r}.')
+        message = {"role": _SPEAKERS[speaker], "content": value}
+        if speaker == "function_call":
+            calls = _json(value, where) if isinstance(value, str) else value
+            message = {"role": ASSISTANT, "content": "", TOOL_CALLS: calls if isinstance(calls, list) else [calls]}
+        messages.append(message | ({"weight": entry["weight"]} if "weight" in entry else {}))
+    return messages
+
+
+def _checked(message: Any, number: int, source: str) -> dict[str, Any]:
+    """Return a message after checking its role, its content and its calls of tools, whose arguments become mappings."""
+    where = f"{source}: message {number}"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f'{where}: expected {{"role": ..., "content": ...}}, got {short(message)}.')
+    content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise UserError(f'{where}: expected a string as "content", got {short(content)}.')
+    # OpenAI's older form has one call in place of a list, and the role "function" for its result.
+    if message["role"] == "function":
+        message = {**message, "role": TOOL}
+    if message.get("function_call") is not None and not message.get(TOOL_CALLS):
+        message = {**message, TOOL_CALLS: [message["function_call"]]}
+    if not message.get(TOOL_CALLS):
+        return message
+    calls = typed(message, TOOL_CALLS, list, where)
+    return {**message, TOOL_CALLS: [_call(call, f"{where}: tool call {index}") for index, call in enumerate(calls, 1)]}
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """Return a call of a tool in OpenAI's form, with its arguments as a mapping: templates read them by name."""
+    function = call.get("function", call) if isinstance(call, Mapping) else call
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f'{where}: expected {{"function": {{"name": ..., "arguments": ...}}}}, got {short(call)}.')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json(arguments, f"{where}: 'arguments'") if arguments.strip() else {}
+    if not isinstance(arguments, Mapping | None):
+        raise UserError(
+            f"{where}: 'arguments': expected an object, or a string that holds one, got {short(arguments)}."
+        )
+    function = {**function, "arguments": arguments or {}}
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+
+
+def _json(text: str, where: str) -> Any:
+    """Return what a JSON text holds; UserError if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: expected JSON, got {short(text)} ({error}).") from error
+
+
+def typed(row: Mapping[str, Any], key: str, kind: type, source: str) -> Any:
+    """Return the value of a key after checking that it is a list or a string, as `kind` says."""
+    value = row[key]
+    if not isinstance(value, kind):
+        expected = "a list" if kind is list else "a string"
+        raise UserError(f"{source}: {key!r}: expected {expected}, got {short(value)}.")
+    return value
+
+
+def short(value: Any) -> str:
+    """Return the type and the beginning of a value, for messages."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

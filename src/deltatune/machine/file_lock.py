@@ -1,0 +1,117 @@
+"""Locks a file for one process at a time. The system ends the lock with the process, however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TextIO
+
+# POSIX locks are used because forked processes do not inherit them, and because network file systems know them. They
+# do not exclude the process itself, and closing the file anywhere in it ends them: so files are known by their inode.
+_held: set[tuple[int, int]] = set()
+# What file systems without locks answer.
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class HeldError(Exception):
+    """Raised if another holder has the lock; the message names it."""
+
+
+class FileLock:
+    """A lock on a file, into which its holder writes who it is.
+
+    Args:
+        path: The file, which is made, with its folders, when the lock is taken. It is removed when the lock is given
+            back, and so are folders that were made for it and are empty.
+
+    Attributes:
+        path: The file; whoever renames its folder sets it anew.
+        supported: Whether the file system has locks; if it has none, taking the lock excludes nobody.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.supported = path, True
+        self._file: TextIO | None = None
+        self._made: list[Path] = []
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            HeldError: If another process, or another FileLock of this one, has it.
+            OSError: If the file cannot be made.
+        """
+        folders = [folder for folder in (self.path.parent, *self.path.parent.parents) if not folder.exists()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._made = folders
+        while not self._try():
+            pass
+
+    def release(self) -> None:
+        """Give the lock back, if it was taken."""
+        if self._file is None:
+            return
+        # The file goes before the lock does, so that whoever opened it meanwhile sees that its lock counts no more.
+        self.path.unlink(missing_ok=True)
+        _held.discard(_identity(self._file))
+        self._file.close()
+        self._file = None
+        self._remove_folders()
+
+    def _try(self) -> bool:
+        """Take the lock; return False if the file was replaced meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            found = self.path.stat()
+            if (found.st_dev, found.st_ino) in _held:
+                raise HeldError("this process")
+        file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (closed by release)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                holder = _holder(file.read())
+                file.close()
+                raise HeldError(holder) from error
+            if error.errno not in _UNSUPPORTED:
+                file.close()
+                raise
+            self.supported = False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                self._file = file
+                _held.add(_identity(file))
+                file.truncate(0)
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                json.dump({"process": os.getpid(), "machine": socket.gethostname(), "since": since}, file)
+                file.flush()
+                return True
+        file.close()
+        return False
+
+    def _remove_folders(self) -> None:
+        # A folder that is not empty stays.
+        with contextlib.suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+        self._made = []
+
+
+def _identity(file: TextIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino
+
+
+def _holder(text: str) -> str:
+    """Describe the holder of a lock from what it wrote into the file, which may be incomplete."""
+    try:
+        content = json.loads(text)
+        return f"process {content['process']} on {content['machine']}, since {content['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

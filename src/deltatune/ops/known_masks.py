@@ -1,0 +1,41 @@
+"""Remembers what boolean attention masks hide, so that attention can be told that and never reads the mask.
+
+MLX computes an array when it is read. So a mask whose rule is known here takes no memory, unless code other than
+deltatune's reads it, and then it is right there too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class MaskRule(NamedTuple):
+    """What a causal mask of as many queries as keys hides beside later positions.
+
+    Attributes:
+        window: How many keys a query sees at most, itself and those before it; None for all.
+        segments: The documents of a packed batch [B, T], of which a query sees its own alone; None for rows of one.
+    """
+
+    window: int | None
+    segments: mx.array | None
+
+
+# By the id of a mask that is alive.
+_rules: dict[int, tuple[weakref.ref[mx.array], MaskRule]] = {}
+
+
+def remember(mask: mx.array, rule: MaskRule) -> mx.array:
+    """Remember that `mask` hides what `rule` says, for as long as the array lives, and return it."""
+    key = id(mask)
+    _rules[key] = weakref.ref(mask, lambda _: _rules.pop(key, None)), rule
+    return mask
+
+
+def rule_of(mask: mx.array) -> MaskRule | None:
+    """Return the rule that was remembered for this very array; None if there is none."""
+    found = _rules.get(id(mask))
+    return found[1] if found is not None and found[0]() is mask else None

@@ -1,0 +1,326 @@
+"""Runs a decoder layer on one piece of a long row after another, forward and backward, so that no array inside it is
+as long as the row.
+
+A layer hands from piece to piece what it keeps in its cache while it decodes: a recurrence its states, attention its
+keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept for the
+backward pass are the layer's input and the states between the pieces. The backward pass takes the pieces from last to
+first, computes each one again, and adds up the gradients of the weights in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..machine import backend
+from . import segments
+from .functional import holding, is_floating, trainable, undisturbed
+from .random_state import drawing_from, get_key, set_key
+
+# The size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
+PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
+# A row of more pieces has longer ones, since each piece makes the graph of a step larger.
+MOST_PIECES = 32
+
+_running: ContextVar[bool] = ContextVar("a layer runs on a piece of its row", default=False)
+
+
+class States:
+    """The states of a recurrent layer, in the place of mlx-lm's ArraysCache.
+
+    Args:
+        arrays: the states before the piece; None for each at the start of a row.
+    """
+
+    lengths = left_padding = None
+
+    def __init__(self, arrays: Sequence[mx.array | None]):
+        self.arrays = list(arrays)
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        return self.arrays[index]
+
+    def __setitem__(self, index: int, state: mx.array) -> None:
+        self.arrays[index] = state
+
+    def advance(self, tokens: int) -> None:
+        """Note that the layer has read so many tokens, which only matters for padded prompts."""
+
+
+class KeysAndValues:
+    """The keys and values of an attention layer, in the place of mlx-lm's KVCache.
+
+    Args:
+        offset: how many tokens came before the piece.
+        before: their keys and values, [B, heads, offset, size] each; None if nothing reads them.
+    """
+
+    def __init__(self, offset: int, before: Sequence[mx.array] | None):
+        self.offset, self._before = offset, before
+        # The piece's own keys and values, and those up to its end.
+        self.own: list[mx.array] = []
+        self.fetched: list[mx.array] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take the keys and values of the piece; return those of all tokens up to its end."""
+        self.offset += keys.shape[2]
+        self.own = self.fetched = [keys, values]
+        if self._before is not None:
+            self.fetched = [mx.concatenate(pair, axis=2) for pair in zip(self._before, self.own, strict=True)]
+        return self.fetched[0], self.fetched[1]
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What a layer hands from one piece to the next.
+
+    Args:
+        states: how many states a recurrent layer has; None for attention, which has keys and values.
+    """
+
+    states: int | None = None
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays it is."""
+        return 2 if self.states is None else self.states
+
+
+def running() -> bool:
+    """Whether a layer is called on a piece of its row, with the states before the piece."""
+    return _running.get()
+
+
+def bounds_of(x: mx.array) -> list[int]:
+    """Return where the pieces of x [B, T, D] begin and end: [0, T] for a row that is not worth cutting.
+
+    A row is cut from two pieces of PIECE_BYTES on, into pieces of nearly equal length.
+    """
+    batch, length, width = x.shape
+    tokens = max(1, PIECE_BYTES[backend.device()] // (batch * width * x.dtype.size))
+    pieces = min(MOST_PIECES, length // tokens)
+    if pieces < 2:
+        return [0, length]
+    size = -(-length // pieces)
+    # Whole chunks of gated delta and whole tiles of attention leave no rest in any piece but the last.
+    size = -(-size // 128) * 128 if size > 128 else size
+    return [*range(0, length, size), length]
+
+
+def divisible(
+    carry: Carry | None, arguments: Sequence[tuple[str, Any]]
+) -> tuple[mx.array | None, dict[str, Any]]:
+    """Return x and the options for a call of in_pieces(), or None for a call that cannot be made in pieces.
+
+    The layer must take x [B, T, D] first, and then at most a mask that a piece can be given as well: none or, for
+    attention, "causal". A layer that attends without a mask sees later tokens, which no piece can.
+
+    Args:
+        carry: what the layer hands on, if that is known.
+        arguments: the arguments of the call, with their names.
+    """
+    (_, x), *rest = arguments
+    options = {name: value for name, value in rest if value is not None}
+    if carry is None or not isinstance(x, mx.array) or x.ndim != 3 or not is_floating(x):
+        return None, {}
+    plain = all(isinstance(value, str) for value in options.values())
+    fits = plain and options == ({"mask": "causal"} if carry.states is None else {})
+    return (x, options) if fits else (None, {})
+
+
+def in_pieces(
+    layer: Callable[..., mx.array], module: nn.Module, carry: Carry, x: mx.array, bounds: Sequence[int], **options: Any
+) -> mx.array:
+    """Return layer(x, **options) [B, T, D], computed one piece after another in both passes.
+
+    Args:
+        layer: called as layer(x, cache=cache, **options). It gives [B, t, D] for x [B, t, D].
+        module: the module whose trainable parameters `layer` uses.
+        carry: what the layer hands on.
+        x: [B, T, D].
+        bounds: where pieces begin and end, from 0 to T.
+        options: further arguments without arrays.
+
+    Raises:
+        ValueError: the layer does not set its states or read its keys and values, as `carry` says.
+
+    Source: Chen et al., arXiv 1604.06174, who keep the states between segments of a recurrence.
+    """
+    paths, parameters = trainable(module)
+    row = _Row(layer, module, paths, carry, list(pairwise(bounds)), options, segments.current())
+    function: Any = mx.custom_function(lambda *arrays: row.forward(*arrays))
+    function.vjp(lambda primals, cotangents, outputs: row.backward(primals, cotangents, outputs))
+    key = get_key()
+    y, *_ = function(mx.stop_gradient(key), *parameters, x)
+    # The next layer has to draw other random numbers than this one.
+    set_key(mx.random.split(key)[1])
+    return y
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One call of a layer in pieces. It holds no array that the call computed, as functions of MLX must not."""
+
+    layer: Callable[..., mx.array]
+    module: nn.Module
+    paths: list[str]
+    carry: Carry
+    spans: list[tuple[int, int]]
+    options: dict[str, Any]
+    documents: mx.array | None
+
+    def forward(self, key: mx.array, *given: mx.array) -> list[mx.array]:
+        """Return y, and for a recurrence the states after each piece but the last."""
+        *parameters, x = given
+        keys = mx.random.split(key, len(self.spans))
+        ys: list[mx.array] = []
+        saved: list[mx.array] = []
+        before: list[mx.array] = []
+        for number, (start, stop) in enumerate(self.spans):
+            rows = x[:, start:stop]
+            if ys:
+                rows = mx.depends([rows], [ys[-1]])[0]
+            y, cache = self._run(number, keys, self.documents, parameters, rows, before)
+            ys.append(y)
+            before = cache.arrays if isinstance(cache, States) else cache.fetched
+            if self.carry.states is not None and stop < x.shape[1]:
+                saved += before
+        return [mx.concatenate(ys, axis=1), *saved]
+
+    def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        """Return the gradients of the key, the parameters and x."""
+        dy, documents, saved = cotangents[0], self.documents, list(outputs[1:])
+        # Nothing is computed again before its cotangent exists.
+        key, *given = mx.depends(list(primals), [dy])
+        documents = None if documents is None else mx.depends([documents], [dy])[0]
+        *parameters, x = given
+        keys = mx.random.split(key, len(self.spans))
+        totals: list[mx.array] = []
+        dxs: list[mx.array] = []
+        # The gradients of what each piece hands on, so far.
+        d_handed: list[list[mx.array]] = [[] for _ in self.spans]
+        with undisturbed(self.module):
+            if self.carry.states is None:
+                saved = self._keys_and_values(keys, documents, parameters, x)
+            for number in reversed(range(len(self.spans))):
+                arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
+                # Only attention sums them in fp32; a recurrence's are handed on once.
+                d_own = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved[: self.carry.arrays], strict=False)]
+                if dxs:
+                    arrays = mx.depends(arrays, [dxs[0], *totals, *d_own, *chain.from_iterable(d_handed)])
+                found = self._piece_gradients(number, keys, documents, parameters, arrays, d_own)
+                d_parameters, (dx, *d_before) = found[: len(parameters)], found[len(parameters) :]
+                totals = _sums(totals, d_parameters)
+                dxs.insert(0, dx)
+                self._add_handed(d_handed, d_before)
+        weights = [total.astype(array.dtype) for total, array in zip(totals, parameters, strict=True)]
+        dx = mx.concatenate(dxs, axis=1)
+        return [mx.zeros_like(key), *weights, mx.depends([dx], weights)[0] if weights else dx]
+
+    def _run(
+        self,
+        number: int,
+        keys: mx.array,
+        documents: mx.array | None,
+        parameters: Sequence[mx.array],
+        rows: mx.array,
+        before: Sequence[mx.array],
+    ) -> tuple[mx.array, States | KeysAndValues]:
+        """Call the layer on a piece, given what the piece before it handed on; return y and the layer's cache."""
+        start, stop = self.spans[number]
+        cache: States | KeysAndValues
+        if self.carry.states is None:
+            cache = KeysAndValues(start, before or None)
+        else:
+            cache = States(_restarted(before, documents, start) if before else [None] * self.carry.states)
+        own = None if documents is None else documents[:, start:stop]
+        token = _running.set(True)
+        try:
+            with holding(self.module, self.paths, parameters), segments.segments(own), drawing_from(keys[number]):
+                y = self.layer(rows, cache=cache, **self.options)
+        finally:
+            _running.reset(token)
+        handed = cache.arrays if isinstance(cache, States) else cache.own
+        if not handed or any(array is None for array in handed) or y.shape != rows.shape:
+            raise ValueError(
+                f"{type(self.module).__name__} cannot run on pieces of a row: it returned {list(y.shape)} for "
+                f"{list(rows.shape)}, or did not write to its cache."
+            )
+        return y, cache
+
+    def _keys_and_values(
+        self, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array
+    ) -> list[mx.array]:
+        """Compute the keys and values of all pieces but the last again. MLX is lazy: nothing else is computed."""
+        found: list[list[mx.array]] = []
+        for number, (start, stop) in enumerate(self.spans[:-1]):
+            rows = x[:, start:stop]
+            if found:
+                rows = mx.depends([rows], found[-1])[0]
+            _, cache = self._run(number, keys, documents, parameters, rows, [])
+            assert isinstance(cache, KeysAndValues)
+            found.append(cache.own)
+        return [mx.concatenate(parts, axis=2) for parts in zip(*found, strict=True)]
+
+    def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:
+        """Return what the piece before the given one handed on; nothing for the first."""
+        if number == 0:
+            return []
+        if self.carry.states is not None:
+            return saved[(number - 1) * self.carry.states : number * self.carry.states]
+        return [array[:, :, : self.spans[number][0]] for array in saved]
+
+    def _piece_gradients(
+        self,
+        number: int,
+        keys: mx.array,
+        documents: mx.array | None,
+        parameters: list[mx.array],
+        arrays: list[mx.array],
+        d_own: list[mx.array],
+    ) -> list[mx.array]:
+        """Return the gradients of the parameters, of the piece's rows, and of what was handed to the piece.
+
+        `arrays` are the rows, the cotangent of y, and what was handed to the piece; `d_own` are the gradients of what
+        it hands on, none for the last piece.
+        """
+        rows, d_rows, *before = arrays
+        count = len(parameters)
+
+        def recompute(*values: mx.array) -> list[mx.array]:
+            y, cache = self._run(number, keys, documents, values[:count], values[count], values[count + 1 :])
+            handed = cache.arrays if isinstance(cache, States) else cache.own
+            # mx.vjp drops the cotangent of an output that is itself a stop_gradient, so contiguous wraps it.
+            return [mx.contiguous(output) for output in ([y, *handed] if d_own else [y])]
+
+        return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_own])[1])
+
+    def _add_handed(self, d_handed: list[list[mx.array]], d_before: list[mx.array]) -> None:
+        """Add the gradients of what was handed to a piece to `d_handed` of the pieces before it.
+
+        A recurrence got its states from the last of them, and attention keys and values [B, heads, t, size] from each.
+        """
+        if self.carry.states is not None and d_handed:
+            d_handed[-1] = d_before
+        elif d_before:
+            for number, (start, stop) in enumerate(self.spans[: len(d_handed)]):
+                d_handed[number] = _sums(d_handed[number], [d[:, :, start:stop] for d in d_before])
+
+
+def _restarted(states: Sequence[mx.array], documents: mx.array | None, start: int) -> list[mx.array]:
+    """Return the states before position `start`: zeros for a row in which a document begins there."""
+    if documents is None:
+        return list(states)
+    same = documents[:, start - 1] == documents[:, start]
+    return [mx.where(same.reshape(-1, *[1] * (s.ndim - 1)), s, mx.zeros((), s.dtype)) for s in states]
+
+
+def _sums(totals: list[mx.array], parts: list[mx.array]) -> list[mx.array]:
+    parts = [part.astype(mx.float32) for part in parts]
+    return [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts

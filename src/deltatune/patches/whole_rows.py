@@ -1,0 +1,199 @@
+"""Replaces `mx.fast.scaled_dot_product_attention`, through which every model of mlx-lm and mlx-vlm attends.
+
+Who serves a call is decided when the call is traced. deltatune does where rows are trained or scored whole: while a
+gradient is taken, within whole_rows(), and where documents are packed. Every other call, such as those of a decoder,
+goes to the original function, whatever mode the model is in.
+
+MLX's function knows no cache and no module, so neither `cache is None` nor `model.training` could decide. Both would
+also be wrong: a trainer may sample from a model in training mode, and a loss may differentiate through a cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import reduce, wraps
+from typing import Any
+
+import mlx.core as mx
+
+from ..ops import segments
+from ..ops.attention import attention
+from ..ops.functional import is_floating, promoted
+from ..ops.known_masks import MaskRule, remember, rule_of
+
+Function = Callable[..., Any]
+
+# Who may serve a call; the keys of the counter that served() returns.
+OURS, UPSTREAM = "deltatune", "upstream"
+
+_whole_rows: ContextVar[bool] = ContextVar("rows are trained or scored whole", default=False)
+# True while deltatune's attention is called.
+_inside: ContextVar[bool] = ContextVar("inside deltatune's attention", default=False)
+_served: Counter[str] = Counter()
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Within the context, deltatune serves attention, as it does while a gradient is taken.
+
+    Evaluations use it, because they have to fit into memory where training does.
+    """
+    token = _whole_rows.set(True)
+    try:
+        yield
+    finally:
+        _whole_rows.reset(token)
+
+
+def serves() -> bool:
+    """Whether deltatune serves the attention that is called now."""
+    return not _inside.get() and (_whole_rows.get() or segments.current() is not None)
+
+
+def served() -> Counter[str]:
+    """How many calls OURS and UPSTREAM served since the last reset(). A compiled function counts once per trace."""
+    return Counter(_served)
+
+
+def reset() -> None:
+    """Set the counts of served() back to zero."""
+    _served.clear()
+
+
+def marking(upstream: Function) -> Function:
+    """Build the replacement of a transform that returns a function, mx.grad or mx.value_and_grad.
+
+    Calls of the function are marked and not only of the function that it differentiates: the backward pass of a
+    checkpoint runs a layer again when that function has returned.
+    """
+
+    @wraps(upstream)
+    def transform(*arguments: Any, **options: Any) -> Function:
+        differentiate = upstream(*arguments, **options)
+
+        def marked(*arguments: Any, **keywords: Any) -> Any:
+            with whole_rows():
+                return differentiate(*arguments, **keywords)
+
+        return marked
+
+    return transform
+
+
+def whole(upstream: Function) -> Function:
+    """Build the replacement of a function that evaluates a model on whole rows, or takes gradients itself."""
+
+    @wraps(upstream)
+    def marked(*arguments: Any, **keywords: Any) -> Any:
+        with whole_rows():
+            return upstream(*arguments, **keywords)
+
+    return marked
+
+
+def attending(upstream: Function) -> Function:
+    """Build the replacement of mx.fast.scaled_dot_product_attention."""
+
+    @wraps(upstream)
+    def scaled_dot_product_attention(
+        q: Any, k: Any, v: Any, *, scale: float, mask: Any = None, sinks: Any = None, **options: Any
+    ) -> mx.array:
+        arrays = None if options or not serves() else _arrays(q, k, v, mask, sinks)
+        if arrays is None:
+            _served[UPSTREAM] += 1
+            return upstream(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
+        _served[OURS] += 1
+        # MLX's function itself is called where DELTATUNE_ATTENTION=native forces it.
+        token = _inside.set(True)
+        try:
+            return _attend(upstream, arrays, scale, mask, sinks)
+        finally:
+            _inside.reset(token)
+
+    return scaled_dot_product_attention
+
+
+def _arrays(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> list[mx.array] | None:
+    """q, k and v in one dtype, as MLX promotes them; None for a call that only MLX's function takes or refuses."""
+    given = [q, k, v] + ([] if sinks is None else [sinks])
+    if not all(isinstance(x, mx.array) and is_floating(x) for x in given):
+        return None
+    if not all(x.ndim == 4 and x.size for x in given[:3]) or not _is_usual(mask, q.shape[:3], k.shape[2]):
+        return None
+    dtype = reduce(promoted, [x.dtype for x in given[:3]])
+    return [x.astype(dtype) for x in given[:3]]
+
+
+def _is_usual(mask: Any, queries: tuple[int, ...], keys: int) -> bool:
+    """Whether deltatune's attention takes the mask.
+
+    Floats for every single head, such as the positional scores of some models, stay MLX's: the mask and its gradient
+    alone are as large as what deltatune's attention would save.
+    """
+    if mask is None or isinstance(mask, str):
+        return mask in (None, "causal")
+    if not isinstance(mask, mx.array) or mask.ndim > 4:
+        return False
+    whole = (*queries, keys)
+    fits = all(n in (1, full) for n, full in zip(mask.shape[::-1], whole[::-1], strict=False))
+    per_head = mask.ndim > 2 and mask.shape[-3] > 1
+    return fits and (mask.dtype == mx.bool_ or (is_floating(mask) and not per_head))
+
+
+def _attend(upstream: Function, arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> mx.array:
+    if mask is None or isinstance(mask, str):
+        return attention(*arrays, scale=scale, causal=mask is not None, sinks=sinks)
+    rule = rule_of(mask)
+    if rule is not None:
+        # The second run of a checkpoint has segments of its own, which make it wait for its cotangents.
+        documents = None if rule.segments is None else segments.current()
+        own = rule.segments if documents is None else documents
+        return attention(*arrays, scale=scale, segments=own, window=rule.window, sinks=sinks)
+    y = attention(*arrays, scale=scale, causal=False, mask=mx.stop_gradient(mask), sinks=sinks)
+    return y if mask.dtype == mx.bool_ else _with_gradient_of(mask, y, upstream, [*arrays, sinks], scale)
+
+
+def _with_gradient_of(
+    mask: mx.array, y: mx.array, upstream: Function, arrays: list[mx.array | None], scale: float
+) -> mx.array:
+    """y, through which the gradient of a mask of floats reaches the mask.
+
+    MLX's function gives that gradient. It is only computed where the mask depends on something that is trained, since
+    MLX computes no gradient that nobody reads.
+    """
+    fixed = [mx.stop_gradient(x) for x in arrays if x is not None]
+
+    def identity(y: mx.array, _mask: mx.array, *_fixed: mx.array) -> list[mx.array]:
+        return [y]
+
+    function: Any = mx.custom_function(identity)
+
+    @function.vjp
+    def backward(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
+        _, mask, q, k, v, *sinks = primals
+
+        def of_mask(mask: mx.array) -> list[mx.array]:
+            return [upstream(q, k, v, scale=scale, mask=mask, sinks=sinks[0] if sinks else None)]
+
+        _, (gradient,) = mx.vjp(of_mask, [mask], [cotangents[0]])
+        return [cotangents[0], gradient, *(mx.zeros_like(x) for x in primals[2:])]
+
+    return function(y, mask, *fixed)[0]
+
+
+def remembering(upstream: Function) -> Function:
+    """Build the replacement of a create_causal_mask, whose masks deltatune's attention then does not read."""
+
+    @wraps(upstream)
+    def create_causal_mask(
+        N: int, offset: int = 0, window_size: int | None = None, right_padding: Any = None, left_padding: Any = None
+    ) -> mx.array:
+        mask = upstream(N, offset, window_size, right_padding, left_padding)
+        if offset or right_padding is not None or left_padding is not None or not serves():
+            return mask
+        return remember(mask, MaskRule(window_size, None))
+
+    return create_causal_mask

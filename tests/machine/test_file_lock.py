@@ -1,0 +1,120 @@
+"""Tests that a lock has one holder, who is named, and that it ends with its process."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from deltatune.machine import file_lock
+from deltatune.machine.file_lock import FileLock, HeldError
+
+# This program takes the lock, forks a process that outlives it, says so, and waits.
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from deltatune.machine.file_lock import FileLock
+lock = FileLock(Path(sys.argv[1]))
+lock.acquire()
+child = os.fork()
+if child == 0:
+    time.sleep(30)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "state" / "lock"
+
+
+@pytest.fixture
+def holder(path):
+    """Another process that holds the lock, and the process that it has forked."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    yield process, child
+    os.kill(child, signal.SIGKILL)
+    process.kill()
+    process.communicate()
+
+
+def test_the_holder_is_named_and_its_death_ends_the_lock(path, holder):
+    process, child = holder
+    with pytest.raises(HeldError, match=rf"process {process.pid} on .+, since \d{{4}}-\d\d-\d\d "):
+        FileLock(path).acquire()
+    # A refused attempt leaves the lock as it was.
+    with pytest.raises(HeldError):
+        FileLock(path).acquire()
+    process.kill()
+    process.wait()
+    os.kill(child, 0)
+    lock = FileLock(path)
+    lock.acquire()
+    lock.release()
+
+
+def test_a_process_has_a_lock_once(path):
+    first, second = FileLock(path), FileLock(path)
+    first.acquire()
+    with pytest.raises(HeldError, match="this process"):
+        second.acquire()
+    second.release()
+    with pytest.raises(HeldError, match="this process"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+def test_folders_made_for_the_lock_go_with_it_if_they_are_empty(path, tmp_path):
+    lock = FileLock(path)
+    lock.acquire()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    lock.acquire()
+    (path.parent / "kept").touch()
+    lock.release()
+    assert [file.name for file in path.parent.iterdir()] == ["kept"]
+
+
+def test_a_lock_on_a_file_that_was_moved_away_does_not_count(path, monkeypatch):
+    """Between opening the file and locking it, its folder is renamed, and somebody else makes a new one."""
+    plain, moves = fcntl.lockf, []
+
+    def lockf(file, how):
+        if not moves:
+            moves.append(os.rename(path.parent, path.parent.with_name("moved")))
+            path.parent.mkdir()
+            path.write_text("new")
+        return plain(file, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    lock = FileLock(path)
+    lock.acquire()
+    assert moves
+    assert os.path.samestat(os.fstat(lock._file.fileno()), path.stat())
+    assert str(os.getpid()) in path.read_text()
+    lock.release()
+
+
+def test_a_file_system_without_locks_excludes_nobody(path, monkeypatch):
+    def lockf(*_):
+        raise OSError(file_lock._UNSUPPORTED[0], "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    lock = FileLock(path)
+    lock.acquire()
+    assert not lock.supported
+    lock.release()
+
+
+def test_an_unreadable_note_of_the_holder_is_no_obstacle(path, holder):
+    path.write_bytes(b"\x7b\x22")
+    with pytest.raises(HeldError, match="another process"):
+        FileLock(path).acquire()

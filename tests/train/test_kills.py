@@ -1,0 +1,97 @@
+"""Tests that runs of every kind, killed at random points and resumed, end with the bits of a run never killed.
+
+scripts/kill_runs.py runs this file with more kills. Runs of several processes are killed in test_peers.py.
+"""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from deltatune import cli
+from killed_runs import KILLED_AT_A_POINT, result
+
+# Options that a kind of run adds to those of conftest.py.
+KINDS = {
+    "adapters": {},
+    "full": {"fine_tune_type": "full"},
+    "experts": {"expert_updates": "active"},
+    "packed": {"pack": True},
+    "images": {"parts": "language,vision,projector"},
+}
+# Where a kill may come: after a number of iterations, halfway through a state file, or right after a file operation.
+# Every save flushes or moves six files and more.
+POINTS = {"iteration": 6, "write": 3, "replace": 14, "fsync": 14}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A data folder whose rows have no, one or two images."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rows = []
+    for number in range(12):
+        files = [f"{number}_{place}.png" for place in range(number % 3)]
+        for file in files:
+            Image.new("RGB", (32, 32), (20 * number, 100, 200)).save(folder / file)
+        turns = [
+            {"role": "user", "content": "<image>" * len(files) + "how many?"},
+            {"role": "assistant", "content": str(len(files))},
+        ]
+        rows.append({"messages": turns, "images": files})
+    for split in ("train", "valid"):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def of_kind(options, request, tmp_path):
+    """of_kind(kind) returns the options of a run of 12 iterations of that kind, without its folder."""
+
+    def make(kind):
+        values = options | {"iters": 12} | KINDS[kind]
+        if kind == "experts":
+            make_checkpoint = request.getfixturevalue("tiny_checkpoint")
+            values["model"] = str(make_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2))
+        if kind == "images":
+            pytest.importorskip("mlx_vlm")
+            values["model"] = str(request.getfixturevalue("tiny_vision_checkpoint")("qwen3_5"))
+            values |= {"data": str(request.getfixturevalue("pictures")), "max_seq_length": 256}
+        return values
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_random_points_the_run_ends_with_the_same_bits(of_kind, kind, tmp_path, request):
+    wanted = request.config.getoption("--kills") or 2
+    values, file = of_kind(kind), tmp_path / "run.yaml"
+
+    def configured(name):
+        file.write_text(json.dumps(values | {"adapter_path": str(tmp_path / name)}))
+        return str(file)
+
+    assert cli.main(["train", "-c", configured("straight")]) == 0
+    expected = result(tmp_path / "straight")
+    draw = random.Random(kind)
+    kills = runs = 0
+    while kills < wanted:
+        # A run that finished gives way to another, until enough were killed.
+        runs += 1
+        finished = False
+        while not finished:
+            where = draw.choice(sorted(POINTS))
+            count = draw.randint(1, POINTS[where]) if kills < wanted else 10**6
+            command = [sys.executable, "-c", KILLED_AT_A_POINT, where, str(count), configured(f"out{runs}"), "--resume"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+            assert done.returncode in (0, -signal.SIGKILL), done.stderr
+            finished = done.returncode == 0
+            kills += not finished
+        found = result(tmp_path / f"out{runs}")
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if found[name] != expected[name]] == []
+    print(f"{kind}: {kills} kills, {runs} runs, each with the same bits in {len(expected)} files and arrays")
