@@ -56,9 +56,7 @@ def checkpoint(fn: Callable, module: nn.Module | None = None) -> Callable:
 
 
 @contextmanager
-def checkpointed(
-    modules: Iterable[nn.Module], carries: Sequence[Carry | None] | None = None
-) -> Iterator[None]:
+def checkpointed(modules: Iterable[nn.Module], carries: Sequence[Carry | None] | None = None) -> Iterator[None]:
     """Within the context, checkpoint each of these layers; other layers of the same classes are not affected.
 
     Within the context, the class of each layer is a subclass of the same name, so that `isinstance`, attributes,

@@ -113,9 +113,7 @@ def bounds_of(x: mx.array) -> list[int]:
     return [*range(0, length, size), length]
 
 
-def divisible(
-    carry: Carry | None, arguments: Sequence[tuple[str, Any]]
-) -> tuple[mx.array | None, dict[str, Any]]:
+def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tuple[mx.array | None, dict[str, Any]]:
     """Return x and the options for a call of in_pieces(), or None for a call that cannot be made in pieces.
 
     The layer must take x [B, T, D] first, and then at most a mask that a piece can be given as well: none or, for
@@ -211,7 +209,9 @@ class _Row:
             for number in reversed(range(len(self.spans))):
                 arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
                 # Only attention sums them in fp32; a recurrence's are handed on once.
-                d_own = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved[: self.carry.arrays], strict=False)]
+                d_own = [
+                    d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved[: self.carry.arrays], strict=False)
+                ]
                 if dxs:
                     arrays = mx.depends(arrays, [dxs[0], *totals, *d_own, *chain.from_iterable(d_handed)])
                 found = self._piece_gradients(number, keys, documents, parameters, arrays, d_own)
