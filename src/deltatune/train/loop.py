@@ -136,11 +136,11 @@ class Trainer:
             self.about = announce.about(self.model, config, self.splits, trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
             self._prepare(trained)
-            for line in fill(self.model, trained, self.splits, config, self.outputs, self._facts, world):
-                self.screen.say(line)
+            keep = fill(self.model, trained, self.splits, config, self._facts, world, self.screen)
             stack.callback(self._close)
             stack.enter_context(self._ending)
             self._open()
+            world.do_on_main(keep, "keep the reference")
             self.screen.start(self.progress.iteration, config.iters)
             with self._ending.rescue():
                 self._loop()

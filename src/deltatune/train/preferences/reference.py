@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ...data.preferences.preference import Preference
 from ...ops.segments import segments
 from ..distributed import World
 from ..evaluate import evaluating
-from ..outputs import Outputs
+from ..log import Screen
 from ..setup import Training, batch_order
 from ..state import write_atomically
 from ..step import Arrays, arrays
@@ -38,10 +38,10 @@ def fill(
     trained: Training,
     splits: Splits,
     config: TrainConfig,
-    outputs: Outputs,
     facts: Mapping[str, Any],
     world: World,
-) -> list[str]:
+    screen: Screen,
+) -> Callable[[], None]:
     """Set the reference of every preference, from the file of an earlier start of this run, or by computing it.
 
     Args:
@@ -49,40 +49,40 @@ def fill(
         trained: Its losses; where its objective needs no reference, nothing is done.
         splits: The preferences.
         config: The options of the run.
-        outputs: The files of the run.
         facts: What the model's function depends on (content.facts).
         world: The ranks of the run.
+        screen: Where the user is told of it.
 
     Returns:
-        Lines for the user.
-
-    Raises:
-        UserError: If the file cannot be written.
+        A function that writes the file, for rank 0 to call once the run's folder is its own.
     """
     if trained.objective is None or not trained.objective.needs_reference or trained.token_losses is None:
-        return []
+        return lambda: None
     parts: Any = {name: getattr(splits, name) for name in ("train", "valid", "test")}
     parts = {name: (batch_order(part, config, world), part) for name, part in parts.items() if part}
     facts = {**facts, "seed": config.seed if config.from_scratch else None}
-    path = outputs.state.parent / f"reference-{_digest(parts, facts)}.safetensors"
+    path = Path(config.adapter_path) / "reference" / f"{_digest(parts, facts)}.safetensors"
     shapes = {name: (len(preferences), 2) for name, (_, preferences) in parts.items()}
     kept = _read(path, shapes) if world.main else None
     found = bool(world.sum_numbers(float(kept is not None))[0])
     values: dict[str, mx.array] = {}
-    for name, (order, _) in parts.items():
+    for name, (order, preferences) in parts.items():
         mine = kept[name] if kept is not None else mx.zeros(shapes[name])
-        values[name] = world.sum(
-            mine if found else _log_probabilities(model, trained.token_losses, order, *shapes[name])
-        )
-        mx.eval(values[name])
-    if not found and world.main:
-        outputs.prepare()
-        write_atomically(path, lambda file: mx.save_safetensors(file, values))
-    for name, (_, preferences) in parts.items():
+        if not found:
+            mine = _log_probabilities(model, trained.token_losses, order, *shapes[name])
+        values[name] = world.sum(mine)
         for preference, reference in zip(preferences, np.array(values[name]), strict=True):
             preference.reference[:] = reference
     count = sum(len(preferences) for _, preferences in parts.values())
-    return [f"Reference log-probabilities of {count:,} preferences: {'read from' if found else 'computed, in'} {path}."]
+    how = f"read from {path}" if found else f"computed once and kept in {path}"
+    screen.say(f"Reference log-probabilities of {count:,} preferences: {how}.")
+    return partial(_keep, path, values, found)
+
+
+def _keep(path: Path, values: dict[str, mx.array], found: bool) -> None:
+    """Write the file unless it was found; the folder of an earlier run, in which it was, may have been moved away."""
+    if not (found and path.is_file()):
+        write_atomically(path, lambda file: mx.save_safetensors(file, values))
 
 
 def _digest(parts: _Parts, facts: Mapping[str, Any]) -> str:
