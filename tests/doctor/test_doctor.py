@@ -19,6 +19,7 @@ from deltatune.doctor.probes import Fault
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models.vision import load as vision_load
+from new_tokens import with_new_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -196,3 +197,15 @@ def test_a_forward_that_cannot_be_traced_is_said(tiny_checkpoint, monkeypatch, c
     monkeypatch.setattr(examination, "sweep", refuses)
     assert cli.main(["doctor", "--model", str(tiny_checkpoint("qwen3"))]) == 0
     assert "! custom kernels: not known on text, through mlx-lm sweep: it keeps no config" in said(capsys)
+
+
+@pytest.mark.bad_input("`doctor` on a tokenizer with tokens that the embedding has no row for")
+def test_a_tokenizer_with_more_tokens_than_rows(tiny_checkpoint, tmp_path, capsys):
+    path = with_new_tokens(tiny_checkpoint("qwen3"), tmp_path / "model")
+    assert cli.main(["doctor", "--model", str(path)]) == 1
+    text = said(capsys)
+    assert (
+        "✗ the embedding has 320 rows, and 2 tokens of the tokenizer have ids beyond them, the first '<call>'" in text
+    )
+    assert "This model and its tokenizer do not fit" in text
+    assert cli.main(["doctor", "--model", str(tiny_checkpoint("qwen3"))]) == 0

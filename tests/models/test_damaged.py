@@ -50,6 +50,7 @@ def spoil(folder, file, value, kind=None):
     return name
 
 
+@pytest.mark.bad_input("`{command}` with an adapter that holds {value}")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("command", ["merge", "merge --dequantize", "eval", "generate", "train"])
 def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path, command, value):
@@ -72,6 +73,7 @@ def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.bad_input("`{command}` on a model with a weight that is NaN")
 @pytest.mark.parametrize("command", ["train", "train later", "train full", "eval", "generate"])
 def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, command):
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
@@ -92,6 +94,7 @@ def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, comma
     assert "learning-rate" not in error
 
 
+@pytest.mark.bad_input("`merge` where the result is not finite ({fault})")
 @pytest.mark.parametrize("fault", ["base", "overflow"])
 @pytest.mark.parametrize("quantize", [None, {}], ids=["dense", "4bit"])
 def test_a_merge_that_is_not_finite(run, tiny_checkpoint, tmp_path, quantize, fault):
@@ -113,6 +116,7 @@ def test_a_merge_that_is_not_finite(run, tiny_checkpoint, tmp_path, quantize, fa
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.bad_input("`{command}` on a model with a weight of {dtype}")
 @pytest.mark.parametrize("dtype", [mx.int8, mx.int32, mx.uint32])
 @pytest.mark.parametrize("command", ["train", "eval", "generate", "merge"])
 def test_integer_weights(run, checkpoint, data, adapter, tmp_path, command, dtype):
@@ -134,6 +138,7 @@ def test_integer_weights(run, checkpoint, data, adapter, tmp_path, command, dtyp
     assert f"1 not of a floating-point type ({name} has type {kind}). Another tool quantised the weights" in error
 
 
+@pytest.mark.bad_input("`--from-scratch` with the config of a quantised model")
 @pytest.mark.parametrize("nested", [False, True])
 def test_from_scratch_with_a_quantised_config(run, tiny_checkpoint, data, tmp_path, nested):
     base = shutil.copytree(tiny_checkpoint("qwen3_5", quantize={}), tmp_path / "base")
@@ -148,6 +153,7 @@ def test_from_scratch_with_a_quantised_config(run, tiny_checkpoint, data, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.bad_input("`from_scratch` with `fine_tune_type: {kind}`, in {place}")
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("place", ["flags", "file"])
 def test_from_scratch_with_a_type(run, checkpoint, data, tmp_path, kind, place):

@@ -59,6 +59,7 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("new") / "data")
 
 
+@pytest.mark.bad_input("`{command}` on data with a token that the embedding has no row for")
 @pytest.mark.parametrize(
     ("command", "flags", "where"),
     [
@@ -79,6 +80,7 @@ def test_data_with_a_token_without_a_row(run, checkpoint, data, tmp_path, comman
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.bad_input("`generate --prompt` with a token that the embedding has no row for")
 def test_a_prompt_with_a_token_without_a_row(run, checkpoint):
     code, _, error = run("generate", "--model", checkpoint, "--prompt", "a <call> b")
     assert code == 2
@@ -92,6 +94,7 @@ def test_data_without_such_tokens_are_trained(run, checkpoint, tmp_path):
     assert run("train", *flags, "--adapter-path", tmp_path / "out")[0] == 0
 
 
+@pytest.mark.bad_input("images and a prompt with a token that the embedding has no row for")
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
 def test_vision_data_with_a_token_without_a_row(run, tiny_vision_checkpoint, tmp_path, family):
     from PIL import Image

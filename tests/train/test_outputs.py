@@ -175,6 +175,7 @@ def test_the_oldest_copy_goes_only_after_the_new_one_is_written(make_trainer, tm
     assert copies(tmp_path / "out") == [2]
 
 
+@pytest.mark.bad_input("`keep` that is negative, or beside full fine-tuning")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"keep": -1}, "keep: expected .*, got -1"), ({"keep": 2, "fine_tune_type": "full"}, "full .* writes none")],

@@ -43,7 +43,7 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, ki
     assert "Resuming after iteration 3 of 8" in killed_run("to:previous.safetensors", 1, "--resume")
     assert "state.safetensors is missing: resuming from the state before it" in killed_run("write", 1, "--resume")
     make_trainer(resume=True).run()
-    for name in ("adapters.safetensors", "0000006_adapters.safetensors"):
+    for name in ("adapters.safetensors", "0000006_adapters.safetensors", "best/adapters.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
     assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
     assert not list((tmp_path / "out").glob("**/.*"))
