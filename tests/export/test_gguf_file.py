@@ -57,6 +57,7 @@ def test_the_converter_gets_the_merged_model(words, plain_names, tmp_path, capsy
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.bad_input("--to gguf: a family that llama.cpp does not know")
 def test_a_family_that_llama_cpp_does_not_know_is_refused_by_name(words, plain_names, tmp_path, capsys):
     config = tmp_path / "base" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["Qwen9ForCausalLM"]}))
@@ -64,6 +65,7 @@ def test_a_family_that_llama_cpp_does_not_know_is_refused_by_name(words, plain_n
     assert "does not know Qwen9ForCausalLM (model_type qwen3_next)" in capsys.readouterr().err
 
 
+@pytest.mark.bad_input("--to gguf: a conversion to MLX, no converter, an unknown --outtype")
 def test_mistakes(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     for changed, said in (

@@ -16,6 +16,7 @@ from deltatune.cli import main
 from deltatune.config import LoraConfig
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
+from deltatune.lora.new_rows import add_rows
 from deltatune.models.load import load_model
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
@@ -153,6 +154,7 @@ def test_modules_for_single_experts_are_joined(tiny_checkpoint, tmp_path):
     assert mx.abs(update).sum(axis=(1, 2)).tolist().count(0) == 6
 
 
+@pytest.mark.bad_input("import: adapter_config.json with {change}")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -172,6 +174,7 @@ def test_what_mlx_cannot_express_is_refused(change, said, small_export, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.bad_input("import: a PEFT adapter of another model, of another kind, in pickle, or none")
 def test_tensors_without_a_place_are_refused(small_export, capsys):
     base, folder = small_export
     weights = folder / "peft" / PEFT_WEIGHTS
@@ -208,6 +211,7 @@ def small_export(tiny_checkpoint, tmp_path):
     return base, tmp_path
 
 
+@pytest.mark.bad_input("--to peft: {kind} on {options} of {family}")
 @pytest.mark.parametrize(
     ("family", "kind", "options", "said"),
     [
@@ -225,6 +229,20 @@ def test_what_peft_cannot_express_is_refused(family, kind, options, said, tiny_c
     assert not (tmp_path / "peft").exists()
 
 
+@pytest.mark.bad_input("--to peft of an adapter with rows for new tokens")
+def test_new_tokens_are_refused(tiny_checkpoint, tmp_path, capsys):
+    base = tiny_checkpoint("qwen3_5")
+    model, _ = load_model(base)
+    add_rows(model, {"language_model.model.embed_tokens": 2})
+    convert_to_lora(model, LoraConfig(rank=RANK, keys=["*.o_proj"]))
+    save_adapters(model, tmp_path / "adapter", {})
+    words = ["export", "--to", "peft", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
+    assert main([*words, "--save-path", str(tmp_path / "peft")]) == 2
+    assert "rows for new tokens" in capsys.readouterr().err
+    assert not (tmp_path / "peft").exists()
+
+
+@pytest.mark.bad_input("export: a folder that holds an adapter, a flag without use, a wrong repository name")
 def test_an_export_is_not_overwritten_and_flags_without_use_are_refused(small_export, capsys):
     base, folder = small_export
     words = ["export", "--model", str(base), "--adapter-path", str(folder / "adapter"), "--save-path"]

@@ -140,13 +140,18 @@ def test_the_run_says_where_the_best_is(run, options, tmp_path, losses):
 @pytest.mark.parametrize(("keep", "left"), [(None, [2, 4, 6, 8]), (3, [4, 6, 8]), (1, [8]), (0, []), (9, [2, 4, 6, 8])])
 def test_the_newest_copies_are_kept(make_trainer, tmp_path, keep, left):
     out = tmp_path / "out"
-    out.mkdir()
     others = [out / name for name in ("my_adapters.safetensors", "0000001_adapters.safetensors.bak", "notes.txt")]
-    for other in others:
-        other.write_text("mine")
-    make_trainer(save_every=2, keep=keep, val_batches=0).run()
-    others_left = [path for path in others if path.exists()]
-    assert others_left == others
+    trainer = make_trainer(save_every=2, keep=keep, val_batches=0)
+    save = trainer.outputs.save_weights
+
+    def save_beside_others(iteration):
+        for other in others:
+            other.write_text("mine")
+        save(iteration)
+
+    trainer.outputs.save_weights = save_beside_others
+    trainer.run()
+    assert [path for path in others if path.exists()] == others
     (out / "my_adapters.safetensors").unlink()
     assert copies(out) == left
     assert weights(out)

@@ -16,6 +16,7 @@ from ..errors import UserError
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
 from ..lora.adapter_files import WEIGHTS, read_config, read_weights
+from ..lora.new_rows import grown_tables
 from ..lora.parts import part_of
 from ..lora.tensor_files import write_tensors
 from ..models.checkpoint_files import read_json
@@ -106,6 +107,12 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
     Raises:
         UserError: PEFT cannot express an adapter, or the names of the family are not known.
     """
+    grown = list(grown_tables(model))
+    if grown:
+        raise UserError(
+            f"{grown[0]}: the adapter has rows for new tokens, which PEFT cannot put on the base model as it is. Write "
+            "a full checkpoint with --to merged."
+        )
     names, exported = TransformersNames(dict(config)), _Collected()
     tied = not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
     experts: dict[str, dict[str, Adapter]] = {}

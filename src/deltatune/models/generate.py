@@ -69,14 +69,7 @@ def prompt_tokens(
     """
     if not (chat_template and tokenizer.has_chat_template):
         return tokenizer.encode(prompt)
-    messages: list[dict[str, Any]] = []
-    if system_prompt is not None:
-        messages.append({"role": "system", "content": system_prompt})
-    content: Any = prompt
-    if images or videos:
-        before = [{"type": "image"}] * images + [{"type": "text", "text": text} for text in videos]
-        content = [*before, {"type": "text", "text": prompt}]
-    messages.append({"role": "user", "content": content})
+    messages = _messages(prompt, system_prompt, images, videos)
     prefilled = prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": str(prefill_response)})
@@ -89,6 +82,16 @@ def prompt_tokens(
             "--prefill-response or --chat-template-config, or give --ignore-chat-template."
         ) from error
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _messages(prompt: str, system_prompt: str | None, images: int, videos: Sequence[str]) -> list[dict[str, Any]]:
+    """The conversation that asks `prompt`, with images and videos before it."""
+    content: Any = prompt
+    if images or videos:
+        before = [{"type": "image"}] * images + [{"type": "text", "text": text} for text in videos]
+        content = [*before, {"type": "text", "text": prompt}]
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": content}]
 
 
 def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Any]:
