@@ -1,6 +1,7 @@
 """Layers that run on pieces of a row give the loss and the gradients of whole rows, within float rounding."""
 
 from contextlib import contextmanager
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -138,7 +139,7 @@ def test_short_rows_and_bounds():
     bounds = pieces.bounds_of(mx.zeros((1, 2 * tokens + 5, 64)))
     assert bounds[0] == 0
     assert bounds[-1] == 2 * tokens + 5
-    assert all(0 < b - a <= tokens + 128 for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(0 < b - a <= tokens + 128 for a, b in pairwise(bounds))
     assert all(a % 128 == 0 for a in bounds[:-1])
     long = pieces.bounds_of(mx.zeros((4, 100 * tokens, 64)))
     assert len(long) - 1 == pieces.MOST_PIECES
