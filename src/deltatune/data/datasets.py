@@ -11,7 +11,7 @@ from .example import Example, Splits
 from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
-from .preferences.rows import CHOSEN, LABEL
+from .preferences.preference_rows import CHOSEN, LABEL
 from .reader import LAST_TURN, Reader, VisionProcessors
 from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
 from .sources import DataTable, hugging_face, is_saved_dataset, jsonl

@@ -18,7 +18,7 @@ from ..models.vision.inputs import VisionSpec
 from . import token_cache
 from .example import Example
 from .preferences.preference import Preference
-from .preferences.rows import PreferenceEncoder
+from .preferences.preference_rows import PreferenceEncoder
 from .row_formats import ALPACA, SHAREGPT, Features
 from .sources import DataTable
 from .text import TextEncoder
