@@ -27,15 +27,14 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 sys.path.insert(0, str(Path(__file__).parent))
-from machine import cpu, versions
-from trainers import SHAPES, Shape, batch_of, mlx_model
-
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.ops import pieces
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
+from machine import cpu, versions
+from trainers import SHAPES, Shape, batch_of, mlx_model
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Builds graphs as an Apple or NVIDIA GPU would build them, on a machine that has none, so that `plan` can read them."""
+"""Builds graphs as an Apple or NVIDIA GPU would build them, on a machine without one, so that they can be planned."""
 
 from __future__ import annotations
 

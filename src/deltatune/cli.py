@@ -22,6 +22,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line, with every command and its flags."""
     top = Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
     top.add_argument("--version", action="version", version=f"deltatune {_version()}")
+    # To this parser, everything behind the command's name is one argument; the command's own parser checks it.
+    top.register("type", None, str)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)

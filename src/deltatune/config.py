@@ -19,6 +19,7 @@ __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 
 
 _MODEL, _DATA, _TUNE = "model", "data", "what trains"
+_LOSS = "loss"
 _OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
 
 NO_TYPE_FROM_SCRATCH = (
@@ -69,6 +70,44 @@ class TrainConfig:
         default=False,
         metadata=_about(
             _TUNE, "build the model of config.json with random weights, train all of them, and write a whole checkpoint"
+        ),
+    )
+    loss: str = field(
+        default="sft",
+        metadata=_about(
+            _LOSS,
+            "what is learnt: sft imitates the data; the others learn which of two answers is better, kto whether one "
+            "answer is good",
+            choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo"),
+        ),
+    )
+    loss_variant: str = field(
+        default="sigmoid",
+        metadata=_about(
+            _LOSS,
+            "published form of dpo (sigmoid, robust, hinge or ipo) or cpo (sigmoid, hinge or ipo)",
+            choices=("sigmoid", "robust", "hinge", "ipo"),
+        ),
+    )
+    beta: float = field(
+        default=0.1,
+        metadata=_about(
+            _LOSS,
+            "factor of the rewards of a preference loss, and orpo's weight of the odds ratio; the authors of simpo "
+            "use 2.0",
+            range=Range(above=0),
+        ),
+    )
+    gamma: float = field(
+        default=0.5,
+        metadata=_about(
+            _LOSS, "margin by which simpo wants the chosen answer's reward to be larger", range=Range(least=0)
+        ),
+    )
+    label_smoothing: float = field(
+        default=0.0,
+        metadata=_about(
+            _LOSS, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
         ),
     )
     optimizer: str = field(

@@ -36,8 +36,6 @@ PROMPT = ["generate", "--model", "/none", "--prompt"]
         ("--fps", "0", "expected a number above 0, got 0.0"),
         ("--video-max-frames", "0", "expected a whole number of 1 or more, got 0"),
         ("--image", "/none.png", "no such file"),
-        ("--extra-eos-token", "", "entry 1: expected text in UTF-8 that is not empty, got ''"),
-        ("--adapter-path", "", "expected text in UTF-8 that is not empty, got ''"),
         ("--system-prompt", "\udcff", r"expected text in UTF-8"),
         ("--chat-template-config", "{", "not JSON"),
         ("--chat-template-config", "[" * 100_000, "not JSON"),

@@ -58,6 +58,9 @@ def test_on_a_cpu(capsys):
         "Gated delta: chunk (automatic on cpu)",
         "✓ chunk: float32, 1/2 heads of 8 x 8 ",
         "✓ NaN in products of one row (BLAS)",
+        "✓ blocked: cpu, bfloat16, heads of 192 x 128, causal, segmented"
+        if backend.device() == "cpu"
+        else "Attention:",
         "✓ scatter-add with a batch stride",
         "✓ gated_delta_update mlx_lm ",
     ):
@@ -69,7 +72,8 @@ def test_json_has_everything(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
-        "versions", "machine", "gated_delta", "findings", "faults", "patches", "model", "wrong",
+        "versions", "machine", "gated_delta", "findings", "attention", "attention_findings", "faults", "patches",
+        "model", "wrong",
     }  # fmt: skip
     assert found["wrong"] is False
     assert found["model"] is None
@@ -98,6 +102,13 @@ def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, capsys):
     monkeypatch.setattr(implementations, "gated_delta_chunk", wrong)
     assert cli.main(["doctor"]) == 1
     assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in said(capsys)
+
+
+def test_a_wrong_attention_would_train_wrong(monkeypatch, capsys):
+    blocked = implementations.attention_blocked
+    monkeypatch.setattr(implementations, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
+    assert cli.main(["doctor"]) == 1
+    assert "heads of 256 x 256, grouped, causal wrong blocked (" in said(capsys)
 
 
 def test_not_a_number_is_valid_json(found, capsys):

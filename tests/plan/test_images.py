@@ -27,7 +27,7 @@ from deltatune.models.vision.frozen_tower import FrozenTower
 from deltatune.models.vision.inputs import ImageShapes, blank_vision_batch
 from deltatune.models.vision.split import vision_spec
 from deltatune.patches import patched
-from deltatune.plan import fit, simulate
+from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.forecast import forecast_step
@@ -58,17 +58,6 @@ def folder(tmp_path_factory):
 
 
 ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
-
-
-@pytest.fixture
-def waiting_queue(monkeypatch):
-    """Makes MLX and the plan wait for each operation before the next; else timing decides how far MLX runs ahead."""
-    # A task is never full and none may run ahead, so that the simulated queue is emptied after every primitive.
-    monkeypatch.setattr(simulate, "TASKS_AHEAD", -1)
-    monkeypatch.setitem(simulate.PACES, "cpu", simulate.Pace(10**9, releases=True))
-    limit = mx.set_memory_limit(1)
-    yield
-    mx.set_memory_limit(limit)
 
 
 def measured_peak(model, config, rows, length):

@@ -128,10 +128,14 @@ def test_resume_moves_nothing(train, tmp_path):
 def test_overwrite_deletes_the_earlier_run_and_nothing_else(train, tmp_path):
     train("--adapter-path", "out", "--iters", "3", loads=True)
     (tmp_path / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "best").mkdir(exist_ok=True)
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        (tmp_path / "out" / "best" / name).write_text("of the earlier run")
     code, out, _ = train("--adapter-path", "out", "--overwrite", loads=True)
     assert code == 0
     assert "--overwrite: the earlier run in out is deleted." in out
     assert not (tmp_path / "out" / "0000003_adapters.safetensors").exists()
+    assert not list((tmp_path / "out" / "best").iterdir())
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "out-1").exists()
     assert state.peek(state.state_path(tmp_path / "out")).iteration == 2

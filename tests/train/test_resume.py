@@ -35,13 +35,12 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, ki
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
     killed_run("write", 1)
     assert not (tmp_path / "out" / "state" / "state.safetensors").exists()
-    # The fifth rename of a run puts its first state in place, after iteration 3, which is inside an accumulation of 2.
-    killed_run("replace", 5, "--resume")
+    # The first state comes after iteration 3, which is inside an accumulation of 2.
+    killed_run("to:state.safetensors", 1, "--resume")
     assert "Resuming after iteration 3 of 8" in killed_run("iteration", 3, "--resume")
     assert "Iter 6/8" in killed_run("write", 1, "--resume")
-    # The evaluation after iteration 4 renames the two files of the best weights. After iteration 6, four more follow.
-    # Then the old state is moved aside, and the new one is not in its place yet.
-    assert "Resuming after iteration 3 of 8" in killed_run("replace", 7, "--resume")
+    # Here the old state is moved aside, and the new one is not in its place yet.
+    assert "Resuming after iteration 3 of 8" in killed_run("to:previous.safetensors", 1, "--resume")
     assert "state.safetensors is missing: resuming from the state before it" in killed_run("write", 1, "--resume")
     make_trainer(resume=True).run()
     for name in ("adapters.safetensors", "0000006_adapters.safetensors", "best/adapters.safetensors"):

@@ -17,11 +17,21 @@ from ..values import build, check_names, check_values, checked, fields_of
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
 
+def _text(text: str) -> str:
+    """Return the text of an argument that may not be empty; type=str takes any."""
+    try:
+        return checked(text, str, {}, "")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that takes no abbreviations and names the nearest known flag or command in its errors."""
 
     def __init__(self, **options: Any):
         super().__init__(**{"allow_abbrev": False} | options)
+        # argparse looks up None for an argument without a type.
+        self.register("type", None, _text)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)

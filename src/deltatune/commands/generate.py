@@ -33,9 +33,16 @@ def add(commands: Any) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="TEXT", help="folder of the model, or its name on the Hugging Face hub")
     add_adapter(parser)
-    add("--prompt", "-p", required=True, metavar="TEXT", help="the user's message; - reads it from standard input")
-    add("--system-prompt", metavar="TEXT", help="system message that goes before the prompt")
-    add("--prefill-response", metavar="TEXT", help="text with which the answer begins")
+    add(
+        "--prompt",
+        "-p",
+        required=True,
+        type=str,
+        metavar="TEXT",
+        help="the user's message; - reads it from standard input",
+    )
+    add("--system-prompt", type=str, metavar="TEXT", help="system message that goes before the prompt")
+    add("--prefill-response", type=str, metavar="TEXT", help="text with which the answer begins")
     add("--max-tokens", "-m", type=int, metavar="N", help="largest number of tokens in the answer (default: 100)")
     add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
     add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="name every patch that is applied; stands before the other program"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    parser.add_argument("command", nargs=argparse.REMAINDER, type=str, metavar="-- COMMAND ...")
     parser.set_defaults(call=run, parser=parser)
 
 

@@ -93,6 +93,8 @@ class Examination:
     machine: dict[str, str]
     gated_delta: str
     findings: list[Finding]
+    attention: str
+    attention_findings: list[Finding]
     faults: list[Fault]
     patches: Patches
     model: Layers | None = None
@@ -105,7 +107,8 @@ class Examination:
     @property
     def faulty(self) -> bool:
         """Whether something that was measured on this machine would compute wrong numbers."""
-        return any(finding.wrong for finding in self.findings) or any(fault.wrong for fault in self.faults)
+        measured = [finding.wrong for finding in (*self.findings, *self.attention_findings)]
+        return any(measured) or any(fault.wrong for fault in self.faults)
 
     @property
     def untrainable(self) -> list[str]:
@@ -123,12 +126,15 @@ def examine(model: str | None = None) -> Examination:
     """
     layers = None if model is None else _layers(model)
     names, why = backend.gated_delta_candidates()
+    attention, why_attention = backend.attention_candidates()
     with _patched() as patches:
         return Examination(
             versions=inventory.versions(),
             machine=inventory.machine(),
             gated_delta=f"{', then '.join(names)} ({why})",
             findings=implementations.findings(),
+            attention=f"{', then '.join(attention)} ({why_attention})",
+            attention_findings=implementations.of_attention(),
             faults=probes.faults(),
             patches=patches,
             model=layers,

@@ -77,6 +77,11 @@ def screen(found: Examination) -> RenderableType:
         _section(
             f"Gated delta: {found.gated_delta}", _marked(map(_finding, found.findings)), "error of what is allowed"
         ),
+        _section(
+            f"Attention: {found.attention}",
+            _marked(map(_finding, found.attention_findings)),
+            "error of what is allowed",
+        ),
         _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
         _section("Patches, and who holds them", _patches(found.patches)),
     ]

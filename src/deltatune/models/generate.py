@@ -15,6 +15,11 @@ from ..machine.compiling import without_kernels
 from ..patches import patched
 from .load import Loaded
 
+# A template is a program of the model's: what it does with a message or an option of a wrong type is any of these.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -68,24 +73,10 @@ def prompt_tokens(
     prefilled = prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": str(prefill_response)})
+    options = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled, **(template_options or {})}
     try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=prefilled,
-            add_generation_prompt=not prefilled,
-            **(template_options or {}),
-        )
-    except (
-        jinja2.TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        # A template is a program of the model's: what it does with an option of a wrong type is any of these.
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except _TEMPLATE_ERRORS as error:
         raise UserError(
             f"the model's chat template refuses the prompt: {reason(error)}; change --prompt, --system-prompt, "
             "--prefill-response or --chat-template-config, or give --ignore-chat-template."

@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 import mlx_lm.utils
+from huggingface_hub.errors import StrictDataclassError
 from mlx.utils import tree_flatten
 
 from ..errors import UserError, first_line, reason
@@ -267,6 +268,8 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
         return mlx_lm.utils.load_tokenizer(
             path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
+    except StrictDataclassError as error:
+        raise UserError(f"config {path / 'config.json'}: transformers refuses it: {reason(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}{_trust_hint(error)}") from error
     except Exception as error:

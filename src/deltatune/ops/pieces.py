@@ -52,6 +52,16 @@ class States:
     def advance(self, tokens: int) -> None:
         """Note that the layer has read so many tokens, which only matters for padded prompts."""
 
+    @property
+    def handed(self) -> list[mx.array]:
+        """What the piece hands on."""
+        return [array for array in self.arrays if array is not None]
+
+    @property
+    def following(self) -> list[mx.array]:
+        """What the next piece is given."""
+        return self.handed
+
 
 class KeysAndValues:
     """The keys and values of an attention layer, in the place of mlx-lm's KVCache.
@@ -63,17 +73,19 @@ class KeysAndValues:
 
     def __init__(self, offset: int, before: Sequence[mx.array] | None):
         self.offset, self._before = offset, before
-        # The piece's own keys and values, and those up to its end.
-        self.own: list[mx.array] = []
-        self.fetched: list[mx.array] = []
+        # What the piece hands on, its own keys and values; and what the next is given, those up to its end.
+        self.handed: list[mx.array] = []
+        self.following: list[mx.array] = []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take the keys and values of the piece; return those of all tokens up to its end."""
         self.offset += keys.shape[2]
-        self.own = self.fetched = [keys, values]
+        self.handed = self.following = [keys, values]
         if self._before is not None:
-            self.fetched = [mx.concatenate(pair, axis=2) for pair in zip(self._before, self.own, strict=True)]
-        return self.fetched[0], self.fetched[1]
+            self.following = [
+                mx.concatenate(list(pair), axis=2) for pair in zip(self._before, self.handed, strict=True)
+            ]
+        return self.following[0], self.following[1]
 
 
 @dataclass(frozen=True)
@@ -186,7 +198,7 @@ class _Row:
                 rows = mx.depends([rows], [ys[-1]])[0]
             y, cache = self._run(number, keys, self.documents, parameters, rows, before)
             ys.append(y)
-            before = cache.arrays if isinstance(cache, States) else cache.fetched
+            before = cache.following
             if self.carry.states is not None and stop < x.shape[1]:
                 saved += before
         return [mx.concatenate(ys, axis=1), *saved]
@@ -208,10 +220,8 @@ class _Row:
                 saved = self._keys_and_values(keys, documents, parameters, x)
             for number in reversed(range(len(self.spans))):
                 arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
-                # Only attention sums them in fp32; a recurrence's are handed on once.
-                d_own = [
-                    d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved[: self.carry.arrays], strict=False)
-                ]
+                # Those of attention are sums in fp32. The last piece has none.
+                d_own = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved, strict=False)]
                 if dxs:
                     arrays = mx.depends(arrays, [dxs[0], *totals, *d_own, *chain.from_iterable(d_handed)])
                 found = self._piece_gradients(number, keys, documents, parameters, arrays, d_own)
@@ -246,8 +256,7 @@ class _Row:
                 y = self.layer(rows, cache=cache, **self.options)
         finally:
             _running.reset(token)
-        handed = cache.arrays if isinstance(cache, States) else cache.own
-        if not handed or any(array is None for array in handed) or y.shape != rows.shape:
+        if len(cache.handed) < self.carry.arrays or y.shape != rows.shape:
             raise ValueError(
                 f"{type(self.module).__name__} cannot run on pieces of a row: it returned {list(y.shape)} for "
                 f"{list(rows.shape)}, or did not write to its cache."
@@ -264,9 +273,8 @@ class _Row:
             if found:
                 rows = mx.depends([rows], found[-1])[0]
             _, cache = self._run(number, keys, documents, parameters, rows, [])
-            assert isinstance(cache, KeysAndValues)
-            found.append(cache.own)
-        return [mx.concatenate(parts, axis=2) for parts in zip(*found, strict=True)]
+            found.append(cache.handed)
+        return [mx.concatenate(list(parts), axis=2) for parts in zip(*found, strict=True)]
 
     def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:
         """Return what the piece before the given one handed on; nothing for the first."""
@@ -295,9 +303,8 @@ class _Row:
 
         def recompute(*values: mx.array) -> list[mx.array]:
             y, cache = self._run(number, keys, documents, values[:count], values[count], values[count + 1 :])
-            handed = cache.arrays if isinstance(cache, States) else cache.own
             # mx.vjp drops the cotangent of an output that is itself a stop_gradient, so contiguous wraps it.
-            return [mx.contiguous(output) for output in ([y, *handed] if d_own else [y])]
+            return [mx.contiguous(output) for output in ([y, *cache.handed] if d_own else [y])]
 
         return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_own])[1])
 

@@ -24,4 +24,4 @@ def check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits)
         raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
     if not trainable_count(model):
         raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
-    check_examples(model, tokenizer, [*splits.train, *splits.valid])
+    check_examples(model, tokenizer, splits.documents())

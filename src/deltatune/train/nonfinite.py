@@ -85,7 +85,7 @@ def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watche
     seen: list[tuple[str, mx.array]] = []
     arrived: list[tuple[str, mx.array]] = []
     with _watching(layers, seen, arrived):
-        total, _, gradients = mean_loss_and_gradients(model, loss, arrays(batch))
+        total, _, gradients, *_ = mean_loss_and_gradients(model, loss, arrays(batch))
         mx.eval(total, gradients, [flag for _, flag in seen + arrived])
     for name, finite in seen:
         if not finite.item():

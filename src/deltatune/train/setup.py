@@ -18,6 +18,7 @@ from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
+from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
@@ -34,6 +35,8 @@ from ..ops.checkpoint import checkpointed
 from ..patches import PatchReport, patched
 from .distributed import World
 from .optimizer import build_optimizer
+from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
+from .preferences.objectives import Objective, objective_of
 from .step import LossFunction, Step, chunked_loss, full_loss
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
@@ -86,14 +89,15 @@ def ready(
         UserError: For anything in the options, the model or the data that the user can correct.
     """
     config = settled(config)
-    # A wrong setting of the optimizer is reported before anything is loaded.
+    # A wrong setting of the optimizer or of the loss is reported before anything is loaded.
     build_optimizer(config)
+    objective_of(config)
     # The model is located before the data are read, so that a wrong path is reported at once.
     path = locate(config.model)
     image = first_image(config)
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
-    check_examples(loaded.model, loaded.tokenizer, [*splits.train, *splits.valid, *splits.test])
+    check_examples(loaded.model, loaded.tokenizer, splits.documents())
     return Run(config, loaded, splits, world or World(), image)
 
 
@@ -200,7 +204,7 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
     return BatchOrder(
         examples,
         config.batch_size,
-        config.max_seq_length,
+        row_capacity(config),
         seed=config.seed,
         packed=config.pack,
         rank=world.rank if world else 0,
@@ -241,13 +245,19 @@ def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction
     Returns:
         The loss, and a description of it for the user.
     """
+    parts, kind = _parts(model, compare)
+    return chunked_loss(*parts) if parts else full_loss(model), kind
+
+
+def _parts(model: nn.Module, compare: bool) -> tuple[tuple[Any, Any] | None, str]:
+    """Return the model's backbone and head, or None if it cannot be split, and how the loss is computed, in words."""
     if has_vision(model):
         vision = split_vision(model, compare=compare)
-        return chunked_loss(vision.backbone, vision.head), _CHUNKED
+        return (vision.backbone, vision.head), _CHUNKED
     split = split_head(model, compare=compare)
     if split.backbone is None or split.head is None:
-        return full_loss(model), f"over all logits at once: {split.reason}"
-    return chunked_loss(split.backbone, split.head), _CHUNKED
+        return None, f"over all logits at once: {split.reason}"
+    return (split.backbone, split.head), _CHUNKED
 
 
 @dataclass(frozen=True)
@@ -260,6 +270,8 @@ class Training:
         layers: The model's layers.
         patches: The patches that are applied.
         compiled: How the step is compiled, in words.
+        objective: The preference loss, or None for supervised fine-tuning.
+        token_losses: For a preference loss, the tokens' losses.
     """
 
     loss: LossFunction
@@ -267,6 +279,13 @@ class Training:
     layers: list[LayerInfo]
     patches: PatchReport
     compiled: str
+    objective: Objective | None = None
+    token_losses: TokenLosses | None = None
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of what a preference loss reports besides its sums."""
+        return () if self.objective is None else self.objective.figures
 
 
 @contextlib.contextmanager
@@ -290,4 +309,11 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
             check_packing(model)
         if config.grad_checkpoint:
             stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
-        yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)
+        objective = objective_of(config)
+        if objective is None:
+            yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)
+            return
+        parts, kind = _parts(model, compare)
+        token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
+        loss = preference_loss(token_losses, objective, config)
+        yield Training(loss, kind, layers, patches, compiled, objective, token_losses)

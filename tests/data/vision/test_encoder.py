@@ -227,7 +227,8 @@ def test_each_row_of_a_conversation_that_takes_several_has_the_images_of_its_mes
         "{% if message.role == 'assistant' and loop.last %}{{ message.reasoning_content }}{% endif %}"
         "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
         "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
-        "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     monkeypatch.setattr(inner, "chat_template", template)
     answer = {"role": "assistant", "content": "yes", "reasoning_content": "so "}

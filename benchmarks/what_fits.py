@@ -1,0 +1,102 @@
+"""Plans checkpointed training steps of real shapes for Macs and NVIDIA GPUs, on any machine, and says which rows fit.
+
+usage: python benchmarks/what_fits.py [--shapes 0.8B 9B] [--bits 0 4] [--devices metal cuda] [--tokens 16384 32768]
+
+Each plan is that of `deltatune plan`, of the graph that the device would build (pretended.py), for one row, LoRA r=8 on
+every linear and AdamW. Memory grows with the length in a straight line: the table has the line through the two lengths,
+and for each memory the length at which the line meets what MLX may use of it. A Mac lends its GPU two thirds of its
+memory up to 36 GB and three quarters above; of an NVIDIA GPU, 1 GB is left to CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.models.load import new_model
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.forecast import Forecast, forecast_step
+from deltatune.train.setup import prepare
+from machine import versions
+from pretended import pretended
+from trainers import SHAPES, Shape
+
+GIB = 2**30
+MEMORIES = {"metal": (16, 36, 64, 128), "cuda": (24, 80, 141)}
+# Rows above this length are not planned for.
+LONGEST = 1 << 18
+
+
+def usable(device: str, memory: int) -> float:
+    """The bytes that MLX may use of a memory in GB as it is sold."""
+    if device == "cuda":
+        return (memory - 1) * 1e9
+    return memory * GIB * (2 / 3 if memory <= 36 else 3 / 4)
+
+
+def lazy_model(shape: Shape, bits: int) -> nn.Module:
+    """The shape's model, whose weights are never computed."""
+    described = shape.config()
+    model: Any = new_model({"text_config": described, **described})
+    kind = getattr(mx, shape.dtype)
+    model.update(
+        tree_map_with_path(lambda path, x: x.astype(kind) if model.cast_predicate(path) else x, model.parameters())
+    )
+    if bits:
+        nn.quantize(model, 64, bits)
+    return model
+
+
+def plans(shape: Shape, bits: int, device: str, lengths: list[int]) -> list[Forecast]:
+    """The plans of one row of each length."""
+    with pretended(device):
+        model = lazy_model(shape, bits)
+        config = TrainConfig(lora_parameters=LoraConfig(rank=8), num_layers=-1, grad_checkpoint=True, optimizer="adamw")
+        prepare(model, config)
+        layout = ArrayLayout.measured()
+        return [forecast_step(model, config, 1, length, layout) for length in lengths]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["0.8B", "9B"], choices=list(SHAPES))
+    parser.add_argument("--bits", nargs="+", type=int, default=[0, 4], help="0: weights of 16 bits")
+    parser.add_argument("--devices", nargs="+", default=list(MEMORIES), choices=list(MEMORIES))
+    parser.add_argument("--tokens", nargs=2, type=int, default=[16384, 32768])
+    parser.add_argument("--layers", type=int, help="instead of all of the shape's")
+    arguments = parser.parse_args()
+    print(f"{date.today()}; {versions()}; plans of {arguments.tokens} tokens\n")
+    for device in arguments.devices:
+        memories = MEMORIES[device]
+        heads = " | ".join(f"{memory} GB" for memory in memories)
+        print(f"| {device} | GB and KB a token | {heads} |\n" + "|---" * (2 + len(memories)) + "|")
+        for name in arguments.shapes:
+            shape = replace(SHAPES[name], layers=arguments.layers or SHAPES[name].layers)
+            for bits in arguments.bits:
+                first, second = plans(shape, bits, device, arguments.tokens)
+                rise = (second.bytes.amount - first.bytes.amount) / (second.length - first.length)
+                start = second.bytes.amount - rise * second.length
+                fits = [(usable(device, memory) - start) / rise for memory in memories]
+                cells = " | ".join(
+                    f"{min(LONGEST, tokens) // 1024 * 1024:,.0f}" if tokens > 0 else "-" for tokens in fits
+                )
+                label = f"{name}, {bits} bits" if bits else f"{name}, 16 bits"
+                print(f"| {label} | {start / 1e9:.1f} + {rise / 1e3:.0f} | {cells} |", flush=True)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Layers that run on pieces of a row give the loss and the gradients of whole rows, within float rounding."""
+
+from contextlib import contextmanager
+from itertools import pairwise
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.machine import backend
+from deltatune.ops import pieces
+from deltatune.ops.pieces import Carry
+from deltatune.train.setup import prepare, training
+from deltatune.train.step import mean_loss_and_gradients
+from model_gradients import relative_errors
+
+B, T = 2, 200
+# A piece of one token, pieces within a chunk of gated delta, and pieces of whole chunks.
+CUTS = ([0, 100, T], [0, 64, 128, 192, T], [0, 1, 70, 199, T])
+# A gradient is a sum over B T tokens, and four layers round about 500 times between a weight and the loss and back.
+# Roundings add up like the root of their number.
+BOUND = 2**-24 * (500 * B * T) ** 0.5
+
+
+@contextmanager
+def cut(bounds, monkeypatch):
+    """Rows of T tokens run in pieces within `bounds`; yields a list that grows with each layer's call."""
+    calls = []
+    run = pieces.in_pieces
+
+    def counted(*arguments, **options):
+        calls.append(arguments[2])
+        return run(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "bounds_of", lambda x: bounds if bounds and x.shape[1] == T else [0, x.shape[1]])
+        patch.setattr(pieces, "in_pieces", counted)
+        yield calls
+
+
+def made(tiny_model, family, tune="lora", bits=0, dropout=0.0, pack=False, **options):
+    model = tiny_model(family, **options)
+    if bits:
+        nn.quantize(model, 32, bits)
+    lora = LoraConfig(rank=4, scale=2.0, dropout=dropout)
+    config = TrainConfig(num_layers=-1, grad_checkpoint=True, lora_parameters=lora, fine_tune_type=tune, pack=pack)
+    prepare(model, config)
+    # Adapters start with B = 0, so that A would have no gradient.
+    drawn = tree_map_with_path(
+        lambda path, x: mx.random.normal(x.shape) * 0.1 if path.endswith("lora_b") else x, model.trainable_parameters()
+    )
+    model.update(drawn)
+    mx.eval(model.parameters())
+    return model, config
+
+
+def batch(packed=False):
+    rows = mx.array(np.random.default_rng(0).integers(0, 300, (B, T + 1)).astype(np.int32))
+    owners = None
+    if packed:
+        # Documents begin where pieces begin, within pieces, and have one token.
+        lengths = ([64, 70, 66], [10, 90, 1, 99])
+        owners = mx.array(np.stack([np.repeat(np.arange(len(n)), n) for n in lengths]).astype(np.int32))
+    return rows[:, :-1], rows[:, 1:], mx.ones((B, T)), owners, None
+
+
+def found(model, config, arrays, bounds, monkeypatch):
+    with cut(bounds, monkeypatch) as calls, training(model, config, compare=False) as trained:
+        model.train()
+        mx.random.seed(3)
+        loss, _, gradients = mean_loss_and_gradients(model, trained.loss, arrays)
+        mx.eval(loss, gradients)
+    return loss.item(), dict(tree_flatten(gradients)), calls
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_5", {}),
+        ("qwen3_5", {"tune": "dora"}),
+        ("qwen3_5", {"bits": 4}),
+        ("qwen3_5", {"tune": "full"}),
+        ("qwen3_5_moe", {}),
+        ("qwen3_next", {"tune": "full"}),
+        ("kimi_linear", {}),
+        ("olmo_hybrid", {}),
+        ("bailing", {}),
+    ],
+)
+def test_gradients_are_those_of_whole_rows(family, options, tiny_model, monkeypatch):
+    model, config = made(tiny_model, family, **options)
+    loss, expected, calls = found(model, config, batch(), None, monkeypatch)
+    assert not calls
+    for bounds in CUTS:
+        value, gradients, calls = found(model, config, batch(), bounds, monkeypatch)
+        assert value == pytest.approx(loss, rel=BOUND)
+        assert calls
+        assert relative_errors(expected, gradients)[0] < BOUND, bounds
+
+
+def test_packed_documents_start_anew_in_pieces(tiny_model, monkeypatch):
+    model, config = made(tiny_model, "qwen3_5", pack=True)
+    loss, expected, _ = found(model, config, batch(packed=True), None, monkeypatch)
+    for bounds in CUTS:
+        value, gradients, calls = found(model, config, batch(packed=True), bounds, monkeypatch)
+        assert len(calls) == 3
+        assert value == pytest.approx(loss, rel=BOUND)
+        assert relative_errors(expected, gradients)[0] < BOUND, bounds
+    # The bound tells documents that start anew from documents that do not.
+    monkeypatch.setattr(pieces, "_restarted", lambda states, *_: list(states))
+    _, gradients, _ = found(model, config, batch(packed=True), CUTS[1], monkeypatch)
+    assert relative_errors(expected, gradients)[0] > 10 * BOUND
+
+
+def test_dropout_draws_the_same_numbers_in_both_passes(tiny_model, monkeypatch):
+    """The directional derivative of the loss is that of the gradients, for the masks of one seed."""
+    model, config = made(tiny_model, "qwen3_5", dropout=0.3)
+    names = [name for name, _ in tree_flatten(model.trainable_parameters()) if name.endswith("lora_b")]
+    _, gradients, _ = found(model, config, batch(), CUTS[1], monkeypatch)
+    start = dict(tree_flatten(model.trainable_parameters()))
+    direction = {name: gradients[name] / mx.linalg.norm(gradients[name]) for name in names}
+    slope = sum((gradients[name] * direction[name]).sum().item() for name in names)
+    losses = []
+    for step in (1e-3, -1e-3):
+        model.load_weights([(name, start[name] + step * direction[name]) for name in names], strict=False)
+        losses.append(found(model, config, batch(), CUTS[1], monkeypatch)[0] / (B * T))
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope, rel=2e-2)
+    whole = found(model, config, batch(), None, monkeypatch)[0] / (B * T)
+    assert abs(whole - losses[1]) > 1e-4, "dropout of 0.3 drops something, and whole rows draw other numbers"
+
+
+def test_short_rows_and_bounds():
+    tokens = pieces.PIECE_BYTES[backend.device()] // (4 * 64)
+    for length in (1, tokens, 2 * tokens - 1):
+        assert pieces.bounds_of(mx.zeros((1, length, 64))) == [0, length]
+    bounds = pieces.bounds_of(mx.zeros((1, 2 * tokens + 5, 64)))
+    assert bounds[0] == 0
+    assert bounds[-1] == 2 * tokens + 5
+    assert all(0 < b - a <= tokens + 128 for a, b in pairwise(bounds))
+    assert all(a % 128 == 0 for a in bounds[:-1])
+    long = pieces.bounds_of(mx.zeros((4, 100 * tokens, 64)))
+    assert len(long) - 1 == pieces.MOST_PIECES
+
+
+@pytest.mark.parametrize(
+    ("carry", "options", "fits"),
+    [
+        (Carry(2), {}, True),
+        (Carry(2), {"mask": mx.ones((1, 4))}, False),
+        (Carry(2), {"mask": "causal"}, False),
+        (Carry(), {"mask": "causal", "cache": None}, True),
+        (Carry(), {}, False),
+        (Carry(), {"mask": mx.ones((4, 4))}, False),
+        (Carry(), {"mask": "causal", "positions": mx.arange(4)}, False),
+        (None, {}, False),
+    ],
+)
+def test_only_calls_that_a_piece_can_be_given_are_divided(carry, options, fits):
+    x = mx.zeros((1, 4, 8))
+    assert (pieces.divisible(carry, [("x", x), *options.items()])[0] is x) == fits
+
+
+def test_a_layer_that_keeps_nothing_is_refused():
+    layer = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="Linear cannot run on pieces of a row"):
+        pieces.in_pieces(lambda x, cache: layer(x), layer, Carry(2), mx.zeros((1, 4, 8)), [0, 2, 4])
+
+
+def test_a_trainable_layer_can_be_compiled_in_pieces(tiny_model, monkeypatch):
+    model, config = made(tiny_model, "qwen3_5")
+    _, expected, _ = found(model, config, batch(), CUTS[0], monkeypatch)
+    with cut(CUTS[0], monkeypatch), training(model, config, compare=False) as trained:
+        model.train()
+
+        def step(tokens, targets):
+            arrays = (tokens, targets, mx.ones((B, T)), None, None)
+            return mean_loss_and_gradients(model, trained.loss, arrays)[2]
+
+        arrays = batch()[:2]
+        compiled = mx.compile(step, inputs=[model.state])
+        once, twice = (dict(tree_flatten(compiled(*arrays))) for _ in range(2))
+    assert all(mx.array_equal(once[name], twice[name]) for name in once)
+    assert relative_errors(expected, once)[0] < BOUND

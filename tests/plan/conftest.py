@@ -1,0 +1,22 @@
+"""Makes MLX's own count of memory exact, so that plans can be compared with it."""
+
+from __future__ import annotations
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+from deltatune.plan import simulate
+
+
+@pytest.fixture
+def waiting_queue(monkeypatch):
+    """Makes MLX and the plan wait for each operation before the next; else timing decides how far MLX runs ahead."""
+    # A task is never full and none may run ahead, so that the simulated queue is emptied after every primitive.
+    monkeypatch.setattr(simulate, "TASKS_AHEAD", -1)
+    monkeypatch.setitem(simulate.PACES, "cpu", simulate.Pace(10**9, releases=True))
+    limit = mx.set_memory_limit(1)
+    yield
+    mx.set_memory_limit(limit)
