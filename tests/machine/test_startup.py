@@ -68,9 +68,15 @@ def without_mlx(tmp_path):
 
 
 @pytest.mark.bad_input("an installation without one of the extras that bring MLX's library")
-@pytest.mark.parametrize("command", [command.__name__.rpartition(".")[2] for command in cli.COMMANDS])
+@pytest.mark.parametrize("command", [command.__name__.rpartition(".")[2].rstrip("_") for command in cli.COMMANDS])
 def test_without_mlx_every_command_names_the_extras(without_mlx, command):
-    needed = {"generate": ["--model", "x", "--prompt", "x"], "merge": ["--model", "x"], "run": ["--", "x"]}
+    needed = {
+        "export": ["--to", "peft", "--model", "x", "--save-path", "y"],
+        "generate": ["--model", "x", "--prompt", "x"],
+        "import": ["--model", "x", "--peft", "y", "--save-path", "z"],
+        "merge": ["--model", "x"],
+        "run": ["--", "x"],
+    }
     done = python("-m", "deltatune", command, *needed.get(command, []), PYTHONPATH=without_mlx)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("deltatune: MLX cannot be loaded (libmlx.so: cannot open shared object file).")

@@ -49,7 +49,7 @@ class Layer(nn.Module):
 class Rows:
     """Stands in for a batch, with the fields that Step reads."""
 
-    segments = images = None
+    segments = images = preferences = None
 
     def __init__(self, experts: list[int], seed: int, width: int = 16):
         values = mx.random.normal((len(experts), width), key=mx.random.key(seed))

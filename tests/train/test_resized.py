@@ -87,7 +87,7 @@ def test_mlx_lm_refuses_the_adapter_itself(train, tiny_checkpoint, tmp_path):
         answer()
 
 
-@pytest.mark.parametrize("kind", ["lora", "full", "from-scratch"])
+@pytest.mark.parametrize("kind", ["lora", "from-scratch"])
 def test_a_resumed_run_ends_with_the_same_bits(train, tiny_checkpoint, tmp_path, kind):
     path = with_new_tokens(tiny_checkpoint("olmo_hybrid"), tmp_path / "model")
     flags = ["--from-scratch"] if kind == "from-scratch" else ["--fine-tune-type", kind]
@@ -132,7 +132,7 @@ def test_without_new_tokens_it_says_that_nothing_was_added(run, tiny_checkpoint,
     assert "resize_embeddings: the embedding has a row for every id of the tokenizer" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora"])
 def test_the_plan_counts_the_new_rows(tiny_checkpoint, tmp_path, data, kind):
     path = with_new_tokens(tiny_checkpoint("olmo_hybrid"), tmp_path / "model")
 
