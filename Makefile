@@ -1,4 +1,4 @@
-.PHONY: help env demo test test-cpus coverage lint tree docs oracle compat clean selftest selftest-metal \
+.PHONY: help env demo test test-cpus fuzz coverage lint tree docs oracle compat clean selftest selftest-metal \
         require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist check-tag newest branches
 PYTHON := .venv/bin/python
 # Every Metal call and every access of a kernel is checked, and a mistake ends the process.
@@ -8,6 +8,7 @@ help:
 	@echo "make demo                 fine-tune the bundled model and see what it learnt (two minutes)"
 	@echo "make test                 the whole test suite"
 	@echo "make test-cpus            the numeric tests with the BLAS kernels of other CPUs (x86-64 Linux)"
+	@echo "make fuzz [MINUTES=30]    throw random options, data, templates and damaged files at every command"
 	@echo "make coverage             run the tests and print which lines and branches they reach"
 	@echo "make env                  only the virtual environment, in .venv"
 	@echo "make lint                 ruff, mypy, and actionlint for the workflows"
@@ -43,6 +44,9 @@ test: env
 # After `make test`, which runs this machine's own kernels.
 test-cpus: env
 	$(PYTHON) scripts/test_cpus.py
+
+fuzz: env
+	$(PYTHON) scripts/fuzz.py $(MINUTES)
 
 lint: env
 	$(PYTHON) -m ruff check src tests benchmarks scripts examples

@@ -12,7 +12,8 @@ import deltatune  # noqa: F401
 import mlx.core as mx
 import numpy as np
 
-# It runs `deltatune train -c FILE ...` and kills itself at the count-th iteration, write of a state, or call of os.
+# It runs `deltatune train -c FILE ...` and kills itself at the count-th iteration, write of a state, file operation of
+# os, or move of a file to the name that follows "to:".
 KILLED_AT_A_POINT = """
 import os, signal, sys
 import deltatune
@@ -47,6 +48,12 @@ elif where == "write":
             file._file.truncate(file.tell() // 2)
             os.kill(os.getpid(), signal.SIGKILL)
     mx.save_safetensors = half
+elif where.startswith("to:"):
+    plain_replace = os.replace
+    counted = killing(plain_replace, after=True)
+    def replace(old, new):
+        (counted if os.path.basename(new) == where[3:] else plain_replace)(old, new)
+    os.replace = replace
 else:
     setattr(os, where, killing(getattr(os, where), after=True))
 from deltatune.cli import main

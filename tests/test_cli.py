@@ -79,6 +79,7 @@ def test_sizes(text, size):
     assert config("--clear-cache-threshold", text).clear_cache_threshold == size
 
 
+@pytest.mark.bad_input("`deltatune` with {arguments}")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,6 +92,19 @@ def test_sizes(text, size):
         ([], "required: COMMAND"),
         (["generate", "--model", "m"], "required: --prompt"),
         (["eval", "--iters", "3"], "deltatune eval: unknown option --iters"),
+        (
+            ["merge", "--model", ""],
+            "deltatune merge: argument --model: expected text in UTF-8 that is not empty, got ''",
+        ),
+        (
+            ["merge", "--model", "m", "--save-path", " "],
+            "argument --save-path: expected text in UTF-8 that is not empty",
+        ),
+        (["eval", "--adapter-path", ""], "argument --adapter-path: expected text in UTF-8 that is not empty"),
+        (["demo", "--output", ""], "argument --output: expected text in UTF-8 that is not empty"),
+        (["doctor", "--model", "\udcff"], r"argument --model: expected text in UTF-8 that is not empty, got '.udcff'"),
+        (["generate", "--model", "m", "-p", "x", "--extra-eos-token", ""], "argument --extra-eos-token: expected text"),
+        (["train", "-c", ""], "argument -c/--config: expected text"),
         (["train", "-c", "/none.yaml"], "config /none.yaml: cannot be read"),
         (["train", "--model", "/no/such"], "/no/such"),
         (["generate", "--model", "/no/such", "--prompt", "x"], "/no/such"),

@@ -14,6 +14,7 @@ MODULES = tree.modules()
 IMPORTS = tree.imports()
 # Files of one name in two folders, and what the name means in both; commands/ has files named by their command.
 SHARED_NAMES = {
+    "attention": "softmax attention: its checks, and the patches that put it in place",
     "choice": "which implementation of an operator serves a call",
     "experts": "the routed experts of a layer: their adapters, and the patches of their modules",
     "fused": "launches of an operator's kernels",

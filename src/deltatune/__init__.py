@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .data import load_datasets
     from .lora import convert_to_lora
     from .models.load import load
+    from .ops.attention import attention
     from .ops.gated_delta import gated_delta
     from .patches import patched
     from .train import Trainer
@@ -27,6 +28,7 @@ _MODULES = {
     "LoraConfig": "config",
     "TrainConfig": "config",
     "Trainer": "train",
+    "attention": "ops.attention",
     "convert_to_lora": "lora",
     "gated_delta": "ops.gated_delta",
     "load": "models.load",
@@ -38,6 +40,7 @@ __all__ = [
     "LoraConfig",
     "TrainConfig",
     "Trainer",
+    "attention",
     "convert_to_lora",
     "gated_delta",
     "load",

@@ -9,19 +9,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands import demo, doctor, eval, generate, merge, plan, run, selftest, train
+from .commands import demo, doctor, eval, export, generate, import_, merge, plan, run, selftest, train
 from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import startup
 from .values import short
 
-COMMANDS = (train, plan, eval, generate, merge, run, doctor, selftest, demo)
+COMMANDS = (train, plan, eval, generate, merge, export, import_, run, doctor, selftest, demo)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line, with every command and its flags."""
     top = Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
     top.add_argument("--version", action="version", version=f"deltatune {_version()}")
+    # To this parser, everything behind the command's name is one argument; the command's own parser checks it.
+    top.register("type", None, str)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)

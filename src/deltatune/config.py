@@ -19,7 +19,12 @@ __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 
 
 _MODEL, _DATA, _TUNE = "model", "data", "what trains"
+_LOSS = "loss"
 _OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
+
+NO_TYPE_FROM_SCRATCH = (
+    "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
+)
 
 
 @dataclass
@@ -65,6 +70,44 @@ class TrainConfig:
         default=False,
         metadata=_about(
             _TUNE, "build the model of config.json with random weights, train all of them, and write a whole checkpoint"
+        ),
+    )
+    loss: str = field(
+        default="sft",
+        metadata=_about(
+            _LOSS,
+            "what is learnt: sft imitates the data; the others learn which of two answers is better, kto whether one "
+            "answer is good",
+            choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo"),
+        ),
+    )
+    loss_variant: str = field(
+        default="sigmoid",
+        metadata=_about(
+            _LOSS,
+            "published form of dpo (sigmoid, robust, hinge or ipo) or cpo (sigmoid, hinge or ipo)",
+            choices=("sigmoid", "robust", "hinge", "ipo"),
+        ),
+    )
+    beta: float = field(
+        default=0.1,
+        metadata=_about(
+            _LOSS,
+            "factor of the rewards of a preference loss, and orpo's weight of the odds ratio; the authors of simpo "
+            "use 2.0",
+            range=Range(above=0),
+        ),
+    )
+    gamma: float = field(
+        default=0.5,
+        metadata=_about(
+            _LOSS, "margin by which simpo wants the chosen answer's reward to be larger", range=Range(least=0)
+        ),
+    )
+    label_smoothing: float = field(
+        default=0.0,
+        metadata=_about(
+            _LOSS, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
         ),
     )
     optimizer: str = field(
@@ -136,6 +179,14 @@ class TrainConfig:
             _TUNE,
             "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers and rslora",
             flag=False,
+        ),
+    )
+    resize_embeddings: bool = field(
+        default=False,
+        metadata=_about(
+            _TUNE,
+            "give the embedding and the head a row for each token that was added to the tokenizer, and train those "
+            "rows",
         ),
     )
     batch_size: int = field(
@@ -243,6 +294,12 @@ class TrainConfig:
     save_every: int = field(
         default=100, metadata=_about(_SAVE, "number of iterations between saves", range=Range(least=1))
     )
+    keep: int | None = field(
+        default=None,
+        metadata=_about(
+            _SAVE, "number of numbered copies of the adapters to keep, the newest; default: all", range=Range(least=0)
+        ),
+    )
     early_stopping: int | None = field(
         default=None,
         metadata=_about(_RUN, "stop training after this many evaluations without a lower loss", range=Range(least=1)),
@@ -320,3 +377,7 @@ class TrainConfig:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.early_stopping is not None and self.val_batches == 0:
             raise UserError("early_stopping counts evaluations, and val_batches: 0 turns them off; give one of them.")
+        if self.from_scratch and self.fine_tune_type == "dora":
+            raise UserError(NO_TYPE_FROM_SCRATCH.format(self.fine_tune_type))
+        if self.keep is not None and (self.from_scratch or self.fine_tune_type == "full"):
+            raise UserError("keep counts numbered copies of adapters, and full fine-tuning writes none; leave it out.")

@@ -38,6 +38,8 @@ TRAINER = """
                                             linear_key_head_dim=8, linear_value_head_dim=8))
         loss, _ = nn.value_and_grad(layer, lambda layer, x: layer(x).sum())(layer, mx.ones((1, 5, 16)))
         mx.eval(loss)
+    if "attend" in sys.argv:
+        mx.grad(lambda x: mx.fast.scaled_dot_product_attention(x, x, x, scale=1.0).sum())(mx.ones((1, 2, 5, 8)))
     if "fail" in sys.argv:
         def broken():
             return 1 / 0
@@ -74,6 +76,14 @@ def test_a_file_trains_with_our_gradients_and_keeps_its_exit_code(program):
 def test_a_program_that_enters_and_leaves_the_patches_itself_stays_patched(program):
     done = call(program.name, "patch", "train", "0", cwd=program.parent)
     assert "deltatune: 1 traced calls of gated_delta_update got deltatune's gradients" in done.stderr
+
+
+def test_attention_is_counted_too(program):
+    alone = call(program.name, "attend", "0", cwd=program.parent).stderr
+    assert "deltatune: 1 traced calls of attention got deltatune's gradients; the program has no gated-delta" in alone
+    assert "WARNING" not in alone
+    both = call(program.name, "train", "attend", "0", cwd=program.parent).stderr
+    assert "1 traced calls of gated_delta_update and 1 of attention got deltatune's gradients" in both
 
 
 def test_a_program_that_is_not_reached_is_told_so(program):

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from deltatune.data import rendering
-from deltatune.data.render_process import Limits
+from deltatune.data.render_process import RenderLimits
 from deltatune.data.rendering import Renderer
 from deltatune.data.row_formats import Conversation, Features
 from deltatune.data.text import TextEncoder
@@ -55,7 +55,7 @@ MISTAKES = {
 def tight(monkeypatch):
     """Processes with tight limits, which end with the test."""
     rendering._end_processes()
-    monkeypatch.setattr(rendering, "LIMITS", Limits(2, 1 << 29))
+    monkeypatch.setattr(rendering, "LIMITS", RenderLimits(2, 1 << 29))
     yield
     rendering._end_processes()
 

@@ -19,6 +19,7 @@ from deltatune.doctor.probes import Fault
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models.vision import load as vision_load
+from new_tokens import with_new_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,9 @@ def test_on_a_cpu(capsys):
         "Gated delta: chunk (automatic on cpu)",
         "✓ chunk: float32, 1/2 heads of 8 x 8 ",
         "✓ NaN in products of one row (BLAS)",
+        "✓ blocked: cpu, bfloat16, heads of 192 x 128, causal, segmented"
+        if backend.device() == "cpu"
+        else "Attention:",
         "✓ scatter-add with a batch stride",
         "✓ gated_delta_update mlx_lm ",
     ):
@@ -68,7 +72,8 @@ def test_json_has_everything(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
-        "versions", "machine", "gated_delta", "findings", "faults", "patches", "model", "wrong",
+        "versions", "machine", "gated_delta", "findings", "attention", "attention_findings", "faults", "patches",
+        "model", "wrong",
     }  # fmt: skip
     assert found["wrong"] is False
     assert found["model"] is None
@@ -97,6 +102,13 @@ def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, capsys):
     monkeypatch.setattr(implementations, "gated_delta_chunk", wrong)
     assert cli.main(["doctor"]) == 1
     assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in said(capsys)
+
+
+def test_a_wrong_attention_would_train_wrong(monkeypatch, capsys):
+    blocked = implementations.attention_blocked
+    monkeypatch.setattr(implementations, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
+    assert cli.main(["doctor"]) == 1
+    assert "heads of 256 x 256, grouped, causal wrong blocked (" in said(capsys)
 
 
 def test_not_a_number_is_valid_json(found, capsys):
@@ -185,3 +197,15 @@ def test_a_forward_that_cannot_be_traced_is_said(tiny_checkpoint, monkeypatch, c
     monkeypatch.setattr(examination, "sweep", refuses)
     assert cli.main(["doctor", "--model", str(tiny_checkpoint("qwen3"))]) == 0
     assert "! custom kernels: not known on text, through mlx-lm sweep: it keeps no config" in said(capsys)
+
+
+@pytest.mark.bad_input("`doctor` on a tokenizer with tokens that the embedding has no row for")
+def test_a_tokenizer_with_more_tokens_than_rows(tiny_checkpoint, tmp_path, capsys):
+    path = with_new_tokens(tiny_checkpoint("qwen3"), tmp_path / "model")
+    assert cli.main(["doctor", "--model", str(path)]) == 1
+    text = said(capsys)
+    assert (
+        "✗ the embedding has 320 rows, and 2 tokens of the tokenizer have ids beyond them, the first '<call>'" in text
+    )
+    assert "This model and its tokenizer do not fit" in text
+    assert cli.main(["doctor", "--model", str(tiny_checkpoint("qwen3"))]) == 0

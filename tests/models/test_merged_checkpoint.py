@@ -16,9 +16,12 @@ from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.lora.tensor_files import read_header
+from deltatune.lora.weights import dense_weight
 from deltatune.models import merged_checkpoint as merge_module
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.selftest.parity import recording
+from deltatune.selftest.parity.cases import CASES
 from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
@@ -229,7 +232,7 @@ def test_an_error_leaves_no_files_behind(tiny_checkpoint, tmp_path, monkeypatch,
     base = tiny_checkpoint("qwen3")
     adapt(base, tmp_path / "adapter")
 
-    def failing(source, target, dequantize):
+    def failing(source, target, config):
         (target / "config.json").write_text("half")
         raise fault
 
@@ -253,3 +256,52 @@ def test_adapter_of_another_model(tiny_checkpoint, tmp_path):
     adapt(tiny_checkpoint("qwen3_5"), tmp_path / "adapter")
     with pytest.raises(UserError, match=r"is for another model: .* tensors do not fit: language_model"):
         merge_checkpoint(tiny_checkpoint("qwen3"), tmp_path / "adapter", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("settings", [{}, {"bits": 8}, {"mode": "mxfp4"}])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_quantising_again_is_measured(tiny_checkpoint, tmp_path, run, family, settings):
+    base = tiny_checkpoint(family, quantize=settings)
+    adapt(base, tmp_path / "adapter")
+    done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "exact", dequantize=True)
+    packed, exact = (load_model(tmp_path / name)[0] for name in ("merged", "exact"))
+    modules, wanted = dict(packed.named_modules()), dict(exact.named_modules())
+    squares = mx.zeros((2,))
+    for name, share in done.rounding.errors.items():
+        weight = wanted[name].weight.astype(mx.float32)
+        error = dense_weight(modules[name]).astype(mx.float32) - weight
+        parts = mx.stack([mx.square(error).sum(), mx.square(weight).sum()])
+        squares += parts
+        # The dequantised weight was rounded once more, to the model's own type.
+        assert share == pytest.approx(mx.sqrt(parts[0] / parts[1]).item(), rel=0.02)
+    assert done.rounding.error == pytest.approx(mx.sqrt(squares[0] / squares[1]).item(), rel=0.02)
+    assert len(done.rounding.errors) == len({name.rpartition(".")[0] for name in done.changed})
+    flags = ["--model", base, "--adapter-path", tmp_path / "adapter"]
+    assert str(done.rounding) in run("merge", *flags, "--save-path", tmp_path / "again")[1]
+    assert len(run("merge", *flags, "--save-path", tmp_path / "plain", "--dequantize")[1].splitlines()) == 1
+
+
+def test_a_dense_merge_says_nothing_of_quantising(tiny_checkpoint, tmp_path, run):
+    base = tiny_checkpoint("qwen3_5")
+    adapt(base, tmp_path / "adapter")
+    code, out, _ = run(
+        "merge", "--model", base, "--adapter-path", tmp_path / "adapter", "--save-path", tmp_path / "merged"
+    )
+    assert code == 0
+    assert len(out.splitlines()) == 1
+    assert merge_checkpoint(base, tmp_path / "adapter", tmp_path / "again").rounding is None
+
+
+def test_a_head_that_sanitize_removes_from_the_model(tmp_path):
+    """mlx-lm's sanitize of Gemma 3 takes a tied head out of the model, and fails where the model has none any more."""
+    case, reference = CASES["gemma3"], recording.read("gemma3")
+    config, weights = case.family.readable(reference.config, reference.weights(case))
+    assert "lm_head.weight" not in weights
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(base / "model.safetensors"), {name: mx.array(value) for name, value in weights.items()})
+    adapted = adapt(base, tmp_path / "adapter")
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
+    assert difference(load_model(tmp_path / "merged")[0](TOKENS), adapted) < 1e-4

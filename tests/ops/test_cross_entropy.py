@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 
-from deltatune.ops.cross_entropy import _default_chunk, _even_bounds, linear_cross_entropy
+from deltatune.ops.cross_entropy import _default_chunk, _even_bounds, linear_cross_entropy, linear_token_losses
 
 D, V = 64, 96
 
@@ -96,6 +96,47 @@ def test_every_head_has_the_loss_and_gradients_of_the_reference(name, training):
         assert_agree(gradients(ours, module, hidden, weights, transform), expected)
         # The value by itself, without a gradient.
         assert_agree({"loss": ours(hidden, weights)}, {"loss": expected["loss"]})
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_function_of_every_token_loss_has_the_gradients_of_the_reference(name, training):
+    """The function is not linear, so the cotangents are known only after all losses are."""
+    mx.random.seed(5)
+    module, method = HEADS[name]()
+    head = getattr(module, method) if method else module
+    module.train(training)
+    hidden, targets, weights = batch()
+
+    def curved(losses, w):
+        return nn.log_sigmoid((losses * w).sum(axis=-1)).sum()
+
+    def reference(h, w):
+        return curved(nn.losses.cross_entropy(head(h).astype(mx.float32), targets), w)
+
+    expected = gradients(reference, module, hidden, weights)
+    for chunk, transform in ((4, lambda f: f), (9, mx.compile)):
+
+        def ours(h, w, chunk=chunk):
+            return curved(linear_token_losses(head, h, targets, chunk_tokens=chunk), w)
+
+        assert_agree(gradients(ours, module, hidden, weights, transform), expected, 5e-6)
+
+
+def test_the_second_run_of_a_head_that_trains_draws_the_same_dropout():
+    mx.random.seed(3)
+    head = adapted(LoRALinear, nn.Linear(D, V), dropout=0.5)
+    hidden, targets, _ = batch()
+    expected = None
+    for function in (
+        lambda h, w: (linear_token_losses(head, h, targets, chunk_tokens=22) ** 2).sum(),
+        lambda h, w: (nn.losses.cross_entropy(head(h.reshape(-1, D)), targets.reshape(-1)) ** 2).sum(),
+    ):
+        mx.random.seed(8)
+        # The chunk's size is given, so that neither function draws anything before the head runs.
+        found = gradients(function, head, hidden, mx.zeros(1))
+        expected, previous = found, expected
+    assert_agree(previous, expected, 5e-6)
 
 
 def test_matches_float64():

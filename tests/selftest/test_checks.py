@@ -18,12 +18,24 @@ from host_machine import HostMachine
 
 from deltatune import cli
 from deltatune.doctor.probes import Fault
+from deltatune.machine import backend
 from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.selftest import controls, examined, experts, gated_delta, measure, pointwise, replays, times, training
+from deltatune.selftest import (
+    attention,
+    controls,
+    examined,
+    experts,
+    gated_delta,
+    measure,
+    pointwise,
+    replays,
+    times,
+    training,
+)
 from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, compared_with_bounds
 from deltatune.selftest.parity import cases, ours
 
@@ -81,6 +93,21 @@ def test_a_kernel_that_is_wrong_shows(fused, workload, planted):
     outcome = judge(fused(change), workload)
     assert outcome.status == FAILED
     assert outcome.worst == "q"
+
+
+@pytest.mark.parametrize("check", list(attention.checks(True)), ids=lambda check: check.name)
+def test_attention_is_right(check):
+    outcome = check.run()
+    assert outcome.status == (NOT_RUN if "fused" in check.name and backend.device() == "cpu" else PASSED)
+
+
+@pytest.mark.parametrize("workload", attention.workloads(True), ids=lambda workload: workload.name)
+def test_an_attention_that_is_wrong_shows(workload):
+    def one_key_lost(q, k, v, **options):
+        return attention.attention_blocked(q, mx.where(mx.arange(k.shape[2])[:, None] == 3, 0.0, k), v, **options)
+
+    found = attention.errors(one_key_lost, workload, attention.truth_of(workload))
+    assert max(found.values()) > workload.bound
 
 
 def test_a_result_of_another_head_than_the_compared_ones_counts_where_it_is_no_number():

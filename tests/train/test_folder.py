@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_the_runs_is_refused_before_loading(train, check
     path, expected = {
         "the model's folder": (str(checkpoint), "is the folder of the model"),
         "a link to the model's folder": ("link", "is the folder of the model"),
-        "empty": (" ", "adapter_path: expected"),
+        "empty": (" ", "--adapter-path: expected text"),
         "a file": ("file", "part of that path is a file"),
     }[how]
     before, model = contents(tmp_path), contents(checkpoint)
@@ -128,10 +128,14 @@ def test_resume_moves_nothing(train, tmp_path):
 def test_overwrite_deletes_the_earlier_run_and_nothing_else(train, tmp_path):
     train("--adapter-path", "out", "--iters", "3", loads=True)
     (tmp_path / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "best").mkdir(exist_ok=True)
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        (tmp_path / "out" / "best" / name).write_text("of the earlier run")
     code, out, _ = train("--adapter-path", "out", "--overwrite", loads=True)
     assert code == 0
     assert "--overwrite: the earlier run in out is deleted." in out
     assert not (tmp_path / "out" / "0000003_adapters.safetensors").exists()
+    assert not list((tmp_path / "out" / "best").iterdir())
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "out-1").exists()
     assert state.peek(state.state_path(tmp_path / "out")).iteration == 2
@@ -191,13 +195,12 @@ def test_a_trainer_in_python_takes_the_folder_too(make_trainer, tmp_path):
     assert (tmp_path / "out-1" / "adapters.safetensors").is_file()
 
 
-@pytest.mark.bad_input("a --report-to whose package is missing or unknown")
+@pytest.mark.bad_input("a --report-to whose package is missing")
 def test_loggers_are_checked_before_loading(train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    for name, expected in (("wandb", "pip install wandb"), ("wandb,tensorbord", "did you mean 'tensorboard'")):
-        code, _, err = train("--report-to", name)
-        assert code == 2
-        assert expected in err
+    code, _, err = train("--report-to", "wandb")
+    assert code == 2
+    assert "pip install wandb" in err
     assert list(tmp_path.iterdir()) == []
 
 

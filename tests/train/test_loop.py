@@ -32,10 +32,17 @@ def test_a_run_learns_reports_saves_and_says_what_it_does(make_trainer, screen_t
     assert result.val_loss == result.best_val_loss == validation[-1]
     names = {file.name for file in out.iterdir()}
     saved = {f"000000{n}_adapters.safetensors" for n in (3, 6, 8)}
-    assert names == saved | {"adapters.safetensors", "adapter_config.json", "metrics.jsonl", "report.html", "state"}
+    assert names == saved | {
+        "adapters.safetensors",
+        "adapter_config.json",
+        "metrics.jsonl",
+        "report.html",
+        "best",
+        "state",
+    }
     assert adapters(out) == (out / "0000008_adapters.safetensors").read_bytes()
     text = screen_text.text()
-    for said in ("1 delta, 1 attention", "Gated delta: ", "gated_delta_update in", "completions only", "32, 64 tokens"):
+    for said in ("1 delta, 1 attention", "Gated delta: ", "Patches: ", "completions only", "32, 64 tokens"):
         assert said in text
     assert "Iter 8/8: train loss" in text
     assert "GB, 0:00 left" in text
@@ -113,12 +120,12 @@ def test_starting_over_an_unfinished_run_says_so(make_trainer, screen_text, monk
 
 def test_early_stopping_counts_evaluations_without_gain(make_trainer, screen_text, read_metrics, tmp_path):
     result = make_trainer(early_stopping=2, steps_per_eval=1, iters=8, optimizer="sgd", optimizer_config={},
-                          lr_schedule=None, learning_rate=0.0).run()  # fmt: skip
+                          lr_schedule=None, learning_rate=1e-30).run()  # fmt: skip
     assert result.stopped_early
     assert result.iterations == 2
     assert "2 evaluations without a loss below" in screen_text.text()
     again = make_trainer(early_stopping=2, steps_per_eval=1, iters=8, optimizer="sgd", optimizer_config={},
-                         lr_schedule=None, learning_rate=0.0, resume=True).run()  # fmt: skip
+                         lr_schedule=None, learning_rate=1e-30, resume=True).run()  # fmt: skip
     assert again.iterations == 2
 
 
@@ -164,9 +171,11 @@ def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_train
         trainer.run()
     message = str(error.value)
     assert "iteration 4: the loss is nan" in message
-    assert "layers.1.mlp.down_proj.linear.weight is not finite" in message
+    assert (
+        "hold NaN or infinity, the first language_model.model.layers.1.mlp.down_proj.weight: its checkpoint" in message
+    )
     good = 3 if accumulate == 1 else 2
-    assert f"the state after iteration {good} is saved in" in message
+    assert f"What was trained is in {trainer.outputs.state.parent}." in message
     after = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
     for left, right in zip(trainer.before, after, strict=True):
         np.testing.assert_array_equal(left, right)
@@ -273,18 +282,9 @@ def test_leftovers_of_a_killed_save_are_removed(make_trainer, tmp_path):
     assert not list((tmp_path / "out").glob(".*"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"iters": 0}, "iters: expected 1 or more, got 0"),
-        ({"grad_accumulation_steps": 0}, "grad_accumulation_steps: expected 1 or more"),
-        ({"report_to": "wandbb"}, r"unknown service 'wandbb' \(did you mean 'wandb'\?\)"),
-        ({"optimizer": "sdg"}, "unknown name 'sdg'"),
-    ],
-)
-def test_options_that_cannot_be_are_named(make_trainer, changes, message):
-    with pytest.raises(UserError, match=message):
-        make_trainer(**changes).run()
+def test_an_unknown_optimizer_is_named(make_trainer):
+    with pytest.raises(UserError, match="unknown name 'sdg'"):
+        make_trainer(optimizer="sdg").run()
 
 
 def test_early_stopping_needs_validation_data(make_trainer, splits):

@@ -35,15 +35,15 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, ki
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
     killed_run("write", 1)
     assert not (tmp_path / "out" / "state" / "state.safetensors").exists()
-    # The fifth rename of a run puts its first state in place, after iteration 3, which is inside an accumulation of 2.
-    killed_run("replace", 5, "--resume")
+    # The first state comes after iteration 3, which is inside an accumulation of 2.
+    killed_run("to:state.safetensors", 1, "--resume")
     assert "Resuming after iteration 3 of 8" in killed_run("iteration", 3, "--resume")
     assert "Iter 6/8" in killed_run("write", 1, "--resume")
     # Here the old state is moved aside, and the new one is not in its place yet.
-    assert "Resuming after iteration 3 of 8" in killed_run("replace", 5, "--resume")
+    assert "Resuming after iteration 3 of 8" in killed_run("to:previous.safetensors", 1, "--resume")
     assert "state.safetensors is missing: resuming from the state before it" in killed_run("write", 1, "--resume")
     make_trainer(resume=True).run()
-    for name in ("adapters.safetensors", "0000006_adapters.safetensors"):
+    for name in ("adapters.safetensors", "0000006_adapters.safetensors", "best/adapters.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
     assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
     assert not list((tmp_path / "out").glob("**/.*"))

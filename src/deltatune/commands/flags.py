@@ -10,11 +10,19 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from ..config import LoraConfig, TrainConfig, nearest, read_yaml
+from ..config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
 from ..errors import UserError
 from ..values import build, check_names, check_values, checked, fields_of
 
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
+
+
+def _text(text: str) -> str:
+    """Return the text of an argument that may not be empty; type=str takes any."""
+    try:
+        return checked(text, str, {}, "")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +30,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(**{"allow_abbrev": False} | options)
+        # argparse looks up None for an argument without a type.
+        self.register("type", None, _text)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
@@ -111,7 +121,8 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
     Raises:
-        UserError: the YAML file cannot be read, or an option is unknown or has a value that it may not have.
+        UserError: the YAML file cannot be read, or an option is unknown, has a value that it may not have, or is
+            excluded by another.
     """
     file = getattr(arguments, "config", None)
     values = {} if file is None else read_yaml(file)
@@ -123,7 +134,11 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     flags, lora_flags = given(TrainConfig, arguments), given(LoraConfig, arguments)
     _choose("iters", "epochs", values, flags, str(file))
     _choose("scale", "alpha", lora, lora_flags, f"{file}: lora_parameters")
-    return build(TrainConfig, values | flags | {"lora_parameters": lora | lora_flags}, "")
+    # Where nobody chose a type, the default gives way to from_scratch; a choice that it excludes is a mistake.
+    chosen = values | flags
+    if chosen.get("from_scratch") and chosen.get("fine_tune_type", "full") != "full":
+        raise UserError(NO_TYPE_FROM_SCRATCH.format(chosen["fine_tune_type"]))
+    return build(TrainConfig, chosen | {"lora_parameters": lora | lora_flags}, "")
 
 
 def given(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from ..values import Range, fix, short
 from .flags import add_adapter, given
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..data.vision.videos import Clip
     from ..models.load import Loaded
 
@@ -31,9 +33,16 @@ def add(commands: Any) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="TEXT", help="folder of the model, or its name on the Hugging Face hub")
     add_adapter(parser)
-    add("--prompt", "-p", required=True, metavar="TEXT", help="the user's message; - reads it from standard input")
-    add("--system-prompt", metavar="TEXT", help="system message that goes before the prompt")
-    add("--prefill-response", metavar="TEXT", help="text with which the answer begins")
+    add(
+        "--prompt",
+        "-p",
+        required=True,
+        type=str,
+        metavar="TEXT",
+        help="the user's message; - reads it from standard input",
+    )
+    add("--system-prompt", type=str, metavar="TEXT", help="system message that goes before the prompt")
+    add("--prefill-response", type=str, metavar="TEXT", help="text with which the answer begins")
     add("--max-tokens", "-m", type=int, metavar="N", help="largest number of tokens in the answer (default: 100)")
     add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
     add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
@@ -137,6 +146,7 @@ def generate(options: GenerateOptions) -> str:
     from ..models.generate import Sampling, prompt_tokens, stream
     from ..models.vision.generate import stream_with_images, stream_with_videos
     from ..models.vision.split import vision_spec
+    from ..models.vocabulary import check_prompt
     from ..train.setup import load_with_adapter
 
     if options.seed is not None:
@@ -162,6 +172,7 @@ def generate(options: GenerateOptions) -> str:
     )
     if not tokens:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
+    check_prompt(loaded, tokens)
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
     if options.image:
         answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
@@ -172,7 +183,7 @@ def generate(options: GenerateOptions) -> str:
     else:
         answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
-    for last in answer:
+    for last in _sound(answer, loaded):
         print(last.text, end="", flush=True)
         parts.append(last.text)
     print()
@@ -182,6 +193,18 @@ def generate(options: GenerateOptions) -> str:
             f"{last.generation_tps:.1f}/s; peak memory {last.peak_memory:.2f} GB]"
         )
     return "".join(parts)
+
+
+def _sound(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:
+    """Pass on the pieces of an answer; UserError if damaged weights make the first token's probabilities NaN."""
+    import mlx.core as mx
+
+    from ..train.nonfinite import refuse_damaged
+
+    for number, piece in enumerate(answer):
+        if number == 0 and piece.logprobs is not None and mx.isnan(mx.array(piece.logprobs)).any().item():
+            refuse_damaged(loaded.model)
+        yield piece
 
 
 def _prompt(text: str) -> str:

@@ -23,4 +23,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path, arguments.dequantize)
     print(f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged.")
+    if done.rounding is not None:
+        print(done.rounding)
     return 0

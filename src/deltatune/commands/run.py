@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="name every patch that is applied; stands before the other program"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    parser.add_argument("command", nargs=argparse.REMAINDER, type=str, metavar="-- COMMAND ...")
     parser.set_defaults(call=run, parser=parser)
 
 
@@ -70,12 +70,13 @@ def run_program(argv: list[str], *, verbose: bool = False) -> int:
 
 def _patched(program: Callable[[], None], verbose: bool) -> int:
     """Run a program with the patches applied, report how often they served it, and return its exit code."""
-    from ..patches import patched, recurrence
+    from ..patches import patched, recurrence, whole_rows
 
     def report(patches: PatchReport) -> None:
         _report_patches(patches, verbose)
 
     recurrence.reset()
+    whole_rows.reset()
     # A program that fails before it trains reaches no layer, and its own message says why.
     code: int | None = None
     with patched(announce=report) as applied:
@@ -193,13 +194,20 @@ def _report_patches(report: PatchReport, verbose: bool) -> None:
 
 def _report_calls(*, warn: bool) -> None:
     """Print how many calls of the program got deltatune's gradients, or a warning, if it is due, where none did."""
-    from ..patches import recurrence
+    from ..patches import recurrence, whole_rows
 
-    counts = recurrence.served()
+    counts, attended = recurrence.served(), whole_rows.served()[whole_rows.OURS]
     ours = counts[recurrence.OURS] + counts[recurrence.BACKWARD]
     if ours:
-        line = f"{ours} traced calls of gated_delta_update got deltatune's gradients"
-        print(f"deltatune: {line}; {counts[recurrence.UPSTREAM]} decoding calls stayed upstream's.", file=sys.stderr)
+        line = f"{ours} traced calls of gated_delta_update{f' and {attended} of attention' if attended else ''}"
+        decoding = f"{counts[recurrence.UPSTREAM]} decoding calls stayed upstream's."
+        print(f"deltatune: {line} got deltatune's gradients; {decoding}", file=sys.stderr)
+    elif attended:
+        print(
+            f"deltatune: {attended} traced calls of attention got deltatune's gradients; the program has no "
+            "gated-delta layer, runs it in another process, or replaces it itself.",
+            file=sys.stderr,
+        )
     elif warn:
         print(
             "deltatune: WARNING: no gated-delta layer was reached. Whatever this program trained, it trained with its "

@@ -11,6 +11,7 @@ from .flags import add_options, config_from
 
 if TYPE_CHECKING:
     from ..train import Result
+    from ..train.outputs import Outputs
 
 
 def add(commands: Any) -> None:
@@ -83,5 +84,14 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
         result = trainer.run()
         if config.test:
             say_loss("Test", run, run.splits.test, screen)
-        screen.say(f"Saved in {config.adapter_path}; report: {trainer.outputs.report}")
+        screen.say(f"Saved in {config.adapter_path}; {_best(result, trainer.outputs)}report: {trainer.outputs.report}")
         return result
+
+
+def _best(result: Result, outputs: Outputs) -> str:
+    """Say where the weights with the lowest validation loss are; an empty string if there was no evaluation."""
+    if result.best_iteration is None:
+        return ""
+    if result.best_iteration == 0:
+        return f"the validation loss was lowest before training, {result.best_val_loss:.4f}; "
+    return f"best, with validation loss {result.best_val_loss:.4f} at {result.best_iteration}: {outputs.best}; "

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..models.vision.inputs import VisionBatch
 from .example import Example
+from .preferences.preference import PreferenceBatch
 from .vision.media import collate_pictures
 
 # Widths up to FINE_LIMIT are multiples of FINE_STEP; above it, at most COARSE_SHAPES multiples of COARSE_STEP.
@@ -39,6 +40,7 @@ class Batch:
         sources: for each row, the source of each of its documents; a blank row has none.
         positions: for each row, the number of positions of each of its documents.
         images: the inputs of the vision tower, or None for a model without one.
+        preferences: which documents are the answers of one preference, or None where each is learnt by itself.
     """
 
     inputs: np.ndarray
@@ -48,6 +50,7 @@ class Batch:
     sources: tuple[tuple[str, ...], ...]
     positions: tuple[tuple[int, ...], ...]
     images: VisionBatch | None = None
+    preferences: PreferenceBatch | None = None
 
 
 def bucket_widths(max_seq_length: int) -> list[int]:

@@ -30,7 +30,8 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any):
         self._inner = tokenizer._tokenizer
         self._added = {number: token.content for number, token in self._inner.added_tokens_decoder.items()}
-        self._short = lru_cache(4096)(lambda text: self.encode([text])[0])
+        # Few texts stand between the last added token and an answer, such as the name of its role.
+        self.short = lru_cache(4096)(lambda text: self.encode([text])[0])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each text."""
@@ -52,12 +53,12 @@ class ChatTokenizer:
         if row.blocks:
             self._mark_blocks(row, targets)
             return targets
+        place = _Places(row.text, tokens, {name: self._added[name] for name in self._added.keys() & set(tokens)}, self)
         for starts, end in row.turns:
-            found = (self._index(row.text, tokens, start) for start in starts)
-            start = next((index for index in found if index is not None), None)
+            start = next((index for at in starts if (index := place.of(at)) is not None), None)
             if start is None:
                 raise UserError(f"{source}: {self._merged(row.text, tokens, starts[0])} {_REMEDY}")
-            last = self._index(row.text, tokens, end)
+            last = place.of(end)
             if last is None:
                 raise UserError(
                     f"{source}: the end of an answer merges into one token with what follows it; use --chat-turns "
@@ -65,25 +66,6 @@ class ChatTokenizer:
                 )
             targets[start:last] = True
         return targets
-
-    def _index(self, text: str, tokens: list[int], end: int) -> int | None:
-        """Return how many tokens text[:end] has, or None if they are not the first of `tokens`."""
-        if end in (0, len(text)):
-            return len(tokens) if end else 0
-        # A text is cut at its added tokens first, so the tokens behind the last of them depend on nothing before it.
-        present = [(number, self._added[number]) for number in self._added.keys() & set(tokens)]
-        cut, number, written = max(
-            ((_end_of_last(name, text, end), token, name) for token, name in present), default=(0, 0, "")
-        )
-        if cut:
-            places = np.flatnonzero(np.array(tokens) == number)
-            if len(places) == text.count(written):
-                first = int(places[text.count(written, 0, cut) - 1]) + 1
-                rest = self._short(text[cut:end])
-                if tokens[first : first + len(rest)] == rest:
-                    return first + len(rest)
-        prefix = self.encode([text[:end]])[0]
-        return len(prefix) if tokens[: len(prefix)] == prefix else None
 
     def _mark_blocks(self, row: ChatRow, targets: np.ndarray) -> None:
         """Mark the tokens that hold a character of the template's {% generation %} blocks, as transformers does."""
@@ -106,7 +88,36 @@ class ChatTokenizer:
         )
 
 
-def _end_of_last(written: str, text: str, end: int) -> int:
-    """Return where the last occurrence of `written` in text[:end] ends, or 0."""
-    at = text.rfind(written, 0, end)
-    return at + len(written) if at >= 0 else 0
+class _Places:
+    """Finds the places of characters among the tokens of a text.
+
+    Args:
+        text: the text.
+        tokens: its tokens.
+        added: the added tokens among them, as they are written.
+        tokenizer: tokenises parts of the text.
+    """
+
+    def __init__(self, text: str, tokens: list[int], added: dict[int, str], tokenizer: ChatTokenizer):
+        self._text, self._tokens, self._added, self._tokenizer = text, tokens, added, tokenizer
+
+    def of(self, end: int) -> int | None:
+        """Return how many tokens text[:end] has, or None if they are not the first of the text's tokens."""
+        text, tokens = self._text, self._tokens
+        if end in (0, len(text)):
+            return len(tokens) if end else 0
+        # A text is cut at its added tokens first, so the tokens behind the last of them depend on nothing before it.
+        cut, last = 0, 0
+        for number, written in self._added.items():
+            at = text.rfind(written, 0, end)
+            if at >= 0 and at + len(written) > cut:
+                cut, last = at + len(written), number
+        if cut and tokens.count(last) == text.count(self._added[last]):
+            first = 0
+            for _ in range(text.count(self._added[last], 0, cut)):
+                first = tokens.index(last, first) + 1
+            rest = self._tokenizer.short(text[cut:end])
+            if tokens[first : first + len(rest)] == rest:
+                return first + len(rest)
+        prefix = self._tokenizer.encode([text[:end]])[0]
+        return len(prefix) if tokens[: len(prefix)] == prefix else None

@@ -8,7 +8,10 @@ from typing import Any
 from ..config import TrainConfig, nearest
 from ..errors import UserError
 from .example import Example, Splits
-from .packing import pack
+from .packing import pack, row_capacity
+from .preferences.complete import completed
+from .preferences.preference import Preference
+from .preferences.preference_rows import CHOSEN, LABEL
 from .reader import LAST_TURN, Reader, VisionProcessors
 from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
 from .sources import DataTable, hugging_face, is_saved_dataset, jsonl
@@ -56,7 +59,11 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         raise UserError("pack: rows with images are not packed; train this model without --pack.")
     tables = _tables(config, needed)
     reader = Reader(config, tokenizer, processors)
-    splits = {name: [example for part in tables[name] for example in reader.read(*part)] for name in needed}
+    splits: dict[str, Any] = {
+        name: [example for part in tables[name] for example in reader.read(*part)] for name in needed
+    }
+    if config.loss != "sft":
+        splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
     return Splits(**splits, rule=_rule(reader.kinds, config), notes=reader.notes)
 
@@ -126,7 +133,7 @@ def _hf_tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
 
 
 def _check(
-    config: TrainConfig, splits: dict[str, list[Example]], tables: dict[str, list[Part]], notes: list[str]
+    config: TrainConfig, splits: dict[str, list[Example | Preference]], tables: dict[str, list[Part]], notes: list[str]
 ) -> None:
     """Refuse splits without examples and training data without a full batch; note a missing validation set."""
     for name, examples in splits.items():
@@ -148,9 +155,9 @@ def _check(
     examples = splits["train"]
     rows = len(examples)
     if config.pack:
-        rows = len(pack([example.positions for example in examples], config.max_seq_length))
+        rows = len(pack([example.positions for example in examples], row_capacity(config)))
     if rows < config.batch_size:
-        what = f"packed row(s) of {config.max_seq_length:,} positions" if config.pack else "example(s)"
+        what = f"packed row(s) of {row_capacity(config):,} positions" if config.pack else "example(s)"
         raise UserError(
             f"training data: {rows} {what}, fewer than batch_size {config.batch_size} (rows over all workers); "
             f"give more data or batch_size {rows} or less."
@@ -166,7 +173,9 @@ def _rule(kinds: set[str], config: TrainConfig) -> str:
         "completions only": {COMPLETION, ALPACA},
         f"{turns} only": {CHAT, SHAREGPT},
         "every token of text lines" if len(kinds) > 1 else "every token": {TEXT},
+        "the answers of pairs": {CHOSEN},
+        "answers with a label": {LABEL},
     }
     counted = ", ".join(words for words, of in parts.items() if of & kinds)
-    how = "; --no-mask-prompt counts every token" if kinds - {TEXT} else ""
+    how = "; --no-mask-prompt counts every token" if kinds - {TEXT, CHOSEN, LABEL} else ""
     return f"Loss on {counted}{how}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,16 @@ class Example:
         """The length of the model's input, one less than the tokens: the last token is predicted but never read."""
         return len(self.tokens) - 1
 
+    @property
+    def documents(self) -> tuple[Example, ...]:
+        """The documents that a batch holds for this example: itself alone (a Preference has two)."""
+        return (self,)
+
+    def with_documents(self, documents: Sequence[Example]) -> Example:
+        """Return the one document in `documents`."""
+        (document,) = documents
+        return document
+
 
 @dataclass(frozen=True)
 class Splits:
@@ -47,3 +57,9 @@ class Splits:
     test: Sequence[Example] = ()
     rule: str = ""
     notes: list[str] = field(default_factory=list)
+
+    def documents(self) -> Iterator[Example]:
+        """Yield every document of the splits."""
+        for part in (self.train, self.valid, self.test):
+            for example in part:
+                yield from example.documents

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..errors import UserError
 from .batch import Batch, bucket_widths, collate
 from .example import Example
 from .packing import pack
+from .preferences.preference import SLOTS, Preference, lay_out
 
 Row = tuple[int, ...]
 
@@ -25,9 +27,12 @@ class BatchOrder:
     the batch with the shortest rows, whose shape is compiled in any case. The batches are the same for any `world`;
     rank r gets the rows r, r + world, r + 2 world and so on of each.
 
+    Preferences of two documents each are ordered in the same way. One takes two rows of a batch, or room for both
+    documents in a packed row.
+
     Args:
-        examples: the documents.
-        batch_size: the rows of a batch, summed over all ranks.
+        examples: the documents, or preferences.
+        batch_size: the rows of a batch, summed over all ranks; without packing, the preferences of a batch.
         max_seq_length: the largest number of positions in a row.
         seed: the seed of the shuffles.
         packed: whether a row holds several documents.
@@ -41,7 +46,7 @@ class BatchOrder:
 
     def __init__(
         self,
-        examples: Sequence[Example],
+        examples: Sequence[Example | Preference],
         batch_size: int,
         max_seq_length: int,
         *,
@@ -60,8 +65,13 @@ class BatchOrder:
         self._examples = examples
         self._batch_size, self._seed, self._packed = batch_size, seed, packed
         self._max_seq_length, self._rank, self._world = max_seq_length, rank, world
-        positions = [example.positions for example in examples]
+        self._preferences = [example for example in examples if isinstance(example, Preference)]
+        needed_by = sum if packed else max
+        positions = [needed_by(document.positions for document in example.documents) for example in examples]
         self._rows: list[Row] = pack(positions, max_seq_length) if packed else [(i,) for i in range(len(examples))]
+        if self._preferences:
+            self._rows = [row[at : at + SLOTS] for row in self._rows for at in range(0, len(row), SLOTS)]
+        self._slots = max(map(len, self._rows))
         needed = [sum(positions[number] for number in row) for row in self._rows]
         buckets = bucket_widths(max_seq_length)
         if max(needed) > buckets[-1]:
@@ -126,23 +136,29 @@ class BatchOrder:
 
     def _identity(self) -> dict[str, Any]:
         """Return the options and the digest of the data on which the order depends."""
-        if self._digest is None:
-            digest = hashlib.blake2b(digest_size=16)
-            for example in self._examples:
-                digest.update(example.positions.to_bytes(8, "little"))
-                digest.update(example.tokens.tobytes())
-                digest.update(example.targets.tobytes())
-                for picture in example.pictures.digests if example.pictures is not None else ():
-                    digest.update(picture)
-            self._digest = digest.hexdigest()
         return {
             "seed": self._seed,
             "batch_size": self._batch_size,
             "max_seq_length": self._max_seq_length,
             "pack": self._packed,
             "examples": len(self._examples),
-            "training data": self._digest,
+            "training data": self.digest,
         }
+
+    @property
+    def digest(self) -> str:
+        """A digest of the examples."""
+        if self._digest is None:
+            digest = hashlib.blake2b(digest_size=16)
+            for example in (document for each in self._examples for document in each.documents):
+                digest.update(example.positions.to_bytes(8, "little"))
+                digest.update(example.tokens.tobytes())
+                digest.update(example.targets.tobytes())
+                for picture in example.pictures.digests if example.pictures is not None else ():
+                    digest.update(picture)
+            digest.update(bytes(preference.desirable for preference in self._preferences))
+            self._digest = digest.hexdigest()
+        return self._digest
 
     def _epoch_plan(self, epoch: int) -> list[list[int]]:
         """Return the row numbers of each batch of the epoch; one batch may be incomplete."""
@@ -161,4 +177,8 @@ class BatchOrder:
         width = int(self._widths[rows].max())
         filled: list[Row] = [self._rows[row] for row in rows] + [()] * (self._batch_size - len(rows))
         own = filled[self._rank :: self._world]
-        return collate([[self._examples[number] for number in row] for row in own], width, packed=self._packed)
+        if not self._preferences:
+            rows_of_one = [[self._examples[number] for number in row] for row in own]
+            return collate(rows_of_one, width, packed=self._packed)  # type: ignore[arg-type]
+        documents, preferences = lay_out(own, self._preferences, self._slots, width, packed=self._packed)
+        return replace(collate(documents, width, packed=self._packed), preferences=preferences)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+from ..config import TrainConfig
+
+
+def row_capacity(config: TrainConfig) -> int:
+    """Return the positions of the longest row: a packed row has room for both documents of any preference."""
+    return config.max_seq_length * (2 if config.pack and config.loss != "sft" else 1)
+
 
 def pack(positions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     """Distribute documents over rows by best-fit decreasing.

@@ -17,6 +17,8 @@ from ..errors import UserError
 from ..models.vision.inputs import VisionSpec
 from . import token_cache
 from .example import Example
+from .preferences.preference import Preference
+from .preferences.preference_rows import PreferenceEncoder
 from .row_formats import ALPACA, SHAREGPT, Features
 from .sources import DataTable
 from .text import TextEncoder
@@ -58,27 +60,29 @@ class Reader:
         self.kinds: set[str] = set()
         self.notes: list[str] = []
 
-    def read(self, table: DataTable, features: Features) -> list[Example]:
+    def read(self, table: DataTable, features: Features) -> list[Example | Preference]:
         """Return the examples of a table; one that is too long is truncated or left out, as `overlong` says."""
         encoded = self._encoded(table, features)
         self.kinds |= encoded.kinds.keys()
         self._note_formats(table, encoded)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
-        examples: list[Example] = []
+        examples: list[Example | Preference] = []
         overlong, longest, beyond = 0, 0, 0
         cut_media: list[str] = []
         for example, within in ((example, within) for row in encoded.rows for example, within in _within(row, limit)):
-            if len(example.tokens) > limit:
-                overlong, longest = overlong + 1, max(longest, len(example.tokens))
+            documents = example.documents
+            length = max(len(document.tokens) for document in documents)
+            if length > limit:
+                overlong, longest = overlong + 1, max(longest, length)
                 if skip:
                     continue
                 if not within:
                     beyond += 1
                     continue
-                if example.pictures is not None and (kind := example.pictures.kind_cut(example.tokens, limit)):
-                    cut_media.append(kind)
+                if kinds := [kind for document in documents if (kind := _kind_cut(document, limit))]:
+                    cut_media.append(kinds[0])
                     continue
-                example = _truncated(example, limit)
+                example = example.with_documents([_truncated(document, limit) for document in documents])
             examples.append(example)
         self._note_overlong(table, overlong, cut_media, longest, len(examples) + beyond)
         if beyond:
@@ -94,11 +98,17 @@ class Reader:
         kept = token_cache.read(key, table.name) if key is not None else None
         if kept is not None:
             return kept
+        preferred = self._config.loss != "sft"
         text = TextEncoder(
-            self._tokenizer, features, self._config.mask_prompt, last_turn=self._config.chat_turns == LAST_TURN
+            self._tokenizer,
+            Features() if preferred else features,
+            self._config.mask_prompt,
+            last_turn=self._config.chat_turns == LAST_TURN,
         )
-        encoder = text if self._vision is None else self._vision_encoder(text)
-        rows: list[list[Example]] = []
+        encoder: Any = text if self._vision is None else self._vision_encoder(text)
+        if preferred:
+            encoder = PreferenceEncoder(encoder, self._tokenizer, labels=self._config.loss == "kto")
+        rows: list[list[Any]] = []
         # A progress bar belongs on a terminal and not in a log file.
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -107,7 +117,7 @@ class Reader:
             for of_row in encoder.stream(table.rows(), table.count):
                 rows.append(of_row)
                 progress.advance(task)
-        encoded = Encoded(rows, text.formats.kinds, text.unwritten)
+        encoded = Encoded(rows, encoder.kinds if preferred else text.formats.kinds, text.unwritten)
         if key is not None:
             token_cache.keep(key, table.name, encoded)
         return encoded
@@ -118,8 +128,8 @@ class Reader:
         return token_cache.encoding_digest(self._tokenizer)
 
     def _key(self, table: DataTable, features: Features) -> str | None:
-        """Return the key under which a table's tokens are kept; None if they are not: images are read again."""
-        if self._vision is not None or self._encoding is None:
+        """Return the key under which a table's tokens are kept; None where images or preferences are read."""
+        if self._vision is not None or self._config.loss != "sft" or self._encoding is None:
             return None
         options = [vars(features), self._config.mask_prompt, self._config.chat_turns]
         return token_cache.digest([self._encoding, json.dumps(options), table.digest()])
@@ -175,13 +185,18 @@ class Reader:
             )
 
 
-def _within(row: list[Example], limit: int) -> list[tuple[Example, bool]]:
+def _within(row: list[Any], limit: int) -> list[tuple[Any, bool]]:
     """Return the examples of a row of data, and whether each is trained on.
 
     A conversation in one row loses the turns beyond the limit where it is cut. In several rows it loses the same turns.
     """
-    within = [bool(example.targets[:limit].any()) for example in row]
+    within = [all(document.targets[:limit].any() for document in example.documents) for example in row]
     return list(zip(row, within if any(within) else [True] * len(row), strict=True))
+
+
+def _kind_cut(example: Example, limit: int) -> str | None:
+    """Return "image" or "video" if cutting the example would cut one in half, else None."""
+    return None if example.pictures is None else example.pictures.kind_cut(example.tokens, limit)
 
 
 def _truncated(example: Example, limit: int) -> Example:

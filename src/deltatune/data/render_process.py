@@ -8,6 +8,7 @@ nor MLX, so it starts in about a second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -28,7 +29,7 @@ Messages = list[dict[str, Any]]
 Render = Callable[..., tuple[str, list[list[int]]]]
 
 
-class Limits(NamedTuple):
+class RenderLimits(NamedTuple):
     """What rendering one conversation may take.
 
     Args:
@@ -185,7 +186,7 @@ def _not_a_prompt(turn: int, prompt: str, text: str) -> str:
     )
 
 
-def _refusal(error: BaseException, limits: Limits) -> str:
+def _refusal(error: BaseException, limits: RenderLimits) -> str:
     """Return the message for a template that raised an error, with the line of the template."""
     line = getattr(error, "lineno", None)
     frame = error.__traceback__
@@ -208,7 +209,7 @@ def _refusal(error: BaseException, limits: Limits) -> str:
 
 
 @contextlib.contextmanager
-def _limited(limits: Limits) -> Iterator[None]:
+def _limited(limits: RenderLimits) -> Iterator[None]:
     """Stop what runs inside when it reaches a limit.
 
     A timer looks every tenth of a second, between two steps of Python. A single step that takes for ever, such as the
@@ -281,6 +282,8 @@ class _Template:
         """Return the rows of a conversation; without `turns`, one row that counts as a whole."""
         messages, tools = request["messages"], request["tools"]
 
+        # A turn is looked for in several rows, but rendered once.
+        @functools.cache
         def render(count: int, prompt: bool = False, thinking: bool | None = None) -> tuple[str, Any]:
             return self.render(messages[:count], tools, thinking, prompt)
 
@@ -290,7 +293,7 @@ class _Template:
         return chat_rows(messages, request["turns"], request["every_turn"], render, self.marks)
 
 
-def answer(templates: dict[str, _Template], request: dict[str, Any], limits: Limits) -> dict[str, Any]:
+def answer(templates: dict[str, _Template], request: dict[str, Any], limits: RenderLimits) -> dict[str, Any]:
     """Return {"rows": ...}, or {"error": a message for the user}."""
     import jinja2
 
@@ -307,7 +310,7 @@ def answer(templates: dict[str, _Template], request: dict[str, Any], limits: Lim
         return {"error": _refusal(error, limits)}
 
 
-def main(limits: Limits) -> None:
+def main(limits: RenderLimits) -> None:
     """Answer the requests on standard input until it closes or none has come for IDLE_SECONDS."""
     replies, requests = Connection(os.dup(1), readable=False), Connection(os.dup(0), writable=False)
     # Nothing that a library prints may come between the replies.
@@ -336,4 +339,4 @@ def _limit_memory(more: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Limits(float(sys.argv[1]), int(sys.argv[2])))
+    main(RenderLimits(float(sys.argv[1]), int(sys.argv[2])))

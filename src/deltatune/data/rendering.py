@@ -26,13 +26,13 @@ import jinja2
 from ..errors import UserError, reason
 from ..machine.environment import cores
 from . import render_process
-from .render_process import Limits, Marks, RefusalError, chat_rows
+from .render_process import Marks, RefusalError, RenderLimits, chat_rows
 from .row_formats import Conversation, PlainText
 
 # A process gets this many rows at once; one more process is worth its start for every so many rows.
 _CHUNK = 64
 _WORTH_A_PROCESS = 4000
-LIMITS = Limits()
+LIMITS = RenderLimits()
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Item = PlainText | Conversation

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ..config import nearest
@@ -107,8 +108,9 @@ class RowFormats:
         """Return the plain text of a row."""
         return PlainText(typed(row, self.features.text, str, source), source)
 
+    @cached_property
     def _formats(self) -> dict[str, list[str]]:
-        """Return the keys of each format, or of those formats alone in which the user has named a key."""
+        """The keys of each format, or of those formats alone in which the user has named a key."""
         names = self.features
         formats = {
             COMPLETION: [names.prompt, names.completion],
@@ -123,11 +125,11 @@ class RowFormats:
 
     def _expected(self) -> str:
         """Return the words in which messages name the possible formats."""
-        return ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in self._formats().values())
+        return ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in self._formats.values())
 
     def _kind(self, row: Mapping[str, Any], source: str) -> str:
         """Return the format of a row: the first whose keys it all has."""
-        formats = self._formats()
+        formats = self._formats
         present = {key for key, value in row.items() if value is not None}
         for kind, keys in formats.items():
             if present.issuperset(keys):

@@ -7,8 +7,6 @@ import hashlib
 import importlib.metadata
 import io
 import json
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,6 +23,8 @@ from .example import Example
 
 # The files together; the one that was not read for longest goes first.
 LARGEST_BYTES = 4 << 30
+# Each file begins with the digest of the rest, in hexadecimal digits.
+_DIGEST_BYTES = 40
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx-lm", "numpy")
 # These and the template are all that a tokenizer written in Python is made from.
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
@@ -45,7 +45,7 @@ class Encoded:
     unwritten: int
 
 
-def digest(parts: Iterable[bytes | str]) -> str:
+def digest(parts: Iterable[bytes | memoryview | str]) -> str:
     """Return a digest of some parts, which are told apart by their lengths."""
     whole = hashlib.blake2b(digest_size=20)
     for part in parts:
@@ -97,14 +97,17 @@ def read(key: str, name: str) -> Encoded | None:
     """
     path = _path(key)
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            about = json.loads(arrays["about"].tobytes())
-            tokens, lengths, sizes = arrays["tokens"], arrays["lengths"], arrays["rows"]
-            targets = np.unpackbits(arrays["targets"], count=len(tokens)).astype(bool)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if content[:_DIGEST_BYTES] != digest([content[_DIGEST_BYTES:]]).encode():
         return None
     with contextlib.suppress(OSError):
         path.touch()
+    with np.load(io.BytesIO(content[_DIGEST_BYTES:]), allow_pickle=False) as arrays:
+        about = json.loads(arrays["about"].tobytes())
+        tokens, lengths, sizes = arrays["tokens"], arrays["lengths"], arrays["rows"]
+        targets = np.unpackbits(arrays["targets"], count=len(tokens)).astype(bool)
     ends = np.cumsum(lengths).tolist()
     examples = iter(
         Example(tokens[start:end], targets[start:end], name + source)
@@ -134,21 +137,22 @@ def keep(key: str, name: str, encoded: Encoded) -> None:
         rows=np.array([len(row) for row in encoded.rows], np.int64),
         about=np.frombuffer(json.dumps(about).encode(), np.uint8),
     )
-    if file.tell() > LARGEST_BYTES:
+    content = digest([file.getbuffer()]).encode() + file.getbuffer()
+    if len(content) > LARGEST_BYTES:
         return
     # Without these files the next start takes longer, and nothing else changes.
     with contextlib.suppress(OSError):
-        _make_room(file.tell())
-        write(_path(key), file.getvalue())
+        _make_room(len(content))
+        write(_path(key), content)
 
 
 def _path(key: str) -> Path:
-    return cache_directory() / "tokens" / f"{key}.npz"
+    return cache_directory() / "tokens" / f"{key}.tokens"
 
 
 def _make_room(needed: int) -> None:
     """Remove the files that were not read for longest, until `needed` more bytes are within LARGEST_BYTES."""
-    files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in _path("").parent.glob("*.npz"))
+    files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in _path("").parent.glob("*.tokens"))
     room = LARGEST_BYTES - sum(size for _, size, _ in files)
     for _, size, path in files:
         if room >= needed:

@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..machine.environment import GATED_DELTA
+from ..machine.environment import ATTENTION, GATED_DELTA
 
 _LIMIT = 300
 
@@ -81,7 +81,9 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
             "dtype": _dtype(model),
         }
     )
-    environment = os.environ | {GATED_DELTA: "chunk", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # deltatune's own kernels are not looked for.
+    operators = {GATED_DELTA: "chunk", ATTENTION: "blocked"}
+    environment = os.environ | operators | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "deltatune.doctor.custom_kernels_trace"]
     done = subprocess.run(command, input=request, capture_output=True, env=environment, timeout=_LIMIT)
     if done.returncode != 0:

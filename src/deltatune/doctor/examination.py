@@ -13,7 +13,8 @@ import mlx.nn as nn
 from ..errors import UserError
 from ..layers import LayerInfo, describe
 from ..machine import backend
-from ..models.load import load_for_data, locate
+from ..models.load import load_for_data, load_tokenizer, locate
+from ..models.vocabulary import tokens_without_row
 from ..patches import PATCHES, patched, reached
 from . import implementations, inventory, probes
 from .custom_kernels import ReachedKernel, sweep, without_gradient
@@ -73,6 +74,7 @@ class Layers:
         experts: how many layers have experts.
         forwards: its training forwards, on text and on images.
         left_out: sentences on what was not examined, and why.
+        without_row: a sentence on the tokens that its embedding has no row for; None where it has rows for all.
     """
 
     path: str
@@ -80,6 +82,7 @@ class Layers:
     experts: int
     forwards: list[Forward]
     left_out: list[str]
+    without_row: str | None = None
 
 
 @dataclass
@@ -90,6 +93,8 @@ class Examination:
     machine: dict[str, str]
     gated_delta: str
     findings: list[Finding]
+    attention: str
+    attention_findings: list[Finding]
     faults: list[Fault]
     patches: Patches
     model: Layers | None = None
@@ -97,8 +102,13 @@ class Examination:
     @property
     def wrong(self) -> bool:
         """Whether training here would compute wrong numbers, or the model cannot be trained."""
-        measured = [finding.wrong for finding in self.findings] + [fault.wrong for fault in self.faults]
-        return any(measured) or bool(self.untrainable)
+        return self.faulty or bool(self.untrainable) or (self.model is not None and bool(self.model.without_row))
+
+    @property
+    def faulty(self) -> bool:
+        """Whether something that was measured on this machine would compute wrong numbers."""
+        measured = [finding.wrong for finding in (*self.findings, *self.attention_findings)]
+        return any(measured) or any(fault.wrong for fault in self.faults)
 
     @property
     def untrainable(self) -> list[str]:
@@ -116,12 +126,15 @@ def examine(model: str | None = None) -> Examination:
     """
     layers = None if model is None else _layers(model)
     names, why = backend.gated_delta_candidates()
+    attention, why_attention = backend.attention_candidates()
     with _patched() as patches:
         return Examination(
             versions=inventory.versions(),
             machine=inventory.machine(),
             gated_delta=f"{', then '.join(names)} ({why})",
             findings=implementations.findings(),
+            attention=f"{', then '.join(attention)} ({why_attention})",
+            attention_findings=implementations.of_attention(),
             faults=probes.faults(),
             patches=patches,
             model=layers,
@@ -129,11 +142,17 @@ def examine(model: str | None = None) -> Examination:
 
 
 def _layers(path: str) -> Layers:
-    models, left_out = load_for_data(locate(path))
+    folder = locate(path)
+    models, left_out = load_for_data(folder)
+    without_row = None
+    try:
+        without_row = tokens_without_row(next(iter(models.values())), load_tokenizer(folder, {}))
+    except UserError as error:
+        left_out.append(str(error))
     found: list[LayerInfo] = describe(next(iter(models.values())))
     kinds = {kind: sum(layer.kind == kind for layer in found) for kind in sorted({layer.kind for layer in found})}
     forwards = [_forward(data, model) for data, model in models.items()]
-    return Layers(path, kinds, sum(layer.experts for layer in found), forwards, left_out)
+    return Layers(path, kinds, sum(layer.experts for layer in found), forwards, left_out, without_row)
 
 
 def _forward(data: str, model: nn.Module) -> Forward:

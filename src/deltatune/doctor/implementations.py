@@ -1,13 +1,17 @@
-"""Measures whether each implementation of gated_delta that may be chosen on this machine computes correct results."""
+"""Measures whether each implementation of gated_delta and attention that may be chosen here computes right results."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
 from ..machine import backend
+from ..ops import attention
+from ..ops.attention import attention_blocked, kernel_trial
+from ..ops.attention.choice import AttentionCall
+from ..ops.attention.kernel_trial import KernelShape
 from ..ops.gated_delta import choice, gated_delta_chunk, machine_trial
 from ..ops.gated_delta.choice import Call, Candidate
 from ..ops.gated_delta.machine_trial import ShapeClass, Verdict
@@ -24,6 +28,13 @@ _MODELS = (
     ShapeClass(16, 32, 128, 128, "bfloat16", segmented=True),
     ShapeClass(16, 16, 128, 128, "float32", masked=True),
     ShapeClass(32, 32, 128, 128, "bfloat16", per_channel=True),
+)
+# Heads of released models: grouped heads of 256, latent attention, and a vision tower.
+_HEADS = (
+    KernelShape("", 256, 256, "bfloat16", grouped=True, causal=True, windowed=False, segmented=False, sunk=False),
+    KernelShape("", 192, 128, "bfloat16", grouped=False, causal=True, windowed=False, segmented=True, sunk=False),
+    KernelShape("", 72, 72, "bfloat16", grouped=False, causal=False, windowed=False, segmented=True, sunk=False),
+    KernelShape("", 64, 64, "float32", grouped=True, causal=True, windowed=True, segmented=False, sunk=True),
 )
 
 
@@ -60,6 +71,40 @@ def findings() -> list[Finding]:
         if name in names or backend.device() != "cpu":
             found += [_fast(name, shape, forced=names == (name,)) for shape in _MODELS]
     return found
+
+
+def of_attention() -> list[Finding]:
+    """Compare `blocked` and the fused kernels with the definition."""
+    names, _ = backend.attention_candidates()
+    found = []
+    shapes = [replace(shape, machine=backend.device()) for shape in _HEADS]
+    for shape in shapes:
+        verdict = replace(kernel_trial.measure(attention_blocked, shape), implementation="blocked")
+        found.append(_finding(verdict, "right" if verdict.passed else "wrong"))
+    if "fused" in names or backend.device() != "cpu":
+        found += [_fused_attention(shape, forced=names == ("fused",)) for shape in shapes]
+    return found
+
+
+def _fused_attention(shape: KernelShape, forced: bool) -> Finding:
+    candidate = attention.choice.CANDIDATES["fused"](_attention_call(shape))
+    if isinstance(candidate, str):
+        return Finding("fused", str(shape), "not covered", candidate)
+    function, own = candidate
+    assert own is not None
+    found = replace(kernel_trial.again(function, own), implementation="fused")
+    return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
+
+
+def _attention_call(shape: KernelShape) -> AttentionCall:
+    """A call whose arguments are of this class."""
+    dtype, length = getattr(mx, shape.dtype), 8
+    q = mx.zeros((1, 2, length, shape.size), dtype)
+    k = mx.zeros((1, 1 if shape.grouped else 2, length, shape.size), dtype)
+    v = mx.zeros((*k.shape[:3], shape.value_size), dtype)
+    segments = mx.zeros((1, length), mx.int32) if shape.segmented else None
+    window, sinks = 4 if shape.windowed else None, mx.zeros((2,)) if shape.sunk else None
+    return AttentionCall(q, k, v, shape.causal, segments, window, sinks, None, shape.size**-0.5)
 
 
 def _chunk(shape: ShapeClass) -> Finding:

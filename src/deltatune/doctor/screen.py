@@ -77,6 +77,11 @@ def screen(found: Examination) -> RenderableType:
         _section(
             f"Gated delta: {found.gated_delta}", _marked(map(_finding, found.findings)), "error of what is allowed"
         ),
+        _section(
+            f"Attention: {found.attention}",
+            _marked(map(_finding, found.attention_findings)),
+            "error of what is allowed",
+        ),
         _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
         _section("Patches, and who holds them", _patches(found.patches)),
     ]
@@ -160,6 +165,8 @@ def _model(layers: Layers) -> RenderableType:
     table.add_row(Text("✓", style="green"), Text(f"{sum(layers.kinds.values())} layers: {kinds}{experts}"))
     for forward in layers.forwards:
         _forward(table, forward)
+    if layers.without_row is not None:
+        table.add_row(Text(_BAD[0], style=_BAD[1]), Text(layers.without_row, style="red"))
     for message in layers.left_out:
         table.add_row(Text("–", style="dim"), Text(message, style="dim"))
     return table
@@ -194,6 +201,8 @@ def _verdict(found: Examination) -> RenderableType:
         stopped = f"This model cannot be trained on an Apple GPU: {len(found.untrainable)} kernels without a gradient."
         return Group(Rule(style="red"), Text(stopped, style="bold red"))
     if found.wrong:
-        message = "Something here would train wrong: see ✗ above, and please report it with --json."
+        message = "This model and its tokenizer do not fit: see ✗ above."
+        if found.faulty:
+            message = "Something here would train wrong: see ✗ above, and please report it with --json."
         return Group(Rule(style="red"), Text(message, style="bold red"))
     return Group(Rule(style="green"), Text("Nothing here would train wrong.", style="bold green"))

@@ -63,11 +63,11 @@ class Adapter(nn.Module):
 
         A quantised base is quantised again, unless `dequantize` asks for a dense module.
         """
-        weight = self._adapted_weight().astype(dense_weight(self.base).dtype)
+        weight = self.adapted_weight().astype(dense_weight(self.base).dtype)
         return with_weight(self.base, weight, self.dense_class, dequantize)
 
-    def _adapted_weight(self) -> mx.array:
-        """The base's weight with the update added, in fp32 and dense."""
+    def adapted_weight(self) -> mx.array:
+        """Return the base's weight with the update added, in fp32 and dense."""
         raise NotImplementedError
 
     def unfreeze_adapter(self) -> None:

@@ -20,8 +20,10 @@ from mlx.utils import tree_flatten
 from ..errors import UserError
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
+from ..ops.functional import is_finite
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
+from .new_rows import add_rows, grown_tables, parameter_name, stored_rows
 from .tensor_files import read_header, write_tensors
 
 WEIGHTS = "adapters.safetensors"
@@ -81,10 +83,12 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     Raises:
         UserError: mlx-lm's format cannot express what the model trains.
     """
-    trained = _flat(model.trainable_parameters())
+    new_rows = stored_rows(model)
+    grown = tuple(f"{path}.new_" for path in grown_tables(model))
+    trained = {name: array for name, array in _flat(model.trainable_parameters()).items() if not name.startswith(grown)}
     by_path = adapters(model)
     if not by_path:
-        return trained, {"fine_tune_type": "full", "lora_parameters": None}
+        return trained | new_rows, {"fine_tune_type": "full", "lora_parameters": None}
     outside = [name for name in trained if not name.startswith(tuple(f"{path}." for path in by_path))]
     if outside:
         raise UserError(
@@ -107,7 +111,7 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
         tensors.update({f"{path}.{leaf}": value for leaf, value in unified.items()})
     dropout = round(1 - next(iter(keep_rates)), 12)
     parameters = {"rank": rank, "scale": scale, "dropout": dropout, "keys": list(by_path)}
-    return tensors, {"fine_tune_type": next(iter(kinds)), "lora_parameters": parameters}
+    return tensors | new_rows, {"fine_tune_type": next(iter(kinds)), "lora_parameters": parameters}
 
 
 def _flat(tree: Any) -> dict[str, mx.array]:
@@ -162,13 +166,14 @@ def load_adapters(model: nn.Module, directory: str | Path) -> ConversionReport:
     if adapters(model):
         raise ValueError("The model already carries adapters: load the base model again, or merge them first.")
     tensors = read_weights(directory / WEIGHTS)
+    new_rows = _grow(model, directory, tensors)
     if kind == "full":
         _check_shapes(directory, tensors, _flat(model.parameters()))
-        model.load_weights(list(tensors.items()), strict=False)
+        model.load_weights(list((tensors | new_rows).items()), strict=False)
         return ConversionReport(converted=sorted(tensors))
     made = _rebuild(model, directory, config, tensors, dora=kind == "dora")
     install_adapters(model, made)
-    model.load_weights(list(tensors.items()), strict=False)
+    model.load_weights(list((tensors | new_rows).items()), strict=False)
     return ConversionReport(converted=list(made))
 
 
@@ -179,6 +184,7 @@ def load_adapter_weights(model: nn.Module, path: str | Path) -> None:
         UserError: the file is missing or damaged, or a tensor does not fit the model.
     """
     tensors = read_weights(Path(path))
+    tensors |= _pop_new_rows(tensors)
     _check_shapes(Path(path), tensors, _flat(model.trainable_parameters()))
     model.load_weights(list(tensors.items()), strict=False)
 
@@ -205,11 +211,27 @@ def read_config(directory: Path) -> dict[str, Any]:
     return content
 
 
+def _pop_new_rows(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Take the rows for new tokens out of `tensors`; return them by the names of a grown model's parameters."""
+    return {name: tensors.pop(stored) for stored in list(tensors) if (name := parameter_name(stored))}
+
+
+def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Add to `model` the rows for new tokens that are in `tensors`, and return them; they are taken out of there."""
+    rows = _pop_new_rows(tensors)
+    counts = {name.rpartition(".")[0]: len(array) for name, array in rows.items() if array.ndim == 2}
+    modules = dict(model.named_modules())
+    _refuse(directory, [f"the model has no module {path}" for path in counts if path not in modules], len(rows))
+    add_rows(model, counts)
+    _check_shapes(directory, rows, _flat(model.parameters()))
+    return rows
+
+
 def read_weights(path: Path) -> dict[str, mx.array]:
     """Read the tensors of an adapter file, after its header and, if it holds one, its checksum were checked.
 
     Raises:
-        UserError: the file is missing, damaged or empty.
+        UserError: the file is missing, damaged or empty, or a tensor holds NaN or infinity.
     """
     if not path.is_file():
         raise UserError(f"adapter {path}: no such file.")
@@ -221,6 +243,12 @@ def read_weights(path: Path) -> dict[str, mx.array]:
         raise UserError(f"adapter {path}: is damaged ({error}); use another copy of it.") from error
     tensors: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
     mx.eval(tensors)
+    not_finite = [name for name, tensor in tensors.items() if not is_finite(tensor)]
+    if not_finite:
+        raise UserError(
+            f"adapter {path}: {len(not_finite)} of its {len(tensors)} tensors hold NaN or infinity: "
+            f"{_first_few(not_finite)}. Take an earlier save of that run, or train again with a lower learning rate."
+        )
     return tensors
 
 

@@ -13,6 +13,7 @@ from mlx.utils import tree_unflatten
 from ..config import LoraConfig
 from ..errors import UserError
 from .adapter import Adapter
+from .new_rows import unfreeze_new_rows
 from .parts import check_parts, part_of
 from .select import adapter_class, chosen_layers, select
 from .weights import dense_weight, is_quantized
@@ -66,6 +67,8 @@ def convert_to_lora(
     Returns:
         A report that names the modules that train, and those that were chosen but cannot.
 
+    New rows of embeddings and heads (new_rows.py) always train.
+
     Raises:
         UserError: a pattern, layer, rank or part does not fit the model.
 
@@ -118,6 +121,7 @@ def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> No
     model.freeze()
     for adapter in adapters(model).values():
         _unfreeze_adapter(adapter)
+    unfreeze_new_rows(model)
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Module]:
@@ -169,4 +173,5 @@ def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, part
                 continue
             module.unfreeze(recurse=False)
             module.freeze(recurse=False, keys=[key for key in _ROUTER_BIASES if key in module])
+    unfreeze_new_rows(model)
     return report

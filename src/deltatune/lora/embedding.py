@@ -40,7 +40,7 @@ class LoRAEmbedding(Adapter):
         update = (self.dropout(x) @ self.lora_b.T) @ self.lora_a.T
         return self.embedding.as_linear(x) + (self.scale * update).astype(x.dtype)
 
-    def _adapted_weight(self) -> mx.array:
+    def adapted_weight(self) -> mx.array:
         return dense_weight(self.embedding).astype(mx.float32) + (self.scale * self.lora_a) @ self.lora_b
 
 
@@ -69,5 +69,5 @@ class DoRAEmbedding(LoRAEmbedding):
         inner_product = (self.embedding.as_linear(b).astype(mx.float32).T * a).sum(axis=1)
         return norm_of_sum(self._base_norm, inner_product, ((a @ (b @ b.T)) * a).sum(axis=1))
 
-    def _adapted_weight(self) -> mx.array:
-        return with_row_norms(super()._adapted_weight(), self.m)
+    def adapted_weight(self) -> mx.array:
+        return with_row_norms(super().adapted_weight(), self.m)

@@ -98,7 +98,7 @@ class LoRASwitchLinear(Adapter):
             update = mx.gather_mm(update, factor.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
         return self.linear(x, indices, sorted_indices=sorted_indices) + (self.scale * update).astype(x.dtype)
 
-    def _adapted_weight(self) -> mx.array:
+    def adapted_weight(self) -> mx.array:
         return dense_weight(self.linear).astype(mx.float32) + (self.scale * self.lora_b) @ self.lora_a
 
 

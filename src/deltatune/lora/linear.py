@@ -142,7 +142,7 @@ class LoRALinear(Adapter):
             return _add_up_projection(self.scale, base(x), dropped @ a, b)
         return with_low_rank(base, x, a, b, self.scale)
 
-    def _adapted_weight(self) -> mx.array:
+    def adapted_weight(self) -> mx.array:
         return dense_weight(self.linear).astype(mx.float32) + (self.scale * self.lora_b.T) @ self.lora_a.T
 
 
@@ -178,5 +178,5 @@ class DoRALinear(LoRALinear):
         inner_product = (self._without_bias(a.T).astype(mx.float32) * b).sum(axis=0)
         return norm_of_sum(self._base_norm, inner_product, (((a.T @ a) @ b) * b).sum(axis=0))
 
-    def _adapted_weight(self) -> mx.array:
-        return with_row_norms(super()._adapted_weight(), self.m)
+    def adapted_weight(self) -> mx.array:
+        return with_row_norms(super().adapted_weight(), self.m)

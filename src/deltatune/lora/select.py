@@ -17,6 +17,7 @@ from .directly_read import directly_read
 from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
 from .linear import DoRALinear, LoRALinear
+from .new_rows import GrownTable, grown_tables
 from .parts import part_of
 from .weights import is_switch
 
@@ -109,6 +110,9 @@ def select(
         UserError: a pattern selects nothing that can take an adapter, or a layer does not exist.
     """
     layers = chosen_layers(model, config, num_layers)
+    for path in grown_tables(model):
+        if path in (config.keys or []):
+            raise UserError(f"keys: {path!r} gets rows for new tokens, which train whole, and so takes no adapter.")
     names = _ModuleNames(model, layer_paths(model))
     matched = _matches(names, config, layers, parts)
     selection = Selection()
@@ -146,9 +150,10 @@ class _ModuleNames:
 
 
 def _outside_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    inside = [path + "." for path, module in model.named_modules() if isinstance(module, Adapter)]
+    whole = (Adapter, GrownTable)
+    inside = [path + "." for path, module in model.named_modules() if isinstance(module, whole)]
     for path, module in reversed(model.named_modules()):
-        if not isinstance(module, Adapter) and not path.startswith(tuple(inside)):
+        if not isinstance(module, whole) and not path.startswith(tuple(inside)):
             yield path, module
 
 

@@ -65,6 +65,15 @@ def dense_weight(module: nn.Module) -> mx.array:
     return weight if factor is None else (weight * factor).astype(weight.dtype)
 
 
+def dense_rows(module: nn.Module, start: int = 0, stop: int | None = None) -> mx.array:
+    """Return the rows from `start` to `stop` of a weight [rows, columns], dequantised where it is quantised."""
+    part = _copy(module)
+    for name in ("weight", "scales", "biases"):
+        if module.get(name) is not None:
+            part[name] = module[name][start:stop]
+    return dense_weight(part)
+
+
 def with_weight(module: nn.Module, weight: mx.array, dense_class: type[nn.Module], dequantize: bool) -> nn.Module:
     """Return a copy of `module` with another weight; the bias is shared with the original.
 

@@ -19,6 +19,9 @@ INDEX = "model.safetensors.index.json"
 # Pattern of the names of weight files.
 WEIGHTS = "model*.safetensors"
 
+# The keys of config.json that say how weights are quantised, at its top level or in its text_config.
+QUANTISATION_KEYS = ("quantization", "quantization_config")
+
 # Weight formats that can run code when they are opened, or that nothing here checks.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.npz", "*.h5", "*.msgpack", "*.gguf")
 _TOKENIZERS = (
@@ -80,6 +83,22 @@ def check_config(path: Path, config: dict[str, Any], trust_remote_code: bool) ->
                 "deltatune runs no code from a checkpoint unless you pass --trust-remote-code."
             )
     _check_code(config, where)
+
+
+def check_dense(path: Path) -> None:
+    """Check that config.json describes weights that are not quantised, as training from scratch needs them.
+
+    Raises:
+        UserError: It describes quantised weights, which have no gradient.
+    """
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    for part in (config, config.get("text_config") or {}):
+        for key in QUANTISATION_KEYS:
+            if part.get(key):
+                raise UserError(
+                    f"--from-scratch: {path / 'config.json'} has {key!r}, and quantised weights cannot be trained; "
+                    f"give the config of the model before it was quantised, or remove {key!r} from a copy of this one."
+                )
 
 
 def check_tokenizer(path: Path) -> None:

@@ -15,6 +15,11 @@ from ..machine.compiling import without_kernels
 from ..patches import patched
 from .load import Loaded
 
+# A template is a program of the model's: what it does with a message or an option of a wrong type is any of these.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -64,32 +69,29 @@ def prompt_tokens(
     """
     if not (chat_template and tokenizer.has_chat_template):
         return tokenizer.encode(prompt)
-    messages: list[dict[str, Any]] = []
-    if system_prompt is not None:
-        messages.append({"role": "system", "content": system_prompt})
-    content: Any = prompt
-    if images or videos:
-        before = [{"type": "image"}] * images + [{"type": "text", "text": text} for text in videos]
-        content = [*before, {"type": "text", "text": prompt}]
-    messages.append({"role": "user", "content": content})
+    messages = _messages(prompt, system_prompt, images, videos)
     prefilled = prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": str(prefill_response)})
+    options = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled, **(template_options or {})}
     try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=prefilled,
-            add_generation_prompt=not prefilled,
-            **(template_options or {}),
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        # A template is a program of the model's: what it does with an option of a wrong type is any of these.
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except _TEMPLATE_ERRORS as error:
         raise UserError(
             f"the model's chat template refuses the prompt: {reason(error)}; change --prompt, --system-prompt, "
             "--prefill-response or --chat-template-config, or give --ignore-chat-template."
         ) from error
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _messages(prompt: str, system_prompt: str | None, images: int, videos: Sequence[str]) -> list[dict[str, Any]]:
+    """The conversation that asks `prompt`, with images and videos before it."""
+    content: Any = prompt
+    if images or videos:
+        before = [{"type": "image"}] * images + [{"type": "text", "text": text} for text in videos]
+        content = [*before, {"type": "text", "text": prompt}]
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": content}]
 
 
 def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Any]:

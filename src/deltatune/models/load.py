@@ -20,12 +20,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 import mlx_lm.utils
+from huggingface_hub.errors import StrictDataclassError
 from mlx.utils import tree_flatten
 
 from ..errors import UserError, first_line, reason
 from ..machine import backend
+from ..ops.functional import is_floating
 from ..patches.tables.loading import without_gaps
-from .checkpoint_files import check_config, check_tokenizer, read_json, weight_headers
+from .checkpoint_files import check_config, check_dense, check_tokenizer, read_json, weight_headers
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -83,6 +85,8 @@ def load(
         >>> loaded.model(mx.array([loaded.tokenizer.encode("Hello")])).shape
     """
     path = locate(path_or_name)
+    if from_scratch:
+        check_dense(path)
     if image is not None:
         return _load_vision(path, trust_remote_code, lazy, seed if from_scratch else None, image)
     config = read_config(path, trust_remote_code)
@@ -264,6 +268,8 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
         return mlx_lm.utils.load_tokenizer(
             path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
+    except StrictDataclassError as error:
+        raise UserError(f"config {path / 'config.json'}: transformers refuses it: {reason(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}{_trust_hint(error)}") from error
     except Exception as error:
@@ -346,19 +352,25 @@ def _checked(model_class: type, path: Path) -> type:
 
 
 def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
-    """UserError that names every tensor which is missing, not expected, or of another shape."""
+    """UserError that names every tensor which is missing, not expected, of another shape, or of integers."""
     missing = [name for name in expected if name not in given]
     extra = [name for name in given if name not in expected]
+    pairs = [(name, given[name], expected[name]) for name in expected if name in given]
     shapes = [
-        f"{name} has shape {given[name].shape}, {expected[name].shape} expected"
-        for name in expected
-        if name in given and given[name].shape != expected[name].shape
+        f"{name} has shape {new.shape}, {old.shape} expected" for name, new, old in pairs if new.shape != old.shape
     ]
-    problems = [
-        f"{len(names)} {problem} ({_first_names(names)})"
-        for problem, names in (("missing", missing), ("unknown to the model", extra), ("misshapen", shapes))
-        if names
+    integers = [
+        f"{name} has type {str(new.dtype).removeprefix('mlx.core.')}"
+        for name, new, old in pairs
+        if is_floating(old) and not is_floating(new)
     ]
+    kinds = {
+        "missing": missing,
+        "unknown to the model": extra,
+        "misshapen": shapes,
+        "not of a floating-point type": integers,
+    }
+    problems = [f"{len(names)} {problem} ({_first_names(names)})" for problem, names in kinds.items() if names]
     if not problems:
         return
     hint = ""
@@ -366,6 +378,8 @@ def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.arra
         hint = " The weights are quantised, but config.json has no `quantization` for them."
     elif any(name.endswith(".scales") for name in missing):
         hint = " config.json says that the weights are quantised, but they are not."
+    elif integers:
+        hint = " Another tool quantised the weights, or they are damaged: take the original checkpoint."
     raise UserError(f"model {path}: the tensors do not fit config.json: {'; '.join(problems)}.{hint}")
 
 

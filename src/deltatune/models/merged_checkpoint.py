@@ -21,17 +21,21 @@ from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..lora import adapters, load_adapters
+from ..lora.adapter import Adapter
 from ..lora.adapter_files import WEIGHTS as WEIGHTS_FILE
 from ..lora.adapter_files import read_config, read_weights
+from ..lora.new_rows import GrownTable, grown_tables
 from ..lora.parts import part_of
+from ..lora.rounding import Rounding
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
-from .checkpoint_files import INDEX, WEIGHTS, read_json, weight_headers
+from ..ops.functional import is_finite
+from .checkpoint_files import INDEX, QUANTISATION_KEYS, WEIGHTS, read_json, weight_headers
 from .load import load_model, load_vision_tower, locate
-from .stored_names import StoredNames
+from .stored_names import Sanitize, StoredNames
 from .vision.load import sanitizer
+from .vocabulary import with_vocab_size
 
-_QUANTISATION_KEYS = ("quantization", "quantization_config")
 # Weight formats that can run code when they are opened.
 _NOT_COPIED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack", ".gguf")
 
@@ -44,11 +48,13 @@ class Merge:
         path: The folder of the merged checkpoint.
         changed: The names of tensors with new values.
         removed: The names of tensors that are left out: scales and biases of weights that are no longer quantised.
+        rounding: What quantising merged matrices again cost. None where none was quantised again.
     """
 
     path: Path
     changed: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    rounding: Rounding | None = None
 
 
 def merge_checkpoint(
@@ -69,8 +75,8 @@ def merge_checkpoint(
         The names of the tensors that changed.
 
     Raises:
-        UserError: The adapter belongs to another model, the base's tensors cannot be written back, the folder exists,
-            or it cannot be written.
+        UserError: The adapter belongs to another model, the base's tensors cannot be written back, a merged weight is
+            not finite, the folder exists, or it cannot be written.
 
     Example:
         >>> merge_checkpoint("path/to/model", "adapters", "merged").changed
@@ -79,17 +85,19 @@ def merge_checkpoint(
     if save_path.exists() and (not save_path.is_dir() or any(save_path.iterdir())):
         raise UserError(f"{save_path}: this folder exists already; give the path of a new one for the merged model.")
     headers = weight_headers(path)
-    changes = _changes(path, Path(adapter_path), dequantize)
+    rounding = _measure(path, Path(adapter_path), dequantize)
+    changes, config = _changes(path, Path(adapter_path), dequantize)
     merge = Merge(
         save_path,
         [name for name, value in changes.items() if value is not None],
         [name for name, value in changes.items() if value is None],
+        rounding,
     )
     temporary = save_path.parent / f".{save_path.name}.{os.getpid()}.tmp"
     try:
         temporary.mkdir(parents=True)
         _write_weights(path, temporary, headers, changes)
-        _write_rest(path, temporary, dequantize)
+        _write_rest(path, temporary, config)
         if save_path.exists():
             save_path.rmdir()
         os.rename(temporary, save_path)
@@ -100,33 +108,69 @@ def merge_checkpoint(
     return merge
 
 
-def _changes(path: Path, adapter_path: Path, dequantize: bool) -> dict[str, mx.array | None]:
-    """{name in the base's files: its new value, or None to remove it}. Values are lazy and take no memory yet."""
-    if _adapts_vision(adapter_path):
-        model = load_vision_tower(path)
-        names = StoredNames(model, path, sanitizer(model))
-    else:
-        model, _ = load_model(path, lazy=True)
-        names = StoredNames(model, path)
+def _changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[dict[str, mx.array | None], dict[str, Any]]:
+    """({name in the base's files: its new value, or None to remove it}, the content of the new config.json).
+
+    Values are lazy and take no memory yet.
+    """
+    model, sanitize = _load(path, adapter_path)
+    names = StoredNames(model, path, sanitize)
     before = _flat(model)
     load_adapters(model, adapter_path)
     new: dict[str, mx.array] = {}
     removed: list[str] = []
-    adapted = adapters(model)
+    adapted, grown = adapters(model), grown_tables(model)
     for name, adapter in adapted.items():
-        base = adapter.linear if "linear" in adapter else adapter.embedding
-        _collect(name, base, adapter.fuse(dequantize=dequantize), new, removed)
+        _collect(name, _base(adapter), adapter.fuse(dequantize=dequantize), new, removed)
+    for name, table in grown.items():
+        _collect(name, table.base, table.plain(dequantize=dequantize), new, removed)
+    replaced = tuple(f"{name}." for name in (*adapted, *grown))
     if not adapted:
         # The adapter folder holds whole weights, of a model that was trained without adapters.
-        after = _flat(model)
-        new = {name: after[name] for name in after if after[name] is not before[name]}
+        after = {name: array for name, array in _flat(model).items() if not name.startswith(replaced)}
+        new |= {name: after[name] for name in after if after[name] is not before[name]}
     if dequantize:
         for name, module in model.named_modules():
-            if is_quantized(module) and not name.startswith(tuple(f"{path}." for path in adapted)):
+            if is_quantized(module) and not name.startswith(replaced):
                 new[f"{name}.weight"] = dense_weight(module)
                 packing = ("scales", "biases", "global_scale", *OUTPUT_SCALES)
                 removed += [f"{name}.{key}" for key in packing if module.get(key) is not None]
-    return names.write_back(new, removed)
+    return names.write_back(new, removed), _merged_config(path, grown, dequantize)
+
+
+def _load(path: Path, adapter_path: Path) -> tuple[nn.Module, Sanitize | None]:
+    """Load the base lazily, through the library that knows what the adapter changes; None stands for its sanitize."""
+    if _adapts_vision(adapter_path):
+        model = load_vision_tower(path)
+        return model, sanitizer(model)
+    return load_model(path, lazy=True)[0], None
+
+
+def _measure(path: Path, adapter_path: Path, dequantize: bool) -> Rounding | None:
+    """Compute every merged matrix once, and return what quantising them again costs; None where none is quantised.
+
+    Raises:
+        UserError: A merged matrix is not finite.
+    """
+    # Arrays that are once computed stay in memory as long as their module, so a model of its own is taken apart here.
+    model, _ = _load(path, adapter_path)
+    load_adapters(model, adapter_path)
+    rounding = Rounding()
+    for name, adapter in adapters(model).items():
+        base, fused = _base(adapter), adapter.fuse(dequantize=dequantize)
+        if not is_finite(dense_weight(fused)):
+            raise UserError(
+                f"{name}: its weight would hold NaN or infinity after the merge. Where the model alone gives a finite "
+                "loss (deltatune eval), the sum is too large for its type: train again with a smaller scale."
+            )
+        if isinstance(adapter, Adapter) and is_quantized(base) and not dequantize:
+            rounding.add(name, adapter, fused)
+        base.clear()
+    return rounding if rounding.errors else None
+
+
+def _base(adapter: nn.Module) -> nn.Module:
+    return adapter["linear"] if "linear" in adapter else adapter["embedding"]
 
 
 def _adapts_vision(adapter_path: Path) -> bool:
@@ -171,8 +215,19 @@ def _write_weights(
         (target / INDEX).write_text(json.dumps(index, indent=4), encoding="utf-8")
 
 
-def _write_rest(source: Path, target: Path, dequantize: bool) -> None:
-    """Copy all other files (tokenizer, chat templates, config, licence), except formats that can run code."""
+def _merged_config(path: Path, grown: Mapping[str, GrownTable], dequantize: bool) -> dict[str, Any]:
+    """Return the content of the base's config.json as it is for the merged model."""
+    config = read_json(path / "config.json")
+    for table in grown.values():
+        config = with_vocab_size(config, table.old_rows, table.rows)
+    for part in (config, config.get("text_config") or {}) if dequantize else ():
+        for key in QUANTISATION_KEYS:
+            part.pop(key, None)
+    return config
+
+
+def _write_rest(source: Path, target: Path, config: dict[str, Any]) -> None:
+    """Copy all other files (tokenizer, chat templates, licence), except formats that can run code, and `config`."""
     replaced = {file.name for file in source.glob(WEIGHTS)} | {INDEX}
     for file in sorted(source.iterdir()):
         skipped = file.name in replaced or file.name.startswith(".") or file.suffix in _NOT_COPIED
@@ -181,9 +236,6 @@ def _write_rest(source: Path, target: Path, dequantize: bool) -> None:
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, target / templates.name)
-    if dequantize:
-        config: dict[str, Any] = read_json(source / "config.json")
-        for part in (config, config.get("text_config") or {}):
-            for key in _QUANTISATION_KEYS:
-                part.pop(key, None)
+    # Where nothing changed, the copy keeps the bytes of the original.
+    if config != read_json(source / "config.json"):
         (target / "config.json").write_text(json.dumps(config, indent=4), encoding="utf-8")

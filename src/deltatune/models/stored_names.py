@@ -8,8 +8,10 @@ is verified by running `sanitize` on its results, and a parameter that does not 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,7 +38,7 @@ class StoredNames:
     """
 
     def __init__(self, model: nn.Module, path: Path, sanitize: Sanitize | None = None):
-        self._sanitize: Sanitize = sanitize or (model.sanitize if hasattr(model, "sanitize") else dict)
+        self._sanitize: Sanitize = sanitize or (_repeatable(model) if hasattr(model, "sanitize") else dict)
         self._path = path
         self._stored: dict[str, mx.array] = {}
         for file in sorted(path.glob(WEIGHTS)):
@@ -129,6 +131,20 @@ class StoredNames:
             f"{self._path}: {name} is derived from the stored tensors in a way that cannot be undone, so a merge "
             "cannot be written back to this checkpoint. Convert it with mlx_lm.convert first."
         )
+
+
+def _repeatable(model: nn.Module) -> Sanitize:
+    """The model's `sanitize` as a function to call any number of times.
+
+    Gemma 3's removes the output head, where it is tied, from the model itself, and a second call would not find it.
+    """
+
+    def sanitize(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+        stand_in: Any = copy.copy(model)
+        stand_in.setdefault("lm_head", None)
+        return stand_in.sanitize(tensors)
+
+    return sanitize
 
 
 def _distinct(array: mx.array) -> set[float]:

@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from ..machine import backend
 from .functional import holding, trainable
+from .random_state import drawing_from, get_key
 
 # A chunk's fp32 logits take CHUNK_BYTES, or what FEWEST_TOKENS tokens take if that is more (a few rows would read the
 # head's weights for little work), but at most LARGEST_CHUNK_BYTES. MLX works ahead, so several chunks may be alive.
@@ -75,6 +76,83 @@ def linear_cross_entropy(
     eager = all(part.training for part in module.modules())
     loss = _loss(run, bounds, eager)(parameters, hidden, mx.stop_gradient(targets), weights)
     return loss, weights.sum()
+
+
+def linear_token_losses(
+    head: nn.Module | Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    targets: mx.array,
+    *,
+    chunk_tokens: int | None = None,
+) -> mx.array:
+    """Compute each token's cross-entropy of `head(hidden)`, in nats, for a loss that is a function of all of them.
+
+    Gradients reach `hidden` and the head's trainable parameters. The forward pass of a frozen head in training mode
+    computes the gradients of `hidden` as well, since the loss of a token depends on no other row; the backward pass
+    multiplies each row by its cotangent. A head that trains runs again in the backward pass.
+
+    Args:
+        head: as for linear_cross_entropy.
+        hidden: [..., D], of at least one token.
+        targets: [...] integers; a negative target (-100) counts as token 0, and must not count in the loss.
+        chunk_tokens: how many tokens make a chunk; None chooses the number by the memory of the logits.
+
+    Returns:
+        [...], fp32.
+
+    Raises:
+        ValueError: as linear_cross_entropy does.
+
+    Example:
+        >>> log_probability = -(linear_token_losses(model.lm_head, hidden, targets) * mask).sum(axis=-1)
+    """
+    module = _module(head)
+    _check(hidden, targets, targets, chunk_tokens)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    bounds = _even_bounds(rows.shape[0], chunk_tokens or _default_chunk(head, rows))
+    paths, parameters = trainable(module)
+
+    def run(parameters: list[mx.array], rows: mx.array) -> mx.array:
+        with holding(module, paths, parameters):
+            return head(rows)
+
+    eager = not parameters and all(part.training for part in module.modules())
+    flat = mx.stop_gradient(mx.maximum(targets.reshape(-1), 0))
+    key = mx.stop_gradient(get_key())
+    return _token_losses(run, bounds, eager)(key, parameters, rows, flat).reshape(targets.shape)
+
+
+def _token_losses(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.array]:
+    """Return the function (key, parameters, hidden, targets) -> losses [N], which has gradients for the middle two.
+
+    `key` is the random key with which the first run of the head begins; a second run draws the same dropout.
+    """
+
+    def forward(_key, parameters, hidden, targets):
+        ones = mx.ones(targets.shape)
+        if eager:
+            _, losses, d_hidden, _ = _gradients(run, bounds, parameters, hidden, targets, ones)
+            return losses, d_hidden
+        return [_values(run, bounds, parameters, hidden, targets, ones)[1]]
+
+    def backward(primals, cotangents, outputs):
+        d_losses, (key, *primals) = cotangents[0], primals
+        if eager:
+            _, hidden, targets = primals
+            spans = zip(outputs[1], pairwise(bounds), strict=True)
+            d_hidden = mx.concatenate([_scale(d, d_losses[a:b, None], hidden) for d, (a, b) in spans])
+            return mx.zeros_like(key), [], d_hidden, mx.zeros_like(targets)
+        # Waiting for the cotangent keeps MLX from computing these logits before the backward pass needs them.
+        parameters, hidden, targets, d_losses = _depends((*primals, d_losses), d_losses)
+        with drawing_from(key):
+            _, _, d_hidden, d_parameters = _gradients(run, bounds, parameters, hidden, targets, d_losses)
+        cast = [_final(d.astype(parameter.dtype)) for d, parameter in zip(d_parameters, parameters, strict=True)]
+        d_hidden = _final(mx.concatenate(d_hidden).astype(hidden.dtype))
+        return mx.zeros_like(key), cast, d_hidden, mx.zeros_like(targets)
+
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    return lambda *arguments: function(*arguments)[0]
 
 
 def _loss(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.array]:

@@ -29,6 +29,11 @@ def is_floating(array: mx.array) -> bool:
     return mx.issubdtype(array.dtype, mx.floating)
 
 
+def is_finite(array: mx.array) -> bool:
+    """Whether an array holds neither NaN nor infinity; an array of integers never does. This waits for its values."""
+    return not is_floating(array) or bool(mx.isfinite(array).all().item())
+
+
 @cache
 def promoted(one: mx.Dtype, other: mx.Dtype) -> mx.Dtype:
     """Return the dtype of a sum of arrays of two dtypes (mx.result_type, which mlx 0.31.2 does not have)."""

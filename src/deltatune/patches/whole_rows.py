@@ -147,7 +147,7 @@ def _attend(upstream: Function, arrays: list[mx.array], scale: float, mask: Any,
     if mask is None or isinstance(mask, str):
         return attention(*arrays, scale=scale, causal=mask is not None, sinks=sinks)
     rule = rule_of(mask)
-    if rule is not None:
+    if rule is not None and arrays[0].shape[2] == arrays[1].shape[2]:
         # The second run of a checkpoint has segments of its own, which make it wait for its cotangents.
         documents = None if rule.segments is None else segments.current()
         own = rule.segments if documents is None else documents

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data import Splits
+from ..data.preferences.preference import SLOTS
 from ..data.vision.media import largest_batch
 from ..errors import UserError
 from ..lora.adapter import Adapter
@@ -64,7 +65,7 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
 
     batch = largest(
         lambda rows: planned(model, config, rows=rows, length=length),
-        limits, {rows: first}, step=1, most=max(rows, _MOST_ROWS), leap=_MOST_ROWS,
+        limits, {rows: first}, step=_rows_each(config), most=max(rows, _MOST_ROWS), leap=_MOST_ROWS,
     )  # fmt: skip
     longest = largest(
         lambda length: planned(model, config, rows=rows, length=length),
@@ -75,7 +76,7 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
         current = config.lora_parameters.rank
         most = max(current, min(_MOST_RANK, _widest(model)))
         rank = largest(planned_at_rank, limits, {current: first}, step=1, most=most, leap=_MOST_RANK)
-    return RunForecast(first, limits, _per_run(batch, run.world.size), longest, rank)
+    return RunForecast(first, limits, _per_run(batch, run), longest, rank)
 
 
 def check(run: Run, *, force: bool = False) -> str:
@@ -110,7 +111,12 @@ def check(run: Run, *, force: bool = False) -> str:
 
 def shape(run: Run) -> tuple[int, int]:
     """The rows and the length in tokens of the run's largest batch on one rank."""
-    return run.config.batch_size // run.world.size, run.order(run.splits.train).widths[-1]
+    return run.config.batch_size // run.world.size * _rows_each(run.config), run.order(run.splits.train).widths[-1]
+
+
+def _rows_each(config: TrainConfig) -> int:
+    """How many rows of a batch one of its batch_size takes: 2 where a preference's documents have a row each."""
+    return 1 if config.loss == "sft" or config.pack else 2
 
 
 def _remedy(run: Run, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout) -> str:
@@ -126,9 +132,10 @@ def _remedy(run: Run, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout)
         if fits(planned(config, plan.rows, plan.length), limits):
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
-    found = largest(lambda rows: planned(config, rows, plan.length), limits, {}, step=1, most=plan.rows - 1)
+    each = _rows_each(config)
+    found = largest(lambda rows: planned(config, rows, plan.length), limits, {}, step=each, most=plan.rows - each)
     if found.value:
-        return f"It fits with {words}--batch-size {found.value * run.world.size}."
+        return f"It fits with {words}--batch-size {found.value // each * run.world.size}."
     found = largest(lambda length: planned(config, plan.rows, length), limits, {}, step=_LENGTHS, most=plan.length - 1)
     if found.value:
         return f"It fits with {words}--max-seq-length {found.value}."
@@ -139,7 +146,18 @@ def _step(
     model: nn.Module, config: TrainConfig, rows: int, length: int, splits: Splits, layout: ArrayLayout
 ) -> Forecast:
     """The forecast of a step; its images are those of the data, whatever the length."""
-    return forecast_step(model, config, rows, length, layout, largest_batch(splits.train, rows))
+    documents = [document for example in splits.train for document in example.documents]
+    images = largest_batch(documents, rows)
+    return forecast_step(model, config, rows, length, layout, images, _preferences(config, rows, length, splits))
+
+
+def _preferences(config: TrainConfig, rows: int, length: int, splits: Splits) -> int:
+    """The most preferences that a batch has room for; 0 where the loss reads none."""
+    if config.loss == "sft":
+        return 0
+    if not config.pack:
+        return rows // 2
+    return rows * max(1, min(SLOTS, length // min(preference.positions for preference in splits.train)))
 
 
 def _widest(model: nn.Module) -> int:
@@ -153,5 +171,5 @@ def _positions(model_config: dict[str, Any]) -> int:
     return int(text.get("max_position_embeddings") or _LONGEST)
 
 
-def _per_run(found: Largest, world: int) -> Largest:
-    return dataclasses.replace(found, value=found.value * world)
+def _per_run(found: Largest, run: Run) -> Largest:
+    return dataclasses.replace(found, value=found.value // _rows_each(run.config) * run.world.size)

@@ -79,6 +79,7 @@ def forecast_step(
     length: int,
     layout: ArrayLayout,
     images: ImageShapes | None = None,
+    preferences: int = 0,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -89,9 +90,10 @@ def forecast_step(
         length: tokens of a row.
         layout: how the loaded MLX stores its arrays.
         images: the shapes of the batch's images; None for text.
+        preferences: how many preferences the batch has; 0 where the loss reads none.
     """
     try:
-        return _planned(build(model, config, rows, length, layout, images), config, layout)
+        return _planned(build(model, config, rows, length, layout, images, preferences), config, layout)
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected.
         gc.collect()

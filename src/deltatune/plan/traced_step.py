@@ -17,6 +17,7 @@ from mlx.utils import tree_map
 
 from ..config import TrainConfig
 from ..data import Batch
+from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
 from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
@@ -77,13 +78,17 @@ class TracedStep:
     tower_reads: list[Node] = field(default_factory=list)
 
 
-def blank_batch(rows: int, length: int, packed: bool) -> Batch:
-    """A batch of this shape, whose content does not matter."""
+def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> Batch:
+    """A batch of this shape, whose content does not matter, with that many preferences."""
     shape = (rows, length)
     segments = np.zeros(shape, np.int32) if packed else None
     ones = np.ones(shape, np.float32)
     blank, nothing = np.zeros(shape, np.int32), ((),) * rows
-    return Batch(blank, blank, ones, segments, nothing, nothing)
+    held = None
+    if preferences:
+        one, two = np.ones(preferences, np.float32), np.ones((preferences, 2), np.float32)
+        held = PreferenceBatch(blank, np.zeros(preferences, np.int32), one, one, two, two, two)
+    return Batch(blank, blank, ones, segments, nothing, nothing, preferences=held)
 
 
 def build(
@@ -93,10 +98,12 @@ def build(
     length: int,
     layout: ArrayLayout,
     shapes: ImageShapes | None = None,
+    preferences: int = 0,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model`, which is left unchanged.
 
-    The batch has `rows` rows of `length` tokens, and images of `shapes`. UserError where options of `config` conflict.
+    The batch has `rows` rows of `length` tokens, images of `shapes`, and as many `preferences` as their loss reads.
+    UserError where options of `config` conflict.
     """
     with _as_trained(model, config) as loss_function:
         optimizer = build_optimizer(config)
@@ -108,7 +115,7 @@ def build(
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
         given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), get_key()]
 
-        batch, features = _batch(model, step, blank_batch(rows, length, config.pack), shapes)
+        batch, features = _batch(model, step, blank_batch(rows, length, config.pack, preferences), shapes)
         first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, given)
         loss_nodes = read(layout, first, existing)
@@ -151,7 +158,7 @@ def _outputs(
     """
     loss, weight, gradients = step.on_arrays(batch, sums.gradients)
     new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
-    first = [loss, weight, *_leaves(new)]
+    first = [loss, weight, *step.figures, *_leaves(new)]
     norm, experts = step.begin_update(*new)
     second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm]
     second += _leaves(experts) if experts else []

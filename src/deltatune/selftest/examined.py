@@ -20,8 +20,8 @@ def examination() -> Examination:
 
 
 def _kernels() -> Outcome:
-    """The doctor's trials of gated_delta; a refused implementation is no failure, since training does not use it."""
-    found = examination().findings
+    """The doctor's trials of both operators; a refused implementation is no failure, as training does not use it."""
+    found = [*examination().findings, *examination().attention_findings]
     counts = {status: sum(each.status == status for each in found) for status in dict.fromkeys(f.status for f in found)}
     wrong = [each.detail for each in found if each.wrong]
     detail = ", ".join(f"{count} {status}" for status, count in counts.items())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from . import controls, demonstration, examined, experts, gated_delta, pointwise, replays, times, training
+from . import attention, controls, demonstration, examined, experts, gated_delta, pointwise, replays, times, training
 from .outcome import Check
 from .times import Timing
 
@@ -18,6 +18,7 @@ def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[t
     """
     yield "Doctor", examined.checks(quick)
     yield "Gated delta against float64", gated_delta.checks(quick)
+    yield "Attention against float64", attention.checks(quick)
     yield "Experts against float64", experts.checks(quick)
     yield "Passes around the recurrence against float64", pointwise.checks(quick)
     yield "What upstream does alone", controls.checks(quick)

@@ -24,6 +24,7 @@ class Promise:
 
 # The first entry that matches a statement applies to it.
 PROMISES = (
+    Promise(r"(?i)attention|long rows", ("attention, blocked:", "attention, fused:")),
     Promise(r"fused kernel|Apple GPUs|from one text", ("gated delta, fused:", "doctor: kernels")),
     Promise(r"gated delta, forward", ("gated delta, chunk:", "gated delta, native:", "times: deltatune")),
     Promise(

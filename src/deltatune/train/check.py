@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data import Splits
 from ..errors import UserError
+from ..models.vocabulary import check_examples
 from .announce import trainable_count
 
 
-def check(model: nn.Module, config: TrainConfig, splits: Splits) -> None:
+def check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:
     """Check what the training loop takes for granted.
 
     Raises:
-        UserError: If early stopping has no validation data, or no parameter is trainable.
+        UserError: If early stopping has no validation data, no parameter is trainable, or the model has no row for a
+            token of the examples.
     """
     if config.early_stopping is not None and not splits.valid:
         raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
     if not trainable_count(model):
         raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
+    check_examples(model, tokenizer, splits.documents())

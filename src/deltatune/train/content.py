@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import xxhash
 
 from ..config import TrainConfig
@@ -51,8 +50,8 @@ def weights_digest(model: nn.Module, config: TrainConfig) -> str:
     digest = xxhash.xxh3_128()
     for name, leaf in [] if config.from_scratch else given:
         digest.update(name.encode())
-        numbers: Any = np.array(leaf.reshape(-1).view(mx.uint8), copy=False)
-        digest.update(numbers)
+        numbers: Any = leaf.reshape(-1).view(mx.uint8)
+        digest.update(memoryview(numbers))
     return digest.hexdigest()
 
 

@@ -40,6 +40,12 @@ _SMALL = {
 }
 
 
+_PREFERENCES = {
+    "Margin of the chosen answer's reward": "rewards/margins",
+    "Share of pairs whose chosen answer has the larger reward": "rewards/accuracies",
+}
+
+
 def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return every plot for which the records of a metrics.jsonl hold values.
 
@@ -51,8 +57,21 @@ def draw(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         Curve("validation", _series(metrics, "val_loss"), "b", dots=True),
     ]
     drawn = []
+    rewards = [
+        Curve(side, _series(metrics, f"rewards/{side}"), mark) for side, mark in (("chosen", "a"), ("rejected", "b"))
+    ]
+    pairs = [line for line in rewards if line.points]
     if shown := [line for line in loss if line.points]:
-        drawn.append(("Loss per token", [plot(shown, width=width) for width in (WIDE, NARROW)]))
+        drawn.append((f"Loss per {'preference' if pairs else 'token'}", [plot(shown, width=w) for w in (WIDE, NARROW)]))
+    if pairs:
+        drawn.append(("Rewards", [plot(pairs, width=width) for width in (WIDTH, NARROW)]))
+    for title, name in _PREFERENCES.items():
+        both = (
+            Curve("training", _series(metrics, name)),
+            Curve("validation", _series(metrics, f"val_{name}"), "b", True),
+        )
+        if shown := [line for line in both if line.points]:
+            drawn.append((title, [plot(shown, width=width) for width in (WIDTH, NARROW)]))
     for title, name in _SMALL.items():
         if points := _series(metrics, name):
             drawn.append((title, [plot([Curve("", points)], width=width, from_zero=True) for width in (WIDTH, NARROW)]))

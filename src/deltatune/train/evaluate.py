@@ -11,6 +11,7 @@ from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..data import BatchOrder
 from ..data.example import Example
@@ -18,6 +19,8 @@ from ..layers import gated_delta_layers
 from ..patches.whole_rows import whole_rows
 from .distributed import World
 from .log import Screen
+from .nonfinite import refuse_damaged
+from .preferences.figures import line, means
 from .setup import Run, training
 from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number
@@ -42,10 +45,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Evaluation:
-    """Computes the loss per token of `model`; it is compiled once for each batch shape."""
+    """Computes the loss per token, or per preference, of `model`; it is compiled once for each batch shape.
 
-    def __init__(self, model: nn.Module, loss: LossFunction, world: World):
-        self._model, self._loss, self._world = model, loss, world
+    Args:
+        model: The model.
+        loss: The loss.
+        world: The ranks of the run.
+        figures: The names of what a preference loss reports besides its sums.
+
+    Attributes:
+        figures: The means of the last evaluation, by name.
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction, world: World, figures: Sequence[str] = ()):
+        self._model, self._loss, self._world, self._names = model, loss, world, figures
+        self.figures: dict[str, float] = {}
         self._compiled = partial(mx.compile, inputs=[model.state])(self._trace)
 
     def __call__(
@@ -66,28 +80,42 @@ class Evaluation:
         """
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
         loss_sum = weight_sum = 0.0
+        reported = np.zeros(2 * len(self._names))
         with evaluating(self._model), whole_rows():
             for done, batch in enumerate(islice(order.epoch(), total), start=1):
-                loss, weight = self._compiled(arrays(batch))
-                mx.eval(loss, weight)
+                loss, weight, *figures = self._compiled(arrays(batch))
+                mx.eval(loss, weight, figures)
                 loss_sum += number(loss)
                 weight_sum += number(weight)
+                for figure in figures:
+                    reported += np.array(figure).ravel()
                 if between is not None and between(done, total):
                     return None
-        loss_sum, weight_sum = self._world.sum_numbers(loss_sum, weight_sum)
+        loss_sum, weight_sum, *sums = self._world.sum_numbers(loss_sum, weight_sum, *reported.tolist())
+        self.figures = means(self._names, sums)
         return loss_sum / weight_sum if weight_sum else float("nan")
 
-    def _trace(self, batch: Arrays) -> tuple[mx.array, mx.array]:
+    def _trace(self, batch: Arrays) -> tuple[mx.array, ...]:
         return loss_of(self._loss, batch)
 
 
 def say_loss(name: str, run: Run, examples: Sequence[Example], screen: Screen) -> float:
-    """Evaluate the model of `run` on `examples`, print loss and perplexity, and return the loss per token."""
+    """Evaluate the model of `run` on `examples`, print and return the loss, and print its perplexity or figures.
+
+    Raises:
+        UserError: If the loss is not finite because a tensor of the model is not.
+    """
     # Nothing is differentiated, so nothing needs to be recomputed.
     config = dataclasses.replace(run.config, grad_checkpoint=False)
     with training(run.model, config) as trained:
-        loss = Evaluation(run.model, trained.loss, run.world)(run.order(examples), config.test_batches)
+        evaluation = Evaluation(run.model, trained.loss, run.world, trained.figures)
+        loss = evaluation(run.order(examples), config.test_batches)
     assert loss is not None
+    if not math.isfinite(loss):
+        refuse_damaged(run.model)
+    if trained.objective is not None:
+        screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
+        return loss
     perplexity = math.exp(loss) if loss < 700 else math.inf
     screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity:.4g}.")
     return loss

@@ -14,7 +14,8 @@ from . import state
 from .distributed import World
 
 # What a run leaves: its weights and states, without which nothing is lost, and what it reports.
-_WEIGHTS = ("state/*.safetensors", "*adapters.safetensors", "adapter_config.json")
+_ADAPTERS = ("adapters.safetensors", "[0-9]" * 7 + "*_adapters.safetensors", "adapter_config.json")
+_WEIGHTS = ("state/*.safetensors", *_ADAPTERS, "best/*.safetensors", "best/adapter_config.json")
 _REPORTS = ("metrics.jsonl", "report.html", "tensorboard")
 _MODEL = ("config.json", "model*.safetensors")
 

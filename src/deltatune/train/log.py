@@ -8,7 +8,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ..config import nearest
 from ..errors import UserError, reason
+from .preferences.figures import line
 from .state import refusal
 
 Record = dict[str, Any]
@@ -166,6 +167,13 @@ def _named(report_to: str | None) -> list[Any]:
     return [SERVICES[name] for name in names]
 
 
+def send(record: Record, services: Sequence[Service]) -> None:
+    """Send a record of metrics to the services; what has no value is left out."""
+    numbers = {name: value for name, value in record.items() if name != "iteration" and value is not None}
+    for service in services:
+        service.log(numbers, record["iteration"])
+
+
 class Metrics:
     """Writes `metrics.jsonl`, one JSON object per line.
 
@@ -293,7 +301,7 @@ def train_line(record: Record, total: int, left: float) -> str:
     """Format a training record as a line; `left` is the estimated remaining time in seconds."""
     norm = record["grad_norm"]
     return (
-        f"Iter {record['iteration']}/{total}: train loss {record['train_loss']:.4f}, "
+        f"Iter {record['iteration']}/{total}: train loss {record['train_loss']:.4f}{line(record)}, "
         f"grad norm {'-' if norm is None else format(norm, '.3g')}, lr {record['learning_rate']:.3g}, "
         f"{record['iterations_per_second']:.3g} it/s, {record['tokens_per_second']:,.0f} tok/s, "
         f"peak {record['peak_memory']:.3g} GB, {duration(left)} left"
@@ -302,4 +310,5 @@ def train_line(record: Record, total: int, left: float) -> str:
 
 def validation_line(record: Record) -> str:
     """Format the record of an evaluation as a line."""
-    return f"Iter {record['iteration']}: val loss {record['val_loss']:.4f}, took {record['val_time']:.1f} s"
+    figures = line(record, "val_")
+    return f"Iter {record['iteration']}: val loss {record['val_loss']:.4f}{figures}, took {record['val_time']:.1f} s"

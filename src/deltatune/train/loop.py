@@ -10,6 +10,7 @@ import dataclasses
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -27,10 +28,12 @@ from .evaluate import Evaluation
 from .folder import RunFolder
 from .optimizer import build_optimizer
 from .outputs import Outputs
+from .preferences.figures import means
+from .preferences.reference import fill
 from .report import write_report
 from .result import Result
 from .saving import Saving
-from .setup import Run, batch_order, build_step, training, with_iterations
+from .setup import Run, Training, batch_order, build_step, training, with_iterations
 from .step import LossFunction, Sums
 from .tree import number, seed_iteration
 
@@ -39,11 +42,11 @@ class Advance(NamedTuple):
     """The figures of one iteration.
 
     Attributes:
-        sums: The sums over all ranks of losses, target weights, tokens, and ranks that were asked to stop.
+        sums: Over all ranks: losses, weights, tokens, ranks that were asked to stop, and a preference loss's figures.
         norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
     """
 
-    sums: tuple[float, float, float, float]
+    sums: tuple[float, ...]
     norm: float | None
 
 
@@ -86,14 +89,15 @@ class Trainer:
     ):
         self.model, self.splits = model, splits
         self.world = world or World()
-        check(model, config, splits)
+        check(model, tokenizer, config, splits)
         self._train_order = batch_order(splits.train, config, self.world)
         self.config = config = with_iterations(config, self._train_order)
         self.screen = screen or log.Screen(shown=self.world.main)
         self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)
         self._optimizer = build_optimizer(config)
-        identity = state.fingerprint(config, **content.facts(model, config, model_config))
+        self._facts = content.facts(model, config, model_config)
+        identity = state.fingerprint(config, **self._facts)
         self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
@@ -131,10 +135,12 @@ class Trainer:
             #: What the run is, for its report.
             self.about = announce.about(self.model, config, self.splits, trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
-            self._prepare(trained.loss)
+            self._prepare(trained)
+            keep = fill(self.model, trained, self.splits, config, self._facts, world, self.screen)
             stack.callback(self._close)
             stack.enter_context(self._ending)
             self._open()
+            world.do_on_main(keep, "keep the reference")
             self.screen.start(self.progress.iteration, config.iters)
             with self._ending.rescue():
                 self._loop()
@@ -152,16 +158,17 @@ class Trainer:
         """The progress of the run, as it is saved."""
         return self._saving.progress
 
-    def _prepare(self, loss: LossFunction) -> None:
-        config, world = self.config, self.world
+    def _prepare(self, trained: Training) -> None:
+        config, world, loss = self.config, self.world, trained.loss
         self.model.train()
         if mx.metal.is_available():
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         threshold = config.clear_cache_threshold
         self._cache_limit = backend.cache_to_keep() if threshold is None else threshold
-        self._loss = loss
+        self._loss: LossFunction = loss
+        self._figures = trained.figures
         self._step = build_step(self.model, self._optimizer, loss, config, world)
-        self._evaluation = Evaluation(self.model, loss, world)
+        self._evaluation = Evaluation(self.model, loss, world, trained.figures)
         self._saving.begin(self._step)
         self._batches: list[Batch] = []
         self._window: deque[tuple[float, int]] = deque()
@@ -251,12 +258,20 @@ class Trainer:
         loss = self._evaluation(self._valid_order, self.config.val_batches, between)
         if loss is None:
             return False
+        if not math.isfinite(loss):
+            self._on_every_rank(lambda: nonfinite.refuse_damaged(self.model))
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
+        record |= {f"val_{name}": value for name, value in self._evaluation.figures.items()}
         progress.val_loss = loss
         self._report(record, log.validation_line(record))
-        if progress.best_loss is None or loss < progress.best_loss:
+        # Without a target to count, the loss is NaN, which is no best.
+        if not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.evaluations_without_gain = loss, 0
+            progress.best_iteration = progress.iteration
+            # Before the first iteration nothing is trained: the model as it came is not worth a copy.
+            if progress.iteration:
+                self._on_every_rank(lambda: self._saving.save_best(loss))
         else:
             progress.evaluations_without_gain += 1
         if self._out_of_patience():
@@ -279,16 +294,14 @@ class Trainer:
         batch = next(self._train_order)
         self._batches.append(batch)
         seed_iteration(self.config.seed, progress.iteration, self.world.rank)
-        (loss_sum, weight_sum, all_tokens, asked), norm = self._advance(batch)
+        (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._advance(batch)
         progress.iteration += 1
         if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
             self._fail(loss_sum, norm)
         if norm is not None:
             progress.grad_norm = norm
             self._saving.start_window()
-        progress.window_loss += loss_sum
-        progress.window_weight += weight_sum
-        progress.trained_tokens += all_tokens
+        progress.add(loss_sum, weight_sum, all_tokens, reported)
         if mx.get_cache_memory() > self._cache_limit:
             mx.clear_cache()
         seconds = time.perf_counter() - started
@@ -320,7 +333,8 @@ class Trainer:
         tokens = sum(sum(row) for row in batch.positions)
         asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
         # All numbers travel in one message with the update, which saves a round trip for each.
-        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked]))
+        figures = [sums.reshape(-1) for sums in self._step.figures]
+        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))
         mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, numbers)
         values: Any = numbers.tolist()
         return Advance(tuple(values), None if norm is None else number(norm))
@@ -338,9 +352,9 @@ class Trainer:
             "tokens_per_second": sum(t for _, t in self._window) / seconds,
             "trained_tokens": int(progress.trained_tokens),
             "peak_memory": mx.get_peak_memory() / 1e9,
-        }
+        } | means(self._figures, progress.window_figures)
         left = sum(self._recent) / len(self._recent) * (self.config.iters - progress.iteration)
-        progress.window_loss = progress.window_weight = 0.0
+        progress.start_report()
         self._window.clear()
         progress.train_loss = loss
         self._report(record, log.train_line(record, self.config.iters, left))
@@ -349,15 +363,16 @@ class Trainer:
         self.screen.say(line)
         if self._metrics is not None:
             self.progress.metrics_bytes = self._metrics.write(record)
-        numbers = {k: v for k, v in record.items() if k != "iteration" and v is not None}
-        for service in self._services:
-            service.log(numbers, record["iteration"])
+        log.send(record, self._services)
 
     def _save(self, finished: bool = False) -> None:
+        self._on_every_rank(lambda: self._saving.save(finished))
+
+    def _on_every_rank(self, action: Callable[[], None]) -> None:
+        """Do what raises a UserError on every rank if it raises one on any."""
         try:
-            self._saving.save(finished)
+            action()
         except UserError:
-            # If rank 0 could not write, every rank raises.
             self._ending.in_order()
             raise
 
@@ -369,7 +384,13 @@ class Trainer:
         self._ending.in_order()
         # An update that is not finite changes no parameter.
         self._saving.updating = False
-        self._saving.save_last_update()
+        damage = nonfinite.damage(self.model)
+        worth_saving = damage is None or nonfinite.trained_is_finite(self.model)
+        if worth_saving:
+            self._saving.save_last_update()
+        if damage is not None:
+            kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
+            raise UserError(f"iteration {at}: {what}: {damage}{kept}")
         cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
         raise UserError(
             f"iteration {at}: {what}: {cause}. The update was not made; the state after iteration "

@@ -14,11 +14,51 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from ..data import Batch
+from ..errors import UserError
+from ..lora.adapter import Adapter
+from ..lora.new_rows import GrownTable
+from ..ops.functional import is_finite
 from .step import LossFunction, arrays, mean_loss_and_gradients
 from .tree import leaves
 
 # A layer to watch: its name in messages, and its module.
 Watched = tuple[str, nn.Module]
+
+
+def damage(model: nn.Module) -> str | None:
+    """Describe the tensors of `model` that are not finite, which no option and no data can mend; None if all are.
+
+    Updates that are not finite are never made, so such a tensor comes from the checkpoint.
+    """
+    tensors = leaves(model.parameters())
+    damaged = [name for name, leaf in tensors if not is_finite(leaf)]
+    if not damaged:
+        return None
+    return (
+        f"{len(damaged)} of the model's {len(tensors)} tensors hold NaN or infinity, the first "
+        f"{_name_without_adapter(model, damaged[0])}: its checkpoint is damaged. Download or convert it again."
+    )
+
+
+def refuse_damaged(model: nn.Module) -> None:
+    """Raise a UserError with the description of the damage if a tensor of `model` is not finite."""
+    description = damage(model)
+    if description is not None:
+        raise UserError(description)
+
+
+def trained_is_finite(model: nn.Module) -> bool:
+    """Whether all that the model trains is finite, so that it is worth saving."""
+    return all(is_finite(leaf) for _, leaf in leaves(model.trainable_parameters()))
+
+
+def _name_without_adapter(model: nn.Module, name: str) -> str:
+    """Return the name that a tensor has in the model without adapters, as its checkpoint knows it."""
+    for path, module in model.named_modules():
+        inner = module.base_name if isinstance(module, Adapter) else "base"
+        if isinstance(module, Adapter | GrownTable) and name.startswith(f"{path}.{inner}."):
+            return f"{path}.{name.removeprefix(f'{path}.{inner}.')}"
+    return name
 
 
 def cause(model: nn.Module, loss: LossFunction, batches: list[Batch], layers: list[Watched]) -> str:
@@ -33,7 +73,7 @@ def cause(model: nn.Module, loss: LossFunction, batches: list[Batch], layers: li
 def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watched]) -> str | None:
     """Describe the first place that is not finite; None if this batch has none.
 
-    The search goes in the order of computation: parameters; outputs of layers; loss; from the last layer backward, the
+    The search goes in the order of computation: outputs of layers; loss; from the last layer backward, the
     gradient that arrives at a layer's output; gradients of parameters.
 
     Args:
@@ -42,30 +82,23 @@ def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watche
         batch: The batch to run again.
         layers: The layers, in forward order.
     """
-    damaged = [name for name, leaf in leaves(model.parameters()) if not _finite(leaf)]
-    if damaged:
-        return f"before the step, the model's own tensor {damaged[0]} is not finite"
     seen: list[tuple[str, mx.array]] = []
     arrived: list[tuple[str, mx.array]] = []
     with _watching(layers, seen, arrived):
-        total, _, gradients = mean_loss_and_gradients(model, loss, arrays(batch))
+        total, _, gradients, *_ = mean_loss_and_gradients(model, loss, arrays(batch))
         mx.eval(total, gradients, [flag for _, flag in seen + arrived])
     for name, finite in seen:
         if not finite.item():
             return f"the output of {name} is the first that is not finite"
-    if not _finite(total):
+    if not is_finite(total):
         return "every layer's output is finite, but the loss is not"
     for name, finite in arrived:
         if not finite.item():
             return f"going backward, the gradient that reaches the output of {name} is the first that is not finite"
     for name, leaf in reversed(leaves(gradients)):
-        if not _finite(leaf):
+        if not is_finite(leaf):
             return f"the gradient of {name} is not finite"
     return None
-
-
-def _finite(array: mx.array) -> bool:
-    return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
 
 
 @contextmanager

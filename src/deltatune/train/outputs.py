@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,23 @@ import mlx.nn as nn
 from ..config import TrainConfig
 from ..errors import UserError
 from ..lora import save_adapters
+from ..lora.adapter_files import WEIGHTS
+from ..lora.new_rows import plain_parameters
 from ..lora.tensor_files import write_tensors
 from ..machine.atomic_files import replace_file
 from ..models.vision.adapters import layers_for_mlx_vlm
 from . import state
-from .tree import leaves
+
+# The name of a numbered copy.
+_COPY = re.compile(r"(\d{7,})_adapters\.safetensors")
 
 
 class Outputs:
     """The files of a run, all in the folder `config.adapter_path`.
 
     Training of adapters writes adapters.safetensors, adapter_config.json and a numbered copy at every save, as
-    mlx_lm.lora does. Full fine-tuning writes model.safetensors, config.json and the tokenizer's files.
+    mlx_lm.lora does. Full fine-tuning writes model.safetensors, config.json and the tokenizer's files. The folder
+    `best` has the same files but the numbered copies, from the evaluation with the lowest loss of all.
 
     Args:
         model: The model that is trained.
@@ -39,6 +45,7 @@ class Outputs:
         self.state = state.state_path(self.directory)
         self.metrics = self.directory / "metrics.jsonl"
         self.report = self.directory / "report.html"
+        self.best = self.directory / "best"
         self._model, self._tokenizer, self._config, self._model_config = model, tokenizer, config, model_config
         if config.fine_tune_type == "full" and model_config is None:
             raise ValueError(
@@ -49,7 +56,7 @@ class Outputs:
         """Create the folders, check that they can be written, and remove incomplete files of a killed run."""
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self.directory, self.state.parent):
+            for folder in (self.directory, self.best, self.state.parent):
                 for pattern in (".*.partial", ".*.tmp"):
                     for leftover in folder.glob(pattern):
                         leftover.unlink()
@@ -66,23 +73,56 @@ class Outputs:
             UserError: If the file system refuses.
         """
         if self._config.fine_tune_type == "full":
-            self._save_checkpoint()
+            self._save_checkpoint(self.directory)
             return
-        options = dataclasses.asdict(self._config)
+        if self._config.keep != 0:
+            self._save_adapters(self.directory, weights=f"{iteration:07d}_adapters.safetensors")
+        self._save_adapters(self.directory)
+        self._delete_old_copies(iteration)
+
+    def save_best(self, iteration: int, loss: float) -> None:
+        """Write the trained weights to the folder `best`.
+
+        Args:
+            iteration: The iteration after which they were evaluated.
+            loss: Their validation loss per token.
+
+        Raises:
+            UserError: If the file system refuses.
+        """
+        if self._config.fine_tune_type == "full":
+            self._save_checkpoint(self.best)
+        else:
+            self._save_adapters(self.best, more={"iteration": iteration, "val_loss": loss})
+
+    def _save_adapters(self, folder: Path, *, weights: str = WEIGHTS, more: dict[str, Any] | None = None) -> None:
+        options = dataclasses.asdict(self._config) | (more or {})
         layers = layers_for_mlx_vlm(self._model)
         named = layers is None
         options |= {} if named else {"num_layers": layers}
-        copy = f"{iteration:07d}_adapters.safetensors"
-        save_adapters(self._model, self.directory, options, weights=copy, named=named)
-        save_adapters(self._model, self.directory, options, named=named)
+        save_adapters(self._model, folder, options, weights=weights, named=named)
 
-    def _save_checkpoint(self) -> None:
-        weights = self.directory / "model.safetensors"
-        tensors: dict[str, Any] = dict(leaves(self._model.parameters()))
+    def _delete_old_copies(self, newest: int) -> None:
+        """Delete numbered copies but the last `keep` of them; that of the iteration `newest` always stays."""
+        keep = self._config.keep
+        if keep is None:
+            return
+        found = [(int(match[1]), file) for file in self.directory.iterdir() if (match := _COPY.fullmatch(file.name))]
         try:
+            for number, file in sorted(found)[: max(len(found) - keep, 0)]:
+                if number != newest or not keep:
+                    file.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(state.refusal(self.directory, error)) from error
+
+    def _save_checkpoint(self, folder: Path) -> None:
+        weights = folder / "model.safetensors"
+        tensors = plain_parameters(self._model)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
             replace_file(weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
-            self._tokenizer.save_pretrained(str(self.directory))
+            self._tokenizer.save_pretrained(str(folder))
             text = json.dumps(self._model_config, indent=4, sort_keys=True)
-            replace_file(self.directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+            replace_file(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
         except OSError as error:
             raise UserError(state.refusal(weights, error)) from error

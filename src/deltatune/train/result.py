@@ -18,6 +18,7 @@ class Result:
         train_loss: The training loss per token of the last report.
         val_loss: The validation loss per token of the last evaluation.
         best_val_loss: The lowest validation loss per token.
+        best_iteration: The iteration after which it was measured; None if no evaluation was made.
         seconds: The time spent training, over all parts of a resumed run.
         tokens_per_second: The training speed over that time.
         peak_memory: The peak memory of this process, in GB.
@@ -32,6 +33,7 @@ class Result:
     tokens_per_second: float
     peak_memory: float
     stopped_early: bool
+    best_iteration: int | None = None
 
     @classmethod
     def of(cls, progress: Progress, stopped_early: bool) -> Result:
@@ -45,4 +47,5 @@ class Result:
             tokens_per_second=progress.trained_tokens / progress.seconds if progress.seconds else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
             stopped_early=stopped_early,
+            best_iteration=progress.best_iteration if progress.best_iteration >= 0 else None,
         )

@@ -102,6 +102,15 @@ class Saving:
         if world.sum_numbers(float(problem is not None))[0]:
             raise problem or UserError("rank 0 could not save; its message says why.")
 
+    def save_best(self, loss: float) -> None:
+        """Write the weights once more, as the best so far. Every rank must call it, and rank 0 writes.
+
+        Raises:
+            UserError: On every rank, if rank 0 could not write.
+        """
+        outputs, at = self._outputs, self.progress.iteration
+        self._world.do_on_main(lambda: outputs.save_best(at, loss), "save the best weights")
+
     def save_last_update(self) -> None:
         """Return to the state after the last update and save it on rank 0. No rank waits for another.
 

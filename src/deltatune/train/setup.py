@@ -18,9 +18,11 @@ from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
+from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
+from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.document_isolation import check_packing
 from ..models.head import split_head
@@ -28,10 +30,13 @@ from ..models.layer_caches import carries
 from ..models.load import Loaded, load, locate
 from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
+from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..patches import PatchReport, patched
 from .distributed import World
 from .optimizer import build_optimizer
+from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
+from .preferences.objectives import Objective, objective_of
 from .step import LossFunction, Step, chunked_loss, full_loss
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
@@ -84,13 +89,15 @@ def ready(
         UserError: For anything in the options, the model or the data that the user can correct.
     """
     config = settled(config)
-    # A wrong setting of the optimizer is reported before anything is loaded.
+    # A wrong setting of the optimizer or of the loss is reported before anything is loaded.
     build_optimizer(config)
+    objective_of(config)
     # The model is located before the data are read, so that a wrong path is reported at once.
     path = locate(config.model)
     image = first_image(config)
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
+    check_examples(loaded.model, loaded.tokenizer, splits.documents())
     return Run(config, loaded, splits, world or World(), image)
 
 
@@ -118,7 +125,7 @@ def load_model(
         lazy: Whether weights stay on the disk until they are used.
         adapter_path: The folder of an adapter to load into the model.
     """
-    return load_with_adapter(
+    loaded = load_with_adapter(
         path or config.model,
         adapter_path,
         trust_remote_code=config.trust_remote_code,
@@ -127,6 +134,9 @@ def load_model(
         seed=config.seed,
         image=image,
     )
+    if config.resize_embeddings:
+        resize_embeddings(loaded, config.seed if config.from_scratch else None)
+    return loaded
 
 
 def load_with_adapter(model: str | Path, adapter_path: str | None, **options: Any) -> Loaded:
@@ -166,7 +176,19 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
         _unfreeze_beside_layers(model)
     if config.resume_adapter_file is not None:
         load_adapter_weights(model, config.resume_adapter_file)
-    return [*report.summary(), *refused_by_mlx_vlm(model)]
+    return [*report.summary(), *_new_rows(model, config), *refused_by_mlx_vlm(model)]
+
+
+def _new_rows(model: nn.Module, config: TrainConfig) -> list[str]:
+    """Return a line on each table with rows for new tokens, or one that says that none were needed."""
+    lines = [
+        f"New rows: {table.rows - table.old_rows:,} in {path}, for the token ids from {table.old_rows:,}; they start "
+        "at the mean of the old rows, and train whole."
+        for path, table in grown_tables(model).items()
+    ]
+    if config.resize_embeddings and not config.from_scratch and not lines:
+        lines = ["resize_embeddings: the embedding has a row for every id of the tokenizer, so it stays as it is."]
+    return lines
 
 
 def _unfreeze_beside_layers(model: nn.Module) -> None:
@@ -182,7 +204,7 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
     return BatchOrder(
         examples,
         config.batch_size,
-        config.max_seq_length,
+        row_capacity(config),
         seed=config.seed,
         packed=config.pack,
         rank=world.rank if world else 0,
@@ -223,13 +245,19 @@ def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction
     Returns:
         The loss, and a description of it for the user.
     """
+    parts, kind = _parts(model, compare)
+    return chunked_loss(*parts) if parts else full_loss(model), kind
+
+
+def _parts(model: nn.Module, compare: bool) -> tuple[tuple[Any, Any] | None, str]:
+    """Return the model's backbone and head, or None if it cannot be split, and how the loss is computed, in words."""
     if has_vision(model):
         vision = split_vision(model, compare=compare)
-        return chunked_loss(vision.backbone, vision.head), _CHUNKED
+        return (vision.backbone, vision.head), _CHUNKED
     split = split_head(model, compare=compare)
     if split.backbone is None or split.head is None:
-        return full_loss(model), f"over all logits at once: {split.reason}"
-    return chunked_loss(split.backbone, split.head), _CHUNKED
+        return None, f"over all logits at once: {split.reason}"
+    return (split.backbone, split.head), _CHUNKED
 
 
 @dataclass(frozen=True)
@@ -242,6 +270,8 @@ class Training:
         layers: The model's layers.
         patches: The patches that are applied.
         compiled: How the step is compiled, in words.
+        objective: The preference loss, or None for supervised fine-tuning.
+        token_losses: For a preference loss, the tokens' losses.
     """
 
     loss: LossFunction
@@ -249,6 +279,13 @@ class Training:
     layers: list[LayerInfo]
     patches: PatchReport
     compiled: str
+    objective: Objective | None = None
+    token_losses: TokenLosses | None = None
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of what a preference loss reports besides its sums."""
+        return () if self.objective is None else self.objective.figures
 
 
 @contextlib.contextmanager
@@ -272,4 +309,11 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
             check_packing(model)
         if config.grad_checkpoint:
             stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
-        yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)
+        objective = objective_of(config)
+        if objective is None:
+            yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)
+            return
+        parts, kind = _parts(model, compare)
+        token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
+        loss = preference_loss(token_losses, objective, config)
+        yield Training(loss, kind, layers, patches, compiled, objective, token_losses)

@@ -41,6 +41,7 @@ FREE_OPTIONS = {
     "steps_per_report",
     "steps_per_eval",
     "save_every",
+    "keep",
     "early_stopping",
     "adapter_path",
     "resume",
@@ -49,6 +50,8 @@ FREE_OPTIONS = {
     "report_to",
     "project_name",
     "trust_remote_code",
+    # The shapes of the model's tensors, which are compared, tell whether it was used.
+    "resize_embeddings",
 }
 
 
@@ -65,9 +68,11 @@ class Progress:
         train_loss: The loss per token of the last report.
         val_loss: The loss per token of the last evaluation.
         best_loss: The lowest loss per token of all evaluations.
+        best_iteration: The iteration after which it was measured; -1 if no evaluation was made.
         evaluations_without_gain: The evaluations since the lowest loss.
         window_loss: The sum of losses since the last report.
         window_weight: The sum of target weights since the last report.
+        window_figures: What a preference loss has reported since then: sums, and how many answers each is the sum of.
         grad_norm: The gradients' norm of the last update, before clipping.
         metrics_bytes: The length of metrics.jsonl.
         ranks: The number of ranks that saved the state.
@@ -84,15 +89,31 @@ class Progress:
     train_loss: float | None = None
     val_loss: float | None = None
     best_loss: float | None = None
+    best_iteration: int = -1
     evaluations_without_gain: int = 0
     window_loss: float = 0.0
     window_weight: float = 0.0
+    window_figures: list[float] = field(default_factory=list)
     grad_norm: float | None = None
     metrics_bytes: int = 0
     ranks: int | None = None
     finished: bool = False
     blas_threads: int = 0
     order: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:
+        """Add the sums of a micro-batch to those since the last report."""
+        self.window_loss += loss
+        self.window_weight += weight
+        before = self.window_figures or [0.0] * len(figures)
+        # A new list, since earlier copies of the progress share the old one.
+        self.window_figures = [one + other for one, other in zip(before, figures, strict=True)]
+        self.trained_tokens += tokens
+
+    def start_report(self) -> None:
+        """Reset the sums, after a report."""
+        self.window_loss = self.window_weight = 0.0
+        self.window_figures = []
 
 
 def state_path(directory: str | Path) -> Path:
@@ -231,6 +252,8 @@ def peek(path: Path) -> Progress | None:
 
 def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a UserError that names every entry in which the run saved in `path` and this one differ."""
+    # An option that did not exist yet when the run was saved had what is now its default.
+    saved = {key: value for key, value in fingerprint(TrainConfig()).items() if key in now} | saved
     changed = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if changed:
         lines = "".join(f"\n  {key}: was {saved.get(key)!r}, now {now.get(key)!r}" for key in changed)

@@ -32,9 +32,12 @@ from .tree import leaves, number
 _POSITION_COUNTS = 4
 
 # (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), as fp32 scalars. A vision
-# model's loss takes the images as a fourth argument, VisionArrays.
-LossFunction = Callable[..., tuple[mx.array, mx.array]]
-Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None, VisionArrays | None]
+# model's loss takes the images as a fourth argument, VisionArrays. A preference loss takes the preferences as its last
+# argument, counts them in the second sum, and returns a third array, [2, figures] (preferences/loss.py).
+LossFunction = Callable[..., tuple[mx.array, ...]]
+Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None, VisionArrays | None, dict[str, mx.array] | None]
+# The arrays of a PreferenceBatch that a step reads.
+_PREFERENCE_ARRAYS = ("documents", "present", "desirable", "reference", "tokens", "lengths")
 
 
 def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[mx.array], mx.array]) -> LossFunction:
@@ -69,7 +72,7 @@ def full_loss(model: nn.Module) -> LossFunction:
 
 
 def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> Arrays:
-    """Convert a batch to MLX arrays: inputs, targets, weights, segments (or None), images (or None).
+    """Convert a batch to MLX arrays: inputs, targets, weights, and segments, images and preferences (each or None).
 
     Args:
         batch: The batch.
@@ -81,7 +84,10 @@ def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = N
         images = vision_arrays(batch.images, tower)
         counted = counted_positions(batch.weights)
         images |= {} if counted is None else {"counted": mx.array(counted)}
-    return mx.array(batch.inputs), mx.array(batch.targets), mx.array(batch.weights), packed, images
+    preferences = None
+    if batch.preferences is not None:
+        preferences = {name: mx.array(getattr(batch.preferences, name)) for name in _PREFERENCE_ARRAYS}
+    return mx.array(batch.inputs), mx.array(batch.targets), mx.array(batch.weights), packed, images, preferences
 
 
 def counted_positions(weights: np.ndarray) -> np.ndarray | None:
@@ -104,11 +110,11 @@ def counted_positions(weights: np.ndarray) -> np.ndarray | None:
     return np.sort(np.concatenate([counted, others])).astype(np.int32)
 
 
-def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, mx.array]:
-    """Compute `loss` on a batch; return the sum of losses and the sum of weights."""
-    inputs, targets, weights, packed, images = batch
+def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, ...]:
+    """Compute `loss` on a batch; return the sum of losses, the sum of weights, and a preference loss's figures."""
+    inputs, targets, weights, packed, *rest = batch
     with segments(packed):
-        return loss(inputs, targets, weights) if images is None else loss(inputs, targets, weights, images)
+        return loss(inputs, targets, weights, *(each for each in rest if each is not None))
 
 
 def mean_loss_and_gradients(
@@ -117,7 +123,7 @@ def mean_loss_and_gradients(
     batch: Arrays,
     parameters: Any = None,
     used: Callable[[Any], Any] = lambda parameters: parameters,
-) -> tuple[mx.array, mx.array, Any]:
+) -> tuple[Any, ...]:
     """Compute the loss of a batch and the gradients of its mean.
 
     Args:
@@ -128,23 +134,26 @@ def mean_loss_and_gradients(
         used: A function from `parameters` to the model's trainable parameters.
 
     Returns:
-        The sum of losses, the sum of weights, and the gradients of their quotient, which are 0 if all weights are.
+        The sum of losses, the sum of weights, and the gradients of their quotient, which are 0 if all weights are;
+        then the figures of a preference loss.
     """
     packed = batch[3]
 
-    def mean(parameters: Any) -> tuple[mx.array, mx.array, mx.array]:
+    def mean(parameters: Any) -> tuple[mx.array, ...]:
         model.update(used(parameters))
-        total, weight = loss_of(loss, batch)
-        return total / mx.where(weight > 0, weight, 1.0), total, weight
+        total, weight, *figures = loss_of(loss, batch)
+        return total / mx.where(weight > 0, weight, 1.0), total, weight, *figures
 
     trainable = model.trainable_parameters()
     try:
         with segments(packed):
-            (_, total, weight), gradients = mx.value_and_grad(mean)(trainable if parameters is None else parameters)
+            (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
+                trainable if parameters is None else parameters
+            )
     finally:
         # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs.
         model.update(trainable)
-    return total, weight, gradients
+    return total, weight, gradients, *figures
 
 
 class Sums(NamedTuple):
@@ -181,6 +190,7 @@ class Step:
     Attributes:
         bundles: Which parameters are joined for the optimizer.
         tower: The model's frozen vision tower; None without one.
+        figures: What the loss reports of the last micro-batch besides its sums: one array for a preference loss.
     """
 
     def __init__(
@@ -206,6 +216,7 @@ class Step:
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self._parameters())
         self.tower = frozen_tower(model)
+        self.figures: list[mx.array] = []
         random = mx.random.state
         self._micro_batch = partial(mx.compile, inputs=[model.state, random], outputs=[random])(self._trace_micro_batch)
         state = [optimizer.state]
@@ -239,7 +250,8 @@ class Step:
 
     def on_arrays(self, batch: Arrays, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
         """Do what micro_batch() does, for a batch of MLX arrays."""
-        return self._micro_batch(batch, accumulated, self._parameters())
+        loss, weight, gradients, *self.figures = self._micro_batch(batch, accumulated, self._parameters())
+        return loss, weight, gradients
 
     def sum_over_ranks(self, sums: Sums) -> Sums:
         """Add up the sums of all ranks, lazily.
@@ -290,14 +302,14 @@ class Step:
         now = {path: leaf for path, leaf in leaves(parts) if path in self.bundles.members}
         self._joined = parameters.get(TOGETHER, []), now
 
-    def _trace_micro_batch(self, batch: Arrays, accumulated: Any, parameters: Any) -> tuple[mx.array, mx.array, Any]:
+    def _trace_micro_batch(self, batch: Arrays, accumulated: Any, parameters: Any) -> tuple[Any, ...]:
         used = partial(self.bundles.part, used=True)
-        loss, weight, gradients = mean_loss_and_gradients(self._model, self._loss, batch, parameters, used)
+        loss, weight, gradients, *figures = mean_loss_and_gradients(self._model, self._loss, batch, parameters, used)
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
             gradients = tree_map(mx.add, accumulated, gradients)
-        return loss, weight, gradients
+        return loss, weight, gradients, *figures
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
         """Return the new parameters in joined form, the same in the model's form, and the norm.

@@ -217,3 +217,32 @@ def test_shapes_come_again(processors):
     assert len(sizes) < 60
     assert all(padded_patches(count, processors.spec) >= count for count in range(1, 16384))
     assert all(padded_patches(count, processors.spec) <= 1.26 * count for count in range(512, 16384))
+
+
+def test_each_row_of_a_conversation_that_takes_several_has_the_images_of_its_messages(write, read, loaded, monkeypatch):
+    inner = loaded.tokenizer._tokenizer
+    # The reasoning of an answer is dropped once another message follows.
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.role == 'assistant' and loop.last %}{{ message.reasoning_content }}{% endif %}"
+        "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+        "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
+        "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    monkeypatch.setattr(inner, "chat_template", template)
+    answer = {"role": "assistant", "content": "yes", "reasoning_content": "so "}
+    asked = [
+        {"role": "user", "content": "<image> a?"},
+        answer,
+        {"role": "user", "content": "<image><image> b?"},
+        answer,
+    ]
+    write({"messages": asked, "images": ["0.png", "1.png", "2.png"]})
+    first, second = read().train
+    assert [len(example.pictures.values) for example in (first, second)] == [1, 3]
+    assert first.pictures.values == ("0.png",)
+    for example in (first, second):
+        assert inner.decode(example.tokens[example.targets]) == "so yes<|im_end|>\n"
+        assert len(example.pictures.grids) == len(example.pictures.digests) == len(example.pictures.values)
+        assert example.pictures.positions.shape == (3, len(example.tokens))

@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64 by NumPy, written down from the definition; and the cases of the tests."""
+"""The cases of the tests of attention, and the float64 reference that they are compared with."""
 
 from __future__ import annotations
 
@@ -6,55 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-NAMES = ("y", "dq", "dk", "dv", "dsinks")
+from deltatune.selftest.float64_attention import NAMES, attention64
 
-
-def attention64(
-    q, k, v, dy, *, scale, causal=True, segments=None, window=None, sinks=None, mask=None
-) -> dict[str, np.ndarray]:
-    """y and the gradients, by NAMES; those of the sinks where there are any."""
-    q, k, v, dy = (np.asarray(x, np.float64) for x in (q, k, v, dy))
-    batch, heads, queries, _ = q.shape
-    keys, each = k.shape[2], heads // k.shape[1]
-    wide_k, wide_v = (np.repeat(x, each, axis=1) for x in (k, v))
-    scores = scale * (q @ wide_k.swapaxes(-1, -2))
-    visible = np.ones(scores.shape, bool)
-    for i in range(queries):
-        for j in range(keys):
-            place = i + keys - queries
-            if causal and j > place:
-                visible[:, :, i, j] = False
-            if window is not None and j <= place - window:
-                visible[:, :, i, j] = False
-            if segments is not None:
-                visible[:, :, i, j] &= (segments[:, i] == segments[:, j])[:, None]
-    if mask is not None:
-        mask = np.broadcast_to(mask, scores.shape)
-        visible &= mask if mask.dtype == bool else mask > -1e30
-        if mask.dtype != bool:
-            scores = scores + np.where(visible, mask, 0.0)
-    scores = np.where(visible, scores, -np.inf)
-    most = scores.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        sinks = np.asarray(sinks, np.float64).reshape(1, -1, 1, 1)
-        most = np.maximum(most, sinks)
-    most = np.where(np.isfinite(most), most, 0.0)
-    weights = np.exp(scores - most)
-    of_sink = 0.0 if sinks is None else np.exp(sinks - most)
-    total = weights.sum(axis=-1, keepdims=True) + of_sink
-    total = np.where(total == 0, 1.0, total)
-    weights, of_sink = weights / total, of_sink / total
-    y = weights @ wide_v
-    dweights = dy @ wide_v.swapaxes(-1, -2)
-    delta = (dy * y).sum(axis=-1, keepdims=True)
-    dscores = weights * (dweights - delta)
-    found = {"y": y, "dq": scale * dscores @ wide_k}
-    of_heads = (batch, k.shape[1], each, keys, -1)
-    found["dk"] = (scale * dscores.swapaxes(-1, -2) @ q).reshape(of_heads).sum(axis=2)
-    found["dv"] = (weights.swapaxes(-1, -2) @ dy).reshape(of_heads).sum(axis=2)
-    if sinks is not None:
-        found["dsinks"] = -(of_sink * delta).sum(axis=(0, 2, 3))
-    return found
+__all__ = ["CASES", "NAMES", "Case", "attention64"]
 
 
 @dataclass(frozen=True)

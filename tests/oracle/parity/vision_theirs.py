@@ -43,20 +43,7 @@ def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameter
     losses = []
     gradients: Adapters = {}
     for step in range(STEPS):
-        rows = batch(step, case.videos)
-        tokens = torch.from_numpy(rows.tokens).long()
-        labels = tokens.clone()
-        labels[:, 1:][torch.from_numpy(rows.counts == 0)] = -100
-        labels[:, 0] = -100
-        present = torch.arange(tokens.shape[1])[None] < torch.tensor(rows.lengths)[:, None]
-        loss = model(
-            input_ids=tokens,
-            attention_mask=present.long(),
-            labels=labels,
-            **_pictures(rows),
-            mm_token_type_ids=(tokens == IMAGE).int() + 2 * (tokens == VIDEO).int(),
-            use_cache=False,
-        ).loss
+        loss = loss_of(model, batch(step, case.videos))
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -64,6 +51,23 @@ def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameter
         optimizer.step()
         losses.append(loss.item())
     return ParityRun(losses, gradients, theirs.copied(parameters))
+
+
+def loss_of(model: torch.nn.Module, rows: VisionRows) -> torch.Tensor:
+    """The loss of a batch."""
+    tokens = torch.from_numpy(rows.tokens).long()
+    labels = tokens.clone()
+    labels[:, 1:][torch.from_numpy(rows.counts == 0)] = -100
+    labels[:, 0] = -100
+    present = torch.arange(tokens.shape[1])[None] < torch.tensor(rows.lengths)[:, None]
+    return model(
+        input_ids=tokens,
+        attention_mask=present.long(),
+        labels=labels,
+        **_pictures(rows),
+        mm_token_type_ids=(tokens == IMAGE).int() + 2 * (tokens == VIDEO).int(),
+        use_cache=False,
+    ).loss
 
 
 def _pictures(rows: VisionRows) -> dict[str, torch.Tensor]:

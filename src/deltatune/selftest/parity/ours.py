@@ -21,7 +21,7 @@ from ...models.load import load_model
 from ...patches import patched
 from ...train.distributed import World
 from ...train.optimizer import build_optimizer
-from ...train.step import Step, chunked_loss
+from ...train.step import LossFunction, Step, chunked_loss
 from ...train.tree import number
 from . import seeded
 from .cases import BETAS, EPS, GROUP_SIZE, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, ParityCase, ParityRun
@@ -112,7 +112,7 @@ def train(
     modules: dict[str, nn.Module],
     mlx_path: Callable[[str], str],
     learning_rate: float,
-    prepare: Callable[[], tuple[Callable, Callable]],
+    prepare: Callable[[], LossFunction],
     batch: Callable[[int], Batch],
 ) -> ParityRun:
     """Follow the recipe through deltatune's patches, training step and loss.
@@ -122,7 +122,7 @@ def train(
         modules: its adapted modules, by transformers' paths.
         mlx_path: maps a path of transformers to the model's own.
         learning_rate: the learning rate of every step.
-        prepare: called when the patches are in force; returns the model's backbone and head.
+        prepare: called when the patches are in force; returns the loss.
         batch: the batch of a step, by the step's index.
     """
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
@@ -133,9 +133,9 @@ def train(
     with without_kernels(), patched(model) as report:
         if not report.complete:
             raise ValueError(str(report))
-        backbone, head = prepare()
+        loss = prepare()
         optimizer = build_optimizer(config)
-        step = Step(model, optimizer, chunked_loss(backbone, head), World())
+        step = Step(model, optimizer, loss, World())
         for index in range(STEPS):
             total, weight, gradients = step.micro_batch(batch(index), None)
             norm = step.update(gradients, total, weight)
@@ -145,6 +145,14 @@ def train(
                 parts = step.bundles.part(gradients)
                 first = _adapters({path: _subtree(parts, mlx_path(path)) for path in modules})
     return ParityRun(losses, first, _adapters(modules))
+
+
+def parts(model: nn.Module) -> tuple[Callable, nn.Module]:
+    """The model's backbone and head."""
+    backbone, head, reason = split_head(model)
+    if backbone is None or head is None:
+        raise ValueError(reason)
+    return backbone, head
 
 
 def run(
@@ -161,12 +169,9 @@ def run(
     model = load(case, config, weights)
     modules = adapt(case, model, adapters)
 
-    def prepare() -> tuple[Callable, Callable]:
+    def prepare() -> LossFunction:
         once_patched()
-        backbone, head, reason = split_head(model)
-        if backbone is None or head is None:
-            raise ValueError(reason)
-        return backbone, head
+        return chunked_loss(*parts(model))
 
     family = case.family
     return train(

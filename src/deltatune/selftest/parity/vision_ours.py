@@ -10,6 +10,7 @@ from ...data import Batch
 from ...models.load import load_vision_tower
 from ...models.vision.inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
 from ...models.vision.split import split_vision, vision_spec
+from ...train.step import LossFunction, chunked_loss
 from .cases import Adapters, ParityRun
 from .families import Config, Weights
 from .ours import from_save, install, train
@@ -54,10 +55,10 @@ def run(
     model = load(case, config, weights)
     modules = adapt(model, adapters)
 
-    def prepare() -> tuple[Callable, Callable]:
+    def prepare() -> LossFunction:
         split = split_vision(model)
         once_patched()
-        return split.backbone, split.head
+        return chunked_loss(split.backbone, split.head)
 
     def batch_of(index: int) -> Batch:
         return as_batch(batch(index, case.videos), vision_spec(model))

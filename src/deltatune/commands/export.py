@@ -1,0 +1,108 @@
+"""`deltatune export` writes an adapter, or the model that it makes, for other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+TARGETS = ("peft", "mlx", "merged", "gguf")
+
+
+def add(commands: Any) -> None:
+    """Add the command and its flags to the command line."""
+    parser = commands.add_parser("export", help="write an adapter for PEFT, MLX, llama.cpp or the Hugging Face hub")
+    add = parser.add_argument
+    add(
+        "--to",
+        required=True,
+        choices=TARGETS,
+        help="peft: an adapter for transformers and vLLM; mlx: the adapter alone; merged: a full checkpoint; "
+        "gguf: a file for llama.cpp",
+    )
+    add("--model", required=True, metavar="TEXT", help="folder of the base model, or its name on the Hugging Face hub")
+    add("--adapter-path", default="adapters", metavar="DIR", help="folder of the adapter (default: adapters)")
+    add("--save-path", required=True, metavar="PATH", help="new folder for the result; for gguf, a new file")
+    add(
+        "--base-model",
+        metavar="TEXT",
+        help="the model that PEFT users load, where --model is a conversion of it (default: --model)",
+    )
+    add("--llama-cpp", metavar="DIR", help="folder of llama.cpp, for gguf (default: its converter on PATH)")
+    add(
+        "--outtype",
+        metavar="TYPE",
+        help="type of the tensors of a GGUF file: f32, f16, bf16, q8_0, auto (default: auto)",
+    )
+    add("--push-to-hub", metavar="OWNER/NAME", help="upload the result to this repository, private where it is new")
+    parser.set_defaults(call=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export as the arguments say and return exit code 0."""
+    from ..export import hub
+    from ..export.model_card import CARD, write_card
+
+    _check(arguments)
+    if arguments.push_to_hub:
+        hub.check_name(arguments.push_to_hub)
+    path = Path(arguments.save_path)
+    base = arguments.base_model or arguments.model
+    lines, notes = _EXPORTS[arguments.to](arguments)
+    if arguments.to != "gguf":
+        card = write_card(path, arguments.to, base, Path(arguments.adapter_path), notes)
+        lines.append(f"The model card is {card}: read it before you publish it.")
+    for line in [*lines, *notes]:
+        print(line)
+    if arguments.push_to_hub:
+        print(f"Uploaded to {hub.push(path, arguments.push_to_hub)}, with {CARD}.")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse flags that the target has no use for."""
+    unused = {"peft": ("llama_cpp", "outtype"), "mlx": ("llama_cpp", "outtype"), "merged": ("llama_cpp", "outtype")}
+    for name in unused.get(arguments.to, ("push_to_hub", "base_model")):
+        if getattr(arguments, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag}: --to {arguments.to} has no use for it; leave it out.")
+
+
+def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    from ..export.peft_adapter import write_peft
+
+    found = write_peft(arguments.model, arguments.adapter_path, arguments.save_path, arguments.base_model)
+    parameters = found.config.get("target_parameters", [])
+    counts = f"{len(found.config['target_modules'])} target modules, {len(parameters)} target parameters"
+    line = f"PEFT's adapter is in {arguments.save_path}: {counts}, for {found.config['base_model_name_or_path']}."
+    return [line], found.notes
+
+
+def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    from ..export.mlx_adapter import write_mlx
+
+    path = write_mlx(arguments.adapter_path, arguments.save_path)
+    return [f"The adapter is in {path}: mlx_lm.generate --model {arguments.model} --adapter-path {path}"], []
+
+
+def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    from ..models.merged_checkpoint import merge_checkpoint
+
+    done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path)
+    return [f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged."], []
+
+
+def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    from ..export.gguf_file import OUTTYPES, converter_command, write_gguf
+
+    outtype = arguments.outtype or "auto"
+    if outtype not in OUTTYPES:
+        raise UserError(f"--outtype {outtype}: expected {', '.join(OUTTYPES)}; llama-quantize makes the others.")
+    command = converter_command(arguments.llama_cpp)
+    path = write_gguf(arguments.model, arguments.adapter_path, arguments.save_path, command, outtype)
+    return [f"llama.cpp's converter wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."], []
+
+
+_EXPORTS = {"peft": _peft, "mlx": _mlx, "merged": _merged, "gguf": _gguf}

@@ -1,0 +1,26 @@
+"""`deltatune import` turns an adapter of PEFT into one of MLX."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Add the command and its flags to the command line."""
+    parser = commands.add_parser("import", help="turn an adapter of PEFT into one of MLX")
+    add = parser.add_argument
+    add("--model", required=True, metavar="TEXT", help="folder of the base model, or its name on the Hugging Face hub")
+    add("--peft", required=True, metavar="DIR", help="folder that PEFT's save_pretrained wrote")
+    add("--save-path", default="adapters", metavar="DIR", help="folder for the adapter (default: adapters)")
+    parser.set_defaults(call=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Import the adapter that the arguments name and return exit code 0."""
+    from ..export.peft_import import import_peft
+
+    found = import_peft(arguments.model, arguments.peft, arguments.save_path)
+    kind = "DoRA" if found.dora else "LoRA"
+    print(f"The adapter is in {arguments.save_path}: {kind} on {len(found.factors)} modules.")
+    return 0

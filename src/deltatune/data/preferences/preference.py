@@ -1,0 +1,122 @@
+"""Defines what a preference loss learns from: two documents that a batch holds together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..example import Example
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preference:
+    """Two documents that belong together.
+
+    Args:
+        documents: the chosen and the rejected answer, each behind their prompt. Where answers are judged one by one
+            (KTO), the answer, and the answer of another row behind the same prompt; before that other answer is added,
+            the answer alone. The targets of a document mark its answer.
+        desirable: whether the first document is a good answer; always True for a chosen one.
+        reference: float32 [2], the log-probability of each document's answer under the reference model, which is filled
+            in before training (train/preferences/reference.py); NaN until then.
+    """
+
+    documents: tuple[Example, ...]
+    desirable: bool = True
+    reference: np.ndarray = field(default_factory=lambda: np.full(2, np.nan, np.float32))
+
+    @property
+    def source(self) -> str:
+        """The file and line, or data set and row, that messages name."""
+        return self.documents[0].source
+
+    @property
+    def positions(self) -> int:
+        """The positions that both documents need in a packed row."""
+        return sum(document.positions for document in self.documents)
+
+    def with_documents(self, documents: Sequence[Example]) -> Preference:
+        """Return the preference with other documents in the place of its own."""
+        return replace(self, documents=tuple(documents))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreferenceBatch:
+    """Which documents of a batch belong together, and what is known of them: P preferences, of which some are blank.
+
+    The documents are numbered row by row, D in each row, and documents 2p and 2p + 1 are those of preference p.
+
+    Args:
+        documents: int32 [B, T], the number of the document within its row, from 0; D in padding.
+        numbers: int32 [P], the number of the preference in its data; -1 for a blank one.
+        present: float32 [P], 1 for a preference and 0 for a blank one.
+        desirable: float32 [P], 1 where the first document is a good answer.
+        reference: float32 [P, 2], the references of the preferences; 0 for a blank one.
+        tokens: float32 [P, 2], the number of tokens of each document's answer; 1 for a blank one.
+        lengths: float32 [P, 2], the positions of each document; 1 for a blank one.
+    """
+
+    documents: np.ndarray
+    numbers: np.ndarray
+    present: np.ndarray
+    desirable: np.ndarray
+    reference: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+# The most preferences in a packed row. A loss compares the number of each document with that of each position.
+SLOTS = 32
+
+
+def lay_out(
+    rows: Sequence[Sequence[int]],
+    preferences: Sequence[Preference],
+    slots: int,
+    width: int,
+    *,
+    packed: bool,
+) -> tuple[list[list[Example]], PreferenceBatch]:
+    """Lay the preferences of a batch out in rows.
+
+    Args:
+        rows: for each row of preferences, their numbers; an empty row is blank.
+        preferences: all preferences.
+        slots: the number of preferences for which a packed row has room; 1 without packing.
+        width: the number of positions of a row.
+        packed: whether all documents of a row of preferences follow one another in a row of the batch; otherwise each
+            row of preferences becomes two rows of the batch, of one document each.
+
+    Returns:
+        The documents of each row of the batch, and what the loss needs to know of them.
+    """
+    numbers = np.full((len(rows), slots), -1, np.int32)
+    documents: list[list[Example]] = []
+    for place, row in zip(numbers, rows, strict=True):
+        place[: len(row)] = row
+        held = [list(preferences[number].documents) for number in row]
+        documents += [[document for pair in held for document in pair]] if packed else _one_a_row(held)
+    per_row = 2 * slots if packed else 1
+    marks = np.full((len(documents), width), per_row, np.int32)
+    for mark, held_here in zip(marks, documents, strict=True):
+        ends = np.cumsum([document.positions for document in held_here], dtype=np.int64)
+        for number, (document, end) in enumerate(zip(held_here, ends, strict=True)):
+            mark[end - document.positions : end] = number
+    flat = numbers.reshape(-1)
+    present = (flat >= 0).astype(np.float32)
+    desirable, reference = np.zeros(flat.size, np.float32), np.zeros((flat.size, 2), np.float32)
+    tokens, lengths = np.ones((flat.size, 2), np.float32), np.ones((flat.size, 2), np.float32)
+    for index, number in enumerate(flat.tolist()):
+        if number >= 0:
+            one = preferences[number]
+            desirable[index], reference[index] = one.desirable, one.reference
+            tokens[index] = [document.targets.sum() for document in one.documents]
+            lengths[index] = [document.positions for document in one.documents]
+    return documents, PreferenceBatch(marks, flat, present, desirable, reference, tokens, lengths)
+
+
+def _one_a_row(held: list[list[Example]]) -> list[list[Example]]:
+    """Return a row for each of two documents; two blank rows where there are none."""
+    return [[document] for document in held[0]] if held else [[], []]

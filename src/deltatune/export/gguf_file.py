@@ -1,0 +1,109 @@
+"""Turns a merged model into a GGUF file through llama.cpp's own converter (`deltatune export --to gguf`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ..errors import UserError
+from ..models.checkpoint_files import read_json, weight_headers
+from ..models.load import locate
+from ..models.merged_checkpoint import merge_checkpoint
+from .module_names import check_layout
+
+CONVERTER = "convert_hf_to_gguf.py"
+OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
+# How much of the converter's output a message quotes.
+_LAST_LINES = 5
+
+
+def converter_command(given: str | None) -> list[str]:
+    """Return the words that start llama.cpp's converter.
+
+    Args:
+        given: the path of convert_hf_to_gguf.py or of a folder with it, which this Python then runs; None takes the one
+            on PATH, as an installed llama.cpp puts it there.
+
+    Raises:
+        UserError: there is no converter.
+    """
+    if given is None:
+        found = shutil.which(CONVERTER)
+        if found is None:
+            raise UserError(
+                f"--to gguf: no {CONVERTER} on PATH; install llama.cpp (brew install llama.cpp), or give the path of "
+                "its folder as --llama-cpp."
+            )
+        return [found]
+    path = Path(given).expanduser()
+    path = path / CONVERTER if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"--llama-cpp {given}: no {CONVERTER} there; give llama.cpp's folder.")
+    return [sys.executable, str(path)]
+
+
+def write_gguf(
+    model_path: str | Path, adapter_path: str | Path, save_path: str | Path, command: list[str], outtype: str = "auto"
+) -> Path:
+    """Merge an adapter into its base and convert the result to a GGUF file.
+
+    Args:
+        model_path: the base checkpoint in Hugging Face's layout.
+        adapter_path: the folder of the adapter.
+        save_path: the file to write, which must not exist.
+        command: what starts the converter (`converter_command`).
+        outtype: the converter's type of the tensors; "auto" keeps half precision.
+
+    Raises:
+        UserError: llama.cpp does not know the model, or the converter fails.
+    """
+    path, save_path = locate(model_path), Path(save_path)
+    if save_path.exists():
+        raise UserError(f"{save_path}: this file exists already; give another as --save-path.")
+    names = [name for header in weight_headers(path).values() for name in header.tensors]
+    check_layout(names, path, "llama.cpp's converter reads checkpoints in Hugging Face's layout")
+    _check_known(command, path)
+    try:
+        save_path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{save_path.name}.", dir=save_path.parent) as folder:
+            merged = merge_checkpoint(path, adapter_path, Path(folder) / "merged").path
+            partial = Path(folder) / save_path.name
+            done = _run([*command, str(merged), "--outfile", str(partial), "--outtype", outtype])
+            if done.returncode != 0 or not partial.is_file():
+                raise UserError(f"{command[-1]} failed with exit code {done.returncode}: {_end(done)}")
+            os.replace(partial, save_path)
+    except OSError as error:
+        raise UserError(f"{save_path}: the file cannot be written ({error.strerror}).") from error
+    return save_path
+
+
+def _check_known(command: list[str], path: Path) -> None:
+    """Check that the converter lists the class of the model. UserError, with the family's name, where it does not."""
+    config = read_json(path / "config.json")
+    wanted = (config.get("architectures") or [None])[0]
+    done = _run([*command, "--print-supported-models"])
+    known = set(re.findall(r"^(?:.*[\s:])?- (\w+)\s*$", done.stdout + done.stderr, re.MULTILINE))
+    if not known:
+        raise UserError(f"{command[-1]} does not list the models that it knows: {_end(done)}")
+    if wanted not in known:
+        raise UserError(
+            f"model {path}: llama.cpp's converter does not know {wanted} (model_type {config.get('model_type')}); "
+            "update llama.cpp, or export --to merged for another program."
+        )
+
+
+def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False, errors="replace")
+    except OSError as error:
+        raise UserError(f"{words[0]}: cannot be run ({error.strerror}).") from error
+
+
+def _end(done: subprocess.CompletedProcess[str]) -> str:
+    """The last lines that a program printed."""
+    return " / ".join((done.stdout + done.stderr).strip().splitlines()[-_LAST_LINES:]) or "it printed nothing"

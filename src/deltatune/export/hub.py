@@ -1,0 +1,51 @@
+"""Uploads an exported folder to the Hugging Face hub, through huggingface_hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import UserError, first_line
+
+
+def check_name(name: str) -> None:
+    """Check the name of a repository before any work is done for it.
+
+    Raises:
+        UserError: the hub would not accept it.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"--push-to-hub {name}: {first_line(error)}") from error
+    if "/" not in name:
+        raise UserError(f"--push-to-hub {name}: expected owner/name.")
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload all files of a folder to a repository, which is created as a private one if it does not exist.
+
+    Args:
+        folder: the folder.
+        name: the repository, owner/name.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        UserError: nobody is logged in, or the hub refuses. The folder stays as it is.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        address = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by deltatune export")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--push-to-hub {name}: {first_line(error)} The export is complete in {folder}; log in with hf auth login "
+            f"and upload it with hf upload {name} {folder}."
+        ) from error
+    return str(address)

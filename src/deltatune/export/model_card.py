@@ -1,0 +1,119 @@
+"""Writes the model card (README.md) of an export: the base, the data, the options and the figures of its run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import UserError
+from ..lora.adapter_files import read_config
+from ..train import state
+
+CARD = "README.md"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# The options that say how an adapter was trained, in the order of the card.
+_OPTIONS = (
+    "fine_tune_type", "num_layers", "iters", "batch_size", "grad_accumulation_steps", "learning_rate", "lr_schedule",
+    "optimizer", "max_seq_length", "mask_prompt", "pack", "seed",
+)  # fmt: skip
+_LIBRARIES = {"peft": "peft", "mlx": "mlx", "merged": "transformers", "gguf": "gguf"}
+
+
+def write_card(folder: Path, target: str, base_model: str, adapter_path: Path, notes: list[str]) -> Path:
+    """Write the card of an export into its folder, in the place of the base's own.
+
+    Args:
+        folder: the folder of the export.
+        target: what was exported, as --to names it.
+        base_model: the base model's name or folder.
+        adapter_path: the folder of the adapter, with the files of its run where these are still there.
+        notes: sentences for the reader.
+
+    Returns:
+        The path of the card.
+
+    Raises:
+        UserError: the card cannot be written.
+    """
+    path = folder / CARD
+    try:
+        licence = _licence(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        path.write_text(card(target, base_model, adapter_path, notes, licence), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: the model card cannot be written ({error.strerror}).") from error
+    return path
+
+
+def card(
+    target: str, base_model: str, adapter_path: Path, notes: list[str], licence: Mapping[str, Any] | None = None
+) -> str:
+    """Return the text of the card; arguments as for write_card, and the base's licence in its card's words."""
+    options = read_config(adapter_path)
+    head: dict[str, Any] = {"library_name": _LIBRARIES[target], "tags": ["deltatune", "lora"], **(licence or {})}
+    named = _HUB_NAME.fullmatch(base_model) is not None and not Path(base_model).exists()
+    if named:
+        head["base_model"] = base_model
+        if target in ("peft", "mlx"):
+            head["base_model_relation"] = "adapter"
+    base = base_model if named else Path(base_model).name
+    lines = ["---", yaml.safe_dump(head, sort_keys=True).strip(), "---", "", f"# {base}, fine-tuned", ""]
+    lines += [f"Base model: `{base}`. Trained with deltatune on MLX; exported for {_LIBRARIES[target]}.", ""]
+    lines += [note + "\n" for note in notes]
+    lines += _table("Training", _training(options))
+    lines += _table("Data and figures", _figures(adapter_path))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _licence(base_card: str) -> dict[str, Any]:
+    """What the base's own card, which a merge copies, says of its licence."""
+    match = re.match(r"---\s*\n(.*?)\n---", base_card, re.DOTALL)
+    try:
+        head = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        head = None
+    return {key: value for key, value in head.items() if key.startswith("license")} if isinstance(head, dict) else {}
+
+
+def _training(options: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: options[key] for key in _OPTIONS if options.get(key) is not None}
+    lora = options.get("lora_parameters")
+    if isinstance(lora, dict):
+        found |= {key: lora[key] for key in ("rank", "scale", "dropout") if key in lora}
+        if isinstance(lora.get("keys"), list):
+            found["adapted modules"] = len(lora["keys"])
+    return found
+
+
+def _figures(adapter_path: Path) -> dict[str, Any]:
+    """The last figures of the run, and the fingerprint of its training data, from the state that it saved."""
+    progress = state.peek(state.state_path(adapter_path))
+    if progress is None:
+        return {}
+    found = {
+        "iterations": progress.iteration,
+        "trained tokens": progress.trained_tokens,
+        "training loss": progress.train_loss,
+        "validation loss": progress.val_loss,
+        "examples": progress.order.get("examples"),
+        "fingerprint of the training data": progress.order.get("training data"),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _table(title: str, rows: Mapping[str, Any]) -> list[str]:
+    if not rows:
+        return []
+    cells = [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
+    return [f"## {title}", "", "| | |", "|---|---|", *cells, ""]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "\\|")

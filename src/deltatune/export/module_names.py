@@ -1,0 +1,179 @@
+"""Translates the module paths of mlx-lm and mlx-vlm into those of transformers, by one record for each family.
+
+A path of transformers is that of the class which config.json describes: with `text_config` the language model stands
+under model.language_model, without it under model. PEFT compares the ends of paths, so the exported lists of modules
+hold `short` paths, which end alike in both classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+_EXPERT = re.compile(r"^(?P<block>.+)\.switch_mlp\.(?P<matrix>gate|up|down)_proj$")
+_PREFIX = re.compile(
+    r"^(?:base_model\.)?(?:model\.)*(?:language_model\.)?(?:model\.)?(?=(?:layers|embed_tokens|lm_head)\b)"
+)
+_VISION_PREFIX = re.compile(r"^(?:model\.)*(?=visual\.)")
+# Families without a record name their modules alike in mlx-lm and transformers if these are where causal models have
+# them.
+_PLAIN = re.compile(r"^(?:model\.layers\.\d+\..+|model\.embed_tokens|lm_head)$")
+
+
+@dataclass(frozen=True)
+class FamilyRecord:
+    """How transformers names the modules of a family.
+
+    Args:
+        renames: regular expressions and replacements that turn a path of mlx-lm or mlx-vlm into one of transformers.
+        experts: whether transformers holds the experts of a layer as two parameters of a module `mlp.experts`.
+        router: whether the router `mlp.gate` is a module of transformers' own, of which PEFT can adapt only the
+            parameter `weight`.
+        redirected: whether PEFT, from transformers 5 on, takes every module named gate_proj, up_proj or down_proj for
+            the experts. Such a module is then adapted as a parameter, which has the same tensors.
+    """
+
+    renames: tuple[tuple[str, str], ...] = ()
+    experts: bool = False
+    router: bool = False
+    redirected: bool = False
+
+
+_LANGUAGE_MODEL = (
+    (r"^language_model\.lm_head", "lm_head"),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^vision_tower\.", "model.visual."),
+)
+_FORGET_GATE = (r"\.self_attn\.(f_proj|f_a_proj|f_b_proj)$", r".self_attn.forget_gate.\1")
+
+RECORDS: dict[str, FamilyRecord] = {
+    "qwen3_5": FamilyRecord(_LANGUAGE_MODEL),
+    "qwen3_5_moe": FamilyRecord(_LANGUAGE_MODEL, experts=True, router=True),
+    "qwen3_vl": FamilyRecord(_LANGUAGE_MODEL),
+    "qwen3_vl_moe": FamilyRecord(_LANGUAGE_MODEL, experts=True, router=True),
+    "qwen3_next": FamilyRecord(experts=True, router=True, redirected=True),
+    "kimi_linear": FamilyRecord((_FORGET_GATE,), experts=True, router=True),
+    "bailing_hybrid": FamilyRecord(
+        (
+            (r"^model\.word_embeddings$", "model.embed_tokens"),
+            (r"\.attention\.", ".self_attn."),
+            (r"\.self_attn\.dense$", ".self_attn.o_proj"),
+            _FORGET_GATE,
+        ),
+        experts=True,
+        router=True,
+    ),
+    "olmo_hybrid": FamilyRecord(),
+    "qwen3": FamilyRecord(),
+    "gemma3_text": FamilyRecord(),
+}
+
+
+@dataclass(frozen=True)
+class AdaptedPlace:
+    """Where transformers has what an adapter of MLX adapts.
+
+    Args:
+        module: the path of the module.
+        parameter: the parameter of that module, where PEFT adapts a parameter instead of the module.
+        matrix: for an expert layer's `gate_up_proj`, which of its halves: "gate" or "up".
+    """
+
+    module: str
+    parameter: str | None = None
+    matrix: str | None = None
+
+
+class TransformersNames:
+    """The names that transformers gives to the modules of one checkpoint.
+
+    Args:
+        config: the content of the checkpoint's config.json.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        self._model_type: str = config["model_type"]
+        self._record = RECORDS.get(self._model_type.removesuffix("_text")) or RECORDS.get(self._model_type)
+        self._nested = "text_config" in config
+
+    def place(self, path: str) -> AdaptedPlace:
+        """Find the place of the module `path` of mlx-lm or mlx-vlm.
+
+        Raises:
+            UserError: the family has no record, and its names may differ.
+        """
+        record = self._record
+        expert = _EXPERT.match(path)
+        if record is None and (expert or not _PLAIN.match(path)):
+            known = ", ".join(RECORDS)
+            raise UserError(
+                f"{path}: deltatune does not know how transformers names this module of a {self._model_type} model "
+                f"(it knows {known}). Merge the adapter instead: deltatune merge, or --to merged."
+            )
+        record = record or FamilyRecord()
+        if expert and not record.experts:
+            raise UserError(f"{path}: transformers has no experts in a {self._model_type} model; check --model.")
+        if expert:
+            half = expert["matrix"] if expert["matrix"] != "down" else None
+            parameter = "gate_up_proj" if half else "down_proj"
+            return AdaptedPlace(self._translate(expert["block"], record) + ".experts", parameter, half)
+        module = self._translate(path, record)
+        if (record.router and module.endswith(".mlp.gate")) or (
+            record.redirected and module.endswith((".gate_proj", ".up_proj", ".down_proj"))
+        ):
+            return AdaptedPlace(module, "weight")
+        return AdaptedPlace(module)
+
+    def places(self, paths: Iterable[str]) -> dict[tuple[str, str | None, str | None], str]:
+        """Return {(short module path, parameter of an expert layer, its half): path of MLX} for every module known.
+
+        Modules without a place are left out.
+        """
+        found = {}
+        for path in paths:
+            try:
+                place = self.place(path)
+            except UserError:
+                continue
+            parameter = place.parameter if place.parameter != "weight" else None
+            found[short(place.module), parameter, place.matrix] = path
+        return found
+
+    def _translate(self, path: str, record: FamilyRecord) -> str:
+        for pattern, replacement in record.renames:
+            path = re.sub(pattern, replacement, path)
+        return path if self._nested else path.replace("model.language_model.", "model.", 1)
+
+
+def short(module: str) -> str:
+    """The end of a transformers path by which PEFT finds the module in every class that has it."""
+    return _PREFIX.sub("", _VISION_PREFIX.sub("", module, count=1), count=1)
+
+
+def check_layout(names: Iterable[str], model_path: Path, purpose: str) -> None:
+    """Check that the tensors of a checkpoint have the names of Hugging Face, not those of a conversion to MLX.
+
+    Args:
+        names: the names of the checkpoint's tensors.
+        model_path: its folder, for the message.
+        purpose: what needs these names, as a clause.
+
+    Raises:
+        UserError: they are MLX's names, or tensors are quantised in MLX's format.
+    """
+    for name in names:
+        if ".switch_mlp." in name or name.startswith(("language_model.model.", "vision_tower.")):
+            kind = f"tensor {name} has a name that MLX gave it"
+        elif name.endswith(".scales"):
+            kind = f"tensor {name} belongs to MLX's quantisation"
+        else:
+            continue
+        raise UserError(
+            f"model {model_path}: {purpose}, and {kind}. Give the original checkpoint, from which this one was "
+            "converted, as --model."
+        )

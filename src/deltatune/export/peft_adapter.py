@@ -1,0 +1,245 @@
+"""Writes an adapter in PEFT's format, for transformers, vLLM and llama.cpp (`deltatune export --to peft`)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UserError
+from ..lora import adapters, load_adapters
+from ..lora.adapter import Adapter
+from ..lora.adapter_files import WEIGHTS, read_config, read_weights
+from ..lora.new_rows import grown_tables
+from ..lora.parts import part_of
+from ..lora.tensor_files import write_tensors
+from ..models.checkpoint_files import read_json
+from ..models.load import load_model, load_vision_tower, locate
+from .expert_factors import Factors, fused, to_peft
+from .module_names import AdaptedPlace, TransformersNames, short
+
+PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+HALVES = ("gate", "up")
+# What PEFT puts before the path of a module.
+_ROOT = "base_model.model"
+
+
+@dataclass
+class PeftAdapter:
+    """An adapter in PEFT's terms.
+
+    Attributes:
+        tensors: the content of adapter_model.safetensors.
+        config: the content of adapter_config.json.
+        notes: sentences for the user about what PEFT does differently.
+    """
+
+    tensors: dict[str, mx.array] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def adapted_model(path: Path, adapter_path: Path) -> nn.Module:
+    """Load a checkpoint, lazily, with the adapter in `adapter_path` on it.
+
+    Raises:
+        UserError: either is damaged, or they do not belong together, or the folder holds a fully trained model.
+    """
+    if read_config(adapter_path).get("fine_tune_type") == "full":
+        raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
+    names = read_weights(adapter_path / WEIGHTS)
+    if any(part_of(name) is not None for name in names):
+        model = load_vision_tower(path)
+    else:
+        model, _ = load_model(path, lazy=True)
+    load_adapters(model, adapter_path)
+    return model
+
+
+def write_peft(
+    model_path: str | Path, adapter_path: str | Path, save_path: str | Path, base_model: str | None = None
+) -> PeftAdapter:
+    """Convert an adapter to PEFT's format and write it to a folder.
+
+    Args:
+        model_path: the checkpoint that was trained, in Hugging Face's layout or MLX's, quantised or not.
+        adapter_path: the folder of the adapter.
+        save_path: the folder to write, which must not hold an adapter yet.
+        base_model: the name or folder of the model on which PEFT is to load the adapter; the default is `model_path`.
+
+    Raises:
+        UserError: PEFT cannot express the adapter, or a file is damaged or exists already.
+
+    Example:
+        >>> write_peft("Qwen/Qwen3.5-0.8B", "adapters", "adapters-peft").config["target_modules"]
+    """
+    save_path = Path(save_path)
+    if (save_path / PEFT_CONFIG).exists():
+        raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
+    path = locate(model_path)
+    model = adapted_model(path, Path(adapter_path))
+    found = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
+    try:
+        save_path.mkdir(parents=True, exist_ok=True)
+        write_tensors(save_path / PEFT_WEIGHTS, found.tensors, {"format": "pt"})
+        text = json.dumps(found.config, indent=2, sort_keys=True)
+        (save_path / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{save_path}: the adapter cannot be written ({error.strerror}).") from error
+    return found
+
+
+def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str) -> PeftAdapter:
+    """Convert the adapters on `model`.
+
+    Args:
+        model: a model with adapters.
+        config: the content of the checkpoint's config.json.
+        base_model: the name or folder that PEFT loads the base from.
+
+    Raises:
+        UserError: PEFT cannot express an adapter, or the names of the family are not known.
+    """
+    grown = list(grown_tables(model))
+    if grown:
+        raise UserError(
+            f"{grown[0]}: the adapter has rows for new tokens, which PEFT cannot put on the base model as it is. Write "
+            "a full checkpoint with --to merged."
+        )
+    names, exported = TransformersNames(dict(config)), _Collected()
+    tied = not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
+    experts: dict[str, dict[str, Adapter]] = {}
+    for path, adapter in adapters(model).items():
+        if not isinstance(adapter, Adapter):
+            raise UserError(f"{path}: an adapter of {type(adapter.linear).__name__} has no form in PEFT; merge it.")
+        place = names.place(path)
+        if adapter["lora_a"].ndim == 3:
+            experts.setdefault(f"{place.module}.{place.parameter}", {})[place.matrix or ""] = adapter
+        elif adapter.base_name == "embedding":
+            exported.add_embedding(path, place, adapter, tied)
+        else:
+            exported.add_linear(path, place, adapter)
+    for target, matrices in experts.items():
+        exported.add_experts(target, matrices, nested=target.endswith(".gate_up_proj") and _has_down(target, experts))
+    first = next(iter(adapters(model).values()))
+    return exported.finish(first, base_model)
+
+
+def _has_down(target: str, experts: Mapping[str, Any]) -> bool:
+    return f"{target.rpartition('.')[0]}.down_proj" in experts
+
+
+class _Collected:
+    """Collects tensors, and the rank and scale of everything that PEFT is to adapt."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, mx.array] = {}
+        # {short path: (rank, scale)}, of modules and of parameters.
+        self.modules: dict[str, tuple[int, float]] = {}
+        self.parameters: dict[str, tuple[int, float]] = {}
+        self.notes: list[str] = []
+
+    def add_linear(self, path: str, place: AdaptedPlace, adapter: Adapter) -> None:
+        """Add an adapter of a linear layer."""
+        root = f"{_ROOT}.{place.module}"
+        self.tensors[f"{root}.lora_A.weight"] = adapter["lora_a"].T
+        self.tensors[f"{root}.lora_B.weight"] = adapter["lora_b"].T
+        if place.parameter is None:
+            self.modules[short(place.module)] = adapter.rank, adapter.scale
+        else:
+            self.parameters[f"{short(place.module)}.{place.parameter}"] = adapter.rank, adapter.scale
+        if "m" in adapter:
+            if place.parameter is not None:
+                raise UserError(
+                    f"{path}: PEFT can adapt this module of the family only as a parameter, for which it has no DoRA. "
+                    "Merge the adapter, or train these modules with fine_tune_type lora."
+                )
+            self.tensors[f"{root}.lora_magnitude_vector"] = adapter["m"]
+
+    def add_embedding(self, path: str, place: AdaptedPlace, adapter: Adapter, tied: bool) -> None:
+        """Add an adapter of an embedding; where the head is tied to it, add the same update of the head."""
+        if "m" in adapter:
+            raise UserError(
+                f"{path}: PEFT's DoRA scales the columns of an embedding, MLX's its rows, so neither can express the "
+                "other. Merge the adapter, or leave embeddings out of DoRA."
+            )
+        root = f"{_ROOT}.{place.module}"
+        self.tensors[f"{root}.lora_embedding_A"] = adapter["lora_a"].T
+        self.tensors[f"{root}.lora_embedding_B"] = adapter["lora_b"].T
+        self.modules[short(place.module)] = adapter.rank, adapter.scale
+        if tied:
+            self.tensors[f"{_ROOT}.lm_head.lora_A.weight"] = adapter["lora_b"]
+            self.tensors[f"{_ROOT}.lm_head.lora_B.weight"] = adapter["lora_a"]
+            self.modules["lm_head"] = adapter.rank, adapter.scale
+            self.notes.append(
+                "The output head is tied to the embedding, so the update is stored for both. PEFT's merge_and_unload "
+                "would add it twice to the shared matrix: use deltatune merge for a merged model."
+            )
+
+    def add_experts(self, target: str, matrices: Mapping[str, Adapter], nested: bool) -> None:
+        """Add the adapters of an expert layer's parameter `target`; `nested` where PEFT wraps another around it."""
+        module = target.rpartition(".")[0]
+        scale = next(iter(matrices.values())).scale
+        factors: dict[str, Factors] = {}
+        for name, adapter in matrices.items():
+            factors[name] = adapter["lora_a"], adapter["lora_b"] * (adapter.scale / scale)
+        a, b = factors[""] if "" in factors else fused(factors, HALVES)
+        self.parameters[short(target)] = a.shape[1], scale
+        root = f"{_ROOT}.{module}.base_layer" if nested else f"{_ROOT}.{module}"
+        self.tensors[f"{root}.lora_A.weight"], self.tensors[f"{root}.lora_B.weight"] = to_peft(a, b)
+
+    def finish(self, adapter: nn.Module, base_model: str) -> PeftAdapter:
+        """Return everything with PEFT's config; `adapter` gives the dropout and the kind of all."""
+        targets = {**self.modules, **self.parameters}
+        (rank, scale), _ = Counter(targets.values()).most_common(1)[0]
+        dropout = round(adapter.dropout_rate, 12)
+        config: dict[str, Any] = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "inference_mode": True,
+            "r": rank,
+            "lora_alpha": _alpha(rank, scale),
+            "lora_dropout": dropout,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "use_dora": getattr(adapter, "kind", "lora") == "dora",
+            "use_rslora": False,
+            "modules_to_save": None,
+            "target_modules": list(self.modules),
+            "rank_pattern": _patterns({name: found[0] for name, found in targets.items()}, rank),
+            "alpha_pattern": _patterns({name: _alpha(*found) for name, found in targets.items()}, _alpha(rank, scale)),
+        }
+        if self.parameters:
+            config["target_parameters"] = list(self.parameters)
+            if dropout:
+                config["lora_dropout"] = 0.0
+                self.notes.append(f"PEFT has no dropout for parameters, so lora_dropout is 0 in place of {dropout}.")
+        tensors = {name: mx.contiguous(value.astype(mx.float32)) for name, value in self.tensors.items()}
+        return PeftAdapter(tensors, config, self.notes)
+
+
+def _alpha(rank: int, scale: float) -> int | float:
+    """PEFT's lora_alpha, which it divides by the rank: a whole number where it is one."""
+    alpha = round(rank * scale, 9)
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """The values that differ from `default`, by the last two steps of a path, or by all where these do not agree."""
+    by_end: dict[str, set[Any]] = {}
+    for name, value in values.items():
+        by_end.setdefault(".".join(name.split(".")[-2:]), set()).add(value)
+    patterns = {}
+    for name, value in values.items():
+        end = ".".join(name.split(".")[-2:])
+        if value != default:
+            patterns[end if len(by_end[end]) == 1 else name] = value
+    return patterns

@@ -1,0 +1,328 @@
+"""Reads an adapter in PEFT's format and writes it in MLX's (`deltatune import`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UserError
+from ..lora import save_adapters
+from ..lora.adapter_files import read_weights
+from ..lora.convert import install_adapters, make_adapters
+from ..models.checkpoint_files import read_json
+from ..models.load import load_model, load_vision_tower, locate
+from ..models.vision.adapters import layers_for_mlx_vlm
+from .expert_factors import Factors, from_peft, split
+from .module_names import TransformersNames, short
+from .peft_adapter import HALVES, PEFT_CONFIG, PEFT_WEIGHTS
+
+_TENSOR = re.compile(
+    r"^(?P<module>.+?)\.(?:(?P<leaf>lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
+    r"|lora_embedding_(?P<embedding>A|B)(?:\.default)?)$"
+)
+_PER_EXPERT = re.compile(
+    r"^(?P<module>.+\.experts)\.(?P<expert>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)$"
+)
+_MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+# Options under which an adapter is more than its factors: key, and the values that change nothing.
+_PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "megatron_config": (None, {}),
+}
+# Ways to begin that change the base model, unless PEFT converted the adapter when it was saved.
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_NAMED = 3
+
+
+@dataclass
+class ImportedAdapter:
+    """An adapter of PEFT on the modules of an MLX model.
+
+    Attributes:
+        factors: by path, what the adapter of that module holds: lora_a, lora_b and, for DoRA, m.
+        scales: the factor of each update.
+        dropout: the dropout of all.
+        dora: whether the adapters are DoRA's.
+    """
+
+    factors: dict[str, dict[str, mx.array]] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    dropout: float = 0.0
+    dora: bool = False
+
+
+def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | Path) -> ImportedAdapter:
+    """Convert an adapter of PEFT for a checkpoint that MLX loads, and write it as deltatune and mlx-lm save theirs.
+
+    Args:
+        model_path: the checkpoint, in Hugging Face's layout or MLX's, quantised or not.
+        peft_path: the folder with PEFT's adapter_config.json and adapter_model.safetensors.
+        save_path: the folder to write.
+
+    Raises:
+        UserError: the adapter is not LoRA or DoRA, holds what MLX's format cannot express, or is for another model.
+
+    Example:
+        >>> import_peft("mlx-community/Qwen3-0.6B-4bit", "adapters-peft", "adapters").dora
+    """
+    peft_path, path = Path(peft_path), locate(model_path)
+    config, tensors = _read(peft_path)
+    if any(".visual." in name for name in tensors):
+        model = load_vision_tower(path)
+    else:
+        model, _ = load_model(path, lazy=True)
+    found = from_peft_adapter(model, read_json(path / "config.json"), config, tensors, peft_path)
+    install(model, found, peft_path)
+    layers = layers_for_mlx_vlm(model)
+    options: dict[str, Any] = {"model": str(model_path)} | ({} if layers is None else {"num_layers": layers})
+    save_adapters(model, save_path, options, named=layers is None)
+    return found
+
+
+def install(model: nn.Module, found: ImportedAdapter, where: Path) -> None:
+    """Put the imported adapters on `model`.
+
+    Raises:
+        UserError: a factor does not fit its module.
+    """
+    made: dict[str, nn.Module] = {}
+    for path, arrays in found.factors.items():
+        ranks = {path: arrays["lora_a"].shape[1]}
+        adapter = make_adapters(model, ranks, found.scales[path], found.dropout, dora=found.dora)[path]
+        for name, value in arrays.items():
+            if value.shape != adapter[name].shape:
+                raise UserError(
+                    f"adapter {where} is for another model: the {name} of {path} has shape {value.shape}, the model's "
+                    f"is {adapter[name].shape}."
+                )
+            adapter[name] = value.astype(mx.float32)
+        made[path] = adapter
+    install_adapters(model, made)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """Read the two files of a PEFT adapter. UserError where it is something else."""
+    if not (folder / PEFT_CONFIG).is_file():
+        raise UserError(f"adapter {folder}: no {PEFT_CONFIG} in it; expected a folder that PEFT wrote.")
+    config = read_json(folder / PEFT_CONFIG)
+    if "peft_type" not in config:
+        raise UserError(f"{folder / PEFT_CONFIG}: no peft_type in it; this is not an adapter of PEFT.")
+    if config["peft_type"] != "LORA":
+        raise UserError(f"{folder / PEFT_CONFIG}: peft_type {config['peft_type']!r}; only LORA can be imported.")
+    for key, plain in _PLAIN_OPTIONS.items():
+        if config.get(key) not in plain:
+            raise UserError(
+                f"{folder / PEFT_CONFIG}: {key} is {config[key]!r}, which an adapter of MLX cannot express. Merge it "
+                "with PEFT (merge_and_unload) instead."
+            )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGED_BASES):
+        raise UserError(
+            f"{folder / PEFT_CONFIG}: init_lora_weights {start!r} changes the base model too. Save it with PEFT's "
+            "path_initial_model_for_weight_conversion, which makes it a plain LoRA."
+        )
+    if not (folder / PEFT_WEIGHTS).is_file() and (folder / "adapter_model.bin").is_file():
+        raise UserError(f"adapter {folder}: adapter_model.bin can run code when it is opened; save it as safetensors.")
+    return config, read_weights(folder / PEFT_WEIGHTS)
+
+
+def from_peft_adapter(
+    model: nn.Module,
+    model_config: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, mx.array],
+    where: Path = Path("adapter"),
+) -> ImportedAdapter:
+    """Convert the tensors of a PEFT adapter to factors by paths of MLX.
+
+    Args:
+        model: the model without adapters.
+        model_config: the content of the checkpoint's config.json.
+        config: the content of PEFT's adapter_config.json.
+        tensors: the content of PEFT's adapter_model.safetensors.
+        where: the adapter's folder, for messages.
+
+    Raises:
+        UserError: a tensor belongs to no module of the model, or PEFT's update has no form in MLX.
+    """
+    modules = dict(model.named_modules())
+    places = TransformersNames(dict(model_config)).places(
+        path for path, module in modules.items() if "weight" in module
+    )
+    collected = _Gathered(config, places, modules)
+    for module, leaves in _by_module(tensors, where).items():
+        collected.add(module, leaves)
+    collected.join_single_experts()
+    if collected.strangers:
+        rest = f" and {len(collected.strangers) - _NAMED} more" if len(collected.strangers) > _NAMED else ""
+        raise UserError(
+            f"adapter {where} is for another model, or on modules that MLX has no adapter for: no place for "
+            f"{', '.join(collected.strangers[:_NAMED])}{rest}."
+        )
+    collected.settle_head(where)
+    dropout = float(config.get("lora_dropout") or 0.0)
+    return ImportedAdapter(collected.factors, collected.scales, dropout, bool(config.get("use_dora")))
+
+
+def _by_module(tensors: Mapping[str, mx.array], where: Path) -> dict[str, dict[str, mx.array]]:
+    """{module: {A, B and m of its adapter}}. UserError for tensors that are no part of LoRA or DoRA."""
+    found: dict[str, dict[str, mx.array]] = {}
+    for name, value in tensors.items():
+        match = _TENSOR.match(name)
+        if match is None:
+            raise UserError(f"adapter {where}: {name} is no tensor of LoRA or DoRA, and MLX has no place for it.")
+        leaf = f"embedding_{match['embedding']}" if match["embedding"] else match["leaf"].removeprefix("lora_")
+        found.setdefault(match["module"], {})[leaf] = value
+    for module, leaves in found.items():
+        if leaves.keys() - {"magnitude_vector"} not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
+            raise UserError(f"adapter {where}: of {module} it has only {', '.join(sorted(leaves))}.")
+    return found
+
+
+class _Gathered:
+    """Gathers the factors of a PEFT adapter by paths of MLX."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        places: Mapping[tuple[str, str | None, str | None], str],
+        modules: Mapping[str, nn.Module],
+    ):
+        self._config, self._places, self._modules = config, places, modules
+        self.factors: dict[str, dict[str, mx.array]] = {}
+        self.scales: dict[str, float] = {}
+        # Modules of the adapter that the model has not.
+        self.strangers: list[str] = []
+        # {path of MLX: {expert: its factors}}, of layers with a module for each expert.
+        self._single: dict[str, dict[int, Factors]] = {}
+        self._head: dict[str, mx.array] | None = None
+
+    def add(self, module: str, leaves: dict[str, mx.array]) -> None:
+        """Add the adapter of one module of PEFT, or note that the model does not have it."""
+        name = short(module.removeprefix("base_model.").removeprefix("model."))
+        single = _PER_EXPERT.match(name)
+        if single:
+            self._add_single(name, single, leaves)
+        elif name.removesuffix(".base_layer").endswith(".experts"):
+            self._add_experts(name, leaves)
+        elif name == "lm_head" and (name, None, None) not in self._places:
+            self._head = leaves
+        elif (path := self._places.get((name, None, None))) is None:
+            self.strangers.append(module)
+        elif "embedding_A" in leaves:
+            rank = leaves["embedding_A"].shape[0]
+            self._set(path, leaves["embedding_A"].T, leaves["embedding_B"].T, self._scale(name, rank))
+        else:
+            self._set(path, leaves["A"].T, leaves["B"].T, self._scale(name, leaves["A"].shape[0]))
+            if "magnitude_vector" in leaves:
+                self.factors[path]["m"] = leaves["magnitude_vector"].reshape(-1)
+
+    def _set(self, path: str, a: mx.array, b: mx.array, scale: float) -> None:
+        self.factors[path], self.scales[path] = {"lora_a": a, "lora_b": b}, scale
+
+    def _scale(self, name: str, rank: int) -> float:
+        """The factor of the update of the module or parameter `name`, by PEFT's rules."""
+        alpha = self._config.get("lora_alpha", 8)
+        for pattern, value in (self._config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", f"model.language_model.{name}") or pattern == f"model.{name}":
+                alpha = value
+                break
+        return alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank
+
+    def _add_experts(self, name: str, leaves: dict[str, mx.array]) -> None:
+        """Add the adapter of a parameter that holds the matrices of all experts."""
+        module = name.removesuffix(".base_layer")
+        parameter = self._parameter(module, name)
+        halves = HALVES if parameter == "gate_up_proj" else ("down",)
+        paths = {half: self._places.get((module, parameter, half if half != "down" else None)) for half in halves}
+        first = next(iter(paths.values()))
+        if first is None:
+            self.strangers.append(name)
+            return
+        experts = self._modules[first]["weight"].shape[0]
+        if leaves["A"].shape[0] % experts or leaves["B"].shape[1] % experts:
+            self.strangers.append(f"{name} (not of {experts} experts)")
+            return
+        a, b = from_peft(leaves["A"], leaves["B"], experts)
+        scale = self._scale(f"{module}.{parameter}", a.shape[1])
+        parts = split(a, b, halves) if len(halves) > 1 else {"down": (a, b)}
+        for half, (part_a, part_b) in parts.items():
+            path = paths[half]
+            assert path is not None
+            self._set(path, part_a, part_b, scale)
+
+    def _parameter(self, module: str, name: str) -> str:
+        """The parameter that the adapter `name` of an expert layer adapts: PEFT says so by nesting alone."""
+        targets: Iterable[str] = self._config.get("target_parameters") or ()
+        full = {parameter: f".{module}.{parameter}" for parameter in ("gate_up_proj", "down_proj")}
+        given = [p for p, path in full.items() if any(path.endswith(f".{short(target)}") for target in targets)]
+        if len(given) == 1:
+            return given[0]
+        return "gate_up_proj" if name.endswith(".base_layer") else "down_proj"
+
+    def _add_single(self, name: str, match: re.Match[str], leaves: dict[str, mx.array]) -> None:
+        """Add the adapter of one matrix of one expert."""
+        matrix = _MATRICES[match["matrix"]]
+        parameter = "down_proj" if matrix == "down" else "gate_up_proj"
+        module = re.sub(r"\.block_sparse_moe\.experts$", ".mlp.experts", match["module"])
+        path = self._places.get((module, parameter, None if matrix == "down" else matrix))
+        if path is None:
+            self.strangers.append(name)
+            return
+        scale = self._scale(name, leaves["A"].shape[0])
+        factors = leaves["A"], leaves["B"] * (scale / self.scales.setdefault(path, scale))
+        self._single.setdefault(path, {})[int(match["expert"])] = factors
+
+    def join_single_experts(self) -> None:
+        """Stack the factors of single experts; one without an adapter, or of a lower rank, is padded with zeros."""
+        for path, by_expert in self._single.items():
+            experts = self._modules[path]["weight"].shape[0]
+            if max(by_expert) >= experts:
+                self.strangers.append(f"expert {max(by_expert)} of {path}, which has {experts}")
+                continue
+            rank = max(a.shape[0] for a, _ in by_expert.values())
+            first_a, first_b = next(iter(by_expert.values()))
+            nothing = mx.zeros((0, first_a.shape[1])), mx.zeros((first_b.shape[0], 0))
+            stacked = [by_expert.get(expert, nothing) for expert in range(experts)]
+            a = mx.stack([mx.pad(a, [(0, rank - a.shape[0]), (0, 0)]) for a, _ in stacked])
+            b = mx.stack([mx.pad(b, [(0, 0), (0, rank - b.shape[1])]) for _, b in stacked])
+            self.factors[path] = {"lora_a": a, "lora_b": b}
+
+    def settle_head(self, where: Path) -> None:
+        """Check that the update of a tied head is that of the embedding, which is the only one that MLX knows.
+
+        Raises:
+            UserError: the head and the embedding have different updates.
+        """
+        path = self._places.get(("embed_tokens", None, None))
+        if any(name == "lm_head" for name, _, _ in self._places):
+            return
+        embedding = self.factors.get(path or "")
+        head = self._head
+        if embedding is None and head is None:
+            return
+        same = (
+            embedding is not None
+            and head is not None
+            and mx.array_equal(head["A"], embedding["lora_b"]).item()
+            and mx.array_equal(head["B"], embedding["lora_a"]).item()
+            and self._scale("lm_head", head["A"].shape[0]) == self.scales[path or ""]
+        )
+        if not same and not (head is None and self._config.get("ensure_weight_tying")):
+            raise UserError(
+                f"adapter {where}: the model's head is tied to its embedding, and the adapter updates only one of "
+                "them, or each in its own way. An adapter of MLX updates both alike: merge this one with PEFT instead."
+            )

@@ -1,0 +1,214 @@
+"""Rows that are added to an embedding and to an output head for new tokens, and that train beside the frozen old rows.
+
+MLX trains arrays and not parts of arrays, so the new rows are an array of their own, in fp32 as adapters are. The old
+rows keep their array, dense or quantised, until `plain` joins the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ..errors import UserError
+from .adapter import Adapter
+from .directly_read import directly_read
+from .weights import OUTPUT_SCALES, dense_rows, is_quantized, with_weight
+
+# The mean of the old rows is summed over blocks of this many, so that no fp32 copy of the table is made.
+_BLOCK = 8192
+# What adapter files call the new rows. mlx-lm 0.32 refuses such a file by this name. mlx-lm 0.31 puts the tensor in the
+# place of the table and stops at the first token, where under another name it would read beyond the table.
+_STORED = {"new_rows": "weight.new_rows", "new_bias": "bias.new_rows"}
+
+
+class GrownTable(nn.Module):
+    """A frozen table of old rows and an array of new ones: the base class of GrownEmbedding and GrownLinear.
+
+    Args:
+        base: the module with the old rows, one of `base_kinds`.
+        count: the number of new rows. They start at the mean of the old ones.
+    """
+
+    base_kinds: ClassVar[tuple[type[nn.Module], ...]]
+    # The dense class that stands for a quantised base where `plain` dequantises it.
+    dense_class: ClassVar[type[nn.Module]]
+
+    def __init__(self, base: nn.Module, count: int):
+        super().__init__()
+        self.base = base
+        mean = _mean_row(base)
+        self.new_rows = mx.broadcast_to(mean, (count, *mean.shape)) + 0
+        if "bias" in base:
+            self.new_bias = mx.broadcast_to(base["bias"].astype(mx.float32).mean(), (count,)) + 0
+
+    @property
+    def old_rows(self) -> int:
+        """The number of rows of the base; the new rows have the ids from here on."""
+        return self.base["weight"].shape[0]
+
+    @property
+    def rows(self) -> int:
+        """The number of old and new rows together."""
+        return self.old_rows + self.new_rows.shape[0]
+
+    def plain(self, dequantize: bool = False) -> nn.Module:
+        """Return a module of the base's class that holds all rows.
+
+        The old rows keep their bits. The new ones get the dtype of the old, or are quantised as they are, unless
+        `dequantize` asks for a dense module.
+        """
+        added = with_weight(self.base, self.new_rows.astype(_dtype(self.base)), self.dense_class, dequantize)
+        if "bias" in self.base:
+            added.bias = self["new_bias"].astype(self.base["bias"].dtype)
+        dense = dequantize and is_quantized(self.base)
+        old = with_weight(self.base, dense_rows(self.base), self.dense_class, True) if dense else self.base
+        arrays: Any = {name: mx.concatenate([old[name], array]) for name, array in added.parameters().items()}
+        return added.update(arrays)
+
+
+class GrownEmbedding(GrownTable):
+    """An embedding with new rows that train, also where it serves as the output head."""
+
+    base_kinds = (nn.Embedding, nn.QuantizedEmbedding)
+    dense_class = nn.Embedding
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        is_new = ids >= self.old_rows
+        old = self.base(mx.where(is_new, 0, ids))
+        new: Any = _take_rows(self.new_rows, mx.where(is_new, ids, self.old_rows) - self.old_rows)
+        return mx.where(is_new[..., None], new.astype(old.dtype), old)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits [..., rows] of x [..., dims], for a head that is tied to the embedding."""
+        return _joined(self.base.as_linear(x), x @ self.new_rows.T)
+
+
+class GrownLinear(GrownTable):
+    """An output head with new rows that train."""
+
+    base_kinds = (nn.Linear, nn.QuantizedLinear)
+    dense_class = nn.Linear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        new = x @ self.new_rows.T
+        return _joined(self.base(x), new + self.new_bias if "new_bias" in self else new)
+
+
+def _joined(old: mx.array, new: mx.array) -> mx.array:
+    return mx.concatenate([old, new.astype(old.dtype)], axis=-1)
+
+
+@mx.custom_function
+def _take_rows(rows: mx.array, index: mx.array) -> mx.array:
+    """Return rows[index]."""
+    return rows[index]
+
+
+@_take_rows.vjp
+def _add_to_rows(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array]:
+    # MLX's own gradient of rows[index] adds in the order in which a GPU's threads arrive; a product has one order.
+    rows, index = primals
+    chosen = mx.arange(rows.shape[0])[:, None] == index.reshape(1, -1)
+    return chosen.astype(rows.dtype) @ cotangent.reshape(-1, rows.shape[1]), mx.zeros_like(index)
+
+
+def _mean_row(module: nn.Module) -> mx.array:
+    count = module["weight"].shape[0]
+    sums = [dense_rows(module, at, at + _BLOCK).astype(mx.float32).sum(axis=0) for at in range(0, count, _BLOCK)]
+    total = sums[0]
+    for part in sums[1:]:
+        total = total + part
+    return total / count
+
+
+def _dtype(module: nn.Module) -> mx.Dtype:
+    return dense_rows(module, 0, 1).dtype
+
+
+def table_kind(module: nn.Module) -> type[GrownTable] | None:
+    """Return the class that adds rows to a module, or None where the module is no table of tokens."""
+    kinds: tuple[type[GrownTable], ...] = (GrownEmbedding, GrownLinear)
+    calls = {kind: [base.__call__ for base in kind.base_kinds] for kind in kinds}
+    return next((kind for kind in kinds if type(module).__call__ in calls[kind]), None)
+
+
+def row_count(module: nn.Module) -> int:
+    """Return the number of rows of an embedding or a linear module, whatever was added to it."""
+    if isinstance(module, GrownTable):
+        return module.rows
+    return row_count(module.base) if isinstance(module, Adapter) else module["weight"].shape[0]
+
+
+def grown_tables(model: nn.Module) -> dict[str, GrownTable]:
+    """Return the modules of `model` that have new rows, by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, GrownTable)}
+
+
+def add_rows(model: nn.Module, counts: Mapping[str, int]) -> None:
+    """Add rows to modules of `model`, in place.
+
+    Args:
+        model: a model without adapters on these modules.
+        counts: the numbers of new rows by path.
+
+    Raises:
+        UserError: a module is no embedding or linear layer, or the model does not call it but reads its weight.
+    """
+    if not counts:
+        return
+    modules = dict(model.named_modules())
+    tables = {path: modules[path] for path in counts}
+    for path, module in tables.items():
+        if isinstance(module, Adapter):
+            raise UserError(f"{path}: it has an adapter already; add rows before adapters.")
+        if table_kind(module) is None or any(name in module for name in ("global_scale", *OUTPUT_SCALES)):
+            raise UserError(f"{path}: rows for new tokens cannot be added to this {type(module).__name__}.")
+    for path, array in directly_read(model, tables).items():
+        raise UserError(f"{path}: rows for new tokens cannot be added, since the model reads its {array} directly.")
+    grown: dict[str, Any] = {}
+    for path, module in tables.items():
+        kind: Any = table_kind(module)
+        grown[path] = kind(module, counts[path])
+        grown[path].train(module.training)
+    model.update_modules(tree_unflatten(list(grown.items())))
+
+
+def unfreeze_new_rows(model: nn.Module) -> None:
+    """Make the new rows of all tables trainable; their old rows stay as they are."""
+    for table in grown_tables(model).values():
+        table.unfreeze(recurse=False)
+
+
+def plain_parameters(model: nn.Module) -> dict[str, mx.array]:
+    """Return the parameters of `model` by path, with each grown table as the one table that a checkpoint holds."""
+    tables = grown_tables(model)
+    parameters = {name: array for name, array in _flat(model).items() if not name.startswith(_below(tables))}
+    for path, table in tables.items():
+        parameters |= {f"{path}.{name}": array for name, array in _flat(table.plain()).items()}
+    return parameters
+
+
+def stored_rows(model: nn.Module) -> dict[str, mx.array]:
+    """Return the new rows of `model` by the names that adapter files give them."""
+    tables = grown_tables(model).items()
+    return {f"{path}.{_STORED[name]}": table[name] for path, table in tables for name in _STORED if name in table}
+
+
+def parameter_name(stored: str) -> str | None:
+    """Return the name that a tensor of an adapter file has in a grown model, or None if it holds no new rows."""
+    for name, ending in _STORED.items():
+        if stored.endswith(f".{ending}"):
+            return stored.removesuffix(ending) + name
+    return None
+
+
+def _below(paths: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{path}." for path in paths)
+
+
+def _flat(module: nn.Module) -> dict[str, mx.array]:
+    return tree_flatten(module.parameters(), destination={})  # type: ignore[return-value]

@@ -1,0 +1,163 @@
+"""Compares token ids, of a tokenizer and of data, with the rows of a model's embedding and output head.
+
+MLX reads and writes beyond an array's end without an error, so an id without a row must never reach the model. Such ids
+come from tokens that were added to a tokenizer after its model was made; `resize_embeddings` adds rows for them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..errors import UserError
+from ..layers import layer_paths
+from ..lora.adapter import Adapter
+from ..lora.new_rows import GrownEmbedding, GrownLinear, GrownTable, add_rows, row_count, table_kind
+from ..ops.functional import undisturbed
+from .load import Loaded, new_model
+from .vision.load import new_vision_model
+
+_REMEDY = (
+    "Train with --resize-embeddings, which adds rows for such tokens, or take the tokenizer that belongs to the model."
+)
+# The parts of config.json, beside its top level, that may hold the language model's vocab_size.
+_TEXT_PARTS = ("text_config", "language_config", "llm_config")
+
+
+def token_tables(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the modules with a row for each token: the embedding, and the output head unless the embedding serves as it.
+
+    They stand beside the layers, or beside a module that holds the layers: the embedding with the most rows, and the
+    linear modules with as many.
+
+    Returns:
+        The modules by path, the embedding first.
+
+    Raises:
+        UserError: There is no embedding.
+    """
+    found: dict[str, nn.Module] = {}
+    owner: Any = model
+    steps = layer_paths(model)[0].split(".")
+    for depth, step in enumerate(steps):
+        path = "".join(f"{name}." for name in steps[:depth])
+        found |= {f"{path}{name}": child for name, child in owner.items() if isinstance(child, nn.Module)}
+        owner = owner.get(step)
+        if not isinstance(owner, nn.Module):
+            break
+    embeddings = {path: module for path, module in found.items() if _kind(module) is GrownEmbedding}
+    if not embeddings:
+        raise UserError(f"{type(model).__module__}: this model has no embedding of tokens beside its layers.")
+    largest = max(embeddings, key=lambda path: row_count(embeddings[path]))
+    rows = row_count(embeddings[largest])
+    heads = {path: module for path, module in found.items() if _kind(module) is GrownLinear}
+    return {largest: embeddings[largest]} | {path: head for path, head in heads.items() if row_count(head) == rows}
+
+
+def _kind(module: nn.Module) -> type[GrownTable] | None:
+    if isinstance(module, GrownTable):
+        return type(module)
+    return _kind(module.base) if isinstance(module, Adapter) else table_kind(module)
+
+
+def token_rows(model: nn.Module) -> int:
+    """Return the number of rows of the model's embedding, which is above every token id that the model knows."""
+    return row_count(next(iter(token_tables(model).values())))
+
+
+def check_examples(model: nn.Module, tokenizer: Any, examples: Iterable[Any]) -> None:
+    """Check that the model has a row for every token of the examples.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, for the names of tokens in messages.
+        examples: Examples with `tokens` and `source`.
+
+    Raises:
+        UserError: It has not; the message names the first such example and token.
+    """
+    rows = token_rows(model)
+    for example in examples:
+        if example.tokens.max() >= rows:
+            raise UserError(_refusal(example.source, example.tokens, tokenizer, rows))
+
+
+def check_prompt(loaded: Loaded, tokens: Sequence[int]) -> None:
+    """Check that the model has a row for every token of a prompt. UserError where it has not."""
+    rows = token_rows(loaded.model)
+    if max(tokens) >= rows:
+        raise UserError(_refusal("--prompt", np.array(tokens), loaded.tokenizer, rows))
+
+
+def tokens_without_row(model: nn.Module, tokenizer: Any) -> str | None:
+    """Return a sentence on the tokens of a tokenizer for which a model has no row, or None if it has rows for all."""
+    rows = token_rows(model)
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    if not beyond:
+        return None
+    number, token = beyond[0]
+    count = "1 token" if len(beyond) == 1 else f"{len(beyond):,} tokens"
+    return (
+        f"the embedding has {rows:,} rows, and {count} of the tokenizer have ids beyond them, the first {token!r} (id "
+        f"{number:,}): no text with such a token can be trained. {_REMEDY}"
+    )
+
+
+def _refusal(where: str, tokens: np.ndarray, tokenizer: Any, rows: int) -> str:
+    number = int(tokens[tokens >= rows][0])
+    return (
+        f"{where}: the token {tokenizer.convert_ids_to_tokens(number)!r} has the id {number:,}, and the model's "
+        f"embedding has {rows:,} rows, for ids 0 to {rows - 1:,}. {_REMEDY}"
+    )
+
+
+def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
+    """Add rows to a model's embedding and head, in place, so that there is one for every id of its tokenizer.
+
+    `loaded.config` then says how many rows there are. Nothing changes if there are enough.
+
+    Args:
+        loaded: A model without adapters, and its tokenizer.
+        scratch_seed: The seed of a model that trains from scratch, which is made anew with more rows; None for any
+            other, whose new rows start at the mean of the old ones.
+
+    Raises:
+        UserError: Rows cannot be added to this model.
+    """
+    tables = token_tables(loaded.model)
+    rows, needed = token_rows(loaded.model), max(loaded.tokenizer.get_vocab().values()) + 1
+    if needed <= rows:
+        return
+    loaded.config = with_vocab_size(loaded.config, rows, needed)
+    if scratch_seed is not None:
+        make = new_vision_model if loaded.processor is not None else new_model
+        loaded.model = make(loaded.config, scratch_seed)
+    else:
+        add_rows(loaded.model, dict.fromkeys(tables, needed - rows))
+    columns = _logit_count(loaded.model)
+    if not token_rows(loaded.model) == columns == needed:
+        raise UserError(
+            f"resize_embeddings: {type(loaded.model).__module__} does not follow: for {needed:,} tokens it has "
+            f"{token_rows(loaded.model):,} rows and gives {columns:,} logits. Take a tokenizer without added tokens."
+        )
+
+
+def _logit_count(model: nn.Module) -> int:
+    with undisturbed(model):
+        # Nothing is computed: the shape is known without evaluation.
+        output = model(mx.zeros((1, 2), mx.int32))
+    return (output if isinstance(output, mx.array) else output.logits).shape[-1]
+
+
+def with_vocab_size(config: dict[str, Any], old: int, new: int) -> dict[str, Any]:
+    """Return a copy of the content of config.json where every vocab_size of `old` is `new`; there is one at least."""
+    config = copy.deepcopy(config)
+    parts = [config, *(config[name] for name in _TEXT_PARTS if isinstance(config.get(name), dict))]
+    for part in [part for part in parts if part.get("vocab_size") == old] or parts[-1:]:
+        part["vocab_size"] = new
+    return config

@@ -1,0 +1,158 @@
+"""Compares each implementation of attention with float64, at the sizes of released models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..machine import backend
+from ..ops.attention import attention_blocked, choice, kernel_trial
+from ..ops.attention.tolerances import NORMAL, half_norm
+from .float64_attention import NAMES, attention64
+from .measure import poison, relative_norm, wide
+from .outcome import FAILED, Check, Outcome, compared_with_bounds, not_run
+
+Results = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class AttentionWorkload:
+    """The sizes and options of a call of attention with one row.
+
+    Args:
+        name: The workload's name.
+        length: Tokens.
+        heads: Heads of q, and heads of k and v.
+        size: The size of a head of q and k.
+        value_size: The size of a head of v; that of q and k by default.
+        dtype: The dtype of q, k and v.
+        causal: Whether a query sees no later key.
+        documents: Whether the row is packed.
+        window: How many keys a query sees at most.
+        sunk: Whether there are sinks.
+    """
+
+    name: str
+    length: int
+    heads: tuple[int, int]
+    size: int
+    value_size: int | None = None
+    dtype: str = "float32"
+    causal: bool = True
+    documents: bool = False
+    window: int | None = None
+    sunk: bool = False
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Draw q, k, v, the cotangent dy and, where there are any, the sinks."""
+        draw = np.random.default_rng(0)
+        (heads, key_heads), values = self.heads, self.value_size or self.size
+        sizes = {"q": (heads, self.size), "k": (key_heads, self.size), "v": (key_heads, values), "dy": (heads, values)}
+        found = {
+            name: mx.array(draw.normal(size=(1, count, self.length, size)).astype(np.float32)).astype(
+                getattr(mx, self.dtype)
+            )
+            for name, (count, size) in sizes.items()
+        }
+        if self.sunk:
+            found["sinks"] = mx.array(draw.normal(size=heads).astype(np.float32))
+        return found
+
+    def options(self) -> dict[str, Any]:
+        """The other arguments; segments are an array of NumPy."""
+        found: dict[str, Any] = {"scale": self.size**-0.5, "causal": self.causal, "window": self.window}
+        if self.documents:
+            starts = np.random.default_rng(1).uniform(size=(1, self.length)) < 0.02
+            found["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
+        return found
+
+    @property
+    def bound(self) -> float:
+        """The largest relative norm of an error (ops/attention/tolerances.py)."""
+        return NORMAL if self.dtype == "float32" else half_norm(self.dtype)
+
+
+def truth_of(workload: AttentionWorkload) -> Results:
+    """The exact results."""
+    arrays = {name: wide(x) for name, x in workload.arrays().items()}
+    given = (arrays[name] for name in ("q", "k", "v", "dy"))
+    return attention64(*given, sinks=arrays.get("sinks"), **workload.options())
+
+
+def results_of(function: Callable[..., mx.array], workload: AttentionWorkload) -> list[mx.array]:
+    """The output and the gradients that `function` computes, evaluated."""
+    arrays, options = workload.arrays(), workload.options()
+    if "segments" in options:
+        options["segments"] = mx.array(options["segments"])
+    dy = arrays.pop("dy")
+
+    def call(*given: mx.array) -> list[mx.array]:
+        return [function(*given[:3], sinks=given[3] if workload.sunk else None, **options)]
+
+    outputs, gradients = mx.vjp(call, list(arrays.values()), [dy])
+    results = [*outputs, *gradients]
+    mx.eval(results)
+    return results
+
+
+def errors(function: Callable[..., mx.array], workload: AttentionWorkload, truth: Results) -> dict[str, float]:
+    """The errors of `function`; NaN fills its output memory beforehand."""
+    # The first call gives the sizes of the outputs, and makes whatever is made only once.
+    poison(results_of(function, workload))
+    results = results_of(function, workload)
+    return {name: relative_norm(wide(x), truth[name]) for name, x in zip(NAMES, results, strict=False)}
+
+
+def workloads(quick: bool) -> list[AttentionWorkload]:
+    """The workloads, with the heads of released models; `quick` makes them few and small."""
+    length, part = (70, 4) if quick else (300, 1)
+    bf16: dict[str, Any] = {"dtype": "bfloat16"}
+    return [
+        AttentionWorkload("grouped heads, bf16", length, (8, 2), 256 // part, **bf16),
+        AttentionWorkload("packed, fp32", length, (8, 2), 256 // part, documents=True),
+        AttentionWorkload("latent, bf16", length, (4, 4), 192 // part, 128 // part, **bf16, documents=True),
+        AttentionWorkload("windows and sinks, fp32", length, (8, 8), 64, window=50, sunk=True),
+        AttentionWorkload("an image, bf16", length, (4, 4), 72, **bf16, causal=False, documents=True),
+    ]
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """One check for each implementation and workload; the exact results of a workload are computed once."""
+    for workload in workloads(quick):
+        cached: list[Results] = []
+        for name in ("blocked", "fused"):
+            yield Check(f"attention, {name}: {workload.name}", partial(_check, name, workload, cached))
+
+
+def _check(name: str, workload: AttentionWorkload, cached: list[Results]) -> Outcome:
+    function: Callable[..., mx.array] = attention_blocked
+    if name == "fused":
+        if backend.device() == "cpu":
+            return not_run("it is for GPUs, and MLX computes on the CPU here")
+        candidate = choice.CANDIDATES[name](call_of(workload))
+        if isinstance(candidate, str):
+            return not_run(f"it does not cover this: {candidate}")
+        function, shape = candidate
+        assert shape is not None
+        trial = kernel_trial.again(function, shape)
+        if not trial.passed:
+            return Outcome(FAILED, str(trial))
+    if not cached:
+        cached.append(truth_of(workload))
+    found = errors(function, workload, cached[0])
+    return compared_with_bounds(found, dict.fromkeys(found, workload.bound))
+
+
+def call_of(workload: AttentionWorkload) -> choice.AttentionCall:
+    """The call, for the choice of an implementation."""
+    arrays, options = workload.arrays(), workload.options()
+    segments = None if "segments" not in options else mx.array(options["segments"])
+    q, k, v = (arrays[name] for name in "qkv")
+    return choice.AttentionCall(
+        q, k, v, workload.causal, segments, workload.window, arrays.get("sinks"), None, options["scale"]
+    )

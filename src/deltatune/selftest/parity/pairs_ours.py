@@ -1,0 +1,96 @@
+"""Replays a recorded run of TRL with deltatune's preference loss, reference and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ...config import TrainConfig
+from ...data import Batch, Example, collate
+from ...data.preferences.complete import completed
+from ...data.preferences.preference import Preference, lay_out
+from ...train.preferences.answers import answers_of
+from ...train.preferences.loss import TokenLosses, chunked_token_losses, preference_loss
+from ...train.preferences.objectives import objective_of
+from ...train.step import LossFunction, arrays
+from .cases import STEPS, Adapters, ParityRun
+from .families import Config, Weights
+from .ours import adapt, load, parts, train
+from .pairs import PairCase, pairs
+
+# No document is longer. The step is compiled once.
+WIDTH = 40
+
+
+def options(case: PairCase) -> TrainConfig:
+    """The options of a run with the loss of `case`."""
+    return TrainConfig(
+        loss=case.loss,
+        loss_variant=case.variant,
+        beta=case.beta,
+        gamma=case.gamma,
+        label_smoothing=case.smoothing,
+    )
+
+
+def preferences(case: PairCase, step: int) -> list[Preference]:
+    """The preferences of a step, as deltatune's data code gives them."""
+
+    def document(prompt: list[int], answer: list[int]) -> Example:
+        tokens = np.array([*prompt, *answer], np.int32)
+        return Example(tokens, np.arange(len(tokens)) >= len(prompt), f"step {step}")
+
+    read = [
+        Preference((document(pair.prompt, pair.chosen), document(pair.prompt, pair.rejected))) for pair in pairs(step)
+    ]
+    return completed(read, options(case), [])
+
+
+def batch(found: list[Preference]) -> Batch:
+    """The batch of these preferences, with a row for each document."""
+    rows, held = lay_out([[number] for number in range(len(found))], found, 1, WIDTH, packed=False)
+    return replace(collate(rows, WIDTH, packed=False), preferences=held)
+
+
+def fill(token_losses: TokenLosses, steps: list[list[Preference]]) -> None:
+    """Set the references of all preferences to the log-probabilities of the model as it is."""
+    for found in steps:
+        inputs, targets, weights, *_, held = arrays(batch(found))
+        assert held is not None
+        policy = np.array(answers_of(token_losses(inputs, targets), weights, held).policy)
+        for one, values in zip(found, policy, strict=True):
+            one.reference[:] = values
+
+
+def run(
+    case: PairCase,
+    config: Config,
+    weights: Weights,
+    adapters: Adapters,
+    once_patched: Callable[[], None] = lambda: None,
+) -> ParityRun:
+    """Train the Hugging Face save `config` and `weights` from the initial `adapters`.
+
+    once_patched: called when the patches are in force.
+    """
+    model: nn.Module = load(case.model, config, weights)
+    modules = adapt(case.model, model, adapters)
+    settings = options(case)
+    objective = objective_of(settings)
+    assert objective is not None
+    steps = [preferences(case, step) for step in range(STEPS)]
+
+    def prepare() -> LossFunction:
+        once_patched()
+        token_losses = chunked_token_losses(*parts(model))
+        if objective.needs_reference:
+            fill(token_losses, steps)
+        mx.eval(model.parameters())
+        return preference_loss(token_losses, objective, settings)
+
+    family = case.model.family
+    return train(model, modules, family.mlx_path, family.learning_rate, prepare, lambda index: batch(steps[index]))

@@ -1,0 +1,124 @@
+"""Computes the reference log-probabilities of a run once, and keeps them in a file beside its state.
+
+The reference model is the model as training starts: the base, or the base with the adapter of --resume-adapter-file. A
+new adapter changes nothing yet, so this needs no second model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ...config import TrainConfig
+from ...data import BatchOrder, Splits
+from ...data.preferences.preference import Preference
+from ...ops.segments import segments
+from ..distributed import World
+from ..evaluate import evaluating
+from ..log import Screen
+from ..setup import Training, batch_order
+from ..state import write_atomically
+from ..step import Arrays, arrays
+from .answers import answers_of
+from .loss import TokenLosses
+
+_Parts = Mapping[str, tuple[BatchOrder, Sequence[Preference]]]
+
+
+def fill(
+    model: nn.Module,
+    trained: Training,
+    splits: Splits,
+    config: TrainConfig,
+    facts: Mapping[str, Any],
+    world: World,
+    screen: Screen,
+) -> Callable[[], None]:
+    """Set the reference of every preference, from the file of an earlier start of this run, or by computing it.
+
+    Args:
+        model: The model, as training starts.
+        trained: Its losses; where its objective needs no reference, nothing is done.
+        splits: The preferences.
+        config: The options of the run.
+        facts: What the model's function depends on (content.facts).
+        world: The ranks of the run.
+        screen: Where the user is told of it.
+
+    Returns:
+        A function that writes the file, for rank 0 to call once the run's folder is its own.
+    """
+    if trained.objective is None or not trained.objective.needs_reference or trained.token_losses is None:
+        return lambda: None
+    parts: Any = {name: getattr(splits, name) for name in ("train", "valid", "test")}
+    parts = {name: (batch_order(part, config, world), part) for name, part in parts.items() if part}
+    facts = {**facts, "seed": config.seed if config.from_scratch else None}
+    path = Path(config.adapter_path) / "reference" / f"{_digest(parts, facts)}.safetensors"
+    shapes = {name: (len(preferences), 2) for name, (_, preferences) in parts.items()}
+    kept = _read(path, shapes) if world.main else None
+    found = bool(world.sum_numbers(float(kept is not None))[0])
+    values: dict[str, mx.array] = {}
+    for name, (order, preferences) in parts.items():
+        mine = kept[name] if kept is not None else mx.zeros(shapes[name])
+        if not found:
+            mine = _log_probabilities(model, trained.token_losses, order, *shapes[name])
+        values[name] = world.sum(mine)
+        for preference, reference in zip(preferences, np.array(values[name]), strict=True):
+            preference.reference[:] = reference
+    count = sum(len(preferences) for _, preferences in parts.values())
+    how = f"read from {path}" if found else f"computed once and kept in {path}"
+    screen.say(f"Reference log-probabilities of {count:,} preferences: {how}.")
+    return partial(_keep, path, values, found)
+
+
+def _keep(path: Path, values: dict[str, mx.array], found: bool) -> None:
+    """Write the file unless it was found; the folder of an earlier run, in which it was, may have been moved away."""
+    if not (found and path.is_file()):
+        write_atomically(path, lambda file: mx.save_safetensors(file, values))
+
+
+def _digest(parts: _Parts, facts: Mapping[str, Any]) -> str:
+    """Return a digest of the data and of the model, in which the file's name differs for other ones."""
+    content = {"facts": dict(facts), "data": {name: order.digest for name, (order, _) in parts.items()}}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _read(path: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, mx.array] | None:
+    """Return what the file holds, or None if there is no such file, or a damaged one, which is then computed again."""
+    if not path.is_file():
+        return None
+    try:
+        values: Any = mx.load(str(path))
+        mx.eval(values)
+    except RuntimeError:
+        return None
+    return values if {name: tuple(value.shape) for name, value in values.items()} == dict(shapes) else None
+
+
+def _log_probabilities(model: nn.Module, token_losses: TokenLosses, order: BatchOrder, *shape: int) -> mx.array:
+    """Return the log-probabilities of this rank's share of the preferences, of this shape; 0 elsewhere."""
+
+    def policy(batch: Arrays) -> mx.array:
+        inputs, targets, weights, packed, images, preferences = batch
+        assert preferences is not None
+        with segments(packed):
+            losses = token_losses(inputs, targets, *([] if images is None else [images]))
+        return answers_of(losses, weights, preferences).policy
+
+    compiled = partial(mx.compile, inputs=[model.state])(policy)
+    found = np.zeros(shape, np.float32)
+    with evaluating(model):
+        for batch in order.epoch():
+            assert batch.preferences is not None
+            values = np.array(compiled(arrays(batch)))
+            numbers = batch.preferences.numbers
+            found[numbers[numbers >= 0]] = values[numbers >= 0]
+    return mx.array(found)

@@ -1,0 +1,167 @@
+"""Rows of TRL's preference formats: their tokens, what counts in them, and what is refused."""
+
+import numpy as np
+import pytest
+
+from deltatune.config import TrainConfig
+from deltatune.data import BatchOrder
+from deltatune.data.datasets import load_datasets
+from deltatune.data.packing import row_capacity
+from deltatune.errors import UserError
+
+QUESTION, YES, NO = (
+    {"role": role, "content": text} for role, text in (("user", "the dog"), ("assistant", "yes"), ("assistant", "no"))
+)
+
+
+@pytest.fixture
+def read(folder, tokenizer):
+    """read(rows, loss="dpo", **options) -> the preferences of these rows, and the notes."""
+
+    def load(rows, loss="dpo", **options):
+        splits = load_datasets(folder(train=rows, loss=loss, **options), tokenizer)
+        return list(splits.train), splits.notes
+
+    return load
+
+
+def answers(tokenizer, preference):
+    """The text of each document, with what counts in brackets."""
+    texts = []
+    for document in preference.documents:
+        start = int(np.argmax(document.targets))
+        assert document.targets[start:].all()
+        texts.append((tokenizer.decode(document.tokens[:start]), tokenizer.decode(document.tokens[start:])))
+    return texts
+
+
+def test_texts_have_their_prompt_and_the_end_token(read, tokenizer):
+    (one,), _ = read([{"prompt": "the dog", "chosen": " jumps", "rejected": " sleeps"}])
+    assert answers(tokenizer, one) == [("the dog", " jumps<|im_end|>"), ("the dog", " sleeps<|im_end|>")]
+    assert one.source.endswith("train.jsonl:1")
+
+
+def test_the_prompt_of_texts_is_their_longest_common_beginning_in_tokens(read, tokenizer):
+    (one,), _ = read([{"chosen": "the dog jumps over", "rejected": "the dog sleeps"}])
+    (shared, chosen), (other, rejected) = answers(tokenizer, one)
+    assert shared == other
+    assert shared.startswith("the dog")
+    assert (shared + chosen, shared + rejected) == ("the dog jumps over<|im_end|>", "the dog sleeps<|im_end|>")
+    start = int(np.argmax(one.documents[0].targets))
+    assert len({int(document.tokens[start]) for document in one.documents}) == 2
+
+
+def test_messages_with_and_without_a_prompt_of_their_own_are_the_same(read, tokenizer):
+    explicit = {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}
+    implicit = {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}
+    both = {"prompt": "the dog", **implicit}
+    examples, _ = read([explicit, implicit, both])
+    prompt = "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\n"
+    for one in examples:
+        assert answers(tokenizer, one) == [(prompt, "yes<|im_end|>\n"), (prompt, "no<|im_end|>\n")]
+
+
+def test_an_earlier_answer_belongs_to_the_prompt(read, tokenizer):
+    (one,), _ = read([{"prompt": [QUESTION, YES, QUESTION], "chosen": [YES], "rejected": [NO]}])
+    assert [counted for _, counted in answers(tokenizer, one)] == ["yes<|im_end|>\n", "no<|im_end|>\n"]
+
+
+def test_kto_sets_each_answer_behind_its_own_prompt_and_behind_the_next(read, tokenizer):
+    rows = [
+        {"prompt": "the dog", "completion": " jumps", "label": True},
+        {"prompt": "the fox", "completion": " sleeps", "label": False},
+        {"prompt": "a cat", "chosen": " yes", "rejected": " no"},
+    ]
+    examples, _ = read(rows, loss="kto")
+    end = "<|im_end|>"
+    assert [(answers(tokenizer, one), one.desirable) for one in examples] == [
+        ([("the dog", f" jumps{end}"), ("the dog", f" no{end}")], True),
+        ([("the fox", f" sleeps{end}"), ("the fox", f" jumps{end}")], False),
+        ([("a cat", f" yes{end}"), ("a cat", f" sleeps{end}")], True),
+        ([("a cat", f" no{end}"), ("a cat", f" yes{end}")], False),
+    ]
+
+
+def test_what_the_length_limit_makes_equal_is_left_out(read, tokenizer):
+    rows = [
+        {"prompt": "the dog", "chosen": " jumps over the fox", "rejected": " jumps over the dog"},
+        {"prompt": "a", "chosen": " b", "rejected": " c"},
+    ]
+    examples, notes = read(rows, max_seq_length=4)
+    assert len(examples) == 1
+    assert any("1 pairs were left out" in note for note in notes)
+
+
+REFUSED = {
+    "one side": ({"prompt": "a", "chosen": "b"}, "'rejected' is missing or null, so this is no pair"),
+    "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "'chosen' is missing or null"),
+    "no side": ({"prompt": "a", "completion": "b"}, "no known format: .*'prompt', 'completion'"),
+    "equal": ({"prompt": "a", "chosen": " b", "rejected": " b"}, "chosen and rejected are equal"),
+    "equal messages": ({"chosen": [QUESTION, YES], "rejected": [QUESTION, YES]}, "chosen and rejected are equal"),
+    "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),
+    "no prompt": ({"prompt": "", "chosen": "a", "rejected": "b"}, "the prompt is empty"),
+    "nothing shared": ({"chosen": "a b", "rejected": "c d"}, "begin differently and there is no prompt"),
+    "no prefix": ({"prompt": "the do", "chosen": "g jumps", "rejected": "t"}, "no prefix .* merges with what follows"),
+    "repeated": ({"prompt": [QUESTION], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "repeats the prompt"),
+    "other prompt": ({"prompt": "x", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "do not begin with it"),
+    "two kinds": ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "chosen a text, rejected messages"),
+    "a number": ({"prompt": "a", "chosen": 1, "rejected": "b"}, "'chosen': expected a string or a list of messages"),
+    "one is a prefix": ({"chosen": [QUESTION, YES], "rejected": [QUESTION]}, "'rejected' has no message of its own"),
+    "labelled": ({"prompt": "a", "completion": "b", "label": True}, "is for --loss kto; this loss needs pairs"),
+    "a list": ([1], "expected an object"),
+}
+
+
+@pytest.mark.bad_input("a pair of answers: {name}")
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_pairs_are_named_by_file_and_line(name, read):
+    row, message = REFUSED[name]
+    with pytest.raises(UserError, match=rf"train.jsonl:2: .*{message}"):
+        read([{"prompt": "a", "chosen": " b", "rejected": " c"}, row])
+
+
+LABELS = {
+    "a label of another kind": ({"prompt": "a", "completion": " b", "label": "good"}, "2: 'label': expected true or"),
+    "no answer": ({"prompt": "a", "completion": None, "label": True}, "2: a prompt or a completion is missing"),
+}
+
+
+@pytest.mark.bad_input("an answer with a label: {name}")
+@pytest.mark.parametrize("name", LABELS)
+def test_bad_labels_are_named_by_file_and_line(name, read):
+    row, message = LABELS[name]
+    with pytest.raises(UserError, match=rf"train.jsonl:{message}"):
+        read([{"prompt": "a", "completion": " b", "label": True}, row], loss="kto")
+
+
+@pytest.mark.bad_input("a single answer for KTO")
+def test_kto_needs_two_answers(read):
+    with pytest.raises(UserError, match=r"train\.jsonl:1: the only answer; KTO compares"):
+        read([{"prompt": "a", "completion": " b", "label": True}], loss="kto")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_hold_every_pair_once_with_its_own_numbers(packed, read):
+    rows = [{"prompt": "the dog", "chosen": f" a{'b' * n}", "rejected": " c" * (n + 1)} for n in range(7)]
+    config = TrainConfig(loss="dpo", pack=packed, max_seq_length=40)
+    examples, _ = read(rows, max_seq_length=40)
+    for number, one in enumerate(examples):
+        one.reference[:] = number, -number
+    order = BatchOrder(examples, 2, row_capacity(config), packed=packed)
+    seen = []
+    for batch in order.epoch():
+        held = batch.preferences
+        per_row = 2 * held.numbers.size // len(batch.inputs)
+        for number, slot in zip(held.numbers, range(held.numbers.size), strict=True):
+            if number < 0:
+                assert (held.present[slot], held.tokens[slot].tolist()) == (0, [1, 1])
+                continue
+            seen.append(int(number))
+            assert held.reference[slot].tolist() == [number, -number]
+            for side, document in enumerate(examples[number].documents):
+                row, place = divmod(2 * slot + side, per_row)
+                here = held.documents[row] == place
+                assert batch.inputs[row][here].tolist() == document.tokens[:-1].tolist()
+                assert batch.weights[row][here].sum() == held.tokens[slot, side] == document.targets.sum()
+                assert held.lengths[slot, side] == here.sum()
+    assert sorted(seen) == list(range(7))

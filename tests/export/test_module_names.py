@@ -1,0 +1,80 @@
+"""The records give every module the name that transformers gave it when the parity runs were recorded."""
+
+import json
+
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.export.module_names import AdaptedPlace, TransformersNames, check_layout, short
+from deltatune.selftest.parity import recording, vision
+from deltatune.selftest.parity.cases import CASES
+
+
+def recorded(name):
+    return json.loads((recording.FOLDER / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_linear_of_a_text_family(name):
+    content, family = recorded(name), CASES[name].family
+    config, _ = family.readable(content["config"], {})
+    names = TransformersNames(config)
+    assert len(content["targets"]) > 10
+    for target in content["targets"]:
+        place = names.place(family.mlx_path(target))
+        redirected = name == "qwen3_next" and target.endswith(("gate_proj", "up_proj", "down_proj"))
+        assert place == AdaptedPlace(target, "weight" if redirected else None)
+
+
+@pytest.mark.parametrize("name", vision.CASES)
+def test_every_linear_of_a_family_with_images(name):
+    content = recorded(f"vision/{name}")
+    names = TransformersNames(content["config"])
+    assert any(".visual." in target for target in content["targets"])
+    for target in content["targets"]:
+        assert names.place(vision.mlx_path(target)) == AdaptedPlace(target)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing_hybrid"])
+def test_experts_router_embedding_and_head(name):
+    root = "language_model." if name == "qwen3_5_moe" else ""
+    names = TransformersNames({"model_type": name})
+    mlp = "model.layers.1.mlp"
+    for matrix in ("gate", "up"):
+        place = names.place(f"{root}{mlp}.switch_mlp.{matrix}_proj")
+        assert place == AdaptedPlace(f"{mlp}.experts", "gate_up_proj", matrix)
+    assert names.place(f"{root}{mlp}.switch_mlp.down_proj") == AdaptedPlace(f"{mlp}.experts", "down_proj")
+    assert names.place(f"{root}{mlp}.gate") == AdaptedPlace(f"{mlp}.gate", "weight")
+    assert names.place(f"{root}lm_head") == AdaptedPlace("lm_head")
+    embedding = "word_embeddings" if name == "bailing_hybrid" else "embed_tokens"
+    assert names.place(f"{root}model.{embedding}") == AdaptedPlace("model.embed_tokens")
+
+
+def test_the_short_name_is_the_end_of_the_path_in_both_classes():
+    for root in ("model.", "model.language_model.", "base_model.model.model.", ""):
+        assert short(f"{root}layers.3.self_attn.q_proj") == "layers.3.self_attn.q_proj"
+        assert short(f"{root}embed_tokens") == "embed_tokens"
+    assert short("model.visual.blocks.0.attn.qkv") == "visual.blocks.0.attn.qkv"
+    assert short("lm_head") == "lm_head"
+
+
+def test_a_family_without_a_record_keeps_plain_names_and_refuses_others():
+    names = TransformersNames({"model_type": "llama"})
+    assert names.place("model.layers.2.self_attn.q_proj") == AdaptedPlace("model.layers.2.self_attn.q_proj")
+    for path in ("model.layers.2.mlp.switch_mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"):
+        with pytest.raises(UserError, match="does not know how transformers names this module of a llama model"):
+            names.place(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "a name that MLX gave it"),
+        ("model.layers.0.mlp.switch_mlp.up_proj.weight", "a name that MLX gave it"),
+        ("model.layers.0.mlp.up_proj.scales", "MLX's quantisation"),
+    ],
+)
+def test_a_conversion_to_mlx_is_told_from_a_checkpoint_of_hugging_face(name, said, tmp_path):
+    check_layout(["model.layers.0.mlp.up_proj.weight", "lm_head.weight"], tmp_path, "it is read")
+    with pytest.raises(UserError, match=said):
+        check_layout([name], tmp_path, "it is read")

@@ -1,0 +1,259 @@
+"""An adapter goes to PEFT's format and comes back as it was; what one side cannot express is refused by name.
+
+tests/oracle/test_peft.py compares logits with PEFT itself, live.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+
+from deltatune.cli import main
+from deltatune.config import LoraConfig
+from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
+from deltatune.lora import convert_to_lora, load_adapters, save_adapters
+from deltatune.lora.new_rows import add_rows
+from deltatune.models.load import load_model
+
+TOKENS = mx.array([[5, 6, 7, 8, 9]])
+RANK, SCALE = 3, 1.5
+
+
+def adapt(base: Path, adapter: Path, kind: str = "lora", **options) -> mx.array:
+    """Save a random adapter for the model in `base`, and return the adapted model's logits."""
+    model, _ = load_model(base)
+    convert_to_lora(model, LoraConfig(**({"rank": RANK, "scale": SCALE} | options)), fine_tune_type=kind)
+    mx.random.seed(7)
+    model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
+    save_adapters(model, adapter, {"model": str(base)})
+    return model(TOKENS)
+
+
+def logits(base: Path, adapter: Path) -> mx.array:
+    model, _ = load_model(base)
+    load_adapters(model, adapter)
+    return model(TOKENS)
+
+
+def exported(base: Path, folder: Path, *words: str) -> tuple[dict, dict[str, mx.array]]:
+    """Export the adapter in folder/adapter; returns PEFT's config and tensors."""
+    command = ["export", "--to", "peft", "--model", str(base), "--adapter-path", str(folder / "adapter")]
+    assert main([*command, "--save-path", str(folder / "peft"), *words]) == 0
+    tensors = mx.load(str(folder / "peft" / PEFT_WEIGHTS))
+    mx.eval(tensors)  # Tests write the file anew.
+    return json.loads((folder / "peft" / PEFT_CONFIG).read_text()), tensors
+
+
+def imported(base: Path, folder: Path) -> int:
+    return main(["import", "--model", str(base), "--peft", str(folder / "peft"), "--save-path", str(folder / "back")])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "kimi_linear"])
+def test_every_module_goes_to_peft_and_back(family, tiny_checkpoint, tmp_path):
+    base = tiny_checkpoint(family)
+    ours = adapt(base, tmp_path / "adapter")
+    config, tensors = exported(base, tmp_path)
+    assert imported(base, tmp_path) == 0
+    before, after = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("adapter", "back"))
+    assert before.keys() == after.keys()
+    assert all(mx.allclose(before[name], after[name], atol=1e-6) for name in before)
+    assert mx.abs(logits(base, tmp_path / "back") - ours).max().item() < 1e-5
+    assert config["lora_alpha"] / config["r"] == SCALE
+    modules = config["target_modules"] + [name.rpartition(".")[0] for name in config.get("target_parameters", [])]
+    for name, tensor in tensors.items():
+        assert tensor.dtype == mx.float32
+        assert name.startswith("base_model.model.")
+        path = name.rpartition(".lora_")[0].removesuffix(".base_layer")
+        assert any(path.endswith(f".{module}") for module in modules)
+
+
+def test_experts_are_parameters_of_twice_the_rank(tiny_checkpoint, tmp_path):
+    base = tiny_checkpoint("qwen3_5_moe")
+    adapt(base, tmp_path / "adapter", keys=["mlp.switch_mlp.*"], layers=[1])
+    config, tensors = exported(base, tmp_path)
+    layer = "layers.1.mlp.experts"
+    assert config["target_modules"] == []
+    assert sorted(config["target_parameters"]) == [f"{layer}.down_proj", f"{layer}.gate_up_proj"]
+    root = f"base_model.model.model.language_model.{layer}"
+    experts, hidden, inner = 8, 64, 64
+    shapes = {name.removeprefix(root): tensor.shape for name, tensor in tensors.items()}
+    ranks = {"down_proj": RANK, "gate_up_proj": 2 * RANK}
+    assert shapes == {
+        ".lora_A.weight": (experts * RANK, inner),
+        ".lora_B.weight": (hidden, RANK * experts),
+        ".base_layer.lora_A.weight": (experts * 2 * RANK, hidden),
+        ".base_layer.lora_B.weight": (2 * inner, 2 * RANK * experts),
+    }
+    found = {name: config["rank_pattern"].get(f"experts.{name}", config["r"]) for name in ranks}
+    alphas = {name: config["alpha_pattern"].get(f"experts.{name}", config["lora_alpha"]) for name in ranks}
+    assert found == ranks
+    assert alphas == {name: rank * SCALE for name, rank in ranks.items()}
+
+
+def test_router_and_shared_experts_are_parameters_where_peft_takes_them_for_experts(tiny_checkpoint, tmp_path):
+    base = tiny_checkpoint("qwen3_next")
+    adapt(base, tmp_path / "adapter", keys=["mlp.gate", "mlp.shared_expert.*", "*.o_proj"], dropout=0.1)
+    config, tensors = exported(base, tmp_path)
+    assert {name.rpartition(".")[2] for name in config["target_modules"]} == {"o_proj"}
+    ends = {name.split(".mlp.")[1] for name in config["target_parameters"]}
+    assert ends == {"gate.weight", *(f"shared_expert.{name}_proj.weight" for name in ("gate", "up", "down"))}
+    assert "base_model.model.model.layers.0.mlp.shared_expert.up_proj.lora_A.weight" in tensors
+    assert config["lora_dropout"] == 0
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_quantised_base_and_base_model(kind, tiny_checkpoint, tmp_path, capsys):
+    base = tiny_checkpoint("qwen3_5", quantize={})
+    ours = adapt(base, tmp_path / "adapter", kind, keys=["*.q_proj", "*.down_proj"])
+    config, tensors = exported(base, tmp_path, "--base-model", "Qwen/Qwen3.5-0.8B")
+    assert config["base_model_name_or_path"] == "Qwen/Qwen3.5-0.8B"
+    assert "for Qwen/Qwen3.5-0.8B" in capsys.readouterr().out
+    assert config["use_dora"] == (kind == "dora") == any(name.endswith("magnitude_vector") for name in tensors)
+    assert imported(base, tmp_path) == 0
+    assert mx.abs(logits(base, tmp_path / "back") - ours).max().item() < 1e-5
+
+
+def test_the_update_of_a_tied_head_is_stored_for_both(tiny_checkpoint, tmp_path, capsys):
+    base = tiny_checkpoint("qwen3_5")
+    ours = adapt(base, tmp_path / "adapter", keys=["*embed_tokens"])
+    config, tensors = exported(base, tmp_path)
+    assert config["target_modules"] == ["embed_tokens", "lm_head"]
+    root = "base_model.model.model.language_model.embed_tokens.lora_embedding"
+    assert mx.array_equal(tensors[f"{root}_A"].T, tensors["base_model.model.lm_head.lora_B.weight"])
+    assert "merge_and_unload" in capsys.readouterr().out
+    assert imported(base, tmp_path) == 0
+    assert mx.abs(logits(base, tmp_path / "back") - ours).max().item() < 1e-5
+    tensors["base_model.model.lm_head.lora_B.weight"] = 2 * tensors["base_model.model.lm_head.lora_B.weight"]
+    mx.save_safetensors(str(tmp_path / "peft" / PEFT_WEIGHTS), tensors)
+    assert imported(base, tmp_path) == 2
+    assert "head is tied" in capsys.readouterr().err
+
+
+def test_modules_for_single_experts_are_joined(tiny_checkpoint, tmp_path):
+    """As PEFT saved them on transformers 4: a Linear for each matrix of each expert, here of two experts only."""
+    base = tiny_checkpoint("qwen3_5_moe")
+    adapt(base, tmp_path / "adapter", keys=["*.o_proj"])
+    config, tensors = exported(base, tmp_path)
+    root, a, b = "base_model.model.model.layers.1.mlp.experts", mx.random.normal((4, 64)), mx.random.normal((64, 4))
+    for expert, rank in ((2, 4), (5, 3)):
+        tensors[f"{root}.{expert}.up_proj.lora_A.weight"] = a[:rank]
+        tensors[f"{root}.{expert}.up_proj.lora_B.weight"] = b[:, :rank]
+    mx.save_safetensors(str(tmp_path / "peft" / PEFT_WEIGHTS), tensors)
+    assert imported(base, tmp_path) == 0
+    found = mx.load(str(tmp_path / "back" / "adapters.safetensors"))
+    saved = json.loads((tmp_path / "back" / "adapter_config.json").read_text())["lora_parameters"]
+    path = "language_model.model.layers.1.mlp.switch_mlp.up_proj"
+    update = saved["scale"] * found[f"{path}.lora_b"] @ found[f"{path}.lora_a"]
+    alpha = config["lora_alpha"]
+    assert mx.allclose(update[2], alpha / 4 * b @ a, atol=1e-4)
+    assert mx.allclose(update[5], alpha / 3 * b[:, :3] @ a[:3], atol=1e-4)
+    assert mx.abs(update).sum(axis=(1, 2)).tolist().count(0) == 6
+
+
+@pytest.mark.bad_input("import: adapter_config.json with {change}")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peft_type": "LOHA"}, "only LORA can be imported"),
+        ({"peft_type": None, "peft": 1}, "peft_type None"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [5]}, "trainable_token_indices"),
+        ({"init_lora_weights": "pissa_niter_16"}, "changes the base model too"),
+    ],
+)
+def test_what_mlx_cannot_express_is_refused(change, said, small_export, capsys):
+    base, folder = small_export
+    path = folder / "peft" / PEFT_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert imported(base, folder) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.bad_input("import: a PEFT adapter of another model, of another kind, in pickle, or none")
+def test_tensors_without_a_place_are_refused(small_export, capsys):
+    base, folder = small_export
+    weights = folder / "peft" / PEFT_WEIGHTS
+    tensors = mx.load(str(weights))
+    mx.eval(tensors)
+    name = "base_model.model.model.language_model.layers.3.self_attn.o_proj.lora_A.weight"
+    for changed, said in (
+        ({name: mx.zeros((RANK, 5))}, "the lora_a of language_model.model.layers.3.self_attn.o_proj has shape (5, 3)"),
+        ({name.replace("lora_A", "lora_C"): mx.zeros(3)}, "no tensor of LoRA or DoRA"),
+        ({name.replace("o_proj", "x_proj"): mx.zeros((3, 5))}, "it has only A"),
+        (
+            {name.replace("o_proj", "x_proj").replace("_A", part): mx.zeros((3, 3)) for part in ("_A", "_B")},
+            "no place for base_model.model.model.language_model.layers.3.self_attn.x_proj",
+        ),
+    ):
+        mx.save_safetensors(str(weights), tensors | changed)
+        assert imported(base, folder) == 2
+        assert said in capsys.readouterr().err
+    weights.unlink()
+    (folder / "peft" / "adapter_model.bin").touch()
+    assert imported(base, folder) == 2
+    assert "can run code" in capsys.readouterr().err
+    (folder / "peft" / PEFT_CONFIG).unlink()
+    assert imported(base, folder) == 2
+    assert "expected a folder that PEFT wrote" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_export(tiny_checkpoint, tmp_path):
+    """(base, folder with an adapter and its export) of one module."""
+    base = tiny_checkpoint("qwen3_5")
+    adapt(base, tmp_path / "adapter", keys=["*.o_proj"])
+    exported(base, tmp_path)
+    return base, tmp_path
+
+
+@pytest.mark.bad_input("--to peft: {kind} on {options} of {family}")
+@pytest.mark.parametrize(
+    ("family", "kind", "options", "said"),
+    [
+        ("qwen3_5", "dora", {"keys": ["*embed_tokens"]}, "scales the columns of an embedding"),
+        ("qwen3_next", "dora", {"keys": ["mlp.shared_expert.up_proj"]}, "for which it has no DoRA"),
+        ("qwen3_5", "full", {}, "trained without adapters"),
+    ],
+)
+def test_what_peft_cannot_express_is_refused(family, kind, options, said, tiny_checkpoint, tmp_path, capsys):
+    base = tiny_checkpoint(family)
+    adapt(base, tmp_path / "adapter", kind, **options)
+    words = ["export", "--to", "peft", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
+    assert main([*words, "--save-path", str(tmp_path / "peft")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "peft").exists()
+
+
+@pytest.mark.bad_input("--to peft of an adapter with rows for new tokens")
+def test_new_tokens_are_refused(tiny_checkpoint, tmp_path, capsys):
+    base = tiny_checkpoint("qwen3_5")
+    model, _ = load_model(base)
+    add_rows(model, {"language_model.model.embed_tokens": 2})
+    convert_to_lora(model, LoraConfig(rank=RANK, keys=["*.o_proj"]))
+    save_adapters(model, tmp_path / "adapter", {})
+    words = ["export", "--to", "peft", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
+    assert main([*words, "--save-path", str(tmp_path / "peft")]) == 2
+    assert "rows for new tokens" in capsys.readouterr().err
+    assert not (tmp_path / "peft").exists()
+
+
+@pytest.mark.bad_input("export: a folder that holds an adapter, a flag without use, a wrong repository name")
+def test_an_export_is_not_overwritten_and_flags_without_use_are_refused(small_export, capsys):
+    base, folder = small_export
+    words = ["export", "--model", str(base), "--adapter-path", str(folder / "adapter"), "--save-path"]
+    for more, said in (
+        ([str(folder / "peft"), "--to", "peft"], "holds an adapter already"),
+        ([str(folder / "peft"), "--to", "mlx"], "holds an adapter already"),
+        ([str(folder / "x"), "--to", "peft", "--outtype", "f16"], "--outtype: --to peft has no use for it"),
+        ([str(folder / "x"), "--to", "gguf", "--push-to-hub", "me/it"], "--push-to-hub: --to gguf has no use for it"),
+        ([str(folder / "x"), "--to", "peft", "--push-to-hub", "me"], "expected owner/name"),
+        ([str(folder / "x"), "--to", "peft", "--push-to-hub", "me/it/so"], "--push-to-hub me/it/so"),
+    ):
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert not (folder / "x").exists()

@@ -1,0 +1,40 @@
+"""Profiles of hypothesis: a short run that is the same everywhere, and a long one of fresh examples (`make fuzz`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fuzz_commands import Commands
+
+_COMMON = {
+    "deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate],
+}  # fmt: skip
+settings.register_profile("short", derandomize=True, max_examples=30, **_COMMON)
+settings.register_profile("fuzz", max_examples=100, **_COMMON)
+# --hypothesis-profile, which pytest reads after this file, may choose the other.
+settings.load_profile("short")
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory):
+    made = Commands(tmp_path_factory.mktemp("worker"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+
+
+@pytest.fixture(scope="session")
+def rows():
+    """The bytes of a train.jsonl without a mistake."""
+    line = {"prompt": "the quick brown fox", "completion": "jumps over"}
+    return (json.dumps(line) + "\n").encode() * 4

@@ -1,0 +1,168 @@
+"""Weights that nothing can be computed with: NaN, infinity and integers, in adapters and in checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+from deltatune import cli
+from deltatune.config import LoraConfig
+from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.models.load import load_model
+from new_tokens import write_data
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("damaged") / "data", new=False)
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damaged") / "adapter"
+    assert cli.main([str(word) for word in [*train(checkpoint, data, folder), "--iters", 1]]) == 0
+    return folder
+
+
+def train(model, data, folder):
+    return ["train", "--model", model, "--data", data, "--batch-size", 2, "--adapter-path", folder]
+
+
+def spoil(folder, file, value, kind=None):
+    """Put `value` into one number of a tensor in the middle of a file, and return the tensor's name."""
+    tensors = mx.load(str(folder / file))
+    name = sorted(name for name in tensors if kind is None or kind in name)[len(tensors) // 2 if kind is None else 0]
+    place = (slice(0, 1),) * tensors[name].ndim
+    tensors[name][place] = value
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / file), tensors, metadata={"format": "mlx"})
+    return name
+
+
+@pytest.mark.bad_input("`{command}` with an adapter that holds {value}")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("command", ["merge", "merge --dequantize", "eval", "generate", "train"])
+def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path, command, value):
+    broken = shutil.copytree(adapter, tmp_path / "broken")
+    name = spoil(broken, "adapters.safetensors", value)
+    command, *flags = command.split()
+    words = {
+        "merge": [command, "--model", checkpoint, "--adapter-path", broken, "--save-path", tmp_path / "merged", *flags],
+        "eval": [command, "--model", checkpoint, "--data", data, "--batch-size", 2, "--adapter-path", broken],
+        "generate": [command, "--model", checkpoint, "--prompt", "a", "--adapter-path", broken],
+        "train": [
+            *train(checkpoint, data, tmp_path / "out"), "--resume-adapter-file", broken / "adapters.safetensors",
+        ],
+    }[command]  # fmt: skip
+    code, _, error = run(*words)
+    assert code == 2
+    assert f"tensors hold NaN or infinity: {name}. Take an earlier save" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "merged").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.bad_input("`{command}` on a model with a weight that is NaN")
+@pytest.mark.parametrize("command", ["train", "train later", "train full", "eval", "generate"])
+def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, command):
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    name = spoil(broken, "model.safetensors", float("nan"), kind="1.mlp.up_proj.weight")
+    out = tmp_path / "out"
+    words = {
+        "train": train(broken, data, out),
+        "train later": [*train(broken, data, out), "--val-batches", 0],
+        "train full": [*train(broken, data, out), "--val-batches", 0, "--fine-tune-type", "full"],
+        "eval": ["eval", "--model", broken, "--data", data, "--batch-size", 2],
+        "generate": ["generate", "--model", broken, "--prompt", "a"],
+    }[command]
+    code, _, error = run(*words)
+    assert code == 2
+    # Adapters are kept whatever happened to the base; weights that are not finite replace no earlier save.
+    assert (out / "state" / "state.safetensors").exists() == (command == "train later")
+    assert f"tensors hold NaN or infinity, the first {name}: its checkpoint is damaged. Download" in error
+    assert "learning-rate" not in error
+
+
+@pytest.mark.bad_input("`merge` where the result is not finite ({fault})")
+@pytest.mark.parametrize("fault", ["base", "overflow"])
+@pytest.mark.parametrize("quantize", [None, {}], ids=["dense", "4bit"])
+def test_a_merge_that_is_not_finite(run, tiny_checkpoint, tmp_path, quantize, fault):
+    base = tiny_checkpoint("qwen3", quantize=quantize, dtype=mx.float16)
+    model, _ = load_model(base)
+    convert_to_lora(model, LoraConfig(rank=2, keys=["self_attn.q_proj"]))
+    save_adapters(model, tmp_path / "adapter", {})
+    if fault == "overflow":
+        tensors = mx.load(str(tmp_path / "adapter" / "adapters.safetensors"))
+        tensors = {name: mx.full(tensor.shape, 1e3) for name, tensor in tensors.items()}
+        mx.save_safetensors(str(tmp_path / "adapter" / "adapters.safetensors"), tensors)
+    else:
+        base = shutil.copytree(base, tmp_path / "base")
+        spoil(base, "model.safetensors", float("nan"), kind="q_proj.scales" if quantize == {} else "q_proj.weight")
+    flags = ["--model", base, "--adapter-path", tmp_path / "adapter", "--save-path", tmp_path / "merged"]
+    code, _, error = run("merge", *flags)
+    assert code == 2
+    assert "self_attn.q_proj: its weight would hold NaN or infinity after the merge." in error
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.bad_input("`{command}` on a model with a weight of {dtype}")
+@pytest.mark.parametrize("dtype", [mx.int8, mx.int32, mx.uint32])
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "merge"])
+def test_integer_weights(run, checkpoint, data, adapter, tmp_path, command, dtype):
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    tensors = mx.load(str(broken / "model.safetensors"))
+    name = next(name for name in tensors if "q_proj.weight" in name)
+    tensors[name] = (100 * tensors[name]).astype(dtype)
+    mx.eval(tensors)
+    mx.save_safetensors(str(broken / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    words = {
+        "train": train(broken, data, tmp_path / "out"),
+        "eval": ["eval", "--model", broken, "--data", data, "--batch-size", 2],
+        "generate": ["generate", "--model", broken, "--prompt", "a"],
+        "merge": ["merge", "--model", broken, "--adapter-path", adapter, "--save-path", tmp_path / "merged"],
+    }[command]
+    code, _, error = run(*words)
+    assert code == 2
+    kind = str(dtype).removeprefix("mlx.core.")
+    assert f"1 not of a floating-point type ({name} has type {kind}). Another tool quantised the weights" in error
+
+
+@pytest.mark.bad_input("`--from-scratch` with the config of a quantised model")
+@pytest.mark.parametrize("nested", [False, True])
+def test_from_scratch_with_a_quantised_config(run, tiny_checkpoint, data, tmp_path, nested):
+    base = shutil.copytree(tiny_checkpoint("qwen3_5", quantize={}), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    if nested:
+        config["text_config"]["quantization"] = config.pop("quantization")
+        config.pop("quantization_config", None)
+        (base / "config.json").write_text(json.dumps(config))
+    code, _, error = run(*train(base, data, tmp_path / "out"), "--from-scratch")
+    assert code == 2
+    assert "config.json has 'quantization', and quantised weights cannot be trained" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.bad_input("`from_scratch` with `fine_tune_type: {kind}`, in {place}")
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("place", ["flags", "file"])
+def test_from_scratch_with_a_type(run, checkpoint, data, tmp_path, kind, place):
+    options = {"from_scratch": True, "fine_tune_type": kind}
+    (tmp_path / "run.yaml").write_text(json.dumps(options if place == "file" else {}))
+    flags = ["--from-scratch", "--fine-tune-type", kind] if place == "flags" else []
+    code, out, error = run(*train(checkpoint, data, tmp_path / "out"), "-c", tmp_path / "run.yaml", *flags)
+    assert code == 2
+    assert f"fine_tune_type {kind} asks for adapters; leave one of them out" in error
+    assert "Loading" not in out
+    full = [*train(checkpoint, data, tmp_path / "out"), "--from-scratch", "--fine-tune-type", "full", "--iters", 1]
+    assert run(*full)[0] == 0

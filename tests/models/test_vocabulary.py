@@ -1,0 +1,177 @@
+"""Token ids without a row in the embedding are refused by name, and rows for them are added on request."""
+
+from __future__ import annotations
+
+import json
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.models.load import load
+from deltatune.models.vocabulary import resize_embeddings, token_rows, token_tables, tokens_without_row, with_vocab_size
+from families import FAMILIES, VOCABULARY
+from new_tokens import with_new_tokens, write_data
+
+REFUSAL = "the token '<call>' has the id 320, and the model's embedding has 320 rows, for ids 0 to 319."
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_embedding_is_the_module_that_reads_tokens(tiny_model, family, monkeypatch):
+    model, tokens, read = tiny_model(family), mx.array([[5, 6]]), []
+    paths = {id(module): path for path, module in model.named_modules()}
+    upstream = nn.Embedding.__call__
+
+    def call(self, ids):
+        read.extend([paths[id(self)]] if ids is tokens else [])
+        return upstream(self, ids)
+
+    tables = token_tables(model)
+    monkeypatch.setattr(nn.Embedding, "__call__", call)
+    width = model(tokens).shape[-1]
+    assert list(tables)[:1] == read
+    assert token_rows(model) == width == VOCABULARY
+    tied = FAMILIES[family].get("tie_word_embeddings", False)
+    assert [path.rpartition(".")[2] for path in tables][1:] == ["lm_head"] * (not tied)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
+def test_the_tables_of_a_vision_model(tiny_vision_model, family):
+    model = tiny_vision_model(family)
+    tables = token_tables(model)
+    assert next(iter(tables)) == "language_model.model.embed_tokens"
+    assert all(path.startswith("language_model.") for path in tables)
+    assert model(mx.array([[5, 6]])).logits.shape[-1] == token_rows(model)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint, tmp_path_factory):
+    base = tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+    return with_new_tokens(base, tmp_path_factory.mktemp("new") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("new") / "data")
+
+
+@pytest.mark.bad_input("`{command}` on data with a token that the embedding has no row for")
+@pytest.mark.parametrize(
+    ("command", "flags", "where"),
+    [
+        ("train", [], "train.jsonl:2: "),
+        ("train", ["--from-scratch"], "train.jsonl:2: "),
+        ("train", ["--show-batch"], "train.jsonl:2: "),
+        ("plan", [], "train.jsonl:2: "),
+        ("eval", [], "test.jsonl:2: "),
+    ],
+)
+def test_data_with_a_token_without_a_row(run, checkpoint, data, tmp_path, command, flags, where):
+    out = [] if command == "eval" else ["--adapter-path", tmp_path / "out"]
+    code, _, error = run(command, "--model", checkpoint, "--data", data, "--batch-size", 2, *out, *flags)
+    assert code == 2
+    assert where + REFUSAL in error
+    assert "Train with --resize-embeddings" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.bad_input("`generate --prompt` with a token that the embedding has no row for")
+def test_a_prompt_with_a_token_without_a_row(run, checkpoint):
+    code, _, error = run("generate", "--model", checkpoint, "--prompt", "a <call> b")
+    assert code == 2
+    assert f"--prompt: {REFUSAL}" in error
+    assert run("generate", "--model", checkpoint, "--prompt", "a b", "--max-tokens", 1)[0] == 0
+
+
+def test_data_without_such_tokens_are_trained(run, checkpoint, tmp_path):
+    data = write_data(tmp_path / "data", new=False)
+    flags = ["--model", checkpoint, "--data", data, "--batch-size", 2, "--iters", 1]
+    assert run("train", *flags, "--adapter-path", tmp_path / "out")[0] == 0
+
+
+@pytest.mark.bad_input("images and a prompt with a token that the embedding has no row for")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
+def test_vision_data_with_a_token_without_a_row(run, tiny_vision_checkpoint, tmp_path, family):
+    from PIL import Image
+
+    path = with_new_tokens(tiny_vision_checkpoint(family), tmp_path / "model")
+    rows = token_rows(load(path, image="a test").model)
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "data" / "a.png")
+    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a <call> b"}]
+    for split in ("train", "valid"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text(json.dumps({"messages": turns, "images": ["a.png"]}) + "\n")
+    flags = ["--model", path, "--data", tmp_path / "data", "--batch-size", 1, "--iters", 1]
+    code, _, error = run("train", *flags, "--adapter-path", tmp_path / "out")
+    assert code == 2
+    assert f"train.jsonl:1: the token '<call>' has the id {rows}, and the model's embedding has {rows} rows" in error
+    code, _, error = run("generate", "--model", path, "--prompt", "a <call>", "--image", tmp_path / "data" / "a.png")
+    assert code == 2
+    assert "--prompt: the token '<call>'" in error
+
+
+def test_the_doctor_names_the_first_token(checkpoint, tiny_checkpoint):
+    loaded = load(checkpoint)
+    found = tokens_without_row(loaded.model, loaded.tokenizer)
+    assert "has 320 rows, and 2 tokens of the tokenizer have ids beyond them, the first '<call>' (id 320)" in found
+    fitting = load(tiny_checkpoint("qwen3"))
+    assert tokens_without_row(fitting.model, fitting.tokenizer) is None
+
+
+@pytest.mark.parametrize("scratch", [None, 0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_grows(tiny_checkpoint, tmp_path, family, scratch):
+    base = tiny_checkpoint(family)
+    path = with_new_tokens(base, tmp_path / "model")
+    loaded, before = load(path), load(base).model
+    resize_embeddings(loaded, scratch)
+    tokens = mx.array([[5, 320, 7, 321]])
+    logits = loaded.model(tokens)
+    assert logits.shape == (1, 4, 322)
+    assert mx.isfinite(logits).all()
+    text = loaded.config.get("text_config", loaded.config)
+    assert text["vocab_size"] == 322
+    if scratch is None:
+        old = mx.array([[5, 6]])
+        # The products may be computed in other blocks, so the logits agree to rounding and not to the bit.
+        assert mx.abs(loaded.model(old)[..., :320] - before(old)).max() < 1e-5
+
+
+def test_a_model_that_does_not_follow_is_refused(checkpoint, monkeypatch):
+    loaded = load(checkpoint)
+    upstream = type(loaded.model)
+
+    class Cut(upstream):
+        def __call__(self, *inputs, **more):
+            return super().__call__(*inputs, **more)[..., :320]
+
+    loaded.model.__class__ = Cut
+    with pytest.raises(UserError, match=r"does not follow: for 322 tokens it has 322 rows and gives 320 logits"):
+        resize_embeddings(loaded)
+
+
+def test_nothing_is_added_where_there_are_enough_rows(tiny_checkpoint):
+    loaded = load(tiny_checkpoint("qwen3"))
+    config = loaded.config
+    resize_embeddings(loaded)
+    assert loaded.config is config
+    assert token_rows(loaded.model) == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"vocab_size": 4}, {"vocab_size": 5}),
+        ({"vocab_size": 4, "text_config": {"vocab_size": 4}}, {"vocab_size": 5, "text_config": {"vocab_size": 5}}),
+        ({"vocab_size": 9, "text_config": {"vocab_size": 4}}, {"vocab_size": 9, "text_config": {"vocab_size": 5}}),
+        ({"text_config": {}}, {"text_config": {"vocab_size": 5}}),
+        ({}, {"vocab_size": 5}),
+    ],
+)
+def test_the_size_in_a_config(config, expected):
+    assert with_vocab_size(config, 4, 5) == expected

@@ -1,0 +1,255 @@
+"""transformers + PEFT load what deltatune exports, and deltatune what PEFT saves: the logits are the same. Live."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map_with_path
+
+from deltatune.config import LoraConfig
+from deltatune.export.peft_adapter import write_peft
+from deltatune.export.peft_import import import_peft
+from deltatune.lora import convert_to_lora, load_adapters, save_adapters
+from deltatune.models.load import load_model
+from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.selftest.parity import seeded
+from deltatune.selftest.parity.cases import CASES
+
+pytestmark = [
+    pytest.mark.oracle,
+    # Raised inside transformers and PEFT.
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
+]
+
+FAMILIES = [name for name in CASES if "-" not in name]
+EXPERTS = ["qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing_hybrid"]
+TOLERANCE = 1e-4
+TOKENS = np.arange(3, 3 + 2 * 19).reshape(2, 19) * 7 % seeded.VOCAB
+
+
+def saved(folder: Path, name: str, **options) -> tuple[Path, Path]:
+    """A family's tiny checkpoint in two folders: as transformers saves it, and as mlx-lm reads it."""
+    import torch
+    import transformers
+    from parity import theirs
+    from safetensors.numpy import save_file
+
+    case = CASES[name]
+    config, shapes = theirs.saved(case.family.model_type, {**case.family.options, **options})
+    weights = case.family.weights(shapes)
+    model = theirs.load(config, weights)
+    assert isinstance(model, torch.nn.Module)
+    folders = folder / "transformers", folder / "mlx"
+    for path, (settings, tensors) in zip(
+        folders, ((config, weights), case.family.readable(config, weights)), strict=True
+    ):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(settings))
+        save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, path / "model.safetensors")
+    assert transformers
+    return folders
+
+
+def theirs_loaded(folder: Path):
+    from parity import theirs
+    from safetensors.numpy import load_file
+
+    return theirs.load(json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors"))
+
+
+def their_logits(model) -> np.ndarray:
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(TOKENS), use_cache=False).logits.numpy()
+
+
+def our_logits(model: nn.Module) -> np.ndarray:
+    return np.array(model(mx.array(TOKENS)).astype(mx.float32))
+
+
+def adapted(folder: Path, adapter: Path, kind: str = "lora", **options) -> np.ndarray:
+    """Save a random adapter on the model in `folder`; returns the adapted model's logits."""
+    model, _ = load_model(folder)
+    settings = {"rank": 3, "scale": 1.5} | options
+    report = convert_to_lora(model, LoraConfig(**settings), fine_tune_type=kind)
+    assert report.converted
+
+    def drawn(path: str, value: mx.array) -> mx.array:
+        return value + mx.array(seeded.spread(f"export {path}", value.shape, 0.08))
+
+    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
+    save_adapters(model, adapter, {"model": str(folder)})
+    return our_logits(model)
+
+
+def check_both_ways(tmp_path: Path, folders: tuple[Path, Path], ours: np.ndarray, keys: str | None = None) -> None:
+    """PEFT with the export, and deltatune with what PEFT saves of that, compute the logits `ours`."""
+    import peft
+
+    theirs, mlx = folders
+    write_peft(mlx, tmp_path / "adapter", tmp_path / "peft", str(theirs))
+    base = theirs_loaded(theirs)
+    plain = their_logits(base)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    assert np.abs(plain - ours).max() > 0.05
+    assert np.abs(their_logits(model) - ours).max() < TOLERANCE
+    model.save_pretrained(tmp_path / "saved", save_embedding_layers=False)
+    import_peft(mlx, tmp_path / "saved", tmp_path / "imported")
+    back, _ = load_model(mlx)
+    load_adapters(back, tmp_path / "imported")
+    assert np.abs(our_logits(back) - ours).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_module_with_lora(name, tmp_path):
+    folders = saved(tmp_path, name)
+    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid", "kimi_linear", "gemma3"])
+def test_dora(name, tmp_path):
+    folders = saved(tmp_path, name)
+    keys = ["*_proj", "*.in_proj_*", "mlp.shared_expert*"] if name == "kimi_linear" else ["*_proj"]
+    exclude = ["*switch_mlp*"] if name == "kimi_linear" else []
+    check_both_ways(
+        tmp_path, folders, adapted(folders[1], tmp_path / "adapter", "dora", keys=keys[:1], exclude=exclude)
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_moe"])
+def test_rslora(name, tmp_path):
+    folders = saved(tmp_path, name)
+    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", rslora=True, scale=2.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    # transformers 5.23 cannot tie the head of bailing_hybrid.
+    [("qwen3", False), ("qwen3", True), ("qwen3_5", False), ("qwen3_5", True), ("bailing_hybrid", False)],
+)
+def test_embeddings_and_head(name, tied, tmp_path):
+    folders = saved(tmp_path, name, tie_word_embeddings=tied)
+    embedding = "*word_embeddings" if name == "bailing_hybrid" else "*embed_tokens"
+    keys = [embedding, "*.q_proj"] + ([] if tied else ["*lm_head"])
+    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", keys=keys))
+
+
+@pytest.mark.parametrize("matrices", [["gate_proj"], ["up_proj"], ["down_proj"], ["gate_proj", "up_proj"]])
+def test_some_matrices_of_the_experts(matrices, tmp_path):
+    folders = saved(tmp_path, "qwen3_5_moe")
+    keys = [f"mlp.switch_mlp.{matrix}" for matrix in matrices]
+    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", keys=keys))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_merged_checkpoint(name, tmp_path):
+    """`deltatune merge` on a checkpoint as transformers saves it gives one that transformers reads whole."""
+    folders = saved(tmp_path, name)
+    ours = adapted(folders[1], tmp_path / "adapter")
+    merge_checkpoint(folders[1], tmp_path / "adapter", tmp_path / "merged")
+    merged = theirs_loaded_from_ours(name, folders, tmp_path / "merged")
+    assert np.abs(their_logits(merged) - ours).max() < TOLERANCE
+
+
+def theirs_loaded_from_ours(name, folders, merged):
+    """The model of a merged checkpoint; its config is transformers' own, which the parity's copy for mlx-lm is not."""
+    (merged / "config.json").write_text((folders[0] / "config.json").read_text())
+    return theirs_loaded(merged)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "experts", "rslora"])
+def test_an_adapter_that_peft_made(kind, tmp_path):
+    """Adapters made by PEFT itself, by its users' usual options, not by an export of ours."""
+    import peft
+    import torch
+
+    name = "qwen3_5_moe" if kind == "experts" else "qwen3_5"
+    theirs, mlx = saved(tmp_path, name)
+    options = {
+        "lora": {"target_modules": "all-linear", "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"layers.1.*": 3}},
+        "dora": {"target_modules": ["q_proj", "in_proj_qkv", "down_proj"], "use_dora": True},
+        "experts": {
+            "target_modules": ["o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+        "rslora": {"target_modules": ["q_proj", "embed_tokens"], "use_rslora": True},
+    }[kind]
+    config = peft.LoraConfig(r=4, lora_alpha=7, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(theirs_loaded(theirs), config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    expected = their_logits(model)
+    model.save_pretrained(tmp_path / "saved", save_embedding_layers=False)
+    import_peft(mlx, tmp_path / "saved", tmp_path / "imported")
+    ours, _ = load_model(mlx)
+    plain = our_logits(ours)
+    load_adapters(ours, tmp_path / "imported")
+    assert np.abs(plain - expected).max() > 0.05
+    assert np.abs(our_logits(ours) - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"])
+def test_tower_projector_and_language_model(name, tmp_path):
+    """Adapters on every module of a model with images: the loss of a batch with images is the same on both sides."""
+    import peft
+    from parity import vision_theirs
+    from safetensors.numpy import save_file
+
+    from deltatune.models.load import load_vision_tower
+    from deltatune.selftest.parity.vision import CASES as VISION
+    from deltatune.selftest.parity.vision import batch
+
+    case = VISION[name]
+    config, shapes = vision_theirs.layout(case)
+    weights = case.weights(shapes)
+    settings, tensors = case.readable(config, weights)
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "config.json").write_text(json.dumps(settings))
+    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, tmp_path / "mlx/model.safetensors")
+    model = load_vision_tower(tmp_path / "mlx")
+    convert_to_lora(model, LoraConfig(rank=3, scale=1.5), parts=("language", "vision", "projector"))
+    plain = vision_loss(model, batch(0))
+    drawn = tree_map_with_path(
+        lambda path, value: value + mx.array(seeded.spread(f"export {path}", value.shape, 0.12)),
+        model.trainable_parameters(),
+    )
+    model.update(drawn)
+    save_adapters(model, tmp_path / "adapter", {})
+    expected = vision_loss(model, batch(0))
+    write_peft(tmp_path / "mlx", tmp_path / "adapter", tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(vision_theirs.load(config, weights), tmp_path / "peft")
+    assert abs(plain - expected) > 1e-2
+    assert abs(vision_theirs.loss_of(theirs, batch(0)).item() - expected) < TOLERANCE
+    theirs.save_pretrained(tmp_path / "saved")
+    import_peft(tmp_path / "mlx", tmp_path / "saved", tmp_path / "imported")
+    back = load_vision_tower(tmp_path / "mlx")
+    load_adapters(back, tmp_path / "imported")
+    assert abs(vision_loss(back, batch(0)) - expected) < TOLERANCE
+
+
+def vision_loss(model: nn.Module, rows) -> float:
+    """Our loss of a batch with images."""
+    from deltatune.config import TrainConfig
+    from deltatune.models.vision.split import split_vision, vision_spec
+    from deltatune.patches import patched
+    from deltatune.selftest.parity.vision_ours import as_batch
+    from deltatune.train.distributed import World
+    from deltatune.train.optimizer import build_optimizer
+    from deltatune.train.step import Step, chunked_loss
+
+    with patched(model):
+        split = split_vision(model)
+        step = Step(model, build_optimizer(TrainConfig()), chunked_loss(split.backbone, split.head), World())
+        total, weight, _ = step.micro_batch(as_batch(rows, vision_spec(model)), None)
+        mx.eval(total, weight)
+    return (total / weight).item()

@@ -1,0 +1,160 @@
+"""The peak of a training step grows with the length and not with its square, wherever attention is deltatune's."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from deltatune.config import TrainConfig
+from deltatune.machine import backend
+from deltatune.machine.environment import ATTENTION
+from deltatune.ops.checkpoint import checkpointed
+from deltatune.ops.segments import segments
+from deltatune.patches import patched
+from deltatune.plan.traced_step import blank_batch
+from deltatune.train.distributed import World
+from deltatune.train.evaluate import Evaluation
+from deltatune.train.setup import prepare
+from deltatune.train.step import full_loss
+
+pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="the peaks of a CPU are counted")
+
+LENGTHS = (512, 2048)
+
+
+@pytest.fixture(autouse=True)
+def waiting_queue(monkeypatch) -> Iterator[None]:
+    """MLX waits for each operation before the next; else timing decides how far it runs ahead.
+
+    MLX's own attention would serve the shorter of these rows (ops/attention/choice.py).
+    """
+    monkeypatch.setenv(ATTENTION, "blocked")
+    limit = mx.set_memory_limit(1)
+    yield
+    mx.set_memory_limit(limit)
+
+
+def peak(run: Callable[[], object]) -> int:
+    """Bytes beyond those that were held before, in a second run."""
+    mx.eval(run())
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(run())
+    return mx.get_peak_memory() - before
+
+
+def growth(of_length: Callable[[int], Callable[[], object]]) -> float:
+    """The peak of rows four times as long: up to 4 times the peak where it is a + b T, up to 16 where quadratic.
+
+    The order in which MLX frees what an operation has read moves a peak by some percent.
+    """
+    short, long = (peak(of_length(length)) for length in LENGTHS)
+    return long / short
+
+
+def rows_of(length: int) -> mx.array:
+    return mx.random.randint(0, 320, (1, length), key=mx.random.key(0))
+
+
+def documents_of(length: int) -> mx.array:
+    return (mx.arange(length) // 700)[None].astype(mx.int32)
+
+
+def loss(model: nn.Module, rows: mx.array) -> mx.array:
+    return mx.logsumexp(model(rows), axis=-1).mean()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_a_checkpointed_step(tiny_model, family, packed):
+    """gemma3_text has windows of 16 tokens."""
+    model = tiny_model(family)
+    prepare(model, TrainConfig(num_layers=-1))
+    model.train()
+
+    def of_length(length: int) -> Callable[[], object]:
+        rows, owner = rows_of(length), documents_of(length) if packed else None
+
+        def run() -> object:
+            with segments(owner):
+                return nn.value_and_grad(model, loss)(model, rows)
+
+        return run
+
+    with patched(), checkpointed(model.layers):
+        assert growth(of_length) < 6
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bailing", "kimi_k3"])
+def test_latent_attention(tiny_model, family):
+    model = tiny_model(family)
+    layers = [m for _, m in model.named_modules() if type(m).__name__.endswith(("MLA", "MLAAttention"))]
+
+    def of_length(length: int) -> Callable[[], object]:
+        x = mx.random.normal((1, length, 64), key=mx.random.key(0))
+
+        def of_layer(x: mx.array) -> mx.array:
+            from mlx_lm.models.base import create_attention_mask
+
+            return layers[0](x, create_attention_mask(x, return_array=True)).square().sum()
+
+        return lambda: mx.grad(of_layer)(x)
+
+    with patched():
+        assert growth(of_length) < 6
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen features", "a tower that trains"])
+def test_a_vision_tower(tiny_vision_model, trained):
+    from deltatune.models.vision.frozen_tower import FrozenTower
+    from deltatune.models.vision.inputs import blank_vision_batch
+    from deltatune.models.vision.split import vision_spec
+
+    model = tiny_vision_model("qwen3_5")
+    tower = FrozenTower(model)
+
+    def of_length(length: int) -> Callable[[], object]:
+        batch = blank_vision_batch(1, 64, (1, length), vision_spec(model))
+
+        def features(_: object = None) -> mx.array:
+            return sum(each.square().sum() for each in tower.frame_features(batch, 0, length))
+
+        return nn.value_and_grad(model.vision_tower, features) if trained else features
+
+    with patched() if trained else nullcontext():
+        assert growth(of_length) < 6
+
+
+def test_a_validation(tiny_model):
+    model = tiny_model("qwen3")
+
+    def of_length(length: int) -> Callable[[], object]:
+        batch = blank_batch(1, length, False)
+        evaluation = Evaluation(model, full_loss(model), World())
+        order = SimpleNamespace(batches_per_epoch=1, epoch=lambda: [batch])
+        return lambda: mx.array(evaluation(order))
+
+    with patched():
+        assert growth(of_length) < 6
+
+
+def test_mlxs_own_attention_grows_with_the_square(tiny_model):
+    """A control: the measurement tells the two apart."""
+    model = tiny_model("qwen3")
+    model.train()
+
+    def of_length(length: int) -> Callable[[], object]:
+        rows = rows_of(length)
+        return lambda: nn.value_and_grad(model, loss)(model, rows)
+
+    assert growth(of_length) > 8

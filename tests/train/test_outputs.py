@@ -1,0 +1,185 @@
+"""The files beside the last weights: the best ones of a run, and its numbered copies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import mlx_lm.utils
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.errors import UserError
+from deltatune.train.evaluate import Evaluation
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """losses(3.0, 2.0, ...): the evaluations of a run give these figures in turn."""
+
+    def fix(*figures):
+        left = list(figures)
+        monkeypatch.setattr(Evaluation, "__call__", lambda *_: left.pop(0))
+
+    return fix
+
+
+def weights(folder, name="adapters.safetensors"):
+    return mx.load(str(folder / name))
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(mx.array_equal(value, other[name]) for name, value in one.items())
+
+
+def copies(folder):
+    return sorted(int(file.name[:7]) for file in folder.glob("*_adapters.safetensors"))
+
+
+# Evaluations come before the first iteration and after every second one of eight.
+@pytest.mark.parametrize(
+    ("figures", "best"),
+    [
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 8),
+        ([5.0, 4.0, 2.0, 3.0, 2.5], 4),
+        ([5.0, 4.0, 4.0, 4.0, 4.0], 2),
+        ([5.0, float("nan"), 4.5, float("nan"), 6.0], 4),
+        ([1.0, 4.0, 3.0, 2.0, 2.0], 0),
+    ],
+)
+def test_the_weights_with_the_lowest_loss_are_kept(make_trainer, tmp_path, losses, figures, best):
+    losses(*figures)
+    result = make_trainer(steps_per_eval=2, save_every=1, grad_accumulation_steps=1).run()
+    assert result.best_iteration == best
+    out = tmp_path / "out"
+    if best == 0:
+        assert not (out / "best").exists()
+        return
+    assert equal(weights(out / "best"), weights(out, f"{best:07d}_adapters.safetensors"))
+    assert equal(weights(out / "best"), weights(out)) == (best == 8)
+    about = json.loads((out / "best" / "adapter_config.json").read_text())
+    assert (about["iteration"], about["val_loss"]) == (best, min(f for f in figures if f == f))
+    assert about["lora_parameters"] == json.loads((out / "adapter_config.json").read_text())["lora_parameters"]
+
+
+def test_both_libraries_load_the_best(make_trainer, tmp_path, losses, checkpoint, run):
+    losses(5.0, 2.0, 3.0)
+    make_trainer(grad_accumulation_steps=1).run()
+    best = tmp_path / "out" / "best"
+    theirs, _ = mlx_lm.utils.load(str(checkpoint), adapter_path=str(best))
+    loaded = dict(tree_flatten(theirs.parameters()))
+    assert all(mx.array_equal(loaded[name], value) for name, value in weights(best).items())
+    flags = ["--model", checkpoint, "--adapter-path", best]
+    assert run("generate", *flags, "--prompt", "a", "--max-tokens", 1)[0] == 0
+    assert run("merge", *flags, "--save-path", tmp_path / "merged")[0] == 0
+
+
+def test_without_evaluations_there_is_no_best(make_trainer, tmp_path):
+    assert make_trainer(iters=2, val_batches=0).run().best_iteration is None
+    assert not (tmp_path / "out" / "best").exists()
+
+
+def test_the_best_of_a_full_run_is_a_checkpoint(make_trainer, tmp_path, losses):
+    losses(5.0, 2.0, 3.0)
+    make_trainer(fine_tune_type="full", grad_accumulation_steps=1).run()
+    out = tmp_path / "out"
+    best, last = (mlx_lm.utils.load(str(folder))[0].parameters() for folder in (out / "best", out))
+    best, last = dict(tree_flatten(best)), dict(tree_flatten(last))
+    assert best.keys() == last.keys()
+    assert not equal(best, last)
+
+
+def test_a_resumed_run_keeps_its_best(make_trainer, tmp_path, losses):
+    losses(5.0, 2.0, 3.0)
+    make_trainer(iters=4, steps_per_eval=2, grad_accumulation_steps=1).run()
+    best = weights(tmp_path / "out" / "best")
+    losses(2.5, 2.5)
+    result = make_trainer(iters=8, steps_per_eval=2, grad_accumulation_steps=1, resume=True).run()
+    assert (result.best_iteration, result.best_val_loss) == (2, 2.0)
+    assert equal(weights(tmp_path / "out" / "best"), best)
+
+
+def test_a_kill_after_the_best_gives_the_same_best(make_trainer, tmp_path, monkeypatch):
+    """The run dies between the best weights and the next state, and its continuation measures them once more."""
+    options = {"steps_per_eval": 2, "save_every": 3, "grad_accumulation_steps": 1}
+    make_trainer(**options, adapter_path=str(tmp_path / "straight")).run()
+    trainer = make_trainer(**options)
+    plain = trainer._saving.save_best
+
+    def killed(loss):
+        plain(loss)
+        if trainer.progress.iteration == 4:
+            shutil.copytree(tmp_path / "out", tmp_path / "found")
+        return None
+
+    trainer._saving.save_best = killed
+    trainer.run()
+    shutil.rmtree(tmp_path / "out")
+    shutil.copytree(tmp_path / "found", tmp_path / "out")
+    make_trainer(**options, resume=True).run()
+    for name in ("best", "."):
+        assert equal(weights(tmp_path / "out" / name), weights(tmp_path / "straight" / name))
+
+
+def test_the_run_says_where_the_best_is(run, options, tmp_path, losses):
+    for figures, words in (
+        ([5.0, 2.0, 3.0], f"best, with validation loss 2.0000 at 4: {tmp_path / 'out' / 'best'}; report:"),
+        ([1.0, 2.0, 3.0], "the validation loss was lowest before training, 1.0000; report:"),
+    ):
+        losses(*figures)
+        (tmp_path / "run.yaml").write_text(json.dumps(options | {"adapter_path": str(tmp_path / "out")}))
+        code, out, error = run("train", "-c", tmp_path / "run.yaml")
+        assert code == 0, error
+        assert words in " ".join(out.split()).replace("\n", "")
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [2, 4, 6, 8]), (3, [4, 6, 8]), (1, [8]), (0, []), (9, [2, 4, 6, 8])])
+def test_the_newest_copies_are_kept(make_trainer, tmp_path, keep, left):
+    out = tmp_path / "out"
+    others = [out / name for name in ("my_adapters.safetensors", "0000001_adapters.safetensors.bak", "notes.txt")]
+    trainer = make_trainer(save_every=2, keep=keep, val_batches=0)
+    save = trainer.outputs.save_weights
+
+    def save_beside_others(iteration):
+        for other in others:
+            other.write_text("mine")
+        save(iteration)
+
+    trainer.outputs.save_weights = save_beside_others
+    trainer.run()
+    assert [path for path in others if path.exists()] == others
+    (out / "my_adapters.safetensors").unlink()
+    assert copies(out) == left
+    assert weights(out)
+
+
+def test_the_oldest_copy_goes_only_after_the_new_one_is_written(make_trainer, tmp_path, monkeypatch):
+    from deltatune.train import outputs
+
+    trainer = make_trainer(save_every=2, keep=1, val_batches=0)
+    plain, seen = outputs.save_adapters, []
+
+    def failing(*arguments, **options):
+        seen.append(options["weights"])
+        if options["weights"].startswith("0000004"):
+            raise UserError("no room")
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(outputs, "save_adapters", failing)
+    with pytest.raises(UserError, match="no room"):
+        trainer.run()
+    assert copies(tmp_path / "out") == [2]
+
+
+@pytest.mark.bad_input("`keep` that is negative, or beside full fine-tuning")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"keep": -1}, "keep: expected .*, got -1"), ({"keep": 2, "fine_tune_type": "full"}, "full .* writes none")],
+)
+def test_a_number_that_makes_no_sense(make_trainer, changes, words):
+    with pytest.raises(UserError, match=words):
+        make_trainer(**changes)
