@@ -26,7 +26,10 @@ from deltatune.train.evaluate import Evaluation
 from deltatune.train.setup import prepare
 from deltatune.train.step import full_loss
 
-pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="the peaks of a CPU are counted")
+pytestmark = [
+    pytest.mark.any_blas,
+    pytest.mark.skipif(backend.device() != "cpu", reason="the peaks of a CPU are counted"),
+]
 
 LENGTHS = (512, 2048)
 
