@@ -22,5 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = import_peft(arguments.model, arguments.peft, arguments.save_path)
     kind = "DoRA" if found.dora else "LoRA"
-    print(f"The adapter is in {arguments.save_path}: {kind} on {len(found.factors)} modules.")
+    count = len(next(iter(found.new_rows.values()), ()))
+    rows = f" and rows for {count} new tokens" if count else ""
+    print(f"The adapter is in {arguments.save_path}: {kind} on {len(found.factors)} modules{rows}.")
     return 0

@@ -75,7 +75,8 @@ def summary(adapters: Adapters, start: Adapters | None = None) -> dict[str, Tens
     }
 
 
-def _worst(reference: dict[str, Tensor], adapters: Adapters) -> tuple[float, str]:
+def worst(reference: dict[str, Tensor], adapters: Adapters) -> tuple[float, str]:
+    """The largest error of a tensor, relative to its recorded length, and the tensor's name."""
     found = flat(adapters)
     if set(found) != set(reference):
         difference = sorted(set(found) ^ set(reference))
@@ -155,7 +156,7 @@ class Recording:
         gaps = np.abs(np.subtract(run.losses, self.losses))
         step = int(np.argmax(gaps))
         return Difference(
-            float(gaps[step]), step, *_worst(self.gradients, run.gradients), *_worst(self.adapters, run.final)
+            float(gaps[step]), step, *worst(self.gradients, run.gradients), *worst(self.adapters, run.final)
         )
 
 
