@@ -110,6 +110,13 @@ class TrainConfig:
             _LOSS, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
         ),
     )
+    router_aux_loss_coef: float = field(
+        default=0.0,
+        metadata=_about(_LOSS, "weight of the load-balancing loss of a mixture's routers", range=Range(least=0)),
+    )
+    router_z_loss_coef: float = field(
+        default=0.0, metadata=_about(_LOSS, "weight of the z-loss of a mixture's routers", range=Range(least=0))
+    )
     optimizer: str = field(
         default="adam",
         metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd, adafactor or lion"),

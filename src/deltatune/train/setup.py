@@ -37,6 +37,7 @@ from .distributed import World
 from .optimizer import build_optimizer
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
+from .routers import router_losses
 from .step import LossFunction, Step, chunked_loss, full_loss
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
@@ -223,7 +224,7 @@ def with_iterations(config: TrainConfig, order: BatchOrder) -> TrainConfig:
 def build_step(
     model: nn.Module, optimizer: mlx.optimizers.Optimizer, loss: LossFunction, config: TrainConfig, world: World
 ) -> Step:
-    """Build the training step that `config` describes."""
+    """Build the training step that `config` describes, inside training()."""
     return Step(
         model,
         optimizer,
@@ -232,6 +233,7 @@ def build_step(
         accumulate=config.grad_accumulation_steps,
         clip=config.grad_clip,
         expert_updates=config.expert_updates,
+        routers=router_losses(model, config),
     )
 
 
