@@ -117,6 +117,10 @@ class TrainConfig:
     router_z_loss_coef: float = field(
         default=0.0, metadata=_about(_LOSS, "weight of the z-loss of a mixture's routers", range=Range(least=0))
     )
+    neftune_noise_alpha: float | None = field(
+        default=None,
+        metadata=_about(_LOSS, "size of NEFTune's noise on the embeddings in training, such as 5", range=Range(above=0)),
+    )
     optimizer: str = field(
         default="adam",
         metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd, adafactor or lion"),

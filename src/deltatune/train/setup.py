@@ -25,6 +25,7 @@ from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.document_isolation import check_packing
+from ..models.embedding_noise import noisy_embedding
 from ..models.head import split_head
 from ..models.layer_caches import carries
 from ..models.load import Loaded, load, locate
@@ -311,11 +312,19 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
             check_packing(model)
         if config.grad_checkpoint:
             stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
-        objective = objective_of(config)
-        if objective is None:
-            yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)
-            return
-        parts, kind = _parts(model, compare)
-        token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
-        loss = preference_loss(token_losses, objective, config)
-        yield Training(loss, kind, layers, patches, compiled, objective, token_losses)
+        trained = _with_loss(model, config, compare, layers, patches, compiled)
+        # With noise, the two parts of a model could not be compared with the whole.
+        if config.neftune_noise_alpha is not None:
+            stack.enter_context(noisy_embedding(model, config.neftune_noise_alpha))
+        yield trained
+
+
+def _with_loss(model: nn.Module, config: TrainConfig, compare: bool, *found: Any) -> Training:
+    """Return what training() yields: the loss that `config` names, and what was `found` of the model."""
+    objective = objective_of(config)
+    if objective is None:
+        return Training(*choose_loss(model, compare=compare), *found)
+    parts, kind = _parts(model, compare)
+    token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
+    loss = preference_loss(token_losses, objective, config)
+    return Training(loss, kind, *found, objective, token_losses)
