@@ -119,7 +119,7 @@ class TrainConfig:
     )
     neftune_noise_alpha: float | None = field(
         default=None,
-        metadata=_about(_LOSS, "size of NEFTune's noise on the embeddings in training, such as 5", range=Range(above=0)),
+        metadata=_about(_LOSS, "size of NEFTune's noise on the embeddings, such as 5", range=Range(above=0)),
     )
     optimizer: str = field(
         default="adam",
@@ -134,6 +134,10 @@ class TrainConfig:
     learning_rate: float = field(
         default=1e-5,
         metadata=_about(_OPTIMIZER, "learning rate, used when no lr_schedule is given", range=Range(above=0)),
+    )
+    loraplus_lr_ratio: float | None = field(
+        default=None,
+        metadata=_about(_OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)),
     )
     lr_schedule: dict[str, Any] | None = field(
         default=None,

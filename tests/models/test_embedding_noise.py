@@ -6,7 +6,6 @@ import deltatune  # noqa: F401
 
 # isort: split
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from deltatune.lora.embedding import LoRAEmbedding
@@ -41,6 +40,8 @@ def test_noise_is_uniform_and_only_in_training(tiny_model, kind):
     # Of 640 uniform numbers the largest is below 0.97 of the bound once in 10^8 draws; their mean has sigma 0.023.
     assert 0.97 * BOUND < mx.abs(noise).max() <= BOUND * (1 + 1e-6)
     assert abs(noise.mean().item()) < 0.12 * BOUND
-    assert mx.array_equal(noise, again) and not mx.array_equal(noise, other)
-    assert mx.array_equal(quiet, clean) and mx.array_equal(embedding(TOKENS), clean)
-    assert type(embedding) is before and isinstance(embedding, nn.Module)
+    assert mx.array_equal(noise, again)
+    assert not mx.array_equal(noise, other)
+    assert mx.array_equal(quiet, clean)
+    assert mx.array_equal(embedding(TOKENS), clean)
+    assert type(embedding) is before

@@ -168,9 +168,7 @@ def in_pieces(
     Source: Chen et al., arXiv 1604.06174, who keep the states between segments of a recurrence.
     """
     paths, parameters = trainable(module)
-    row = _Row(
-        layer, module, paths, carry, list(pairwise(bounds)), options, segments.current(), side_outputs.wanted()
-    )
+    row = _Row(layer, module, paths, carry, list(pairwise(bounds)), options, segments.current(), side_outputs.wanted())
     function: Any = mx.custom_function(lambda *arrays: row.forward(*arrays))
     function.vjp(lambda primals, cotangents, outputs: row.backward(primals, cotangents, outputs))
     key = get_key()

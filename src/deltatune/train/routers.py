@@ -36,7 +36,7 @@ class RouterLosses(NamedTuple):
             sums: What the routers collected.
             weight: The sum of the weights of the micro-batch's targets. Without targets, nothing is trained.
         """
-        losses = mx.stack(routing.losses(sums))
+        losses = mx.stack(list(routing.losses(sums)))
         added = self.aux * losses[0] + self.z * losses[1] if self.trained else mx.array(0.0)
         reported = mx.stack([losses * weight, mx.broadcast_to(weight, (2,))])
         return mx.where(weight > 0, added, 0.0), mx.stop_gradient(reported)

@@ -20,6 +20,7 @@ from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
 from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
+from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.new_rows import grown_tables
@@ -40,6 +41,7 @@ from .preferences.loss import TokenLosses, chunked_token_losses, full_token_loss
 from .preferences.objectives import Objective, objective_of
 from .routers import router_losses
 from .step import LossFunction, Step, chunked_loss, full_loss
+from .tree import leaves
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
 
@@ -235,7 +237,25 @@ def build_step(
         clip=config.grad_clip,
         expert_updates=config.expert_updates,
         routers=router_losses(model, config),
+        rates=_rates(model, config),
     )
+
+
+def _rates(model: nn.Module, config: TrainConfig) -> dict[str, float]:
+    """Return the factors of the learning rates that are not 1, by the parameters' paths: LoRA+'s, arXiv 2402.12354."""
+    if config.loraplus_lr_ratio is None:
+        return {}
+    rates = {path: config.loraplus_lr_ratio for path, _ in leaves(model.trainable_parameters()) if _is_b(path)}
+    if not rates:
+        raise UserError(
+            "loraplus_lr_ratio: LoRA+ gives the B matrices of adapters a learning rate of their own, and no adapter "
+            "trains here; use fine_tune_type: lora, or leave it out."
+        )
+    return rates
+
+
+def _is_b(path: str) -> bool:
+    return path.endswith(".lora_b")
 
 
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
@@ -319,12 +339,14 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         yield trained
 
 
-def _with_loss(model: nn.Module, config: TrainConfig, compare: bool, *found: Any) -> Training:
-    """Return what training() yields: the loss that `config` names, and what was `found` of the model."""
+def _with_loss(
+    model: nn.Module, config: TrainConfig, compare: bool, layers: list[LayerInfo], patches: PatchReport, compiled: str
+) -> Training:
+    """Return what training() yields: the loss that `config` names, and what was found of the model."""
     objective = objective_of(config)
     if objective is None:
-        return Training(*choose_loss(model, compare=compare), *found)
+        return Training(*choose_loss(model, compare=compare), layers, patches, compiled)
     parts, kind = _parts(model, compare)
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)
-    return Training(loss, kind, *found, objective, token_losses)
+    return Training(loss, kind, layers, patches, compiled, objective, token_losses)

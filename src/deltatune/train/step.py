@@ -5,7 +5,7 @@ The training loop (loop.py) and the memory plan (plan/traced_step.py) run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -159,7 +159,7 @@ def mean_loss_and_gradients(
 
     trainable = model.trainable_parameters()
     watching: Any = nullcontext()
-    if routers is not None:
+    if routers is not None and lengths is not None:
         watching = routing.watching(lengths, inputs.shape[1], trained=routers.trained)
     try:
         with segments(packed), watching:
@@ -203,6 +203,7 @@ class Step:
         clip: The largest gradient norm that is not scaled down; None for no clipping.
         expert_updates: `dense` or `active`.
         routers: What is added to the mean loss for the routers of a mixture; None for a model without routers.
+        rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
 
     Attributes:
         bundles: Which parameters are joined for the optimizer.
@@ -222,15 +223,16 @@ class Step:
         clip: float | None = None,
         expert_updates: str = "dense",
         routers: RouterLosses | None = None,
+        rates: Mapping[str, float] | None = None,
     ):
         self._model, self._optimizer, self._loss, self._world = model, optimizer, loss, world
         self._clip, self.routers = clip, routers
         self._weighted = accumulate > 1 or world.size > 1
         self._accumulates = accumulate > 1
-        self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
+        self._active = ActiveExperts(model, optimizer, rates) if expert_updates == "active" else None
         parameters = model.trainable_parameters()
         separate = self._active.paths if self._active else ()
-        self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model))
+        self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model), rates)
         # The current bundles, and the model's parameters that are parts of them, by path.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self._parameters())
@@ -347,7 +349,7 @@ class Step:
 
         With active experts, the fields of ExpertGradients come fourth.
         """
-        divisor = mx.array(1.0)
+        optimizer, rates, divisor = self._optimizer, self.bundles.rate, mx.array(1.0)
         if self._weighted:
             divisor = mx.where(weight > 0, weight, 1.0)
         experts: dict[str, mx.array] = {}
@@ -356,14 +358,15 @@ class Step:
         if self._weighted:
             gradients = tree_map(lambda g: g / divisor, gradients)
         if self._active is None:
-            parameters, norm = updates.apply(self._optimizer, parameters, gradients, mx.isfinite(loss), self._clip)
+            healthy = mx.isfinite(loss)
+            parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates=rates)
             return parameters, self.bundles.part(parameters), norm
         norm = updates.global_norm(experts).square() / divisor.square()
         if leaves(gradients):
             norm = norm + updates.global_norm(gradients).square()
         norm = mx.sqrt(norm)
         healthy = mx.logical_and(mx.isfinite(loss), mx.isfinite(norm))
-        parameters, _ = updates.apply(self._optimizer, parameters, gradients, healthy, self._clip, norm)
+        parameters, _ = updates.apply(optimizer, parameters, gradients, healthy, self._clip, norm, rates)
         factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
         touched = self._active.touched(experts)
         return parameters, self.bundles.part(parameters), norm, (experts, touched, factor, healthy)
