@@ -123,7 +123,7 @@ class TrainConfig:
     )
     optimizer: str = field(
         default="adam",
-        metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd, adafactor or lion"),
+        metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"),
     )
     optimizer_config: dict[str, dict[str, Any] | None] = field(
         default_factory=dict,

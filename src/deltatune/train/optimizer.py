@@ -17,6 +17,7 @@ from ..config import TrainConfig, nearest
 from ..errors import UserError
 from ..ops.pointwise import adam
 from ..values import Range, checked, short
+from .eight_bit import Adam8bit, AdamW8bit
 from .tree import leaves
 
 Schedule = Callable[[mx.array], mx.array]
@@ -27,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {
     if inspect.isclass(kind)
     and issubclass(kind, mlx.optimizers.Optimizer)
     and kind not in (mlx.optimizers.Optimizer, mlx.optimizers.MultiOptimizer)
-}
+} | {"adam8bit": Adam8bit, "adamw8bit": AdamW8bit}
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     name: getattr(schedulers, name) for name in ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 }
