@@ -192,7 +192,7 @@ class TrainConfig:
         default_factory=LoraConfig,
         metadata=_about(
             _TUNE,
-            "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers and rslora",
+            "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora and init",
             flag=False,
         ),
     )

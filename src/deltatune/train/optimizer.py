@@ -22,13 +22,14 @@ from .tree import leaves
 
 Schedule = Callable[[mx.array], mx.array]
 
-OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {"adam8bit": Adam8bit, "adamw8bit": AdamW8bit}
+OPTIMIZERS |= {
     name.lower(): kind
     for name, kind in vars(mlx.optimizers).items()
     if inspect.isclass(kind)
     and issubclass(kind, mlx.optimizers.Optimizer)
     and kind not in (mlx.optimizers.Optimizer, mlx.optimizers.MultiOptimizer)
-} | {"adam8bit": Adam8bit, "adamw8bit": AdamW8bit}
+}
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     name: getattr(schedulers, name) for name in ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 }

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
+from mlx.utils import tree_map
 
 from ..config import TrainConfig
 from ..data import BatchOrder, Splits
@@ -22,7 +23,7 @@ from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
-from ..lora import convert_to_lora, load_adapter_weights, load_adapters
+from ..lora import convert_to_lora, load_adapter_weights, load_adapters, pissa
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.document_isolation import check_packing
@@ -71,7 +72,13 @@ class Run:
 
     def prepare(self) -> list[str]:
         """Make the model trainable as the options say; return lines that describe it to the user."""
-        return prepare(self.model, self.config)
+        lines = prepare(self.model, self.config)
+        if self.world.size > 1:
+            # Another machine's decomposition of the same weight may differ in its last bits.
+            main = self.world.main
+            own = tree_map(lambda start: start if main else mx.zeros_like(start), pissa.starts(self.model))
+            pissa.start_at(self.model, self.world.sum_tree(own))
+        return lines
 
     def order(self, examples: Sequence[Example]) -> BatchOrder:
         """Return this rank's batches of `examples`."""
@@ -179,6 +186,10 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
     if config.from_scratch:
         _unfreeze_beside_layers(model)
     if config.resume_adapter_file is not None:
+        if pissa.starts(model):
+            raise UserError(
+                "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
+            )
         load_adapter_weights(model, config.resume_adapter_file)
     return [*report.summary(), *_new_rows(model, config), *refused_by_mlx_vlm(model)]
 
