@@ -7,6 +7,7 @@ difference, a LoRA of twice the rank: [A, A0] and [B, -B0], as PEFT's conversion
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -25,9 +26,20 @@ class PiSSALinear(LoRALinear):
     `_start` holds A0 and B0 in fp32; the underscore keeps them out of the parameters.
     """
 
-    def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
-        super().__init__(linear, rank, scale, dropout)
-        self.start_at(*principal_factors(dense_weight(linear), rank, scale))
+    @classmethod
+    def from_base(
+        cls,
+        base: nn.Module,
+        rank: int = 8,
+        scale: float = 20.0,
+        dropout: float = 0.0,
+        after: Sequence[mx.array] = (),
+    ) -> PiSSALinear:
+        """Return an adapter around `base` whose outputs are those of `base`; its start is computed `after` arrays."""
+        made = cls(base, rank, scale, dropout)
+        weight = dense_weight(base)
+        made.start_at(*principal_factors(mx.depends([weight], list(after))[0] if after else weight, rank, scale))
+        return made
 
     def start_at(self, a: mx.array, b: mx.array) -> None:
         """Take A [in, r] and B [r, out] as the factors and as their start."""
@@ -77,7 +89,9 @@ def principal_factors(weight: mx.array, rank: int, scale: float) -> tuple[mx.arr
 
 
 def with_pissa(made: dict[str, Any], rank: int, scale: float, dropout: float) -> tuple[dict[str, Any], list[str]]:
-    """Return the adapters of `made` with a PiSSALinear for each LoRALinear that is large enough, and a note on the rest.
+    """Return the adapters of `made` with a PiSSALinear for each LoRALinear that is large enough, and notes on the rest.
+
+    Starts are computed when they are needed, one after another, since each needs a copy of its weight in fp32.
 
     Args:
         made: Adapters by path.
@@ -85,13 +99,14 @@ def with_pissa(made: dict[str, Any], rank: int, scale: float, dropout: float) ->
         scale: Their scale.
         dropout: Their dropout.
     """
-    chosen = {
-        path: PiSSALinear.from_base(adapter.linear, rank, scale, dropout)
-        if type(adapter) is LoRALinear and rank <= min(dense_weight(adapter.linear).shape)
-        else adapter
-        for path, adapter in made.items()
-    }
-    others = [path for path, adapter in chosen.items() if not isinstance(adapter, PiSSALinear)]
+    chosen, others = dict(made), []
+    last: list[mx.array] = []
+    for path, adapter in made.items():
+        if type(adapter) is not LoRALinear or rank > min(dense_weight(adapter.linear).shape):
+            others.append(path)
+            continue
+        chosen[path] = PiSSALinear.from_base(adapter.linear, rank, scale, dropout, last)
+        last = chosen[path]._start
     if not others:
         return chosen, []
     return chosen, [f"PiSSA starts linear layers alone; {len(others)} adapters start at zero, such as {others[0]}."]
