@@ -110,9 +110,20 @@ class TrainConfig:
             _LOSS, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
         ),
     )
+    router_aux_loss_coef: float = field(
+        default=0.0,
+        metadata=_about(_LOSS, "weight of the load-balancing loss of a mixture's routers", range=Range(least=0)),
+    )
+    router_z_loss_coef: float = field(
+        default=0.0, metadata=_about(_LOSS, "weight of the z-loss of a mixture's routers", range=Range(least=0))
+    )
+    neftune_noise_alpha: float | None = field(
+        default=None,
+        metadata=_about(_LOSS, "size of NEFTune's noise on the embeddings, such as 5", range=Range(above=0)),
+    )
     optimizer: str = field(
         default="adam",
-        metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd, adafactor or lion"),
+        metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"),
     )
     optimizer_config: dict[str, dict[str, Any] | None] = field(
         default_factory=dict,
@@ -123,6 +134,10 @@ class TrainConfig:
     learning_rate: float = field(
         default=1e-5,
         metadata=_about(_OPTIMIZER, "learning rate, used when no lr_schedule is given", range=Range(above=0)),
+    )
+    loraplus_lr_ratio: float | None = field(
+        default=None,
+        metadata=_about(_OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)),
     )
     lr_schedule: dict[str, Any] | None = field(
         default=None,
@@ -177,7 +192,7 @@ class TrainConfig:
         default_factory=LoraConfig,
         metadata=_about(
             _TUNE,
-            "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers and rslora",
+            "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora and init",
             flag=False,
         ),
     )

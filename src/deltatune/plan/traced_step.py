@@ -156,7 +156,8 @@ def _outputs(
 
     The norm of the gradients comes last.
     """
-    loss, weight, gradients = step.on_arrays(batch, sums.gradients)
+    lengths = None if step.routers is None else mx.zeros(len(batch[0]), mx.int32)
+    loss, weight, gradients = step.on_arrays(batch, sums.gradients, lengths)
     new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
     first = [loss, weight, *step.figures, *_leaves(new)]
     norm, experts = step.begin_update(*new)

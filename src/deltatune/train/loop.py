@@ -166,8 +166,8 @@ class Trainer:
         threshold = config.clear_cache_threshold
         self._cache_limit = backend.cache_to_keep() if threshold is None else threshold
         self._loss: LossFunction = loss
-        self._figures = trained.figures
         self._step = build_step(self.model, self._optimizer, loss, config, world)
+        self._figures = trained.figures + self._step.reports
         self._evaluation = Evaluation(self.model, loss, world, trained.figures)
         self._saving.begin(self._step)
         self._batches: list[Batch] = []
