@@ -81,8 +81,8 @@ def prompt_tokens(
     return conversation_tokens(tokenizer, messages, refused, **options)
 
 
-def conversation_tokens(tokenizer: Any, messages: list[dict[str, Any]], remedy: str, **options: Any) -> list[int]:
-    """Turn a conversation into tokens through the chat template.
+def conversation_text(tokenizer: Any, messages: list[dict[str, Any]], remedy: str, **options: Any) -> str:
+    """Write a conversation with the chat template.
 
     Args:
         tokenizer: mlx-lm's wrapper of a tokenizer that has a chat template.
@@ -94,10 +94,14 @@ def conversation_tokens(tokenizer: Any, messages: list[dict[str, Any]], remedy: 
         UserError: The chat template refuses the conversation or an option.
     """
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except _TEMPLATE_ERRORS as error:
         raise UserError(f"the model's chat template refuses the prompt: {reason(error)}; {remedy}.") from error
-    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def conversation_tokens(tokenizer: Any, messages: list[dict[str, Any]], remedy: str, **options: Any) -> list[int]:
+    """Turn a conversation into tokens, with the arguments of conversation_text."""
+    return tokenizer.encode(conversation_text(tokenizer, messages, remedy, **options), add_special_tokens=False)
 
 
 def _messages(prompt: str, system_prompt: str | None, images: int, videos: Sequence[str]) -> list[dict[str, Any]]:
