@@ -11,6 +11,8 @@ from typing import Any
 
 from .errors import UserError
 from .lora_parameters import LoraConfig
+from .sample_options import SampleOptions
+from .stream_options import StreamOptions, check_streaming
 from .values import Range, build, fix, nearest
 from .values import about as _about
 from .yaml_files import read_yaml
@@ -28,7 +30,7 @@ NO_TYPE_FROM_SCRATCH = (
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(SampleOptions, StreamOptions):
     """The options of a training run.
 
     Lengths are in tokens. Schedules count optimizer steps; everything else counts iterations, of which
@@ -388,6 +390,7 @@ class TrainConfig:
             raise UserError(
                 "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
             )
+        check_streaming(self)
         if self.resume and self.overwrite:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.early_stopping is not None and self.val_batches == 0:

@@ -82,8 +82,9 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
         if field.name == "clear_cache_threshold":
             convert = size
         choices = field.metadata["choices"] or None
+        several = "+" if kind.startswith("list") else None
         metavar = None if choices else {int: "N", float: "X", size: "SIZE"}.get(convert, "TEXT")
-        group.add_argument(name, type=convert, default=None, choices=choices, metavar=metavar, help=text)
+        group.add_argument(name, type=convert, nargs=several, default=None, choices=choices, metavar=metavar, help=text)
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
@@ -105,9 +106,11 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = N
 
 
 def option_fields() -> list[dataclasses.Field]:
-    """Return the fields of TrainConfig, with those of LoraConfig behind `lora_parameters`."""
+    """Return the fields of TrainConfig, with those of LoraConfig behind `lora_parameters`, and inherited ones last."""
     found: list[dataclasses.Field] = []
-    for field in dataclasses.fields(TrainConfig):
+    for field in sorted(
+        dataclasses.fields(TrainConfig), key=lambda field: field.name not in TrainConfig.__annotations__
+    ):
         found += [field, *(dataclasses.fields(LoraConfig) if field.name == "lora_parameters" else ())]
     return found
 

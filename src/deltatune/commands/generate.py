@@ -172,7 +172,7 @@ def generate(options: GenerateOptions) -> str:
     )
     if not tokens:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
-    check_prompt(loaded, tokens)
+    check_prompt(loaded.model, loaded.tokenizer, tokens)
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
     if options.image:
         answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)

@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
     from ..train.evaluate import say_loss
     from ..train.folder import RunFolder
     from ..train.log import Screen, check_services
-    from ..train.setup import batch_order, ready
+    from ..train.setup import ready, training_order
 
     world = World()
     screen = Screen(shown=world.main, verbose=verbose)
@@ -75,7 +75,7 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
         config = run.config
         if show:
             if world.main:
-                show_batch(next(batch_order(run.splits.train, config)), run.loaded.tokenizer)
+                show_batch(next(training_order(run.splits, config)), run.loaded.tokenizer)
             return None
         for line in run.prepare():
             screen.say(line)

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
+from ..data.example_stream import StreamedSplits
 from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
+from ..data.stream_order import StreamOrder
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters, pissa
@@ -79,6 +82,10 @@ class Run:
             own = tree_map(lambda start: start if main else mx.zeros_like(start), pissa.starts(self.model))
             pissa.start_at(self.model, self.world.sum_tree(own))
         return lines
+
+    def training_order(self) -> BatchOrder | StreamOrder:
+        """Return this rank's batches to train on."""
+        return training_order(self.splits, self.config, self.world)
 
     def order(self, examples: Sequence[Example]) -> BatchOrder:
         """Return this rank's batches of `examples`."""
@@ -227,9 +234,17 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
     )
 
 
-def with_iterations(config: TrainConfig, order: BatchOrder) -> TrainConfig:
+def training_order(splits: Splits, config: TrainConfig, world: World | None = None) -> BatchOrder | StreamOrder:
+    """Return the batches to train on, as batch_order does; those of a stream come from one window after the other."""
+    if not isinstance(splits, StreamedSplits):
+        return batch_order(splits.train, config, world)
+    in_window = partial(batch_order, config=config, world=world)
+    return StreamOrder(splits.stream, splits.first, in_window, row_capacity(config))
+
+
+def with_iterations(config: TrainConfig, order: BatchOrder | StreamOrder) -> TrainConfig:
     """Return the options with the number of iterations that `epochs` stands for, where it is given."""
-    if config.epochs is None:
+    if config.epochs is None or isinstance(order, StreamOrder):
         return config
     # A product such as 0.1 * 30 may be a little above the whole number that it stands for.
     return dataclasses.replace(config, iters=max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6)))
