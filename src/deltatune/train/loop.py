@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -117,8 +117,12 @@ class Trainer:
             folder=folder,
         )
 
-    def run(self) -> Result:
+    def run(self, *, checkpointed_layers: Sequence[int] | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
+
+        Args:
+            checkpointed_layers: The positions of the layers to checkpoint where `config.grad_checkpoint` is auto, as
+                plan.fit.check returns them.
 
         Raises:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
@@ -127,7 +131,8 @@ class Trainer:
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
-            trained = stack.enter_context(training(self.model, config))
+            layers = checkpointed_layers if config.grad_checkpoint == "auto" else None
+            trained = stack.enter_context(training(self.model, config, checkpointed_layers=layers))
             for line in announce.lines(
                 self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
             ):
@@ -140,6 +145,7 @@ class Trainer:
             stack.callback(self._close)
             stack.enter_context(self._ending)
             self._open()
+            self.progress.checkpointed_layers = None if layers is None else list(layers)
             world.do_on_main(keep, "keep the reference")
             self.screen.start(self.progress.iteration, config.iters)
             with self._ending.rescue():

@@ -20,6 +20,7 @@ from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
 from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
+from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters
 from ..lora.new_rows import grown_tables
@@ -289,7 +290,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> Iterator[Training]:
+def training(
+    model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpointed_layers: Sequence[int] | None = None
+) -> Iterator[Training]:
     """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
     Args:
@@ -297,9 +300,11 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         config: The options of the run.
         compare: Whether to check by computing that the model's parts give what the whole gives, and that packed
             documents do not influence each other.
+        checkpointed_layers: The positions of the layers to checkpoint, which the plan has chosen because
+            `config.grad_checkpoint` is auto.
 
     Raises:
-        UserError: If packed documents influence each other in this model.
+        UserError: If packed documents influence each other in this model, or no plan has chosen layers for auto.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
@@ -307,8 +312,10 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         layers = describe(model)
         if config.pack and compare:
             check_packing(model)
-        if config.grad_checkpoint:
-            stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
+        chosen = _to_checkpoint(len(layers), config, checkpointed_layers)
+        if chosen:
+            carried = carries(model, layers)
+            stack.enter_context(checkpointed([layers[at].module for at in chosen], [carried[at] for at in chosen]))
         objective = objective_of(config)
         if objective is None:
             yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)
@@ -317,3 +324,15 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
         loss = preference_loss(token_losses, objective, config)
         yield Training(loss, kind, layers, patches, compiled, objective, token_losses)
+
+
+def _to_checkpoint(layers: int, config: TrainConfig, chosen: Sequence[int] | None) -> Sequence[int]:
+    """Return the positions of the layers to checkpoint, of so many; `chosen` is what the plan chose for auto."""
+    if config.grad_checkpoint == "auto":
+        if chosen is None:
+            raise UserError(
+                "grad_checkpoint: auto checkpoints the layers that a plan chooses, and none was made. Give Trainer.run "
+                "the checkpointed_layers of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
+            )
+        return chosen
+    return range(layers) if config.grad_checkpoint else ()
