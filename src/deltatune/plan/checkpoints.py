@@ -1,4 +1,4 @@
-"""Chooses the layers that a run with `grad_checkpoint: auto` checkpoints: as few as the memory allows.
+"""Chooses the layers that `grad_checkpoint: auto` checkpoints: as few as the memory allows.
 
 Which layers come first was found by planning Qwen3.5's shapes (docs/log.md). A layer near the input is checkpointed
 before one near the loss, since the layers above it have freed what they kept when it is computed again. A recurrent

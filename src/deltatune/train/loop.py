@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,23 +31,11 @@ from .outputs import Outputs
 from .preferences.figures import means
 from .preferences.reference import fill
 from .report import write_report
-from .result import Result
+from .result import Advance, Result
 from .saving import Saving
 from .setup import Run, Training, batch_order, build_step, training, with_iterations
 from .step import LossFunction, Sums
 from .tree import number, seed_iteration
-
-
-class Advance(NamedTuple):
-    """The figures of one iteration.
-
-    Attributes:
-        sums: Over all ranks: losses, weights, tokens, ranks that were asked to stop, and a preference loss's figures.
-        norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
-    """
-
-    sums: tuple[float, ...]
-    norm: float | None
 
 
 class Trainer:
