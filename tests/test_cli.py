@@ -73,6 +73,26 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ([], False),
+        (["--grad-checkpoint"], True),
+        (["--grad-checkpoint", "true"], True),
+        (["--grad-checkpoint", "false"], False),
+        (["--no-grad-checkpoint"], False),
+        (["--grad-checkpoint", "auto"], "auto"),
+        (["--grad-checkpoint", "--iters", "3"], True),
+    ],
+)
+def test_checkpointing_is_a_switch_that_may_be_left_to_the_plan(arguments, value, tmp_path):
+    assert config(*arguments).grad_checkpoint == value
+    file = tmp_path / "run.yaml"
+    for other, text in ((True, "true"), (False, "false"), ("auto", "auto")):
+        file.write_text(f"grad_checkpoint: {text}\n")
+        assert config("-c", file, *arguments).grad_checkpoint == (value if arguments else other)
+
+
+@pytest.mark.parametrize(
     ("text", "size"), [("4GB", 4 * 10**9), ("1.5 G", 1_500_000_000), ("500mb", 5 * 10**8), ("7", 7)]
 )
 def test_sizes(text, size):

@@ -218,9 +218,14 @@ class TrainConfig(SampleOptions, StreamOptions):
         ),
     )
     iters: int = field(default=1000, metadata=_about(_RUN, "number of iterations to train for", range=Range(least=1)))
-    grad_checkpoint: bool = field(
+    grad_checkpoint: bool | str = field(
         default=False,
-        metadata=_about(_RUN, "recompute each layer in the backward pass, which takes less memory and more time"),
+        metadata=_about(
+            _RUN,
+            "recompute each layer in the backward pass, which takes less memory and more time; auto recomputes as few "
+            "layers as the memory allows",
+            choices=("auto",),
+        ),
     )
     max_seq_length: int = field(
         default=2048, metadata=_about(_DATA, "largest length of a row, in tokens", range=Range(least=2))

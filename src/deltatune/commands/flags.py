@@ -25,6 +25,11 @@ def _text(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
 
 
+def _switch(text: str) -> bool | str:
+    """Return what the text of a switch says, or the text itself where it is another word."""
+    return {"true": True, "false": False}.get(text, text)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that takes no abbreviations and names the nearest known flag or command in its errors."""
 
@@ -75,6 +80,10 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
     kind = str(field.type)
     if field.name == "train":
         group.add_argument(name, action="store_true", default=None, help=text)
+    elif kind == "bool | str":
+        words = ["true", "false", *field.metadata["choices"]]
+        group.add_argument(name, type=_switch, nargs="?", const=True, default=None, metavar="|".join(words), help=text)
+        group.add_argument(f"--no-{name[2:]}", dest=field.name, action="store_const", const=False, help=f"{name} false")
     elif kind.startswith("bool"):
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:

@@ -80,8 +80,10 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
         for line in run.prepare():
             screen.say(line)
         trainer = Trainer.of(run, screen, folder)
-        screen.say(check(run, force=force))
-        result = trainer.run()
+        checked = check(run, force=force)
+        for line in checked.lines:
+            screen.say(line)
+        result = trainer.run(checkpointed_layers=checked.checkpointed_layers)
         if config.test:
             say_loss("Test", run, run.splits.test, screen)
         screen.say(f"Saved in {config.adapter_path}; {_best(result, trainer.outputs)}report: {trainer.outputs.report}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.nn as nn
@@ -80,6 +81,7 @@ def forecast_step(
     layout: ArrayLayout,
     images: ImageShapes | None = None,
     preferences: int = 0,
+    checkpointed_layers: Sequence[int] | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -91,9 +93,11 @@ def forecast_step(
         layout: how the loaded MLX stores its arrays.
         images: the shapes of the batch's images; None for text.
         preferences: how many preferences the batch has; 0 where the loss reads none.
+        checkpointed_layers: the positions of the layers to checkpoint where `config.grad_checkpoint` is auto.
     """
     try:
-        return _planned(build(model, config, rows, length, layout, images, preferences), config, layout)
+        built = build(model, config, rows, length, layout, images, preferences, checkpointed_layers)
+        return _planned(built, config, layout)
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected.
         gc.collect()

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -31,11 +31,11 @@ from .outputs import Outputs
 from .preferences.figures import means
 from .preferences.reference import fill
 from .report import write_report
-from .result import Result
+from .result import Advance, Result
 from .samples import Samples
 from .saving import Saving
 from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
-from .step import Advance, LossFunction, Sums
+from .step import LossFunction, Sums
 from .tree import number, seed_iteration
 
 
@@ -107,8 +107,12 @@ class Trainer:
             folder=folder,
         )
 
-    def run(self) -> Result:
+    def run(self, *, checkpointed_layers: Sequence[int] | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
+
+        Args:
+            checkpointed_layers: The positions of the layers to checkpoint where `config.grad_checkpoint` is auto, as
+                plan.fit.check returns them.
 
         Raises:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
@@ -117,7 +121,8 @@ class Trainer:
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
-            trained = stack.enter_context(training(self.model, config))
+            layers = checkpointed_layers if config.grad_checkpoint == "auto" else None
+            trained = stack.enter_context(training(self.model, config, checkpointed_layers=layers))
             for line in announce.lines(
                 self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
             ):
@@ -130,6 +135,7 @@ class Trainer:
             stack.callback(self._close)
             stack.enter_context(self._ending)
             self._open()
+            self.progress.checkpointed_layers = None if layers is None else list(layers)
             world.do_on_main(keep, "keep the reference")
             self.screen.start(self.progress.iteration, config.iters)
             with self._ending.rescue():

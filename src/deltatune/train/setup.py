@@ -338,7 +338,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> Iterator[Training]:
+def training(
+    model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpointed_layers: Sequence[int] | None = None
+) -> Iterator[Training]:
     """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
     Args:
@@ -346,9 +348,11 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         config: The options of the run.
         compare: Whether to check by computing that the model's parts give what the whole gives, and that packed
             documents do not influence each other.
+        checkpointed_layers: The positions of the layers to checkpoint, which the plan has chosen because
+            `config.grad_checkpoint` is auto.
 
     Raises:
-        UserError: If packed documents influence each other in this model.
+        UserError: If packed documents influence each other in this model, or no plan has chosen layers for auto.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
@@ -356,8 +360,10 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         layers = describe(model)
         if config.pack and compare:
             check_packing(model)
-        if config.grad_checkpoint:
-            stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
+        chosen = _to_checkpoint(len(layers), config, checkpointed_layers)
+        if chosen:
+            carried = carries(model, layers)
+            stack.enter_context(checkpointed([layers[at].module for at in chosen], [carried[at] for at in chosen]))
         trained = _with_loss(model, config, compare, layers, patches, compiled)
         # With noise, the two parts of a model could not be compared with the whole.
         if config.neftune_noise_alpha is not None:
@@ -376,3 +382,15 @@ def _with_loss(
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)
     return Training(loss, kind, layers, patches, compiled, objective, token_losses)
+
+
+def _to_checkpoint(layers: int, config: TrainConfig, chosen: Sequence[int] | None) -> Sequence[int]:
+    """Return the positions of the layers to checkpoint, of so many; `chosen` is what the plan chose for auto."""
+    if config.grad_checkpoint == "auto":
+        if chosen is None:
+            raise UserError(
+                "grad_checkpoint: auto checkpoints the layers that a plan chooses, and none was made. Give Trainer.run "
+                "the checkpointed_layers of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
+            )
+        return chosen
+    return range(layers) if config.grad_checkpoint else ()

@@ -82,6 +82,8 @@ class Progress:
         ranks: The number of ranks that saved the state.
         finished: Whether the run is complete.
         blas_threads: The threads of OpenBLAS, on which the last bits of products depend; 0 for another BLAS.
+        checkpointed_layers: The positions of the checkpointed layers where grad_checkpoint is auto, else None. A
+            layer that runs in pieces rounds otherwise, so a continuation needs the same.
         order: The position in the training data (BatchOrder.state).
     """
 
@@ -104,6 +106,7 @@ class Progress:
     ranks: int | None = None
     finished: bool = False
     blas_threads: int = 0
+    checkpointed_layers: list[int] | None = None
     order: dict[str, Any] = field(default_factory=dict)
 
     def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:

@@ -186,18 +186,6 @@ class Sums(NamedTuple):
     weight: mx.array
 
 
-class Advance(NamedTuple):
-    """The figures of one iteration.
-
-    Attributes:
-        sums: Over all ranks: losses, weights, tokens, ranks that were asked to stop, and a preference loss's figures.
-        norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
-    """
-
-    sums: tuple[float, ...]
-    norm: float | None
-
-
 class Step:
     """The training step of a model.
 
