@@ -95,24 +95,14 @@ class Trainer:
     @classmethod
     def of(cls, run: Run, screen: log.Screen | None = None, folder: RunFolder | None = None) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
-        loaded = run.loaded
-        return cls(
-            loaded.model,
-            loaded.tokenizer,
-            run.config,
-            run.splits,
-            model_config=loaded.config,
-            world=run.world,
-            screen=screen,
-            folder=folder,
-        )
+        given = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
+        return cls(*given, model_config=run.loaded.config, world=run.world, screen=screen, folder=folder)
 
     def run(self, *, checkpointed_layers: Sequence[int] | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
 
         Args:
-            checkpointed_layers: The positions of the layers to checkpoint where `config.grad_checkpoint` is auto, as
-                plan.fit.check returns them.
+            checkpointed_layers: The layers to checkpoint where `config.grad_checkpoint` is auto (plan.fit.check).
 
         Raises:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
