@@ -17,7 +17,7 @@ from typing import Any
 # One number for the tests and the programs that they start: bits are compared between them.
 os.environ.setdefault("DELTATUNE_THREADS", "1")
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx; every test module comes after this one)
 
 # isort: split
 import mlx.core as mx

@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 

@@ -8,9 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map

@@ -5,6 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

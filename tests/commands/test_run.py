@@ -8,9 +8,6 @@ import textwrap
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 from deltatune import cli, patches

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -6,9 +6,6 @@ import importlib
 import json
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

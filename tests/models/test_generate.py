@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 from deltatune.models import answer, generate

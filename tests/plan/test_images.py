@@ -7,9 +7,6 @@ import json
 import re
 from dataclasses import replace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -6,9 +6,6 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

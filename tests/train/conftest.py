@@ -15,9 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import pytest
 from rich.console import Console

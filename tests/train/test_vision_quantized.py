@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 from PIL import Image

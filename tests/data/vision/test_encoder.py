@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 
-import deltatune  # noqa: F401
-
-# isort: split
 import numpy as np
 import pytest
 from PIL import Image

@@ -5,9 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import deltatune  # noqa: F401
-
-# isort: split
 import numpy as np
 import pytest
 from PIL import Image

@@ -6,9 +6,6 @@ import importlib.util
 import json
 import re
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest
