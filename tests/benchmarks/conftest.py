@@ -1,7 +1,5 @@
 """Puts benchmarks/ on the path: its programs import one another by name."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A short form of benchmarks/long_run.py: as many buffers are alive after 60 steps of varying length as after 20."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`deltatune run` with other programs, each in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Flags of `deltatune train` that other trainers have: epochs, the adapter's size, every patch by name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

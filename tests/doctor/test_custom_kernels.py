@@ -1,7 +1,5 @@
 """The sweep finds every custom kernel of a training forward, and whether the backward pass reaches it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 

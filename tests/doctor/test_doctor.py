@@ -1,7 +1,5 @@
 """What the doctor prints, as text and as JSON, and when it exits with 1."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The doctor's findings on the implementations of gated_delta."""
 
-from __future__ import annotations
-
 import math
 
 import mlx.core as mx

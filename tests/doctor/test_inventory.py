@@ -1,7 +1,5 @@
 """The doctor's facts about the machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from deltatune.doctor import inventory

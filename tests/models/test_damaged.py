@@ -1,7 +1,5 @@
 """Weights that nothing can be computed with: NaN, infinity and integers, in adapters and in checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Answers come from mlx-lm while the patches are applied, and the patches are reverted afterwards."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Token ids without a row in the embedding are refused by name, and rows for them are added on request."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Makes MLX's own count of memory exact, so that plans can be compared with it."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

@@ -1,7 +1,5 @@
 """Plans of steps with images agree with MLX's own peak, use the data's grids, and work on the command line."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

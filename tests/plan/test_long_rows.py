@@ -1,7 +1,5 @@
 """The memory of a checkpointed step grows with the length by what is kept, as planned and as counted."""
 
-from __future__ import annotations
-
 import gc
 
 import mlx.core as mx

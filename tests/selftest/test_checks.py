@@ -1,7 +1,5 @@
 """The self-test's checks pass on this machine, and fail where the fault that they look for is planted."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path

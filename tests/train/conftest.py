@@ -1,7 +1,5 @@
 """Fixtures for training: a small hybrid model (one gated-delta and one attention layer), data, and trainers of both."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests lazy updates of experts: which experts change, by how much, at what cost, and what stays as with dense."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers

@@ -1,7 +1,5 @@
 """The files beside the last weights: the best ones of a run, and its numbered copies."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

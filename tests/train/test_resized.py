@@ -1,7 +1,5 @@
 """Runs with --resize-embeddings: rows for new tokens train, are saved, resumed, merged and generated with."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

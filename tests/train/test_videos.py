@@ -1,7 +1,5 @@
 """Tests runs on videos: they learn, answer and resume, and a model without a vision tower is refused."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Tests runs on images and text: training of each part, adapters in mlx-vlm, merging, answers and resumed runs."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

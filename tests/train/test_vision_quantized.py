@@ -1,7 +1,5 @@
 """Tests QLoRA on images, with 4- and 8-bit language towers from mlx-vlm's own converter, experts included."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

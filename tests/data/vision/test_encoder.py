@@ -1,7 +1,5 @@
 """Rows with images give the processor's own tokens and patches, and each bad row gives one message."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each probe finds its fault where the fault is planted, and only there."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

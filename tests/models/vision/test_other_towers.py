@@ -1,7 +1,5 @@
 """Models of mlx-vlm whose towers are not trained on images: refused by name; their text trains through mlx-lm."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A split vision-language model gives upstream's values, gradients and positions, in any batch."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
