@@ -112,6 +112,11 @@ def option_fields() -> list[dataclasses.Field]:
     return found
 
 
+def add_model(parser: argparse.ArgumentParser, help: str = "folder of the base model") -> None:
+    """Give `parser` the required flag that names a model."""
+    parser.add_argument("--model", required=True, metavar="TEXT", help=f"{help}, or its name on the Hugging Face hub")
+
+
 def add_adapter(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the flag that names an adapter for the model."""
     parser.add_argument("--adapter-path", metavar="DIR", help="adapter to put on the model (default: none)")

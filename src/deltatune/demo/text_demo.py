@@ -33,7 +33,7 @@ def ask(loaded: Loaded, items: Sequence[task.CafeMessage]) -> Score:
 
 def ask_mlx_lm(adapter: Path, items: Sequence[task.CafeMessage]) -> list[str]:
     """The answers of mlx-lm with the base model and the adapter, in a new process without deltatune."""
-    return flow.ask_elsewhere(RELOAD, MODEL, adapter, [item.message for item in items], LONGEST)
+    return flow.ask_in_new_process(RELOAD, MODEL, adapter, [item.message for item in items], LONGEST)
 
 
 def run_demo(
@@ -73,7 +73,7 @@ def run_demo(
         on_screen=lambda item, screen: item.message,
         in_report=lambda item: item.message,
     )
-    items = flow.or_refuse(lambda: task.write(output / "data", test=questions)["test"], output)
+    items = flow.write_or_refuse(lambda: task.write(output / "data", test=questions)["test"], output)
     again = f'--prompt "{EXAMPLE}"'
     config = flow.options(MODEL, output, iterations, (5e-3, 2e-4))
     return flow.run(demo, items, output, config, screen or DemoScreen(), again)

@@ -114,7 +114,7 @@ Line = tuple[str, str, str]
 
 
 def _marked(lines: Iterable[Line]) -> Table:
-    """A row a line, with a mark for its status; a status that is not good is named, and explained below."""
+    """One row for each line, with a mark for its status; a status that is not good is named, with its reason below."""
     table = _columns(1, None)
     for status, what, why in lines:
         sign, style = _MARKS[status]
@@ -173,7 +173,7 @@ def _model(layers: Layers) -> RenderableType:
 
 
 def _forward(table: Table, forward: Forward) -> None:
-    """Adds a line on who runs the gated-delta layers, and one for each custom kernel."""
+    """Add a line that says whose code runs the gated-delta layers, and one line for each custom kernel."""
     through = f"  on {forward.data}, through {forward.package}"
     ours = forward.delta - len(forward.unreached)
     if forward.delta:

@@ -24,7 +24,7 @@ def relative_norm(found: np.ndarray, truth: np.ndarray) -> float:
     return float(size / whole)
 
 
-def wide(array: mx.array) -> np.ndarray:
+def as_float64(array: mx.array) -> np.ndarray:
     """The numbers of `array` as a float64 NumPy array."""
     return np.array(array.astype(mx.float32), dtype=np.float64)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import seeded
 from .cases import STEPS
-from .families import _ATTENTION, _COMMON, _DELTA, _ENCLOSED, _EXPERTS, Config, Weights
+from .families import ATTENTION, COMMON, DELTA, ENCLOSED, EXPERTS, Config, Weights
 
 START, END, IMAGE, VIDEO = 3, 4, 5, 6
 PATCH, MERGE, SIDE = 4, 2, 6
@@ -108,23 +108,23 @@ class VisionCase:
         return {**config, "text_config": text, "vision_config": vision}, swapped
 
 
-_TEXT = {**_COMMON, **_ATTENTION, "num_hidden_layers": 3}
-_MIXED = {**_COMMON, **_ATTENTION, **_DELTA, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
+_TEXT = {**COMMON, **ATTENTION, "num_hidden_layers": 3}
+_MIXED = {**COMMON, **ATTENTION, **DELTA, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
 
 CASES: dict[str, VisionCase] = {
-    "qwen3_5": VisionCase("qwen3_5", {**_MIXED, **_ENCLOSED}, centred_norms=True, draw=4),
-    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **_ENCLOSED, **_EXPERTS}, centred_norms=True, draw=5),
+    "qwen3_5": VisionCase("qwen3_5", {**_MIXED, **ENCLOSED}, centred_norms=True, draw=4),
+    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **ENCLOSED, **EXPERTS}, centred_norms=True, draw=5),
     "qwen3_vl": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1)),
     "qwen3_vl_moe": VisionCase(
         "qwen3_vl_moe",
-        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        {**_TEXT, **EXPERTS, "rope_parameters": _ROPE},
         deep=(0, 1),
         learning_rate=1.3e-2,
         draw=14,
     ),
     "qwen3_5-video": VisionCase(
         "qwen3_5",
-        {**_MIXED, **_ENCLOSED},
+        {**_MIXED, **ENCLOSED},
         centred_norms=True,
         learning_rate=2.5e-3,
         draw=4,
@@ -132,7 +132,7 @@ CASES: dict[str, VisionCase] = {
     ),
     "qwen3_5_moe-video": VisionCase(
         "qwen3_5_moe",
-        {**_MIXED, **_ENCLOSED, **_EXPERTS},
+        {**_MIXED, **ENCLOSED, **EXPERTS},
         centred_norms=True,
         learning_rate=2.7e-3,
         draw=41,
@@ -141,7 +141,7 @@ CASES: dict[str, VisionCase] = {
     "qwen3_vl-video": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1), videos=True),
     "qwen3_vl_moe-video": VisionCase(
         "qwen3_vl_moe",
-        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        {**_TEXT, **EXPERTS, "rope_parameters": _ROPE},
         deep=(0, 1),
         learning_rate=1.3e-2,
         draw=14,
