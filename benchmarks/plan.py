@@ -13,19 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machine import cpu, gpu, versions
+import processes
+from machine import heading
 
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
@@ -153,16 +148,12 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Run worker() in a new process."""
-    command = [sys.executable, __file__, "--worker", json.dumps(options)]
-    environment = dict(os.environ)
-    if options.get("implementation"):
-        environment["DELTATUNE_GATED_DELTA"] = options["implementation"]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    forced = options.get("implementation")
+    return processes.measured(__file__, options, **{"DELTATUNE_GATED_DELTA": forced} if forced else {})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="bytes of real sizes, on MLX's default device")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -174,7 +165,7 @@ def main() -> None:
     names = arguments.only or list(table)
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--only {' '.join(unknown)}: expected some of: {'; '.join(table)}.")
-    print(f"{date.today()}, {gpu() or cpu()}; {versions()}\n")
+    print(f"{heading()}\n")
     if arguments.gpu:
         print("| configuration | tokens | GB counted | planned | off |\n" + "|---" * 5 + "|")
         for name in names:

@@ -10,11 +10,7 @@ memory up to 36 GB and three quarters above; of an NVIDIA GPU, 1 GB is left to C
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,13 +21,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-sys.path.insert(0, str(Path(__file__).parent))
+import processes
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.models.load import new_model
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import Forecast, forecast_step
 from deltatune.train.setup import prepare
-from machine import versions
+from machine import heading
 from pretended import pretended
 from trainers import SHAPES, Shape
 
@@ -74,14 +70,14 @@ def plans(shape: Shape, bits: int, device: str, lengths: list[int]) -> list[Fore
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["0.8B", "9B"], choices=list(SHAPES))
     parser.add_argument("--bits", nargs="+", type=int, default=[0, 4], help="0: weights of 16 bits")
     parser.add_argument("--devices", nargs="+", default=list(MEMORIES), choices=list(MEMORIES))
     parser.add_argument("--tokens", nargs=2, type=int, default=[16384, 32768])
     parser.add_argument("--layers", type=int, help="instead of all of the shape's")
     arguments = parser.parse_args()
-    print(f"{date.today()}; {versions()}; plans of {arguments.tokens} tokens\n")
+    print(f"{heading()}; plans of {arguments.tokens} tokens\n")
     for device in arguments.devices:
         memories = MEMORIES[device]
         heads = " | ".join(f"{memory} GB" for memory in memories)
@@ -96,8 +92,7 @@ def main() -> None:
                 cells = " | ".join(
                     f"{min(LONGEST, tokens) // 1024 * 1024:,.0f}" if tokens > 0 else "-" for tokens in fits
                 )
-                label = f"{name}, {bits} bits" if bits else f"{name}, 16 bits"
-                print(f"| {label} | {start / 1e9:.1f} + {rise / 1e3:.0f} | {cells} |", flush=True)
+                print(f"| {name}, {bits or 16} bits | {start / 1e9:.1f} + {rise / 1e3:.0f} | {cells} |", flush=True)
         print()
 
 
