@@ -106,7 +106,7 @@ class GenerateOptions:
     """The options of `generate`, under the names that mlx_lm.generate gives them.
 
     Raises:
-        UserError: an option has a value that it may not have.
+        UserError: If an option has a value that it may not have.
     """
 
     model: str
@@ -138,7 +138,7 @@ def generate(options: GenerateOptions) -> str:
     """Print the model's answer as it is generated, and return it.
 
     Raises:
-        UserError: an option or a file is not valid, or the prompt is empty.
+        UserError: If an option or a file is not valid, or the prompt is empty.
     """
     import mlx.core as mx
 

@@ -57,19 +57,19 @@ class Demo:
     """One demo. Its items have an `answer`, and a `group` of which one example is shown at the end.
 
     Args:
-        title: the demo's name.
-        task: what the model is to learn, in a sentence.
-        what: what the items are, in the plural.
-        knows: what the base model has learnt before, in a sentence.
-        unseen: what training never shows, in a sentence for the screen.
-        note: the same in a sentence for the report.
-        upstream: the package that answers in the new process.
-        loader: the function of that package which loads the adapter.
-        describe: describes the loaded base model in a line.
-        ask: lets the loaded model answer items.
-        ask_upstream: lets a new process answer items with the adapter in a folder.
-        on_screen: what the screen shows of an item.
-        in_report: what the report shows of an item.
+        title: The demo's name.
+        task: What the model is to learn, in a sentence.
+        what: What the items are, in the plural.
+        knows: What the base model has learnt before, in a sentence.
+        unseen: What training never shows, in a sentence for the screen.
+        note: The same in a sentence for the report.
+        upstream: The package that answers in the new process.
+        loader: The function of that package which loads the adapter.
+        describe: Describes the loaded base model in a line.
+        ask: Lets the loaded model answer items.
+        ask_upstream: Lets a new process answer items with the adapter in a folder.
+        on_screen: What the screen shows of an item.
+        in_report: What the report shows of an item.
     """
 
     title: str
@@ -91,12 +91,12 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
     """Run the whole demo.
 
     Args:
-        demo: the demo.
-        items: the held-out items.
-        output: the folder for adapter and report.
-        config: the training run.
-        screen: where to show it.
-        again: the last part of the suggested next command, after model and adapter.
+        demo: The demo.
+        items: The held-out items.
+        output: The folder for adapter and report.
+        config: The training run.
+        screen: Where to show it.
+        again: The last part of the suggested next command, after model and adapter.
 
     Returns:
         The exit code: 0 where 90 % of the answers are right after training and upstream gives the same, else 1.
@@ -144,11 +144,11 @@ def options(model: Path, output: Path, iterations: int, rates: tuple[float, floa
     """The configuration of a demo's run: LoRA on every layer and batches of 16.
 
     Args:
-        model: the folder of the base model.
-        output: the folder for data, adapter and report.
-        iterations: training iterations.
-        rates: the learning rates after warm-up and at the end.
-        more: further options of TrainConfig.
+        model: The folder of the base model.
+        output: The folder for data, adapter and report.
+        iterations: The number of training iterations.
+        rates: The learning rates after warm-up and at the end.
+        more: Further options of TrainConfig.
     """
     first, last = rates
     return TrainConfig(
@@ -181,14 +181,14 @@ def ask_in_new_process(script: Path, model: Path, adapter: Path, asked: list[Any
     """Run a script that answers questions with the base model and the adapter, without deltatune.
 
     Args:
-        script: the script, whose last line of output is a JSON list of answers.
-        model: the folder of the base model.
-        adapter: the folder of the adapter.
-        asked: the questions, as JSON values.
-        longest: the largest number of tokens in an answer.
+        script: The script, whose last line of output is a JSON list of answers.
+        model: The folder of the base model.
+        adapter: The folder of the adapter.
+        asked: The questions, as JSON values.
+        longest: The largest number of tokens in an answer.
 
     Raises:
-        UserError: the script fails.
+        UserError: If the script fails.
     """
     questions = adapter / "questions.json"
     questions.write_text(json.dumps(asked), encoding="utf-8")

@@ -46,10 +46,10 @@ def run_demo(
     """Run the text demo.
 
     Args:
-        output: the folder for data, adapter and report.
-        iterations: training iterations.
-        questions: held-out messages to ask.
-        screen: where to show the demo; the terminal by default.
+        output: The folder for data, adapter and report.
+        iterations: The number of training iterations.
+        questions: The number of held-out messages to ask.
+        screen: Where to show the demo; the terminal by default.
 
     Returns:
         The exit code: 0 where 90 % of the answers are right after training and mlx-lm gives the same, else 1.

@@ -36,8 +36,8 @@ def run(machine_readable: bool = False, model: str | None = None) -> int:
     """Examine this machine and print the result.
 
     Args:
-        machine_readable: print JSON.
-        model: the folder or repository of a model to examine as well.
+        machine_readable: Whether to print JSON.
+        model: The folder or repository of a model to examine as well.
 
     Returns:
         The exit code: 1 where training here would compute wrong numbers or the model cannot be trained, else 0.

@@ -53,7 +53,7 @@ def control(training: bool) -> Outcome:
     """Compare the demo's model without and with the patches.
 
     Args:
-        training: whether the model is in training mode; False is the case of a forgotten `model.train()`.
+        training: Whether the model is in training mode; False is the case of a forgotten `model.train()`.
     """
     model, _ = load_model(MODEL)
     model.train(training)

@@ -26,15 +26,15 @@ class Mixture:
     """The sizes of an expert block with LoRA on every projection.
 
     Args:
-        name: the name of the check.
-        tokens: how many tokens there are.
-        top_k: how many experts each token has.
-        experts: how many experts there are.
-        outer: the width of the tokens.
-        inner: the width between the experts' projections.
-        rank: the rank of LoRA.
-        dtype: the dtype of tokens and matrices.
-        packed: whether the matrices are quantised to 4 bits.
+        name: The name of the check.
+        tokens: How many tokens there are.
+        top_k: How many experts each token has.
+        experts: How many experts there are.
+        outer: The width of the tokens.
+        inner: The width between the experts' projections.
+        rank: The rank of LoRA.
+        dtype: The dtype of tokens and matrices.
+        packed: Whether the matrices are quantised to 4 bits.
     """
 
     name: str

@@ -28,14 +28,14 @@ class Workload:
     """The sizes and the kind of a call of gated_delta with one row.
 
     Args:
-        name: the workload's name.
-        length: tokens.
-        key_heads: heads of q and k.
-        value_heads: heads of v.
-        head_size: the size of every head.
-        dtype: the dtype of q, k and v.
-        per_channel: one gate per channel instead of one per head.
-        documents: several documents and a mask, instead of one text.
+        name: The workload's name.
+        length: The number of tokens.
+        key_heads: The number of heads of q and k.
+        value_heads: The number of heads of v.
+        head_size: The size of every head.
+        dtype: The dtype of q, k and v.
+        per_channel: Whether there is a gate per channel instead of one per head.
+        documents: Whether the rows hold several documents and a mask, instead of one text.
     """
 
     name: str

@@ -33,7 +33,7 @@ def poison(like: Iterable[mx.array] = ()) -> None:
     """Fill memory with NaN and free it, so that MLX's next arrays hold NaN wherever nothing is written.
 
     Args:
-        like: arrays of the sizes that the next results will have; powers of two are filled in any case.
+        like: Arrays of the sizes that the next results will have; powers of two are filled in any case.
     """
     shapes = [(each.shape, each.dtype) for each in like if mx.issubdtype(each.dtype, mx.floating)]
     mx.clear_cache()

@@ -123,8 +123,8 @@ def stopped_and_resumed(from_scratch: bool) -> Outcome:
     """Compare a packed run that is stopped and resumed with one that is not; both must have equal bits.
 
     Args:
-        from_scratch: start from random weights, and train the embeddings too. On a GPU, MLX sums an embedding's
-            gradient in another order each time, so there the two runs may differ by rounding.
+        from_scratch: Whether to start from random weights, and train the embeddings too. On a GPU, MLX sums an
+            embedding's gradient in another order each time, so there the two runs may differ by rounding.
     """
     options = {"from_scratch": from_scratch, "fine_tune_type": "full", "pack": True}
     with tempfile.TemporaryDirectory() as folder:

@@ -51,11 +51,11 @@ def run_demo(
     """Run the vision demo.
 
     Args:
-        output: the folder for pictures, adapter and report.
-        iterations: training iterations.
-        questions: held-out pictures to ask about.
-        pictures: how many pictures to train on.
-        screen: where to show the demo; the terminal by default.
+        output: The folder for pictures, adapter and report.
+        iterations: The number of training iterations.
+        questions: The number of held-out pictures to ask about.
+        pictures: How many pictures to train on.
+        screen: Where to show the demo; the terminal by default.
 
     Returns:
         The exit code: 0 where 90 % of the answers are right after training and mlx-vlm gives the same, else 1.

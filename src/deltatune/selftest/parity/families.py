@@ -26,14 +26,14 @@ class Family:
 
     Args:
         model_type: transformers' name of the family.
-        options: options of the transformers config.
-        readable: turns (config, weights) of a Hugging Face save into those that mlx-lm reads.
-        rename: regular expressions and replacements that turn a transformers module path into mlx-lm's.
-        centred_norms: whether a norm's weight is stored as its difference from 1.
-        embedding_deviation: the standard deviation of embeddings.
-        learning_rate: the learning rate of every step.
-        not_adapted: names of modules without an adapter.
-        draw: which of the seeded checkpoints to use; it was chosen so that training is well conditioned, and that no
+        options: Options of the transformers config.
+        readable: Turns (config, weights) of a Hugging Face save into those that mlx-lm reads.
+        rename: Regular expressions and replacements that turn a transformers module path into mlx-lm's.
+        centred_norms: Whether a norm's weight is stored as its difference from 1.
+        embedding_deviation: The standard deviation of embeddings.
+        learning_rate: The learning rate of every step.
+        not_adapted: Names of modules without an adapter.
+        draw: Which of the seeded checkpoints to use; it was chosen so that training is well conditioned, and that no
             token has two experts with almost equal scores.
     """
 

@@ -44,12 +44,12 @@ class VisionCase:
 
     Args:
         model_type: transformers' name of the family.
-        text: options of the transformers text_config.
-        deep: indices of the tower layers whose features the language model adds (deepstack).
-        centred_norms: whether a norm's weight is stored as its difference from 1.
-        learning_rate: the learning rate of every step.
-        draw: which of the seeded checkpoints to use.
-        videos: train on batches that also have videos.
+        text: Options of the transformers text_config.
+        deep: Indices of the tower layers whose features the language model adds (deepstack).
+        centred_norms: Whether a norm's weight is stored as its difference from 1.
+        learning_rate: The learning rate of every step.
+        draw: Which of the seeded checkpoints to use.
+        videos: Whether the batches also have videos.
     """
 
     model_type: str
@@ -163,9 +163,9 @@ class VisionRows:
     Args:
         tokens: [B, T + 1], int32.
         counts: [B, T], fp32: 1 where the loss counts the prediction of tokens[:, 1:].
-        lengths: the valid tokens of each row.
-        patches: the patches of each row's images and videos.
-        grids: their (frames, height, width) in patches; more than one frame makes a video.
+        lengths: The valid tokens of each row.
+        patches: The patches of each row's images and videos.
+        grids: Their (frames, height, width) in patches; more than one frame makes a video.
     """
 
     tokens: np.ndarray
