@@ -11,7 +11,6 @@ gradients equal those of a run without checkpoints.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -135,11 +134,7 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS))
     parser.add_argument("--eager", action="store_true", help="do not compile the step")
     parser.add_argument("--limit", action="store_true", help="mx.set_memory_limit(1): do not run ahead on a CPU")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(worker(json.loads(arguments.worker))))
-        return
+    arguments = processes.arguments(parser, worker)
     print(f"{heading()}; T={arguments.tokens}")
     print("MB beyond weights, optimizer, gradients and one activation a layer\n")
     header = " | ".join(f"{depth} layers" for depth in arguments.depths)

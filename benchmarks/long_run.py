@@ -11,8 +11,6 @@ the same width.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -64,6 +62,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.train.setup import prepare
     from random_data import UnsavedTokenizer, random_examples
 
+    options = DEFAULTS | options
     counter = Counter()
     described = model_config(options)
     model = new_model(described)
@@ -129,11 +128,7 @@ def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=DEFAULTS["steps"])
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(worker(DEFAULTS | json.loads(arguments.worker))))
-        return
+    arguments = processes.arguments(parser, worker)
     print(f"{heading()}\n")
     last, part = arguments.steps, arguments.steps // 10
     heads = ["rank", "MB of adapters", f"buffers after step {EARLY}", f"after {last:,}", f"MB after {EARLY}"]
@@ -141,7 +136,7 @@ def main() -> None:
     heads += [f"last {part}", f"resident MB after {EARLY}", f"after {last:,}"]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for rank in arguments.ranks:
-        found = processes.measured(__file__, DEFAULTS | {"rank": rank, "steps": arguments.steps})
+        found = processes.measured(__file__, {"rank": rank, "steps": arguments.steps})
         print(row(rank, found), flush=True)
         widths = [{step["width"] for step in part} for part in (found["steps"][: EARLY - 1], found["steps"])]
         if widths[0] != widths[1]:

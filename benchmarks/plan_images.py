@@ -8,7 +8,6 @@ with one, in three sizes. Each configuration has a process of its own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 import processes
 import vision_step
 from machine import heading
-from plan import print_table
+from plan import print_table, train_counted
 
 SHAPE = vision_step.shape_of(4, 768, (4, 2, 64), (4, 4, 64), 2048, (3, 192, 768, 3))
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -74,33 +73,13 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         run.prepare()
         rows, length = fit.shape(run)
         plan = fit._step(run.model, run.config, rows, length, run.splits, ArrayLayout.measured())
-        peaks: list[tuple[int, int]] = []
-
-        class Counted(Trainer):
-            def _advance(self, batch: Any) -> Any:
-                counter.reset()
-                found = super()._advance(batch)
-                now = counter.now()
-                peaks.append((now.peak_buffers, now.peak_bytes))
-                return found
-
-        Counted.of(run, Screen(shown=False)).run()
-    later = peaks[1:]
-    return {
-        "planned": plan.buffers.amount, "counted": max(buffers for buffers, _ in later), "tokens": plan.tokens,
-        "planned_bytes": plan.bytes.amount, "counted_bytes": max(size for _, size in later), "first": peaks[0][0],
-        "known": sum(plan.counts.values()),
-    }  # fmt: skip
+        return train_counted(Trainer.of(run, Screen(shown=False)), counter, plan)
 
 
 def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(worker(json.loads(arguments.worker))))
-        return
+    arguments = processes.arguments(parser, worker)
     print(f"{heading()}\n")
     print_table({name: partial(processes.measured, __file__, CONFIGURATIONS[name]) for name in arguments.only})
 

@@ -7,12 +7,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is a program's whole docstring, laid out as it is written."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def arguments(parser: argparse.ArgumentParser, worker: Callable[[dict[str, Any]], Any]) -> argparse.Namespace:
+    """The command line. In a process that measured() started, print what `worker` returns, as JSON, and end."""
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    found = parser.parse_args()
+    if found.worker:
+        print(json.dumps(worker(json.loads(found.worker))))
+        sys.exit()
+    return found
 
 
 def measured(program: str, options: dict[str, Any], **variables: str) -> dict[str, Any]:

@@ -96,9 +96,9 @@ class Trainer:
     """A trainer that is ready to run steps.
 
     Args:
-        ready: when its weights were finished, by time.perf_counter.
-        step: runs one whole training step on the batch, waits for it, and returns its loss.
-        peak: returns the peak of memory in bytes since reset_peak, or None.
+        ready: When its weights were finished, by time.perf_counter.
+        step: Runs one whole training step on the batch, waits for it, and returns its loss.
+        peak: Returns the peak of memory in bytes since reset_peak, or None.
     """
 
     ready: float

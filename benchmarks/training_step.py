@@ -42,10 +42,10 @@ class Entry:
     """A trainer to measure.
 
     Args:
-        make: the function of trainers.py that sets it up.
-        options: the keyword arguments of that function.
-        parity: the name of the gradients that it must have; None for no comparison.
-        seconds: how long its process may take.
+        make: The function of trainers.py that sets it up.
+        options: The keyword arguments of that function.
+        parity: The name of the gradients that it must have; None for no comparison.
+        seconds: How long its process may take.
     """
 
     make: str
