@@ -93,6 +93,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in _TIMED} for record in records]
 
 
+def adapters(folder: Path) -> bytes:
+    """Return the file of a run's last adapters."""
+    return (folder / "adapters.safetensors").read_bytes()
+
+
 def result(folder: Path) -> dict[str, Any]:
     """Return all that a finished run leaves and that a continued one must leave too, by name."""
     files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}

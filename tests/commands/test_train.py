@@ -10,11 +10,6 @@ from deltatune.commands.flags import config_from
 LINE = {"prompt": "the quick brown fox", "completion": "jumps over"}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
-
-
 @pytest.fixture
 def train(run, checkpoint, tmp_path):
     for name, lines in (("train", 10), ("valid", 2)):

@@ -28,11 +28,6 @@ from killed_runs import metrics
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
-
-
-@pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with 44 training, 6 validation and 6 test pairs, in two length buckets."""
     folder = tmp_path_factory.mktemp("data")
