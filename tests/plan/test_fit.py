@@ -18,11 +18,6 @@ from deltatune.plan.traced_step import build
 from deltatune.train.setup import prepare
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
-
-
 @pytest.fixture
 def options(tmp_path, checkpoint):
     """Options of plan and train for a tiny model and four short lines."""

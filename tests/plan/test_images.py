@@ -1,15 +1,10 @@
 """Plans of steps with images agree with MLX's own peak, use the data's grids, and work on the command line."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re
 from dataclasses import replace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,12 +1,7 @@
 """Runs with --resize-embeddings: rows for new tokens train, are saved, resumed, merged and generated with."""
 
-from __future__ import annotations
-
 import json
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx_lm.utils
 import pytest

@@ -109,8 +109,8 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     """Print and return a model's loss per token on the test set.
 
     Args:
-        config: options of a run, of which the model, the data and the batches matter here.
-        adapter_path: the folder of an adapter to put on the model, or None for the model alone.
+        config: Options of a run, of which the model, the data and the batches matter here.
+        adapter_path: The folder of an adapter to put on the model, or None for the model alone.
     """
     from ..train.evaluate import say_loss
     from ..train.log import Screen

@@ -100,8 +100,8 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = N
     """Give `parser` the flag -c for a YAML file and the flags of the options.
 
     Args:
-        parser: the parser of a command.
-        names: the fields of TrainConfig that get a flag; None means all of them, and LoraConfig's.
+        parser: The parser of a command.
+        names: The fields of TrainConfig that get a flag; None means all of them, and LoraConfig's.
     """
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags override it")
     groups: dict[str, Any] = {}
@@ -124,6 +124,11 @@ def option_fields() -> list[dataclasses.Field]:
     return found
 
 
+def add_model(parser: argparse.ArgumentParser, help: str = "folder of the base model") -> None:
+    """Give `parser` the required flag that names a model."""
+    parser.add_argument("--model", required=True, metavar="TEXT", help=f"{help}, or its name on the Hugging Face hub")
+
+
 def add_adapter(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the flag that names an adapter for the model."""
     parser.add_argument("--adapter-path", metavar="DIR", help="adapter to put on the model (default: none)")
@@ -133,7 +138,7 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
     Raises:
-        UserError: the YAML file cannot be read, or an option is unknown, has a value that it may not have, or is
+        UserError: If the YAML file cannot be read, or an option is unknown, has a value that it may not have, or is
             excluded by another.
     """
     file = getattr(arguments, "config", None)

@@ -46,10 +46,10 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
     """Carry out a whole run: load the model, add adapters, train, save, and test where `config.test` asks for it.
 
     Args:
-        config: the options of the run.
-        show: print the first batch and stop, instead of training.
-        force: train even if the plan says that the run cannot fit in memory.
-        verbose: name every patch that is applied.
+        config: The options of the run.
+        show: Whether to print the first batch and stop, instead of training.
+        force: Whether to train even if the plan says that the run cannot fit in memory.
+        verbose: Whether to name every patch that is applied.
 
     Returns:
         How the run ended, or None where `show` stopped it.

@@ -12,8 +12,8 @@ from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..patches import patched
 
-# By device, else _LARGEST_BATCH. On CUDA, MLX's rotary embedding of one token fails for larger batches of models with
-# few rotated pairs, such as the demo's.
+# Prompts in a batch, by device; _LARGEST_BATCH on other devices. On CUDA, MLX's rotary embedding of one token fails for
+# larger batches of models with few rotated pairs, such as the demo's.
 _BATCH_SIZES = {"cuda": 32}
 _LARGEST_BATCH = 128
 

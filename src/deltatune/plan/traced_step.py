@@ -55,7 +55,7 @@ class TracedStep:
     """A step that was built and not run: its evaluations, its parameters, gradients and optimizer moments."""
 
     phases: list[Phase]
-    # Arrays that exist before the step.
+    # The arrays that exist before the step.
     held: list[Node]
     # Addresses of parameters that share one buffer, group by group.
     shared_buffers: list[list[int]]

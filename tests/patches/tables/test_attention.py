@@ -8,9 +8,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
