@@ -25,7 +25,7 @@ class Case:
     causal: bool = True
     window: int | None = None
     segments: str | None = None
-    sunk: bool = False
+    with_sinks: bool = False
     mask: str | None = None
     logits: float = 1.0
 
@@ -42,7 +42,7 @@ class Case:
         }
         found = {name: draw.normal(size=(self.batch, *shape)) for name, shape in shapes.items()}
         found["q"] *= self.logits
-        if self.sunk:
+        if self.with_sinks:
             found["sinks"] = draw.normal(size=heads)
         return {name: x.astype(np.float32) for name, x in found.items()}
 
@@ -90,9 +90,9 @@ CASES = [
     Case("segments", segments="long", batch=2),
     Case("segments of one token", segments="single tokens", batch=2),
     Case("segments and a window", segments="long", window=5),
-    Case("sinks", sunk=True, heads=(4, 2)),
-    Case("sinks, and rows that see nothing", sunk=True, queries=60, keys=31),
+    Case("sinks", with_sinks=True, heads=(4, 2)),
+    Case("sinks, and rows that see nothing", with_sinks=True, queries=60, keys=31),
     Case("a mask, with a hidden row", mask="bool"),
     Case("an added mask, with a hidden row", mask="floats", causal=False, batch=2),
-    Case("all of it", mask="bool", sunk=True, window=30, segments="long", heads=(4, 2), value_size=40),
+    Case("all of it", mask="bool", with_sinks=True, window=30, segments="long", heads=(4, 2), value_size=40),
 ]

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.attention.fused_op import attention_fused, segment_spans, uncovered
+from deltatune.ops.attention.fused_op import attention_fused, segment_spans, unsupported
 from deltatune.ops.attention.tolerances import NORMAL, half_norm
 from deltatune.ops.kernels.launch import FOLDER, header
 
@@ -89,8 +89,14 @@ METAL = {
     "other values": {"queries": 40, "size": 96, "value_size": 72},
     "fewer queries, a window": {"queries": 33, "keys": 80, "window": 20},
     "more queries": {"queries": 80, "keys": 33},
-    "segments, a window, sinks": {"queries": 70, "segments": "single tokens", "window": 9, "sunk": True, "batch": 2},
-    "segments": {"queries": 70, "segments": "long", "sunk": True, "heads": (2, 1)},
+    "segments, a window, sinks": {
+        "queries": 70,
+        "segments": "single tokens",
+        "window": 9,
+        "with_sinks": True,
+        "batch": 2,
+    },
+    "segments": {"queries": 70, "segments": "long", "with_sinks": True, "heads": (2, 1)},
     "large logits": {"queries": 64, "logits": 20.0},
 }
 
@@ -119,7 +125,14 @@ def test_metal_under_watch(make, run, oracle):
 
 
 ON_HOPPER = {
-    "narrow, all of it": {"queries": 300, "size": 64, "heads": (2, 1), "segments": "long", "window": 90, "sunk": True},
+    "narrow, all of it": {
+        "queries": 300,
+        "size": 64,
+        "heads": (2, 1),
+        "segments": "long",
+        "window": 90,
+        "with_sinks": True,
+    },
     "wide": {"queries": 140, "size": 136, "value_size": 256, "heads": (1, 1)},
     "more queries, odd sizes": {"queries": 200, "keys": 70, "size": 72, "value_size": 40, "heads": (1, 1)},
 }
@@ -195,10 +208,10 @@ def test_spans_of_segments():
 
 def test_what_the_kernels_do_not_cover():
     q = mx.zeros((1, 1, 4, 264))
-    assert "wider than 256" in uncovered(q, q, q, None)
-    assert "one dtype" in uncovered(q[..., :8], q[..., :8].astype(mx.float16), q[..., :8], None)
-    assert "a mask" in uncovered(q[..., :8], q[..., :8], q[..., :8], mx.ones((1, 1, 4, 4), mx.bool_))
-    with pytest.raises(ValueError, match=r"attention: the fused kernels do not cover this call: heads of 264 x 264"):
+    assert "wider than 256" in unsupported(q, q, q, None)
+    assert "one dtype" in unsupported(q[..., :8], q[..., :8].astype(mx.float16), q[..., :8], None)
+    assert "a mask" in unsupported(q[..., :8], q[..., :8], q[..., :8], mx.ones((1, 1, 4, 4), mx.bool_))
+    with pytest.raises(ValueError, match=r"attention: the fused kernels do not support this call: heads of 264 x 264"):
         attention_fused(q, q, q, scale=1.0, machine="metal")
 
 

@@ -169,7 +169,7 @@ inline void clear_tiles(thread Tile* tiles) {
 
 // q [B, HQ, TQ, D], k [B, HK, TK, D], v [B, HK, TK, DV]; y like q, and the base-2 logarithm of each row's sum of powers,
 // infinite for a row that sees nothing. Grid: tiles of queries, query heads, rows of the batch.
-template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, bool SUNK, typename PQ,
+template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, bool WITH_SINKS, typename PQ,
           typename PK, typename PV, typename PN, typename PS, typename PI>
 inline void attention_forward(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
                               PK k, PV v, PN numbers, PS sinks, PI starts, PI ends, GLOBAL In* y, GLOBAL float* sums) {
@@ -186,11 +186,11 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
   const auto own_q = q + head * queries * D;
   const auto own_k = k + key_head * keys * D;
   const auto own_v = v + key_head * keys * DV;
-  const float scale = numbers[0], sink = SUNK ? sinks[at.y] * 1.4426950408889634f : -INFINITY;
+  const float scale = numbers[0], sink = WITH_SINKS ? sinks[at.y] * 1.4426950408889634f : -INFINITY;
 
   Tile results[2 * columns];
   clear_tiles<2 * columns>(results);
-  float total = SUNK ? 1.0f : 0.0f;
+  float total = WITH_SINKS ? 1.0f : 0.0f;
   if (at.index < 32) largest[at.index] = sink;
   arrivals_start(memory + Memory::arrivals, at.index);
   int low[2], high[2], parity = 0;

@@ -374,7 +374,7 @@ inline void attend(Room room, HopperGates gates, PQ q, thread float (&results)[p
 
 // As attention_forward, from packed q, k and v; `sums` [B, HQ, whole(TQ, 128)]. Grid: query heads, rows of the batch,
 // pieces of 128 queries.
-template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, bool SUNK, typename PQ,
+template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, bool WITH_SINKS, typename PQ,
           typename PK, typename PV, typename PN, typename PS, typename PI>
 inline void attention_hopper_forward(Place at, threadgroup char* memory, int heads, int key_heads, int queries,
                                      int keys, PQ q, PK k, PV v, PN numbers, PS sinks, PI starts, PI ends, GLOBAL In* y,
@@ -417,7 +417,7 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
   for (int side = 0; side < 2; ++side) {
     float total = quad_sum(totals[side]), most = largest[side] == -INFINITY ? -INFINITY : largest[side] * scale;
     factors[side] = 1.0f;
-    if (SUNK) {
+    if (WITH_SINKS) {
       const float sink = sinks[at.x] * 1.4426950408889634f, more = sink > most ? sink : most;
       factors[side] = power_of_two(most - more);
       total = total * factors[side] + power_of_two(sink - more);
