@@ -1,12 +1,9 @@
-"""Loads the oracle beside this file, and runs an implementation on a case."""
+"""Fixtures that run an implementation on a case of oracle.py and measure its errors against float64."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
@@ -15,17 +12,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from beside import load
+from poison import poison
 
-def _beside(name: str) -> ModuleType:
-    qualified = f"attention_{name}"
-    if qualified not in sys.modules:
-        spec = importlib.util.spec_from_file_location(qualified, Path(__file__).with_name(f"{name}.py"))
-        sys.modules[qualified] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[qualified])
-    return sys.modules[qualified]
-
-
-oracle = _beside("oracle")
+oracle = load(Path(__file__).with_name("oracle.py"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -43,15 +33,9 @@ def make_case() -> type:
     return oracle.Case
 
 
-def poison() -> None:
-    """Leave NaN in the buffers that MLX will hand out next, so that reading an unwritten element shows."""
-    mx.clear_cache()
-    mx.eval([mx.full((2**power,), mx.nan) for power in range(4, 19) for _ in range(2)])
-
-
 @pytest.fixture
 def differentiate() -> Callable:
-    """differentiate(implementation, case, dtype, **more) -> (results, truth): y and the gradients by name."""
+    """Return differentiate(implementation, case, dtype, **more) -> (results, truth), y and the gradients by name."""
 
     def run(implementation: Callable, case, dtype: mx.Dtype = mx.float32, **more) -> tuple[dict, dict]:
         given = {name: mx.array(x) for name, x in case.arrays().items()}
@@ -77,7 +61,10 @@ def differentiate() -> Callable:
 
 @pytest.fixture
 def norms() -> Callable[[dict, dict], dict[str, float]]:
-    """norms(results, truth) -> the error's norm over the truth's; where terms cancel to 0, over the largest truth's."""
+    """Return norms(results, truth) -> by name, the norm of the error relative to that of the truth.
+
+    Where the truth cancels to 0, the norm is relative to the largest one of all names.
+    """
 
     def measure(results: dict, truth: dict) -> dict[str, float]:
         found, largest = {}, max(np.linalg.norm(exact) for exact in truth.values())

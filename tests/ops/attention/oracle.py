@@ -13,7 +13,7 @@ __all__ = ["CASES", "NAMES", "Case", "attention64"]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and options of a call; its arrays are drawn anew."""
+    """The sizes and options of a call, whose arrays are random."""
 
     name: str
     batch: int = 1
@@ -30,7 +30,7 @@ class Case:
     logits: float = 1.0
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """q, k, v, dy and, where there are any, the sinks: fp32."""
+        """Return q, k, v, dy and, for a case with sinks, the sinks, in fp32."""
         draw = np.random.default_rng(sum(map(ord, self.name)))
         (heads, key_heads), keys = self.heads, self.keys or self.queries
         values = self.value_size or self.size
@@ -47,7 +47,7 @@ class Case:
         return {name: x.astype(np.float32) for name, x in found.items()}
 
     def options(self) -> dict:
-        """Everything else, arrays of NumPy among it."""
+        """Return the other arguments; arrays among them are NumPy's."""
         draw = np.random.default_rng(len(self.name))
         keys = self.keys or self.queries
         found: dict = {"scale": self.size**-0.5, "causal": self.causal, "window": self.window}

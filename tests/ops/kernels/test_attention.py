@@ -1,8 +1,7 @@
-"""The fused kernels of attention: Metal's text, and Hopper's, run on the host machine beside float64."""
+"""The fused kernels of attention: Metal's text and Hopper's run on the host machine, and are compared with float64."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from beside import load
 from deltatune.ops.attention.fused_op import attention_fused, segment_spans, unsupported
 from deltatune.ops.attention.tolerances import NORMAL, half_norm
 from deltatune.ops.kernels.launch import FOLDER, header
@@ -22,24 +22,18 @@ HOPPER = (
     + (FOLDER / "attention_hopper.h").read_text()
 )
 HOPPER_BYTES = 227 * 1024
-# Beside the definition's, half precision rounds the weights and their gradients before they are multiplied.
+# In half precision, the kernels also round the weights and their gradients before they are multiplied.
 HALF = 2.0
 
 
 @pytest.fixture(scope="module")
 def oracle():
-    import importlib.util
-
-    path = Path(__file__).parents[1] / "attention" / "oracle.py"
-    spec = importlib.util.spec_from_file_location("attention_oracle", path)
-    module = sys.modules.setdefault("attention_oracle", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
+    return load(Path(__file__).parents[1] / "attention" / "oracle.py")
 
 
 @pytest.fixture(scope="module")
 def make(host_folder, host_module):
-    """make(text, hopper=False, watch=False): a machine for that text."""
+    """Return make(text, hopper=False, watch=False) -> a host machine that runs this text."""
 
     def machine(text: str, hopper: bool = False, watch: bool = False):
         return host_module.HostMachine(host_folder, text, watch, HOPPER_BYTES if hopper else None, cuda=hopper)
@@ -49,7 +43,7 @@ def make(host_folder, host_module):
 
 @pytest.fixture(scope="module")
 def run(oracle, make):
-    """run(case, dtype, machine=None, hopper=False, seed=1) -> the norms of errors by name."""
+    """Return run(case, dtype, machine=None, hopper=False, seed=1) -> the relative norms of the errors, by name."""
     machines = {False: make(TEXT)}
 
     def differentiate(case, dtype=mx.float32, machine=None, hopper=False, seed=1) -> dict[str, float]:
@@ -67,8 +61,8 @@ def run(oracle, make):
         def call(*arrays: mx.array) -> list[mx.array]:
             q, k, v, *sinks = arrays
             more = {"sinks": sinks[0]} if sinks else {}
-            whose = "hopper" if hopper else "metal"
-            return [attention_fused(q, k, v, machine=whose, execute=execute, **more, **constants)]
+            name = "hopper" if hopper else "metal"
+            return [attention_fused(q, k, v, machine=name, execute=execute, **more, **constants)]
 
         outputs, gradients = mx.vjp(call, [given[name] for name in inputs], [given["dy"]])
         exact = {name: np.array(x.astype(mx.float32), np.float64) for name, x in given.items()}
@@ -146,7 +140,7 @@ def test_hopper(name, run, oracle):
     assert max(found.values()) <= HALF * half_norm(str(dtype).rpartition(".")[2]), found
 
 
-# Which text, what stands in its place; in Metal's text, then in Hopper's.
+# Defects by name: a part of the kernels' text, and what replaces it. These are for Metal's text.
 DEFECTS = {
     "a mask off by one": ("to = i + ahead() + 1;", "to = i + ahead();"),
     "results that are not scaled": (
@@ -161,10 +155,11 @@ DEFECTS = {
     "rows past the end": ("if (row + i < rows && column < SIZE)", "if (column < SIZE)"),
     "one head too many": ("at.y * each + number", "at.y * each + number / 2"),
 }
+# These are for Hopper's text.
 HOPPER_DEFECTS = {
     "a mask off by one": ("to = i + ahead() + 1;", "to = i + ahead();"),
-    "one room for two weights": ("% 2 * 16384", "% 1 * 16384"),
-    "a meeting left out": ("    meet<256>();\n    weigh_with", "    weigh_with"),
+    "one buffer for two weights": ("% 2 * 16384", "% 1 * 16384"),
+    "a barrier left out": ("    meet<256>();\n    weigh_with", "    weigh_with"),
     "operands let go too early": ("products_wait<0>();\n    settle(results[b]);", "settle(results[b]);"),
     "results that are not scaled": ("results[i] *= factors[own_side(i)];", ""),
     "another swizzle": ("((c ^ r) & 7) * 8, from", "(c & 7) * 8, from"),
@@ -206,7 +201,7 @@ def test_spans_of_segments():
     assert ends.tolist() == [[2, 2, 3, 6, 6, 6], [6] * 6, [1, 2, 3, 4, 5, 6]]
 
 
-def test_what_the_kernels_do_not_cover():
+def test_calls_that_the_kernels_do_not_support():
     q = mx.zeros((1, 1, 4, 264))
     assert "wider than 256" in unsupported(q, q, q, None)
     assert "one dtype" in unsupported(q[..., :8], q[..., :8].astype(mx.float16), q[..., :8], None)
