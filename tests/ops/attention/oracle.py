@@ -1,14 +1,18 @@
-"""The cases of the tests of attention, and the float64 reference that they are compared with."""
+"""The cases of the tests of attention, how an implementation runs one, and its errors against float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
 import numpy as np
 
-from deltatune.selftest.float64_attention import NAMES, attention64
-
-__all__ = ["CASES", "NAMES", "Case", "attention64"]
+from deltatune.selftest.float64_attention import attention64
+from poison import poison
 
 
 @dataclass(frozen=True)
@@ -96,3 +100,38 @@ CASES = [
     Case("an added mask, with a hidden row", mask="floats", causal=False, batch=2),
     Case("all of it", mask="bool", with_sinks=True, window=30, segments="long", heads=(4, 2), value_size=40),
 ]
+
+
+def differentiate(implementation: Callable, case: Case, dtype: mx.Dtype = mx.float32, **more) -> tuple[dict, dict]:
+    """Return y and the gradients by name, of an implementation and in float64; `more` are arguments of its own."""
+    given = {name: mx.array(x) for name, x in case.arrays().items()}
+    given = {name: x if name == "sinks" else x.astype(dtype) for name, x in given.items()}
+    options = case.options()
+    constants = {name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    inputs = [name for name in given if name != "dy"]
+
+    def call(*arrays: mx.array) -> list[mx.array]:
+        named = dict(zip(inputs, arrays, strict=True))
+        return [implementation(named.pop("q"), named.pop("k"), named.pop("v"), **named, **constants, **more)]
+
+    poison()
+    outputs, gradients = mx.vjp(call, [given[name] for name in inputs], [given["dy"]])
+    mx.eval(outputs, gradients)
+    exact = {name: np.array(x.astype(mx.float32), np.float64) for name, x in given.items()}
+    truth = attention64(**{"sinks": None} | exact, **options)
+    return dict(zip(truth, [*outputs, *gradients], strict=True)), truth
+
+
+def norms(results: dict, truth: dict) -> dict[str, float]:
+    """Return by name the norm of the error relative to that of the truth; NaN counts as infinite.
+
+    Where the truth cancels to 0, the norm is relative to the largest one of all names.
+    """
+    found, largest = {}, max(np.linalg.norm(exact) for exact in truth.values())
+    for name, exact in truth.items():
+        result = np.array(results[name].astype(mx.float32), np.float64)
+        assert result.shape == exact.shape, name
+        error, size = np.linalg.norm(result - exact), np.linalg.norm(exact)
+        found[name] = float(error / (size if size > 1e-6 * largest else largest))
+        found[name] = np.inf if np.isnan(error) else found[name]
+    return found
