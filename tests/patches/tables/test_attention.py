@@ -40,7 +40,7 @@ def losses(model: nn.Module, rows: mx.array) -> mx.array:
 
 @pytest.fixture(autouse=True)
 def blocked(monkeypatch):
-    """Rows of a few tokens are MLX's own otherwise (ops/attention/choice.py)."""
+    """Force `blocked`: MLX's own attention would serve rows of a few tokens (ops/attention/choice.py)."""
     monkeypatch.setenv(ATTENTION, "blocked")
     whole_rows.reset()
 
