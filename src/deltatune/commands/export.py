@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .flags import add_model
 
 TARGETS = ("peft", "mlx", "merged", "gguf", "gguf-adapter")
 
@@ -31,7 +32,7 @@ def add(commands: Any) -> None:
         help="peft: an adapter for transformers and vLLM; mlx: the adapter alone; merged: a full checkpoint; "
         "gguf: a file for llama.cpp; gguf-adapter: the adapter alone for llama.cpp",
     )
-    add("--model", required=True, metavar="TEXT", help="folder of the base model, or its name on the Hugging Face hub")
+    add_model(parser)
     add("--adapter-path", default="adapters", metavar="DIR", help="folder of the adapter (default: adapters)")
     add("--save-path", required=True, metavar="PATH", help="new folder for the result; for GGUF, a new file")
     add(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .flags import add_model
+
 
 def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
     parser = commands.add_parser("import", help="turn an adapter of PEFT into one of MLX")
     add = parser.add_argument
-    add("--model", required=True, metavar="TEXT", help="folder of the base model, or its name on the Hugging Face hub")
+    add_model(parser)
     add("--peft", required=True, metavar="DIR", help="folder that PEFT's save_pretrained wrote")
     add("--save-path", default="adapters", metavar="DIR", help="folder for the adapter (default: adapters)")
     parser.set_defaults(call=run, parser=parser)

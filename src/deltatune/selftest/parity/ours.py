@@ -68,9 +68,9 @@ def install(
     """Convert exactly the modules named in `adapters` with deltatune, and set their initial values.
 
     Args:
-        model: the model.
-        adapters: initial values by transformers' paths.
-        mlx_path: maps a path of transformers to the model's own.
+        model: The model.
+        adapters: Initial values by transformers' paths.
+        mlx_path: Maps a path of transformers to the model's own.
         kind: `lora` or `dora`.
 
     Returns:
@@ -120,13 +120,13 @@ def train(
     """Follow the recipe through deltatune's patches, training step and loss.
 
     Args:
-        model: the model with its adapters.
-        modules: its adapted modules, by transformers' paths.
-        mlx_path: maps a path of transformers to the model's own.
-        learning_rate: the learning rate of every step.
-        prepare: called when the patches are in force; returns the loss.
-        batch: the batch of a step, by the step's index.
-        steps: how many steps to train.
+        model: The model with its adapters.
+        modules: Its adapted modules, by transformers' paths.
+        mlx_path: Maps a path of transformers to the model's own.
+        learning_rate: The learning rate of every step.
+        prepare: Called when the patches are in force; returns the loss.
+        batch: The batch of a step, by the step's index.
+        steps: How many steps to train.
     """
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
     config = TrainConfig(optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=learning_rate)
