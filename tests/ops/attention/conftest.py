@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import mlx.core as mx
-import numpy as np
 import pytest
 
 from beside import load
