@@ -11,7 +11,8 @@ from ..errors import UserError, first_line
 from ..values import Range, fix
 from .flags import add_adapter, add_options, config_from, given
 
-_OPTIONS = (
+# The options of a run that say what its loss on the test set is.
+OPTIONS = (
     "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns", "pack",
     "seed", "min_pixels", "max_pixels", "fps", "video_max_frames",
     "trust_remote_code",
@@ -25,7 +26,7 @@ def add(commands: Any) -> None:
         help="print loss and perplexity on test.jsonl, or figures on tasks of lm-eval",
     )
     add_adapter(parser)
-    add_options(parser, _OPTIONS)
+    add_options(parser, OPTIONS)
     add = parser.add_argument_group("tasks of lm-eval, in place of data").add_argument
     add("--tasks", metavar="TEXT", help="names or patterns of tasks, separated by commas, such as arc_easy,hellaswag")
     add("--num-fewshot", type=int, metavar="N", help="number of examples in a prompt; default: the task's own")

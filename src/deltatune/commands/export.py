@@ -13,11 +13,11 @@ TARGETS = ("peft", "mlx", "merged", "gguf", "gguf-adapter")
 
 # The flags that each target has no use for.
 _UNUSED = {
-    "peft": ("llama_cpp", "outtype"),
-    "mlx": ("llama_cpp", "outtype"),
+    "peft": ("llama_cpp", "outtype", "data"),
+    "mlx": ("llama_cpp", "outtype", "data"),
     "merged": ("llama_cpp", "outtype"),
-    "gguf": ("push_to_hub", "base_model"),
-    "gguf-adapter": ("push_to_hub",),
+    "gguf": ("push_to_hub", "base_model", "data"),
+    "gguf-adapter": ("push_to_hub", "data"),
 }
 
 
@@ -46,6 +46,7 @@ def add(commands: Any) -> None:
         metavar="TYPE",
         help="type of the tensors of a GGUF file: f32, f16, bf16, q8_0, auto (default: auto; of an adapter, f32)",
     )
+    add("--data", metavar="DIR", help="folder with test.jsonl, to compare the loss before and after a merge")
     add("--push-to-hub", metavar="OWNER/NAME", help="upload the result to this repository, private where it is new")
     parser.set_defaults(call=run, parser=parser)
 
@@ -99,8 +100,26 @@ def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..models.merged_checkpoint import merge_checkpoint
 
+    before = None if arguments.data is None else _loss(arguments, arguments.model, arguments.adapter_path)
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path)
-    return [f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged."], []
+    notes = []
+    if done.rounding is not None:
+        notes.append(str(done.rounding).replace("--dequantize writes", "deltatune merge --dequantize writes"))
+    if before is not None:
+        after = _loss(arguments, str(done.path), None)
+        notes.append(f"Test loss: {before:.4f} with the adapter, {after:.4f} merged ({after - before:+.4f}).")
+    return [f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged."], notes
+
+
+def _loss(arguments: argparse.Namespace, model: str, adapter_path: str | None) -> float:
+    """The loss of a model on the test set of --data, with the options of the run that trained the adapter."""
+    from ..config import TrainConfig
+    from ..lora.adapter_files import read_config
+    from .eval import OPTIONS, evaluate
+
+    trained = read_config(Path(arguments.adapter_path))
+    options = {name: trained[name] for name in OPTIONS if trained.get(name) is not None}
+    return evaluate(TrainConfig(**{**options, "model": model, "data": arguments.data}), adapter_path)
 
 
 def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
