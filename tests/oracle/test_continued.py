@@ -38,7 +38,6 @@ def test_thirty_steps_there_and_thirty_back(name, tmp_path):
 def check(ours: ParityRun, theirs: ParityRun, start: dict) -> None:
     gap = np.abs(np.subtract(ours.losses, theirs.losses)).max()
     error, name = recording.worst(recording.summary(theirs.final, start), ours.final)
-    print(gap, error, name)
     assert gap <= LOSS_TOLERANCE
     assert error <= ADAPTER_TOLERANCE, name
 

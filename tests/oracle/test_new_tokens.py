@@ -84,7 +84,7 @@ def test_rows_of_new_tokens(name, tied, tmp_path, monkeypatch):
 
 
 def drawn(path: str, value: mx.array) -> mx.array:
-    return value + mx.array(seeded.spread(f"new tokens {path}", value.shape, 0.08))
+    return value + mx.array(seeded.spread(f"new tokens {path}", value.shape, 0.05))
 
 
 def with_new_tokens(rows: seeded.Rows) -> seeded.Rows:
