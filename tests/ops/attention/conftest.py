@@ -1,7 +1,5 @@
 """Gives the tests of attention the cases of oracle.py, and its functions that run and measure an implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

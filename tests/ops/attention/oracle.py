@@ -1,13 +1,8 @@
 """The cases of the tests of attention, how an implementation runs one, and its errors against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 
