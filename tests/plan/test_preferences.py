@@ -7,20 +7,20 @@ import pytest
 
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
-from deltatune.models.head import split_head
 from deltatune.ops import cross_entropy
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import blank_batch
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
-from deltatune.train.preferences.loss import chunked_token_losses, full_token_losses, preference_loss
-from deltatune.train.preferences.objectives import OBJECTIVES
+from deltatune.train.preferences.loss import full_token_losses
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import LossFunction, Step
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
-ROWS, LENGTH = 2, 160
+ROWS, LENGTH, VOCABULARY = 2, 160, 8192
+# The bytes of the logits of a chunk of the loss.
+CHUNK = 4 * cross_entropy.FEWEST_TOKENS * VOCABULARY
 # What a step on preferences may take of a supervised step's peak.
 LIMIT = 1.3
 
@@ -31,7 +31,7 @@ def model_and_before(tiny_model, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     gc.collect()
     before = mx.get_active_memory()
-    model = tiny_model("qwen3_5", vocab_size=8192, num_hidden_layers=2, full_attention_interval=2)
+    model = tiny_model("qwen3_5", vocab_size=VOCABULARY, num_hidden_layers=2, full_attention_interval=2)
     prepare(model, options("sft"))
     mx.eval(model.parameters())
     return model, before
@@ -43,6 +43,8 @@ def options(loss: str) -> TrainConfig:
 
 def counted(model, before: int, loss_function: LossFunction, pairs: int) -> int:
     """The peak of the second step by MLX's own count."""
+    # A plan and a step leave arrays behind that only a collection frees.
+    gc.collect()
     step = Step(model, build_optimizer(TrainConfig()), loss_function, World())
     batch = blank_batch(ROWS, LENGTH, False, pairs)
     for _ in range(2):
@@ -52,19 +54,21 @@ def counted(model, before: int, loss_function: LossFunction, pairs: int) -> int:
 
 
 @pytest.mark.usefixtures("waiting_queue")
-def test_the_peak_is_that_of_a_supervised_step(model_and_before):
+def test_the_peak_is_that_of_a_supervised_step(model_and_before, monkeypatch):
     """ORPO reads the most of its answers; benchmarks/preference_memory.py plans all losses of a real size."""
     model, before = model_and_before
-    config, pairs = options("orpo"), ROWS // 2
-    planned = forecast_step(model, config, ROWS, LENGTH, ArrayLayout.measured(), preferences=pairs).bytes.amount
-    objective = OBJECTIVES["orpo"]
-    with training(model, options("sft"), compare=False) as trained:
-        model.train()
-        supervised = counted(model, before, trained.loss, 0)
-        chunked = chunked_token_losses(*split_head(model)[:2])
-        preferences = counted(model, before, preference_loss(chunked, objective, config), pairs)
-        # The limit can tell: the logits of all tokens at once are beyond it.
-        whole = preference_loss(full_token_losses(model), objective, config)
-        assert counted(model, before, whole, pairs) > LIMIT * supervised
+    layout, pairs = ArrayLayout.measured(), ROWS // 2
+
+    def planned(loss: str, preferences: int) -> int:
+        return forecast_step(model, options(loss), ROWS, LENGTH, layout, preferences=preferences).bytes.amount
+
+    supervised, preferences = planned("sft", 0), planned("orpo", pairs)
     assert preferences <= LIMIT * supervised
-    assert planned == pytest.approx(preferences, rel=0.05)
+    with training(model, options("orpo"), compare=False) as trained:
+        model.train()
+        count = counted(model, before, trained.loss, pairs)
+    # On a busy machine MLX may be some chunks of the loss ahead.
+    assert 0.95 * preferences < count < 1.05 * preferences + 2 * CHUNK
+    # The limit can tell: the logits of all tokens at once are beyond it.
+    monkeypatch.setattr("deltatune.train.setup.chunked_token_losses", lambda *_: full_token_losses(model))
+    assert planned("orpo", pairs) > LIMIT * supervised
