@@ -1,10 +1,5 @@
 """Tests lazy updates of experts: which experts change, by how much, at what cost, and what stays as with dense."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers

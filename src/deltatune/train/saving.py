@@ -11,6 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers
 
 from ..data import BatchOrder
+from ..data.stream_order import StreamOrder
 from ..errors import UserError
 from ..lora import pissa
 from ..machine import blas
@@ -52,7 +53,7 @@ class Saving:
         self,
         model: nn.Module,
         optimizer: mlx.optimizers.Optimizer,
-        order: BatchOrder,
+        order: BatchOrder | StreamOrder,
         outputs: Outputs,
         world: World,
         identity: dict[str, Any],

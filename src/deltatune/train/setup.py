@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
+from ..data.example_stream import StreamedSplits
 from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
+from ..data.stream_order import StreamOrder
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters, pissa
@@ -79,6 +82,10 @@ class Run:
             own = tree_map(lambda start: start if main else mx.zeros_like(start), pissa.starts(self.model))
             pissa.start_at(self.model, self.world.sum_tree(own))
         return lines
+
+    def training_order(self) -> BatchOrder | StreamOrder:
+        """Return this rank's batches to train on."""
+        return training_order(self.splits, self.config, self.world)
 
     def order(self, examples: Sequence[Example]) -> BatchOrder:
         """Return this rank's batches of `examples`."""
@@ -227,9 +234,17 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
     )
 
 
-def with_iterations(config: TrainConfig, order: BatchOrder) -> TrainConfig:
+def training_order(splits: Splits, config: TrainConfig, world: World | None = None) -> BatchOrder | StreamOrder:
+    """Return the batches to train on, as batch_order does; those of a stream come from one window after the other."""
+    if not isinstance(splits, StreamedSplits):
+        return batch_order(splits.train, config, world)
+    in_window = partial(batch_order, config=config, world=world)
+    return StreamOrder(splits.stream, splits.first, in_window, row_capacity(config))
+
+
+def with_iterations(config: TrainConfig, order: BatchOrder | StreamOrder) -> TrainConfig:
     """Return the options with the number of iterations that `epochs` stands for, where it is given."""
-    if config.epochs is None:
+    if config.epochs is None or isinstance(order, StreamOrder):
         return config
     # A product such as 0.1 * 30 may be a little above the whole number that it stands for.
     return dataclasses.replace(config, iters=max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6)))
@@ -323,7 +338,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> Iterator[Training]:
+def training(
+    model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpointed_layers: Sequence[int] | None = None
+) -> Iterator[Training]:
     """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
     Args:
@@ -331,9 +348,11 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         config: The options of the run.
         compare: Whether to check by computing that the model's parts give what the whole gives, and that packed
             documents do not influence each other.
+        checkpointed_layers: The positions of the layers to checkpoint, which the plan has chosen because
+            `config.grad_checkpoint` is auto.
 
     Raises:
-        UserError: If packed documents influence each other in this model.
+        UserError: If packed documents influence each other in this model, or no plan has chosen layers for auto.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
@@ -341,8 +360,10 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         layers = describe(model)
         if config.pack and compare:
             check_packing(model)
-        if config.grad_checkpoint:
-            stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
+        chosen = _to_checkpoint(len(layers), config, checkpointed_layers)
+        if chosen:
+            carried = carries(model, layers)
+            stack.enter_context(checkpointed([layers[at].module for at in chosen], [carried[at] for at in chosen]))
         trained = _with_loss(model, config, compare, layers, patches, compiled)
         # With noise, the two parts of a model could not be compared with the whole.
         if config.neftune_noise_alpha is not None:
@@ -361,3 +382,15 @@ def _with_loss(
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)
     return Training(loss, kind, layers, patches, compiled, objective, token_losses)
+
+
+def _to_checkpoint(layers: int, config: TrainConfig, chosen: Sequence[int] | None) -> Sequence[int]:
+    """Return the positions of the layers to checkpoint, of so many; `chosen` is what the plan chose for auto."""
+    if config.grad_checkpoint == "auto":
+        if chosen is None:
+            raise UserError(
+                "grad_checkpoint: auto checkpoints the layers that a plan chooses, and none was made. Give Trainer.run "
+                "the checkpointed_layers of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
+            )
+        return chosen
+    return range(layers) if config.grad_checkpoint else ()

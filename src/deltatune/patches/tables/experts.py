@@ -234,49 +234,29 @@ _VLM_BLOCKS = {
 
 
 def _block_record(base: dict[str, Any], module: str, name: str, **more: Any) -> Patch:
-    record = {**base, "reason": "the outputs of all k experts of a token are held before they are weighted and summed"}
-    signature = "(self, x)"
-    return Patch(
-        **record, module=module, name=f"{name}.__call__", signature=signature, replacement=weighted_block, **more
-    )
+    reason = "the outputs of all k experts of a token are held before they are weighted and summed"
+    record = {**base, "reason": reason, "module": module, "name": f"{name}.__call__", **more}
+    return Patch(**record, signature="(self, x)", replacement=weighted_block)
 
 
-def _switch_records(base: dict[str, Any], module: str, **more: Any) -> tuple[Patch, ...]:
+def _switch_records(
+    base: dict[str, Any], module: str, signature: str, glu: Callable[[Function], Function], **more: Any
+) -> tuple[Patch, ...]:
+    """The records of SwitchGLU, whose __call__ has this signature and the replacement `glu`, and of SwitchMLP."""
+    shared = {**base, "module": module, **more}
     return (
-        Patch(**base, module=module, name="SwitchGLU.__call__", signature=_CALL, replacement=_switch(*_GLU), **more),
-        Patch(
-            **base,
-            module=module,
-            name="SwitchMLP.__call__",
-            signature=_CALL,
-            replacement=_switch("fc1", "fc2"),
-            **more,
-        ),
+        Patch(**shared, name="SwitchGLU.__call__", signature=signature, replacement=glu),
+        Patch(**shared, name="SwitchMLP.__call__", signature=_CALL, replacement=_switch("fc1", "fc2")),
     )
 
 
 _VLM_SWITCH = "mlx_vlm.models.switch_layers"
 
 PATCHES: tuple[Patch, ...] = (
-    *_switch_records(_LM, "mlx_lm.models.switch_layers"),
+    *_switch_records(_LM, "mlx_lm.models.switch_layers", _CALL, _switch(*_GLU)),
     *(_block_record(_LM, f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
-    *_switch_records(_VLM, _VLM_SWITCH, versions="==0.6.17"),
-    Patch(
-        **_VLM,
-        module=_VLM_SWITCH,
-        name="SwitchGLU.__call__",
-        versions="==0.7.10",
-        signature=_COMBINING_CALL,
-        replacement=_combining_switch,
-    ),
-    Patch(
-        **_VLM,
-        module=_VLM_SWITCH,
-        name="SwitchMLP.__call__",
-        versions="==0.7.10",
-        signature=_CALL,
-        replacement=_switch("fc1", "fc2"),
-    ),
+    *_switch_records(_VLM, _VLM_SWITCH, _CALL, _switch(*_GLU), versions="==0.6.17"),
+    *_switch_records(_VLM, _VLM_SWITCH, _COMBINING_CALL, _combining_switch, versions="==0.7.10"),
     *(
         _block_record(_VLM, f"mlx_vlm.models.{module}.language", name, versions=">=0.6.17,<=0.7.10")
         for module, name in _VLM_BLOCKS.items()
