@@ -12,7 +12,10 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.ops import pieces
+from deltatune.ops.attention import attention
+from deltatune.ops.known_masks import MaskRule, remember
 from deltatune.ops.pieces import Carry
+from deltatune.patches import whole_rows
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import mean_loss_and_gradients
 from model_gradients import relative_errors
@@ -149,13 +152,18 @@ def test_packed_documents_start_anew_in_pieces(tiny_model, monkeypatch):
     bound = rounding_bound(model, config, batch(packed=True), expected, monkeypatch)
     for bounds in CUTS:
         value, gradients, calls = found(model, config, batch(packed=True), bounds, monkeypatch)
-        assert len(calls) == 3
+        assert len(calls) == 4
         assert value == pytest.approx(loss, rel=bound)
         assert relative_errors(expected, gradients)[0] < bound, bounds
     # The bound tells documents that start anew from documents that do not.
-    monkeypatch.setattr(pieces, "_restarted", lambda states, *_: list(states))
-    _, gradients, _ = found(model, config, batch(packed=True), CUTS[1], monkeypatch)
-    assert relative_errors(expected, gradients)[0] > 10 * bound
+    for module, name, defect in (
+        (pieces, "_restarted", lambda states, *_: list(states)),
+        (whole_rows, "attention", lambda *arrays, segments=None, **options: attention(*arrays, **options)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, defect)
+            _, gradients, _ = found(model, config, batch(packed=True), CUTS[1], monkeypatch)
+        assert relative_errors(expected, gradients)[0] > 10 * bound, name
 
 
 def test_dropout_draws_the_same_numbers_in_both_passes(tiny_model, monkeypatch):
@@ -188,6 +196,11 @@ def test_short_rows_and_bounds():
     assert len(long) - 1 == pieces.MOST_PIECES
 
 
+def ruled(window):
+    """A mask of a packed batch."""
+    return remember(mx.ones((1, 1, 4, 4), mx.bool_), MaskRule(window, mx.zeros((1, 4), mx.int32)))
+
+
 @pytest.mark.parametrize(
     ("carry", "options", "fits"),
     [
@@ -199,6 +212,9 @@ def test_short_rows_and_bounds():
         (Carry(), {"mask": mx.ones((4, 4))}, False),
         (Carry(), {"mask": "causal", "positions": mx.arange(4)}, False),
         (None, {}, False),
+        (Carry(), {"mask": ruled(None)}, True),
+        (Carry(), {"mask": ruled(3)}, False),
+        (Carry(packed=False), {"mask": ruled(None)}, False),
     ],
 )
 def test_only_calls_that_a_piece_can_be_given_are_divided(carry, options, fits):

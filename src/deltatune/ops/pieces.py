@@ -22,6 +22,7 @@ import mlx.nn as nn
 from ..machine import backend
 from . import segments
 from .functional import holding, is_floating, trainable, undisturbed
+from .known_masks import rule_of
 from .random_state import drawing_from, get_key, set_key
 
 # The size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
@@ -98,9 +99,11 @@ class Carry:
 
     Args:
         states: how many states a recurrent layer has; None for attention, which has keys and values.
+        packed: whether a piece of attention can be told which documents its keys belong to.
     """
 
     states: int | None = None
+    packed: bool = True
 
     @property
     def arrays(self) -> int:
@@ -133,7 +136,8 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
     """Return x and the options for a call of in_pieces(), or None for a call that cannot be made in pieces.
 
     The layer must take x [B, T, D] first, and then at most a mask that a piece can be given as well: none or, for
-    attention, "causal". A layer that attends without a mask sees later tokens, which no piece can.
+    attention, "causal", also within the documents of a packed row. A layer that attends without a mask sees later
+    tokens, which no piece can.
 
     Args:
         carry: what the layer hands on, if that is known.
@@ -143,6 +147,9 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
     options = {name: value for name, value in rest if value is not None}
     if carry is None or not isinstance(x, mx.array) or x.ndim != 3 or not is_floating(x):
         return None, {}
+    rule = rule_of(options["mask"]) if carry.packed and isinstance(options.get("mask"), mx.array) else None
+    if rule is not None and rule.window is None and rule.segments is not None:
+        options["mask"] = "causal"
     plain = all(isinstance(value, str) for value in options.values())
     fits = plain and options == ({"mask": "causal"} if carry.states is None else {})
     return (x, options) if fits else (None, {})
@@ -203,9 +210,10 @@ class _Row:
             y, cache = self._run(number, keys, self.documents, parameters, rows, before)
             ys.append(y)
             before = cache.following
-            if self.carry.states is not None and stop < x.shape[1] and _are_small(before, rows):
+            if self.carry.states is not None and stop < x.shape[1]:
                 saved += before
-        return [mx.concatenate(ys, axis=1), *saved]
+        kept = saved if sum(state.nbytes for state in saved) <= MOST_STATES * x.nbytes else []
+        return [mx.concatenate(ys, axis=1), *kept]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         """Return the gradients of the key, the parameters and x."""
@@ -253,7 +261,9 @@ class _Row:
             cache = KeysAndValues(start, before or None)
         else:
             cache = States(_restarted(before, documents, start) if before else [None] * self.carry.states)
-        own = None if documents is None else documents[:, start:stop]
+        # Queries of attention see keys of earlier pieces, whose documents are needed as well.
+        first = 0 if before and self.carry.states is None else start
+        own = None if documents is None else documents[:, first:stop]
         token = _running.set(True)
         try:
             with holding(self.module, self.paths, parameters), segments.segments(own), drawing_from(keys[number]):
@@ -328,11 +338,6 @@ class _Row:
         elif d_before:
             for number, (start, stop) in enumerate(self.spans[: len(d_handed)]):
                 d_handed[number] = _sums(d_handed[number], [d[:, :, start:stop] for d in d_before])
-
-
-def _are_small(states: Sequence[mx.array], rows: mx.array) -> bool:
-    """Whether the states after a piece are worth keeping for the backward pass, beside its rows."""
-    return sum(state.nbytes for state in states) <= MOST_STATES * rows.nbytes
 
 
 def _restarted(states: Sequence[mx.array], documents: mx.array | None, start: int) -> list[mx.array]:

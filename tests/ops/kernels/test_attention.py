@@ -90,7 +90,7 @@ METAL = {
     "fewer queries, a window": {"queries": 33, "keys": 80, "window": 20},
     "more queries": {"queries": 80, "keys": 33},
     "segments, a window, sinks": {"queries": 70, "segments": "single tokens", "window": 9, "sunk": True, "batch": 2},
-    "segments": {"queries": 70, "segments": "long", "sunk": True, "heads": (2, 1)},
+    "segments, fewer queries": {"queries": 40, "keys": 70, "segments": "long", "heads": (2, 1), "batch": 2},
     "large logits": {"queries": 64, "logits": 20.0},
 }
 
@@ -119,7 +119,16 @@ def test_metal_under_watch(make, run, oracle):
 
 
 ON_HOPPER = {
-    "narrow, all of it": {"queries": 300, "size": 64, "heads": (2, 1), "segments": "long", "window": 90, "sunk": True},
+    "narrow, all of it": {
+        "queries": 170,
+        "keys": 300,
+        "size": 64,
+        "heads": (2, 1),
+        "segments": "long",
+        "window": 90,
+        "sunk": True,
+        "batch": 2,
+    },
     "wide": {"queries": 140, "size": 136, "value_size": 256, "heads": (1, 1)},
     "more queries, odd sizes": {"queries": 200, "keys": 70, "size": 72, "value_size": 40, "heads": (1, 1)},
 }

@@ -175,7 +175,7 @@ class _Part:
     """The arrays of some key heads of one row of the batch on a CPU, of all of them on a GPU.
 
     `queries`: arrays along the queries, [b, h, G, Tq, any]; k, v [b, h, 1, Tk, any] in fp32, where G query heads read
-    one key head; sinks [h, G]; segments [b, 1, 1, T]; mask, of which any axis may be 1, [b, h, G, Tq, Tk].
+    one key head; sinks [h, G]; segments [b, 1, 1, Tk]; mask, of which any axis may be 1, [b, h, G, Tq, Tk].
     """
 
     kind: BlockedOptions
@@ -260,7 +260,8 @@ class _Part:
         if self.kind.window is not None and windowed:
             found.append(keys > position - self.kind.window)
         if self.segments is not None:
-            of_rows, of_keys = (self.segments[..., a:b] for a, b in (block[:2], block[2:]))
+            of_rows = self.segments[..., block.first + ahead : block.last + ahead]
+            of_keys = self.segments[..., block.low + start : block.high]
             found.append(of_rows[..., :, None] == of_keys[..., None, :])
         if not found:
             return None, start

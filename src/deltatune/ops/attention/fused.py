@@ -33,7 +33,7 @@ class FusedOptions:
 
 @dataclass(frozen=True)
 class Operands:
-    """The arrays of a call: q, k, v; the sinks [HQ] fp32; where each position's segment starts and ends [B, T]."""
+    """The arrays of a call: q, k, v; the sinks [HQ] fp32; where each key's segment starts and ends [B, TK]."""
 
     q: mx.array
     k: mx.array

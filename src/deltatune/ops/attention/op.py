@@ -31,7 +31,8 @@ def attention(
         v: [B, HK, TK, DV]; DV may differ from D.
         scale: what scores are multiplied by, usually D ** -0.5.
         causal: a query sees no key behind it; the last query stands at the last key.
-        segments: [B, T] integers, non-decreasing along T, where TQ = TK = T; a query sees its own segment alone.
+        segments: [B, TK] integers, non-decreasing along TK, where TQ is at most TK; a query sees its own segment alone,
+            which is that of the key at which it stands.
         window: how many keys a query sees at most, itself and those before it; with `causal` alone.
         sinks: [HQ], scores of a key that every query sees and whose value is 0.
         mask: what hides more, of a shape that broadcasts to [B, HQ, TQ, TK]: bool (True: may be seen), or floats that
@@ -81,8 +82,8 @@ def _check(
         got = "causal=False" if window >= 1 else str(window)
         raise ValueError(f"attention: window must be 1 or more, and comes with causal=True alone, got {got}")
     if segments is not None:
-        if queries != keys:
-            raise ValueError(f"attention: segments want as many queries as keys, got {queries} and {keys}")
+        if queries > keys:
+            raise ValueError(f"attention: segments want no more queries than keys, got {queries} and {keys}")
         _check_shape("segments", segments, (batch, keys))
         if not mx.issubdtype(segments.dtype, mx.integer):
             raise ValueError(f"attention: segments must be integers, got {segments.dtype}")
