@@ -3,9 +3,8 @@ as long as the row.
 
 A layer hands from piece to piece what it keeps in its cache while it decodes: a recurrence its states, attention its
 keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept for the
-backward pass are the layer's input and the states between the pieces; keys and values, and large states, are computed
-again. The backward pass takes the pieces from last to first, computes each one again, and adds up the gradients of the
-weights in fp32.
+backward pass are the layer's input and the states between the pieces. The backward pass takes the pieces from last to
+first, computes each one again, and adds up the gradients of the weights in fp32.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from .random_state import drawing_from, get_key, set_key
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
 # A row of more pieces has longer ones, since each piece makes the graph of a step larger.
 MOST_PIECES = 32
-# States are kept if they take at most this share of the layer's input. Larger ones are computed again for one layer at
-# a time, by its projections, convolution and recurrence, which for a wide MLP are a small part of the layer.
-MOST_STATES = 1 / 6
 
 _running: ContextVar[bool] = ContextVar("a layer runs on a piece of its row", default=False)
 
@@ -197,7 +193,7 @@ class _Row:
     documents: mx.array | None
 
     def forward(self, key: mx.array, *given: mx.array) -> list[mx.array]:
-        """Return y, and for a recurrence the states after each piece but the last, unless they are large."""
+        """Return y, and for a recurrence the states after each piece but the last."""
         *parameters, x = given
         keys = mx.random.split(key, len(self.spans))
         ys: list[mx.array] = []
@@ -212,8 +208,7 @@ class _Row:
             before = cache.following
             if self.carry.states is not None and stop < x.shape[1]:
                 saved += before
-        kept = saved if sum(state.nbytes for state in saved) <= MOST_STATES * x.nbytes else []
-        return [mx.concatenate(ys, axis=1), *kept]
+        return [mx.concatenate(ys, axis=1), *saved]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         """Return the gradients of the key, the parameters and x."""
@@ -228,8 +223,8 @@ class _Row:
         # The gradients of what each piece hands on, so far.
         d_handed: list[list[mx.array]] = [[] for _ in self.spans]
         with undisturbed(self.module):
-            if not saved:
-                saved = self._handed_on(keys, documents, parameters, x)
+            if self.carry.states is None:
+                saved = self._keys_and_values(keys, documents, parameters, x)
             for number in reversed(range(len(self.spans))):
                 arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
                 # Those of attention are sums in fp32. The last piece has none.
@@ -277,23 +272,17 @@ class _Row:
             )
         return y, cache
 
-    def _handed_on(
+    def _keys_and_values(
         self, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array
     ) -> list[mx.array]:
-        """Compute again what all pieces but the last hand on. MLX is lazy: nothing else of the layer is computed.
-
-        That are the states after each piece, or the keys and values of all of them.
-        """
+        """Compute the keys and values of all pieces but the last again. MLX is lazy: nothing else is computed."""
         found: list[list[mx.array]] = []
         for number, (start, stop) in enumerate(self.spans[:-1]):
-            rows, before = x[:, start:stop], []
+            rows = x[:, start:stop]
             if found:
                 rows = mx.depends([rows], found[-1])[0]
-                before = found[-1] if self.carry.states is not None else []
-            _, cache = self._run(number, keys, documents, parameters, rows, before)
+            _, cache = self._run(number, keys, documents, parameters, rows, [])
             found.append(cache.handed)
-        if self.carry.states is not None:
-            return list(chain.from_iterable(found))
         return [mx.concatenate(list(parts), axis=2) for parts in zip(*found, strict=True)]
 
     def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:
