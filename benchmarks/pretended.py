@@ -56,14 +56,14 @@ def pretended(device: str) -> Iterator[None]:
         yield
         return
     from deltatune.machine import backend, nvidia
-    from deltatune.ops import trial
+    from deltatune.ops import trial, verdicts
     from deltatune.ops.attention import kernel_trial
     from deltatune.ops.gated_delta import machine_trial
     from deltatune.ops.kernels import launch
     from deltatune.ops.pointwise import pass_launch
     from deltatune.patches import patch as patching
 
-    passed: Callable[..., Any] = lambda *_: machine_trial.Verdict("", "", 1.0, {"y": 0.0})  # noqa: E731
+    passed: Callable[..., Any] = lambda *_: verdicts.Verdict("", "", 1.0, {"y": 0.0})  # noqa: E731
     with ExitStack() as stack:
         for module, name, value in (
             (backend, "device", lambda: device),

@@ -14,13 +14,9 @@ many layers are kept whole.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +27,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-sys.path.insert(0, str(Path(__file__).parent))
+import processes
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.models.load import new_model
 from deltatune.plan.array_layout import ArrayLayout
@@ -40,7 +36,7 @@ from deltatune.plan.device_limits import METAL_BUFFERS, DeviceLimits
 from deltatune.plan.forecast import Forecast, forecast_step
 from deltatune.plan.search import fits
 from deltatune.train.setup import prepare
-from machine import versions
+from machine import heading
 from pretended import pretended
 from trainers import SHAPES, Shape
 
@@ -111,7 +107,7 @@ def print_choices(shape: Shape, bits: int, device: str, memories: Sequence[int],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["0.8B", "9B"], choices=list(SHAPES))
     parser.add_argument("--bits", nargs="+", type=int, default=[0, 4], help="0: weights of 16 bits")
     parser.add_argument("--devices", nargs="+", default=list(MEMORIES), choices=list(MEMORIES))
@@ -120,7 +116,7 @@ def main() -> None:
     parser.add_argument("--auto", action="store_true", help="what --grad-checkpoint auto chooses")
     parser.add_argument("--layers", type=int, help="instead of all of the shape's")
     arguments = parser.parse_args()
-    print(f"{date.today()}; {versions()}; plans of {arguments.tokens} tokens\n")
+    print(f"{heading()}; plans of {arguments.tokens} tokens\n")
     if arguments.auto:
         print("| device | shape | memory | tokens | layers kept whole | GB | plans |\n" + "|---" * 7 + "|")
     for device in arguments.devices:
@@ -141,8 +137,7 @@ def main() -> None:
                 cells = " | ".join(
                     f"{min(LONGEST, tokens) // 1024 * 1024:,.0f}" if tokens > 0 else "-" for tokens in fits
                 )
-                label = f"{name}, {bits} bits" if bits else f"{name}, 16 bits"
-                print(f"| {label} | {start / 1e9:.1f} + {rise / 1e3:.0f} | {cells} |", flush=True)
+                print(f"| {name}, {bits or 16} bits | {start / 1e9:.1f} + {rise / 1e3:.0f} | {cells} |", flush=True)
         print()
 
 

@@ -15,11 +15,6 @@ from deltatune.config import TrainConfig
 PAIR = {"prompt": "the quick brown fox", "completion": "jumps over"}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
-
-
 @pytest.fixture
 def data(tmp_path):
     folder = tmp_path / "data"

@@ -1,16 +1,12 @@
 """Makes the doctor examine small shapes, with an empty cache of verdicts."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 from deltatune.doctor import implementations
 from deltatune.machine import backend
-from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
-from deltatune.ops.gated_delta.choice import Candidate
+from deltatune.ops import verdicts
+from deltatune.ops.candidates import Candidate
+from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.gated_delta.machine_trial import ShapeClass
 
 
@@ -21,9 +17,9 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(implementations, "_CHUNK", (ShapeClass(1, 2, 8, 8, "float32"),))
     monkeypatch.setattr(implementations, "_MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
-    machine_trial.forget()
+    verdicts.forget()
     yield
-    machine_trial.forget()
+    verdicts.forget()
 
 
 @pytest.fixture

@@ -77,14 +77,16 @@ def assert_agree(got, expected, tolerance=2e-6):
         assert mx.abs(got[name] - wanted).max().item() <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", HEADS)
-def test_every_head_has_the_loss_and_gradients_of_the_reference(name, training):
+@pytest.fixture(params=[True, False], ids=["training", "evaluation"])
+def module_and_head(request, name):
     mx.random.seed(5)
     module, method = HEADS[name]()
-    head = getattr(module, method) if method else module
-    module.train(training)
-    hidden, targets, weights = batch()
+    return module.train(request.param), getattr(module, method) if method else module
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_has_the_loss_and_gradients_of_the_reference(name, module_and_head):
+    (module, head), (hidden, targets, weights) = module_and_head, batch()
     expected = gradients(lambda h, w: reference_loss(head, h, targets, w), module, hidden, weights)
     if name not in ("frozen", "quantized", "quantized tied"):
         assert any(mx.abs(grad).max().item() > 1e-3 for path, grad in expected.items() if path.startswith("parameters"))
@@ -98,15 +100,10 @@ def test_every_head_has_the_loss_and_gradients_of_the_reference(name, training):
         assert_agree({"loss": ours(hidden, weights)}, {"loss": expected["loss"]})
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_function_of_every_token_loss_has_the_gradients_of_the_reference(name, training):
+def test_a_function_of_every_token_loss_has_the_gradients_of_the_reference(module_and_head):
     """The function is not linear, so the cotangents are known only after all losses are."""
-    mx.random.seed(5)
-    module, method = HEADS[name]()
-    head = getattr(module, method) if method else module
-    module.train(training)
-    hidden, targets, weights = batch()
+    (module, head), (hidden, targets, weights) = module_and_head, batch()
 
     def curved(losses, w):
         return nn.log_sigmoid((losses * w).sum(axis=-1)).sum()

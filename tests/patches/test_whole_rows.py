@@ -6,9 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 
@@ -25,7 +22,7 @@ ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="only a CPU uses
 
 @pytest.fixture(autouse=True)
 def blocked(monkeypatch) -> Iterator[None]:
-    """Rows of a few tokens are MLX's own otherwise (ops/attention/choice.py)."""
+    """Force `blocked`: MLX's own attention would serve rows of a few tokens (ops/attention/choice.py)."""
     monkeypatch.setenv(ATTENTION, "blocked")
     whole_rows.reset()
     yield

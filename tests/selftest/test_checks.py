@@ -1,14 +1,9 @@
 """The self-test's checks pass on this machine, and fail where the fault that they look for is planted."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -19,7 +14,8 @@ from host_machine import HostMachine
 from deltatune import cli
 from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
-from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
+from deltatune.ops import verdicts
+from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise.pass_launch import BODIES
@@ -246,13 +242,13 @@ def candidate(monkeypatch, tmp_path):
     monkeypatch.setattr(gated_delta.backend, "device", lambda: "metal")
 
     def given(name, function):
-        machine_trial.forget()
+        verdicts.forget()
         found = function if isinstance(function, str) else None
         made = {name: lambda call: found or choice.Candidate(function, call.shape_class(), function)}
         monkeypatch.setattr(choice, "CANDIDATES", choice.CANDIDATES | made)
 
     yield given
-    machine_trial.forget()
+    verdicts.forget()
 
 
 def test_a_gpus_implementation_is_tried_and_then_compared(candidate):

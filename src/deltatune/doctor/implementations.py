@@ -12,10 +12,12 @@ from ..ops import attention
 from ..ops.attention import attention_blocked, kernel_trial
 from ..ops.attention.choice import AttentionCall
 from ..ops.attention.kernel_trial import KernelShape
+from ..ops.candidates import Candidate
 from ..ops.gated_delta import choice, gated_delta_chunk, machine_trial
-from ..ops.gated_delta.choice import Call, Candidate
-from ..ops.gated_delta.machine_trial import ShapeClass, Verdict
+from ..ops.gated_delta.choice import Call
+from ..ops.gated_delta.machine_trial import ShapeClass
 from ..ops.gated_delta.tolerances import TF32
+from ..ops.verdicts import Verdict
 
 # `chunk` is compared with the recurrence on small shapes, the others with `chunk` on shapes of released models.
 _CHUNK = (
@@ -31,10 +33,10 @@ _MODELS = (
 )
 # Heads of released models: grouped heads of 256, latent attention, and a vision tower.
 _HEADS = (
-    KernelShape("", 256, 256, "bfloat16", grouped=True, causal=True, windowed=False, segmented=False, sunk=False),
-    KernelShape("", 192, 128, "bfloat16", grouped=False, causal=True, windowed=False, segmented=True, sunk=False),
-    KernelShape("", 72, 72, "bfloat16", grouped=False, causal=False, windowed=False, segmented=True, sunk=False),
-    KernelShape("", 64, 64, "float32", grouped=True, causal=True, windowed=True, segmented=False, sunk=True),
+    KernelShape("", 256, 256, "bfloat16", grouped=True, causal=True, windowed=False, segmented=False, with_sinks=False),
+    KernelShape("", 192, 128, "bfloat16", grouped=False, causal=True, windowed=False, segmented=True, with_sinks=False),
+    KernelShape("", 72, 72, "bfloat16", grouped=False, causal=False, windowed=False, segmented=True, with_sinks=False),
+    KernelShape("", 64, 64, "float32", grouped=True, causal=True, windowed=True, segmented=False, with_sinks=True),
 )
 
 
@@ -43,12 +45,12 @@ class Finding:
     """What one implementation gave on one class of shapes.
 
     Args:
-        implementation: its name.
-        shape: the class of shapes, in words.
+        implementation: Its name.
+        shape: The class of shapes, in words.
         status: `right`, `TF32`, `wrong`, `refused` or `not covered`.
-        detail: why it has this status.
-        errors: the largest error of each result, relative to the largest element.
-        bound: the largest error allowed.
+        detail: Why it has this status.
+        errors: The largest error of each result, relative to the largest element.
+        bound: The largest error allowed.
     """
 
     implementation: str
@@ -90,9 +92,7 @@ def _fused_attention(shape: KernelShape, forced: bool) -> Finding:
     candidate = attention.choice.CANDIDATES["fused"](_attention_call(shape))
     if isinstance(candidate, str):
         return Finding("fused", str(shape), "not covered", candidate)
-    function, own = candidate
-    assert own is not None
-    found = replace(kernel_trial.again(function, own), implementation="fused")
+    found = replace(kernel_trial.again(candidate.function, candidate.shape), implementation="fused")
     return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
 
 
@@ -103,7 +103,7 @@ def _attention_call(shape: KernelShape) -> AttentionCall:
     k = mx.zeros((1, 1 if shape.grouped else 2, length, shape.size), dtype)
     v = mx.zeros((*k.shape[:3], shape.value_size), dtype)
     segments = mx.zeros((1, length), mx.int32) if shape.segmented else None
-    window, sinks = 4 if shape.windowed else None, mx.zeros((2,)) if shape.sunk else None
+    window, sinks = 4 if shape.windowed else None, mx.zeros((2,)) if shape.with_sinks else None
     return AttentionCall(q, k, v, shape.causal, segments, window, sinks, None, shape.size**-0.5)
 
 

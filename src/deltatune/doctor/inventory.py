@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..machine import backend, blas, blas_fault, environment
-from ..ops.gated_delta import machine_trial
+from ..ops import verdicts
 
 PACKAGES = ("deltatune", "mlx", "mlx-lm", "mlx-vlm", "numpy", "transformers")
 _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """Facts about this machine by name, in the order in which they are shown."""
-    about = machine_trial.machine()
+    about = verdicts.machine()
     cores = environment.cores()
     found = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
     found["system"] = f"{_system()}, Python {platform.python_version()}"

@@ -69,6 +69,15 @@ def undisturbed(module: nn.Module | None) -> Iterator[None]:
             vars(part).update(attributes)
 
 
+def refuse_second_derivative(message: str) -> Callable[..., None]:
+    """Return the vjp rule of a backward pass that is written by hand: it raises NotImplementedError(message)."""
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(message)
+
+    return refuse
+
+
 @cache
 def without_vmap(message: str) -> Callable[..., tuple[mx.array, ...]]:
     """Return the identity on arrays, with a vmap rule that raises ValueError(message).

@@ -172,7 +172,7 @@ def _unplanned(run: Run, line: str) -> Checked:
 
 def shape(run: Run) -> tuple[int, int]:
     """The rows and the length in tokens of the run's largest batch on one rank."""
-    return run.config.batch_size // run.world.size * _rows_each(run.config), run.order(run.splits.train).widths[-1]
+    return run.config.batch_size // run.world.size * _rows_each(run.config), run.training_order().widths[-1]
 
 
 def _rows_each(config: TrainConfig) -> int:

@@ -55,7 +55,7 @@ class TracedStep:
     """A step that was built and not run: its evaluations, its parameters, gradients and optimizer moments."""
 
     phases: list[Phase]
-    # Arrays that exist before the step.
+    # The arrays that exist before the step.
     held: list[Node]
     # Addresses of parameters that share one buffer, group by group.
     shared_buffers: list[list[int]]
@@ -158,7 +158,8 @@ def _outputs(
 
     The norm of the gradients comes last.
     """
-    loss, weight, gradients = step.on_arrays(batch, sums.gradients)
+    lengths = None if step.routers is None else mx.zeros(len(batch[0]), mx.int32)
+    loss, weight, gradients = step.on_arrays(batch, sums.gradients, lengths)
     new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
     first = [loss, weight, *step.figures, *_leaves(new)]
     norm, experts = step.begin_update(*new)

@@ -14,7 +14,7 @@ from ..machine import backend
 from ..ops.attention import attention_blocked, choice, kernel_trial
 from ..ops.attention.tolerances import NORMAL, half_norm
 from .float64_attention import NAMES, attention64
-from .measure import poison, relative_norm, wide
+from .measure import as_float64, poison, relative_norm
 from .outcome import FAILED, Check, Outcome, compared_with_bounds, not_run
 
 Results = dict[str, np.ndarray]
@@ -34,7 +34,7 @@ class AttentionWorkload:
         causal: Whether a query sees no later key.
         documents: Whether the row is packed.
         window: How many keys a query sees at most.
-        sunk: Whether there are sinks.
+        with_sinks: Whether there are sinks.
     """
 
     name: str
@@ -46,7 +46,7 @@ class AttentionWorkload:
     causal: bool = True
     documents: bool = False
     window: int | None = None
-    sunk: bool = False
+    with_sinks: bool = False
 
     def arrays(self) -> dict[str, mx.array]:
         """Draw q, k, v, the cotangent dy and, where there are any, the sinks."""
@@ -59,7 +59,7 @@ class AttentionWorkload:
             )
             for name, (count, size) in sizes.items()
         }
-        if self.sunk:
+        if self.with_sinks:
             found["sinks"] = mx.array(draw.normal(size=heads).astype(np.float32))
         return found
 
@@ -79,7 +79,7 @@ class AttentionWorkload:
 
 def truth_of(workload: AttentionWorkload) -> Results:
     """The exact results."""
-    arrays = {name: wide(x) for name, x in workload.arrays().items()}
+    arrays = {name: as_float64(x) for name, x in workload.arrays().items()}
     given = (arrays[name] for name in ("q", "k", "v", "dy"))
     return attention64(*given, sinks=arrays.get("sinks"), **workload.options())
 
@@ -92,7 +92,7 @@ def results_of(function: Callable[..., mx.array], workload: AttentionWorkload) -
     dy = arrays.pop("dy")
 
     def call(*given: mx.array) -> list[mx.array]:
-        return [function(*given[:3], sinks=given[3] if workload.sunk else None, **options)]
+        return [function(*given[:3], sinks=given[3] if workload.with_sinks else None, **options)]
 
     outputs, gradients = mx.vjp(call, list(arrays.values()), [dy])
     results = [*outputs, *gradients]
@@ -105,7 +105,7 @@ def errors(function: Callable[..., mx.array], workload: AttentionWorkload, truth
     # The first call gives the sizes of the outputs, and makes whatever is made only once.
     poison(results_of(function, workload))
     results = results_of(function, workload)
-    return {name: relative_norm(wide(x), truth[name]) for name, x in zip(NAMES, results, strict=False)}
+    return {name: relative_norm(as_float64(x), truth[name]) for name, x in zip(NAMES, results, strict=False)}
 
 
 def workloads(quick: bool) -> list[AttentionWorkload]:
@@ -116,7 +116,7 @@ def workloads(quick: bool) -> list[AttentionWorkload]:
         AttentionWorkload("grouped heads, bf16", length, (8, 2), 256 // part, **bf16),
         AttentionWorkload("packed, fp32", length, (8, 2), 256 // part, documents=True),
         AttentionWorkload("latent, bf16", length, (4, 4), 192 // part, 128 // part, **bf16, documents=True),
-        AttentionWorkload("windows and sinks, fp32", length, (8, 8), 64, window=50, sunk=True),
+        AttentionWorkload("windows and sinks, fp32", length, (8, 8), 64, window=50, with_sinks=True),
         AttentionWorkload("an image, bf16", length, (4, 4), 72, **bf16, causal=False, documents=True),
     ]
 
@@ -137,9 +137,8 @@ def _check(name: str, workload: AttentionWorkload, cached: list[Results]) -> Out
         candidate = choice.CANDIDATES[name](call_of(workload))
         if isinstance(candidate, str):
             return not_run(f"it does not cover this: {candidate}")
-        function, shape = candidate
-        assert shape is not None
-        trial = kernel_trial.again(function, shape)
+        function = candidate.function
+        trial = kernel_trial.again(function, candidate.shape)
         if not trial.passed:
             return Outcome(FAILED, str(trial))
     if not cached:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..doctor import inventory
 from ..machine import atomic_files, backend
-from ..ops.gated_delta import machine_trial
+from ..ops import verdicts
 from ..plan.device_limits import device_limits
 from .examined import examination
 from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome
@@ -48,7 +48,7 @@ class SelftestRecord:
             "versions": inventory.versions(),
             "machine": inventory.machine(),
             "device": backend.device(),
-            "driver": machine_trial.machine()["driver"],
+            "driver": verdicts.machine()["driver"],
             "memory_bytes": limit.bytes,
             "load_average": [round(each, 2) for each in os.getloadavg()],
             "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},

@@ -40,6 +40,9 @@ FREE_OPTIONS = {
     "test_batches",
     "steps_per_report",
     "steps_per_eval",
+    "sample_prompts",
+    "steps_per_sample",
+    "sample_max_tokens",
     "save_every",
     "keep",
     "early_stopping",
@@ -63,6 +66,7 @@ class Progress:
         iteration: The iterations that are complete, each of one micro-batch.
         micro_batches: The micro-batches since the last update.
         evaluated: The iteration after which the last evaluation was made; -1 if none was.
+        sampled: The iteration after which sample_prompts were last answered; -1 if they never were.
         trained_tokens: The tokens trained on, over all ranks.
         seconds: The time spent in iterations.
         train_loss: The loss per token of the last report.
@@ -86,6 +90,7 @@ class Progress:
     iteration: int = 0
     micro_batches: int = 0
     evaluated: int = -1
+    sampled: int = -1
     trained_tokens: float = 0.0
     seconds: float = 0.0
     train_loss: float | None = None

@@ -1,31 +1,15 @@
-"""Loads the oracle beside this file, and runs an implementation on a case."""
+"""Gives the tests of attention the cases of oracle.py, and its functions that run and measure an implementation."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
-import mlx.core as mx
-import numpy as np
 import pytest
 
+from beside import load
 
-def _beside(name: str) -> ModuleType:
-    qualified = f"attention_{name}"
-    if qualified not in sys.modules:
-        spec = importlib.util.spec_from_file_location(qualified, Path(__file__).with_name(f"{name}.py"))
-        sys.modules[qualified] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[qualified])
-    return sys.modules[qualified]
-
-
-oracle = _beside("oracle")
+oracle = load(Path(__file__).with_name("oracle.py"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -43,50 +27,11 @@ def make_case() -> type:
     return oracle.Case
 
 
-def poison() -> None:
-    """Leave NaN in the buffers that MLX will hand out next, so that reading an unwritten element shows."""
-    mx.clear_cache()
-    mx.eval([mx.full((2**power,), mx.nan) for power in range(4, 19) for _ in range(2)])
-
-
 @pytest.fixture
 def differentiate() -> Callable:
-    """differentiate(implementation, case, dtype, **more) -> (results, truth): y and the gradients by name."""
-
-    def run(implementation: Callable, case, dtype: mx.Dtype = mx.float32, **more) -> tuple[dict, dict]:
-        given = {name: mx.array(x) for name, x in case.arrays().items()}
-        given = {name: x if name == "sinks" else x.astype(dtype) for name, x in given.items()}
-        options = case.options()
-        constants = {name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-        inputs = [name for name in given if name != "dy"]
-
-        def call(*arrays: mx.array) -> list[mx.array]:
-            named = dict(zip(inputs, arrays, strict=True))
-            return [implementation(named.pop("q"), named.pop("k"), named.pop("v"), **named, **constants, **more)]
-
-        poison()
-        outputs, gradients = mx.vjp(call, [given[name] for name in inputs], [given["dy"]])
-        mx.eval(outputs, gradients)
-        exact = {name: np.array(x.astype(mx.float32), np.float64) for name, x in given.items()}
-        sinks = exact.pop("sinks", None)
-        truth = oracle.attention64(**exact, sinks=sinks, **options)
-        return dict(zip(truth, [*outputs, *gradients], strict=True)), truth
-
-    return run
+    return oracle.differentiate
 
 
 @pytest.fixture
 def norms() -> Callable[[dict, dict], dict[str, float]]:
-    """norms(results, truth) -> the error's norm over the truth's; where terms cancel to 0, over the largest truth's."""
-
-    def measure(results: dict, truth: dict) -> dict[str, float]:
-        found, largest = {}, max(np.linalg.norm(exact) for exact in truth.values())
-        for name, exact in truth.items():
-            result = np.array(results[name].astype(mx.float32), np.float64)
-            assert result.shape == exact.shape, name
-            error, size = np.linalg.norm(result - exact), np.linalg.norm(exact)
-            found[name] = float(error / (size if size > 1e-6 * largest else largest))
-            found[name] = np.inf if np.isnan(error) else found[name]
-        return found
-
-    return measure
+    return oracle.norms

@@ -1,19 +1,23 @@
-"""The cases of the tests of attention, and the float64 reference that they are compared with."""
+"""The cases of the tests of attention, how an implementation runs one, and its errors against float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
 import numpy as np
 
-from deltatune.selftest.float64_attention import NAMES, attention64
-
-__all__ = ["CASES", "NAMES", "Case", "attention64"]
+from deltatune.selftest.float64_attention import attention64
+from poison import poison
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and options of a call; its arrays are drawn anew."""
+    """The sizes and options of a call, whose arrays are random."""
 
     name: str
     batch: int = 1
@@ -25,12 +29,12 @@ class Case:
     causal: bool = True
     window: int | None = None
     segments: str | None = None
-    sunk: bool = False
+    with_sinks: bool = False
     mask: str | None = None
     logits: float = 1.0
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """q, k, v, dy and, where there are any, the sinks: fp32."""
+        """Return q, k, v, dy and, for a case with sinks, the sinks, in fp32."""
         draw = np.random.default_rng(sum(map(ord, self.name)))
         (heads, key_heads), keys = self.heads, self.keys or self.queries
         values = self.value_size or self.size
@@ -42,12 +46,12 @@ class Case:
         }
         found = {name: draw.normal(size=(self.batch, *shape)) for name, shape in shapes.items()}
         found["q"] *= self.logits
-        if self.sunk:
+        if self.with_sinks:
             found["sinks"] = draw.normal(size=heads)
         return {name: x.astype(np.float32) for name, x in found.items()}
 
     def options(self) -> dict:
-        """Everything else, arrays of NumPy among it."""
+        """Return the other arguments; arrays among them are NumPy's."""
         draw = np.random.default_rng(len(self.name))
         keys = self.keys or self.queries
         found: dict = {"scale": self.size**-0.5, "causal": self.causal, "window": self.window}
@@ -91,9 +95,44 @@ CASES = [
     Case("segments of one token", segments="single tokens", batch=2),
     Case("segments, fewer queries", segments="long", batch=2, queries=33, keys=90),
     Case("segments and a window", segments="long", window=5),
-    Case("sinks", sunk=True, heads=(4, 2)),
-    Case("sinks, and rows that see nothing", sunk=True, queries=60, keys=31),
+    Case("sinks", with_sinks=True, heads=(4, 2)),
+    Case("sinks, and rows that see nothing", with_sinks=True, queries=60, keys=31),
     Case("a mask, with a hidden row", mask="bool"),
     Case("an added mask, with a hidden row", mask="floats", causal=False, batch=2),
-    Case("all of it", mask="bool", sunk=True, window=30, segments="long", heads=(4, 2), value_size=40),
+    Case("all of it", mask="bool", with_sinks=True, window=30, segments="long", heads=(4, 2), value_size=40),
 ]
+
+
+def differentiate(implementation: Callable, case: Case, dtype: mx.Dtype = mx.float32, **more) -> tuple[dict, dict]:
+    """Return y and the gradients by name, of an implementation and in float64; `more` are arguments of its own."""
+    given = {name: mx.array(x) for name, x in case.arrays().items()}
+    given = {name: x if name == "sinks" else x.astype(dtype) for name, x in given.items()}
+    options = case.options()
+    constants = {name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    inputs = [name for name in given if name != "dy"]
+
+    def call(*arrays: mx.array) -> list[mx.array]:
+        named = dict(zip(inputs, arrays, strict=True))
+        return [implementation(named.pop("q"), named.pop("k"), named.pop("v"), **named, **constants, **more)]
+
+    poison()
+    outputs, gradients = mx.vjp(call, [given[name] for name in inputs], [given["dy"]])
+    mx.eval(outputs, gradients)
+    exact = {name: np.array(x.astype(mx.float32), np.float64) for name, x in given.items()}
+    truth = attention64(**{"sinks": None} | exact, **options)
+    return dict(zip(truth, [*outputs, *gradients], strict=True)), truth
+
+
+def norms(results: dict, truth: dict) -> dict[str, float]:
+    """Return by name the norm of the error relative to that of the truth; NaN counts as infinite.
+
+    Where the truth cancels to 0, the norm is relative to the largest one of all names.
+    """
+    found, largest = {}, max(np.linalg.norm(exact) for exact in truth.values())
+    for name, exact in truth.items():
+        result = np.array(results[name].astype(mx.float32), np.float64)
+        assert result.shape == exact.shape, name
+        error, size = np.linalg.norm(result - exact), np.linalg.norm(exact)
+        found[name] = float(error / (size if size > 1e-6 * largest else largest))
+        found[name] = np.inf if np.isnan(error) else found[name]
+    return found

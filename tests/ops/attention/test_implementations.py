@@ -1,4 +1,4 @@
-"""The definition and the blocks of array operations, each beside float64; what stands around a call; memory."""
+"""`naive` and `blocked` against float64 and under MLX's transforms, and the memory that `blocked` takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from deltatune.ops.attention import attention_blocked, attention_naive
 from deltatune.ops.attention.tolerances import fp32_bound, half_norm
 
-# So few scores a block that these lengths have several.
+# A block has so few scores here that rows of these lengths have several blocks.
 FEW = 32 * 70
 
 
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = {"naive": attention_naive, "blocked": attention_blocked, "bloc
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_fp32(name, case, differentiate, norms):
     found = norms(*differentiate(IMPLEMENTATIONS[name], case))
-    # The gradient of a sink is a sum over rows of both signs, and as many roundings.
+    # The gradient of a sink sums terms of both signs over all rows, each with its rounding error.
     dsinks = found.pop("dsinks", 0.0)
     assert max(found.values()) <= fp32_bound(case.largest_score), found
     assert dsinks <= 1e-5
@@ -37,7 +37,7 @@ def test_half_precision(name, dtype, case, differentiate, norms):
     results, truth = differentiate(IMPLEMENTATIONS[name], case, dtype)
     assert {x.dtype for name, x in results.items() if name != "dsinks"} == {dtype}
     found = norms(results, truth)
-    # A sink's gradient comes of y, which is rounded, in a sum of both signs.
+    # The gradient of a sink sums terms of both signs, which are computed from the rounded y.
     dsinks = found.pop("dsinks", 0.0)
     bound = half_norm(str(dtype).rpartition(".")[2]) + fp32_bound(case.largest_score)
     assert max(found.values()) <= bound, found

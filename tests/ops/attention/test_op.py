@@ -10,8 +10,9 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend
-from deltatune.ops.attention import attention, attention_blocked, attention_naive, choice, fused_op, kernel_trial
-from deltatune.ops.gated_delta.choice import ImplementationWarning
+from deltatune.ops import candidates, verdicts
+from deltatune.ops.attention import attention, attention_blocked, attention_naive, choice, fused_op
+from deltatune.ops.candidates import ImplementationWarning
 
 SHAPES = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 6)}
 
@@ -31,13 +32,13 @@ def arguments(**changes) -> dict:
         ({"k": mx.zeros((2, 2, 5, 6))}, r"k must have shape \[2, 2, 5, 8\], got \[2, 2, 5, 6\]"),
         ({"k": mx.zeros((1, 2, 5, 8))}, r"k must have shape \[2, 2, 5, 8\], got \[1, 2, 5, 8\]"),
         ({"v": mx.zeros((2, 2, 4, 6))}, r"v must have shape \[2, 2, 5, 6\], got \[2, 2, 4, 6\]"),
-        ({"window": 0}, "window must be 1 or more, and comes with causal=True alone, got 0"),
-        ({"window": 3, "causal": False}, "comes with causal=True alone, got causal=False"),
+        ({"window": 0}, "window must be 1 or more and needs causal=True, got 0"),
+        ({"window": 3, "causal": False}, "needs causal=True, got causal=False"),
         ({"segments": mx.zeros((2, 5))}, "segments must be integers, got mlx.core.float32"),
         ({"segments": mx.zeros((1, 5), mx.int32)}, r"segments must have shape \[2, 5\], got \[1, 5\]"),
         (
             {"segments": mx.zeros((2, 5), mx.int32), "q": mx.zeros((2, 4, 6, 8))},
-            "segments want no more queries than keys, got 6 and 5",
+            "segments need no more queries than keys, got 6 and 5",
         ),
         ({"sinks": mx.zeros((2,))}, r"sinks must have shape \[4\], got \[2\]"),
         ({"mask": mx.zeros((5, 5), mx.int32)}, "mask must be bool, float32, float16 or bfloat16, got mlx.core.int32"),
@@ -83,8 +84,8 @@ def call(**changes) -> choice.AttentionCall:
     return choice.AttentionCall(**given)
 
 
-class Stand:
-    """In the fused kernels' place: blocked, with its result times `factor`."""
+class ScaledBlocked:
+    """Counts its calls, and returns a factor times the result of `blocked`, in place of the fused kernels."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor, self.calls = factor, 0
@@ -96,29 +97,29 @@ class Stand:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch, tmp_path):
-    """stand_in(function): what an NVIDIA GPU's fused kernels are, with no verdict known."""
+    """Return use(function), which puts a function in place of a GPU's fused kernels. No verdict is known."""
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "device", lambda: "metal")
-    monkeypatch.setattr(choice, "_said", set())
-    kernel_trial.forget()
+    monkeypatch.setattr(candidates, "_announced", set())
+    verdicts.forget()
     yield lambda function: monkeypatch.setattr(fused_op, "attention_fused", function)
-    kernel_trial.forget()
+    verdicts.forget()
 
 
 def test_kernels_that_pass_their_trial_serve_and_the_verdict_is_kept(pretended_gpu, tmp_path):
-    stand = Stand()
-    pretended_gpu(stand)
+    kernels = ScaledBlocked()
+    pretended_gpu(kernels)
     assert choice.choose(call())[0] == "fused"
-    assert stand.calls == 1
+    assert kernels.calls == 1
     (file,) = tmp_path.rglob("*.json")
     assert json.loads(file.read_text())["verdict"]["errors"].keys() == {"y", "dq", "dk", "dv"}
-    kernel_trial.forget()
+    verdicts.forget()
     assert choice.choose(call())[0] == "fused"
-    assert stand.calls == 1
+    assert kernels.calls == 1
 
 
 def test_kernels_that_are_wrong_are_not_used_and_the_user_is_told(pretended_gpu):
-    pretended_gpu(Stand(1.001))
+    pretended_gpu(ScaledBlocked(1.001))
     with pytest.warns(ImplementationWarning, match=r"attention: fused attention \(metal, float32, .*by 1\.0e-03"):
         name, function = choice.choose(call())
     assert (name, function) == ("blocked", attention_blocked)
@@ -129,15 +130,15 @@ def test_kernels_that_are_wrong_are_not_used_and_the_user_is_told(pretended_gpu)
 
 def test_a_forced_kernel_that_is_wrong_is_an_error(pretended_gpu, monkeypatch):
     monkeypatch.setenv("DELTATUNE_ATTENTION", "fused")
-    pretended_gpu(Stand(float("nan")))
+    pretended_gpu(ScaledBlocked(float("nan")))
     with pytest.raises(UserError, match=r"DELTATUNE_ATTENTION=fused: .*differs from naive.*Unset it"):
         choice.choose(call())
     with pytest.raises(UserError, match="cannot serve this call: it has a mask"):
         choice.choose(call(mask=mx.ones((1, 1, 5, 5), mx.bool_)))
 
 
-def test_a_call_that_kernels_do_not_cover_goes_to_blocked(pretended_gpu):
-    pretended_gpu(Stand())
+def test_a_call_that_kernels_do_not_support_goes_to_blocked(pretended_gpu):
+    pretended_gpu(ScaledBlocked())
     wide = {name: mx.zeros((1, 1, 4, 264)) for name in SHAPES}
     assert choice.choose(call(**wide))[0] == "blocked"
     mixed = {"v": mx.zeros(SHAPES["v"], mx.bfloat16)}
@@ -145,8 +146,8 @@ def test_a_call_that_kernels_do_not_cover_goes_to_blocked(pretended_gpu):
 
 
 def test_the_trial_runs_while_something_else_is_traced(pretended_gpu):
-    stand = Stand()
-    pretended_gpu(stand)
+    kernels = ScaledBlocked()
+    pretended_gpu(kernels)
     arrays = {name: x for name, x in arguments().items() if name in SHAPES}
 
     def loss(q: mx.array) -> mx.array:
@@ -154,5 +155,5 @@ def test_the_trial_runs_while_something_else_is_traced(pretended_gpu):
 
     expected = mx.grad(lambda q: attention_naive(q, arrays["k"], arrays["v"], scale=0.5).sum())(arrays["q"])
     for trace in (mx.compile(mx.grad(loss)), mx.grad(mx.checkpoint(loss)), mx.compile(mx.grad(mx.checkpoint(loss)))):
-        kernel_trial.forget()
+        verdicts.forget()
         assert mx.allclose(trace(arrays["q"]), expected, atol=1e-5)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDING, ROUNDINGS_ON_GPU
 from dense_experts import LEAVES, NAMES, Case, block, expected, largest_errors, value_and_gradients
+from poison import poison
 
 CASES = {
     "some": Case(),
@@ -31,11 +29,6 @@ CASES = {
     "rank above the matrix": Case(rank=40),
     "many chunks": Case(tokens=700, k=4, experts=16, outer=256, inner=96, rank=8),
 }
-
-
-def poison() -> None:
-    """Fill memory with NaN and free it, so that the next arrays are made of it."""
-    mx.eval([mx.full((2**k,), float("nan")) for k in range(6, 20)])
 
 
 @pytest.fixture(params=["cpu", "metal", "cuda"])

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from beside import load
 from deltatune.selftest import float64_recurrence as oracle
 from deltatune.selftest.measure import relative_norm
+from poison import poison
 
-
-def _beside(name: str) -> ModuleType:
-    qualified = f"gated_delta_{name}"
-    if qualified not in sys.modules:
-        spec = importlib.util.spec_from_file_location(qualified, Path(__file__).with_name(f"{name}.py"))
-        sys.modules[qualified] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[qualified])
-    return sys.modules[qualified]
-
-
-cases = _beside("cases")
+cases = load(Path(__file__).with_name("cases.py"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,13 +33,6 @@ def tolerances() -> ModuleType:
 @pytest.fixture
 def case_named() -> Callable[[str], object]:
     return {case.name: case for case in cases.CASES}.__getitem__
-
-
-def poison() -> None:
-    """Fill the buffers that MLX will allocate next with NaN, so that an element which is never written shows."""
-    mx.clear_cache()
-    buffers = [mx.full((2**power,), mx.nan) for power in range(4, 21) for _ in range(2)]
-    mx.eval(buffers)
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.ops import candidates, verdicts
+from deltatune.ops.candidates import Candidate, ImplementationWarning
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, machine_trial
-from deltatune.ops.gated_delta.choice import Call, Candidate, ImplementationWarning, choose
+from deltatune.ops.gated_delta.choice import Call, choose
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +24,10 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cpu", "metal", "cuda"), ("fused", "chunk")))
-    monkeypatch.setattr(choice, "_announced", set())
-    machine_trial.forget()
+    monkeypatch.setattr(candidates, "_announced", set())
+    verdicts.forget()
     yield
-    machine_trial.forget()
+    verdicts.forget()
 
 
 def call(dtype=mx.float32, per_channel=False, masked=False) -> Call:
@@ -53,8 +55,8 @@ class Wrong:
 
 def use_as_fused(function, monkeypatch):
     """Use `function` in place of the fused kernels."""
-    candidates = choice.CANDIDATES | {"fused": lambda call: Candidate(function, call.shape_class(), function)}
-    monkeypatch.setattr(choice, "CANDIDATES", candidates)
+    by_name = choice.CANDIDATES | {"fused": lambda call: Candidate(function, call.shape_class(), function)}
+    monkeypatch.setattr(choice, "CANDIDATES", by_name)
 
 
 def test_a_right_implementation_is_used(monkeypatch):
@@ -142,15 +144,15 @@ def test_a_verdict_is_stored_for_the_next_process(monkeypatch, tmp_path):
     assert stored["verdict"]["errors"]["dbeta"] == pytest.approx(1.0)
     assert all(stored["machine"][what] for what in ("mlx", "text", "device"))
 
-    machine_trial.forget()
-    monkeypatch.setattr(choice, "_announced", set())
+    verdicts.forget()
+    monkeypatch.setattr(candidates, "_announced", set())
     with pytest.warns(ImplementationWarning, match="dbeta by 1.0e\\+00"):
         assert choose(call())[0] == "chunk"
     assert wrong.calls == 1
     # On another machine, or with other kernels, the check runs again.
-    machine_trial.forget()
-    changed = machine_trial.machine() | {"text": "another"}
-    monkeypatch.setattr(machine_trial, "machine", lambda: changed)
+    verdicts.forget()
+    changed = verdicts.machine() | {"text": "another"}
+    monkeypatch.setattr(verdicts, "machine", lambda: changed)
     use_as_fused(Wrong(), monkeypatch)
     assert choose(call())[0] == "fused"
 
@@ -162,7 +164,7 @@ def test_a_damaged_verdict_is_measured_again(text, monkeypatch, tmp_path):
     choose(call())
     (file,) = tmp_path.rglob("*.json")
     file.write_text(text)
-    machine_trial.forget()
+    verdicts.forget()
     assert choose(call())[0] == "fused"
     assert right.calls == 2
     assert json.loads(file.read_text())["verdict"]["implementation"] == "fused"
@@ -225,7 +227,7 @@ def two_dtypes() -> Call:
 def test_chunk_serves_what_the_kernels_do_not_support(monkeypatch, caplog):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(backend, "_GATED_DELTA", {"cuda": ("fused", "chunk")})
-    with caplog.at_level("INFO", logger=choice.__name__):
+    with caplog.at_level("INFO", logger=candidates.__name__):
         assert choose(two_dtypes())[0] == "chunk"
     assert (
         "fused does not support this call: q, k and v are mlx.core.float32, mlx.core.float32 and mlx.core.bfl"

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops import verdicts
 from deltatune.ops.checkpoint import checkpoint
-from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive, machine_trial
+from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused
 from deltatune.ops.gated_delta.tolerances import FUSED_NORM, OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
 
@@ -91,7 +92,7 @@ EVERY_ARGUMENT = range(5)
 
 
 def test_the_choice_is_fused_after_its_check(arrays, tmp_path):
-    machine_trial.forget()
+    verdicts.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call = choice.Call(*arrays[:4], masked=False, segmented=False)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops import candidates
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
 
 SHAPES = {"q": (2, 5, 2, 8), "k": (2, 5, 2, 8), "v": (2, 5, 4, 6), "log_g": (2, 5, 4), "beta": (2, 5, 4)}
@@ -63,8 +64,8 @@ def test_forced_implementation_is_the_one_that_runs(forced, monkeypatch):
 
 
 def test_choice_is_announced_once(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "_announced", set())
-    with caplog.at_level(logging.INFO, logger=choice.__name__):
+    monkeypatch.setattr(candidates, "_announced", set())
+    with caplog.at_level(logging.INFO, logger=candidates.__name__):
         gated_delta(**arguments())
         gated_delta(**arguments())
     device = backend.device()

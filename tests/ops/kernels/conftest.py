@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from beside import load
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import fused_bound
@@ -25,17 +21,8 @@ from deltatune.selftest import float64_recurrence as oracle
 HERE = Path(__file__).parent
 
 
-def _load(path: Path) -> ModuleType:
-    qualified = f"{path.parent.name}_{path.stem}"
-    if qualified not in sys.modules:
-        spec = importlib.util.spec_from_file_location(qualified, path)
-        sys.modules[qualified] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[qualified])
-    return sys.modules[qualified]
-
-
-host = _load(HERE / "host_machine.py")
-cases = _load(HERE.parent / "gated_delta" / "cases.py")
+host = load(HERE / "host_machine.py")
+cases = load(HERE.parent / "gated_delta" / "cases.py")
 
 
 # The shared memory of a block on an NVIDIA GPU, in bytes, for tilings that do not fit on a Mac.

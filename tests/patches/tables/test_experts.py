@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import deltatune  # noqa: F401
-
-# isort: split
 import importlib
 import inspect
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 
+from adapter_checks import value_and_gradients
 from deltatune.config import LoraConfig
 from deltatune.lora import LoRASwitchLinear, convert_to_lora
 from deltatune.machine import backend
@@ -73,20 +70,6 @@ def adapt(model: nn.Module) -> None:
             module.lora_b = 0.1 * mx.random.normal(module.lora_b.shape)
 
 
-def gradients(block: nn.Module, x: mx.array, dy: mx.array) -> dict[str, mx.array]:
-    """The output of a block, and the gradients of x and of every trainable parameter."""
-
-    def loss(parameters, x):
-        block.update(parameters)
-        y = block(x)
-        return (y * dy).sum(), y
-
-    parameters = block.trainable_parameters()
-    (_, y), (found, dx) = mx.value_and_grad(loss, argnums=(0, 1))(parameters, x)
-    block.update(parameters)
-    return {"y": y, "x": dx, **dict(tree_flatten(found))}
-
-
 def compare(block: nn.Module, served: list[bool], width: int) -> None:
     """Assert that a block has upstream's output and gradients, and that expert_block always gets the scores."""
     block.train()
@@ -94,11 +77,11 @@ def compare(block: nn.Module, served: list[bool], width: int) -> None:
     with pytest.MonkeyPatch.context() as upstream:
         # Older versions let gradients reach the indices of the chosen experts, which newer MLX refuses.
         upstream.setattr(mx, "argpartition", without_gradient(mx.argpartition))
-        wanted = gradients(block, x, dy)
+        wanted = value_and_gradients(block, block, x, dy)
     mx.eval(wanted)
     assert not served
     with patched():
-        found = gradients(block, x, dy)
+        found = value_and_gradients(block, block, x, dy)
     assert served
     assert all(served), "the outputs of all experts were held"
     assert found.keys() == wanted.keys()
@@ -122,7 +105,7 @@ def test_a_forgotten_train_has_its_gradient(tiny_model, family):
     block.eval()
     forward = block(x)
     with patched():
-        wanted, found = (gradients(block.train(mode), x, dy) for mode in (True, False))
+        wanted, found = (value_and_gradients(block.train(mode), block, x, dy) for mode in (True, False))
     assert mx.array_equal(found["y"], forward)
     for name, array in wanted.items():
         assert mx.abs(found[name] - array).max() <= 4e-6 * mx.abs(array).max(), name
@@ -286,7 +269,7 @@ def test_nvfp4_with_a_scale_for_each_expert(served, kind):
     ours, theirs = Called(layer, indices), Called(wanted_layer, indices)
     with patched():
         for training in (True, False):
-            wanted, found = (gradients(each.train(training), x, dy) for each in (theirs, ours))
+            wanted, found = (value_and_gradients(each.train(training), each, x, dy) for each in (theirs, ours))
             assert found.keys() == wanted.keys()
             for name, array in wanted.items():
                 assert mx.abs(found[name] - array).max() <= 1e-5 * mx.abs(array).max(), name

@@ -1,4 +1,7 @@
-"""Launches the kernels of kernels/attention.h: one forward, three backward, for any head size and type."""
+"""The launches of the fused kernels of attention: one kernel forward and three backward, for every dtype.
+
+The kernels are in ops/kernels/attention.h, which explains their outputs; fused_op.py calls the functions here.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +12,32 @@ import mlx.core as mx
 
 from ..kernels.launch import Arrays, Launch, Outputs, Values, numbers
 
-# A block's tile: queries and keys; its groups; and how many columns of an operand it stages at a time.
+# A block computes TILE queries by TILE keys with GROUPS groups of 32 lanes, and loads PIECE columns of an operand at a
+# time.
 TILE, GROUPS, PIECE = 32, 4, 64
-# A head's sizes end where a block's registers do.
+# The widest heads for which the results fit in a block's registers.
 WIDEST = 256
 LOG2E = log2(e)
 
 
 @dataclass(frozen=True)
 class FusedOptions:
-    """What of a call is no array: the scale, which keys are seen, and which arrays come."""
+    """The arguments of a call that are no arrays, and whether it has segments and sinks."""
 
     scale: float
     causal: bool
     window: int | None
     segmented: bool
-    sunk: bool
+    with_sinks: bool
 
     def window_of(self, keys: int) -> int:
-        """The window, or 0 where all of so many keys stand in it."""
+        """Return the window, or 0 if it hides none of this number of keys."""
         return self.window if self.window is not None and self.window < keys else 0
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The arrays of a call: q, k, v; the sinks [HQ] fp32; where each key's segment starts and ends [B, TK]."""
+    """The arrays of a call: q, k, v, the sinks [Hq] in fp32, and the bounds of each key's segment [B, Tk]."""
 
     q: mx.array
     k: mx.array
@@ -44,25 +48,26 @@ class Operands:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of a key and of a value."""
+        """The sizes of a key head and of a value head."""
         return self.q.shape[3], self.v.shape[3]
 
     def named(self) -> Arrays:
+        """Return the arrays that the call has, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def forward(kind: FusedOptions, x: Operands, machine: str) -> Launch:
-    """y, and the base-2 logarithm of each row's sum of powers of two [B, HQ, TQ]."""
+def forward(options: FusedOptions, x: Operands, machine: str) -> Launch:
+    """Return the launch that writes y and, for each row, the log2 of the sum of 2^score [B, Hq, Tq]."""
     batch, heads, queries, _ = x.q.shape
     outputs: Outputs = {"y": ((batch, heads, queries, x.sizes[1]), x.q.dtype), "sums": (x.q.shape[:3], mx.float32)}
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "numbers": _numbers(kind, x)} | x.named()
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "numbers": _numbers(options, x)} | x.named()
     arguments = ("q", "k", "v", "numbers", _or(x.sinks, "sinks"), *span_arguments(x), *outputs)
-    more: Values = {"SUNK": kind.sunk}
-    return _launch("attention_forward", kind, x, machine, inputs, outputs, arguments, _tiles(queries), more)
+    more: Values = {"WITH_SINKS": options.with_sinks}
+    return _launch("attention_forward", options, x, machine, inputs, outputs, arguments, _tiles(queries), more)
 
 
 def delta(x: Operands, y: mx.array, dy: mx.array) -> Launch:
-    """The sum of products of y's and dy's elements by row [B, HQ, TQ]."""
+    """Return the launch that writes delta, the inner product of each row of y with that of dy [B, Hq, Tq]."""
     rows = y.size // y.shape[3]
     return Launch(
         name="attention_delta",
@@ -79,21 +84,21 @@ def delta(x: Operands, y: mx.array, dy: mx.array) -> Launch:
     )
 
 
-def queries(kind: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
-    """dq."""
+def queries(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
+    """Return the launch that writes dq; `sums` is the second output of `forward`."""
     outputs: Outputs = {"dq": (x.q.shape, x.q.dtype)}
-    return _gradients("attention_queries", kind, x, (dy, sums, delta), machine, outputs, _tiles(x.q.shape[2]))
+    return _gradients("attention_queries", options, x, (dy, sums, delta), machine, outputs, _tiles(x.q.shape[2]))
 
 
-def keys(kind: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
-    """dk and dv."""
+def keys(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
+    """Return the launch that writes dk and dv; `sums` is the second output of `forward`."""
     outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
-    return _gradients("attention_keys", kind, x, (dy, sums, delta), machine, outputs, _tiles(x.k.shape[2]))
+    return _gradients("attention_keys", options, x, (dy, sums, delta), machine, outputs, _tiles(x.k.shape[2]))
 
 
 def _gradients(
     name: str,
-    kind: FusedOptions,
+    options: FusedOptions,
     x: Operands,
     given: tuple[mx.array, mx.array, mx.array],
     machine: str,
@@ -102,14 +107,14 @@ def _gradients(
 ) -> Launch:
     read = dict(zip(("dy", "sums", "delta"), given, strict=True))
     spans = {name: value for name, value in x.named().items() if name != "sinks"}
-    inputs = spans | read | {"numbers": _numbers(kind, x)}
+    inputs = spans | read | {"numbers": _numbers(options, x)}
     arguments = ("q", "k", "v", *read, "numbers", *span_arguments(x), *outputs)
-    return _launch(name, kind, x, machine, inputs, outputs, arguments, tiles, {})
+    return _launch(name, options, x, machine, inputs, outputs, arguments, tiles, {})
 
 
 def _launch(
     name: str,
-    kind: FusedOptions,
+    options: FusedOptions,
     x: Operands,
     machine: str,
     inputs: Arrays,
@@ -119,8 +124,8 @@ def _launch(
     more: Values,
 ) -> Launch:
     size, value_size = x.sizes
-    values: Values = {"In": x.q.dtype, "D": size, "DV": value_size, "PIECE": PIECE, "CAUSAL": kind.causal}
-    values |= {"WINDOW": kind.window_of(x.k.shape[2]), "SEGMENTED": kind.segmented} | more
+    values: Values = {"In": x.q.dtype, "D": size, "DV": value_size, "PIECE": PIECE, "CAUSAL": options.causal}
+    values |= {"WINDOW": options.window_of(x.k.shape[2]), "SEGMENTED": options.segmented} | more
     return Launch(
         name=name,
         memory="AttentionMemory",
@@ -138,7 +143,7 @@ def _launch(
 
 
 def shared_bytes(dtype: mx.Dtype, machine: str) -> int:
-    """As AttentionMemory of kernels/attention.h lays it out."""
+    """Return the bytes of shared memory that AttentionMemory of kernels/attention.h takes."""
     exact = 4 if machine == "cuda" and dtype == mx.float16 else dtype.size
     return 2 * TILE * (PIECE + 8) * exact + 2 * TILE * (TILE + 8) * 4 + 6 * TILE * 4 + 16
 
@@ -147,9 +152,9 @@ def _tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def _numbers(kind: FusedOptions, x: Operands) -> mx.array:
-    """What scores in powers of two and gradients are multiplied by."""
-    return numbers(kind.scale * LOG2E, kind.scale)
+def _numbers(options: FusedOptions, x: Operands) -> mx.array:
+    """Return the factor of the scores, which are exponents of 2, and the factor of dq and dk."""
+    return numbers(options.scale * LOG2E, options.scale)
 
 
 def _or(array: mx.array | None, name: str) -> str:
@@ -157,5 +162,5 @@ def _or(array: mx.array | None, name: str) -> str:
 
 
 def span_arguments(x: Operands) -> tuple[str, str]:
-    """What a kernel takes for the segments' starts and ends."""
+    """Return the text of a kernel's arguments for the starts and ends of segments."""
     return _or(x.starts, "starts"), _or(x.ends, "ends")

@@ -1,4 +1,4 @@
-"""attention by the fused kernels: one custom function around their launches."""
+"""attention by the fused kernels: one differentiable function around the launches of fused.py or hopper.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import cast
 import mlx.core as mx
 
 from ...machine import backend, nvidia
-from ..functional import without_vmap
+from ..functional import refuse_second_derivative, without_vmap
 from ..kernels.launch import Launch
 from . import fused, hopper
-from .blocked import NO_VMAP, refuse_second_derivative
+from .blocked import NO_SECOND_DERIVATIVE, NO_VMAP
 from .fused import FusedOptions, Operands
 
-# Kernels for any GPU of a kind, and Hopper's own.
+# The machines that have kernels: Apple's GPUs, NVIDIA's, and NVIDIA's Hopper, which also has kernels of its own.
 MACHINES = ("metal", "cuda", "hopper")
 Execute = Callable[[Launch], list[mx.array]]
 _Arrays = tuple[mx.array, ...]
@@ -38,36 +38,38 @@ def attention_fused(
     machine: str | None = None,
     execute: Execute = Launch.run,
 ) -> mx.array:
-    """The fused kernels; arguments and result as `attention`.
+    """Run the fused kernels. Arguments and result are those of `attention`.
 
-    machine: whose kernels, of MACHINES; by default those for MLX's device and this call.
-    execute: runs a launch; by default on MLX's device.
+    Args:
+        machine: The machine whose kernels run, one of MACHINES. The default depends on MLX's device and the call.
+        execute: Runs a launch. The default runs it on MLX's device.
 
-    Raises ValueError for a call that the kernels do not cover (`uncovered` says why), and when mx.vmap maps it;
-    NotImplementedError when a second derivative is taken.
+    Raises:
+        ValueError: The kernels do not support the call (the message is that of `unsupported`), or mx.vmap maps it.
+        NotImplementedError: A second derivative is taken.
     """
-    reason = uncovered(q, k, v, mask)
+    reason = unsupported(q, k, v, mask)
     if reason:
-        raise ValueError(f"attention: the fused kernels do not cover this call: {reason}.")
-    kind = FusedOptions(float(scale), causal, window, segments is not None, sinks is not None)
+        raise ValueError(f"attention: the fused kernels do not support this call: {reason}.")
+    options = FusedOptions(float(scale), causal, window, segments is not None, sinks is not None)
     extra = [] if sinks is None else [sinks.astype(mx.float32)]
     spans = [] if segments is None else list(segment_spans(segments))
-    forward = _forward_by(kind, machine or machine_for(kind, q, v), execute)
+    forward = _forward_by(options, machine or machine_for(options, q, v), execute)
     y, _ = forward(*without_vmap(NO_VMAP)(q, k, v, *extra, *map(mx.stop_gradient, spans)))
     return y
 
 
-def machine_for(kind: FusedOptions, q: mx.array, v: mx.array) -> str:
-    """Whose kernels serve a call on MLX's default device: Hopper's own where they cover it."""
+def machine_for(options: FusedOptions, q: mx.array, v: mx.array) -> str:
+    """Return the machine whose kernels serve a call on MLX's default device: `hopper` where its kernels support it."""
     here = backend.device()
     on_hopper = here == "cuda" and nvidia.generation() == nvidia.HOPPER
-    return "hopper" if on_hopper and hopper.uncovered(kind, q, v) is None else here
+    return "hopper" if on_hopper and hopper.unsupported(options, q, v) is None else here
 
 
-def uncovered(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None) -> str | None:
-    """Why the kernels cannot serve a call that has the contract's shapes; None where they can."""
+def unsupported(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None) -> str | None:
+    """Return why the kernels cannot serve a call whose shapes `attention` accepts, or None where they can."""
     if mask is not None:
-        return "it has a mask beside causality, window and segments"
+        return "it has a mask in addition to causality, window and segments"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, and the kernels want one dtype"
     if max(q.shape[3], v.shape[3]) > fused.WIDEST:
@@ -76,7 +78,7 @@ def uncovered(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None) -> s
 
 
 def segment_spans(segments: mx.array) -> tuple[mx.array, mx.array]:
-    """Where the segment of each position starts, and the position after its last, [B, T] int32."""
+    """Return the position at which the segment of each position starts, and the one after its last, [B, T] int32."""
     length = segments.shape[1]
     place = mx.broadcast_to(mx.arange(length, dtype=mx.int32), segments.shape)
     changes = segments[:, 1:] != segments[:, :-1]
@@ -88,34 +90,34 @@ def segment_spans(segments: mx.array) -> tuple[mx.array, mx.array]:
 
 
 @lru_cache(maxsize=256)
-def _forward_by(kind: FusedOptions, machine: str, execute: Execute) -> _Function:
-    """f(q, k, v, sinks?, starts?, ends?) -> (y, sums)."""
+def _forward_by(options: FusedOptions, machine: str, execute: Execute) -> _Function:
+    """Return f(q, k, v, sinks?, starts?, ends?) -> (y, sums)."""
 
     def operands(arrays: Sequence[mx.array]) -> Operands:
         rest = list(arrays[3:])
-        sinks = rest.pop(0) if kind.sunk else None
-        starts, ends = rest if kind.segmented else (None, None)
+        sinks = rest.pop(0) if options.with_sinks else None
+        starts, ends = rest if options.segmented else (None, None)
         return Operands(arrays[0], arrays[1], arrays[2], sinks, starts, ends)
 
-    inputs = 3 + kind.sunk + 2 * kind.segmented
+    inputs = 3 + options.with_sinks + 2 * options.segmented
 
     def run_forward(*arrays: mx.array) -> _Arrays:
         if machine == "hopper":
-            return hopper.forward(kind, operands(arrays), execute)
-        y, sums = execute(fused.forward(kind, operands(arrays), machine))
+            return hopper.forward(options, operands(arrays), execute)
+        y, sums = execute(fused.forward(options, operands(arrays), machine))
         return y, sums
 
     def run_backward(*arrays: mx.array) -> _Arrays:
-        """Gradients of q, k, v and the sinks, from the inputs, dy, y and the sums."""
+        """Return the gradients of q, k, v and the sinks, from the inputs, dy, y and the sums."""
         x = operands(arrays[:inputs])
         dy, y, sums = arrays[inputs:]
         dy = dy.astype(y.dtype)
         if machine == "hopper":
-            dq, dk, dv, delta = hopper.backward(kind, x, dy, y, sums, execute)
+            dq, dk, dv, delta = hopper.backward(options, x, dy, y, sums, execute)
         else:
             (delta,) = execute(fused.delta(x, y, dy))
-            (dq,) = execute(fused.queries(kind, x, dy, sums, delta, machine))
-            dk, dv = execute(fused.keys(kind, x, dy, sums, delta, machine))
+            (dq,) = execute(fused.queries(options, x, dy, sums, delta, machine))
+            dk, dv = execute(fused.keys(options, x, dy, sums, delta, machine))
         return dq, dk, dv, *([sink_gradient(x.sinks, sums, delta)] if x.sinks is not None else [])
 
     forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
@@ -126,12 +128,12 @@ def _forward_by(kind: FusedOptions, machine: str, execute: Execute) -> _Function
         return *gradients, *map(mx.zeros_like, primals[len(gradients) :])
 
     forward.vjp(vjp)
-    backward.vjp(refuse_second_derivative)
+    backward.vjp(refuse_second_derivative(NO_SECOND_DERIVATIVE))
     return call_forward
 
 
 def sink_gradient(sinks: mx.array, sums: mx.array, delta: mx.array) -> mx.array:
-    """A sink takes exp(sink) / sum of each row's weight, and gives nothing to y: its score's gradient, summed."""
-    # A row that sees nothing but the sink has weights of none, and one with no query a sum of infinity: both give 0.
+    """Return the gradient of the sinks [Hq], whose share of each row's weights, exp(sink) / sum, adds nothing to y."""
+    # Padding rows have an infinite sum, and rows that see only the sink a delta of 0, so neither contributes.
     share = mx.exp(sinks[:, None] - sums * _LN2)
     return -(share * delta).sum(axis=(0, 2))

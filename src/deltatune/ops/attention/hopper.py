@@ -1,4 +1,7 @@
-"""Launches the kernels of kernels/attention_hopper.h: tensor cores at their own rate for bf16 and fp16 on Hopper."""
+"""The launches of Hopper's own kernels for bf16 and fp16, which keep its tensor cores busy.
+
+The kernels are in ops/kernels/attention_hopper.h, which explains their outputs; fused_op.py calls the functions here.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,28 @@ from ..kernels.launch import Arrays, Launch, Outputs, Values, numbers
 from .fused import LOG2E, WIDEST, FusedOptions, Operands, span_arguments
 
 Execute = Callable[[Launch], list[mx.array]]
-# Rows of queries a block takes, and of a packed tile; its groups of 32 threads; those of a kernel that only packs.
+# The queries of a block; the rows of a packed tile; the groups of 32 threads in a block, and in one of the kernel that
+# packs.
 ROWS, TILE, GROUPS, PACK_GROUPS = 128, 64, 12, 8
-# With heads no wider than this a block takes 128 keys at a time.
+# The widest heads for which a block takes 128 keys at a time.
 _NARROW = 128
-# Bytes that a block may have, and what its gates and the start of its memory take.
+# The bytes that a block may have, and those that its gates and the alignment of its memory take.
 _MOST, _GATES = 227 * 1024, 192 + 1024
 
 
-def uncovered(kind: FusedOptions, q: mx.array, v: mx.array) -> str | None:
-    """Why these kernels cannot serve a call that has one dtype; None where they can."""
+def unsupported(options: FusedOptions, q: mx.array, v: mx.array) -> str | None:
+    """Return why these kernels cannot serve a call whose arrays have one dtype, or None where they can."""
     if q.dtype not in (mx.bfloat16, mx.float16):
         return f"q is {q.dtype}, and tensor cores take bfloat16 or float16"
     if q.shape[3] % 8 or v.shape[3] % 8 or max(q.shape[3], v.shape[3]) > WIDEST:
-        return f"heads of {q.shape[3]} x {v.shape[3]} are no multiples of 8 up to {WIDEST}"
-    if kind.scale <= 0:
-        return f"the scale {kind.scale} is not positive"
+        return f"heads of {q.shape[3]} x {v.shape[3]} are not multiples of 8 up to {WIDEST}"
+    if options.scale <= 0:
+        return f"the scale {options.scale} is not positive"
     return None
 
 
-def forward(kind: FusedOptions, x: Operands, execute: Execute) -> tuple[mx.array, mx.array]:
-    """y, and the base-2 logarithm of each row's sum of powers of two [B, HQ, TQ up to a multiple of 128]."""
+def forward(options: FusedOptions, x: Operands, execute: Execute) -> tuple[mx.array, mx.array]:
+    """Compute y and, for each row, the log2 of the sum of 2^score [B, Hq, Tq rounded up to a multiple of 128]."""
     batch, heads, queries, _ = x.q.shape
     outputs: Outputs = {
         "y": ((batch, heads, queries, x.sizes[1]), x.q.dtype),
@@ -39,26 +43,30 @@ def forward(kind: FusedOptions, x: Operands, execute: Execute) -> tuple[mx.array
     }
     inputs = packed(x, key_tile(*x.sizes), execute) | ({} if x.sinks is None else {"sinks": x.sinks})
     arguments = ("q", "k", "v", "numbers", "Nothing{}" if x.sinks is None else "sinks")
-    y, sums = execute(_launch("forward", kind, x, inputs, outputs, arguments, {"SUNK": kind.sunk}))
+    y, sums = execute(_launch("forward", options, x, inputs, outputs, arguments, {"WITH_SINKS": options.with_sinks}))
     return y, sums
 
 
 def backward(
-    kind: FusedOptions, x: Operands, dy: mx.array, y: mx.array, sums: mx.array, execute: Execute
+    options: FusedOptions, x: Operands, dy: mx.array, y: mx.array, sums: mx.array, execute: Execute
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """dq, dk, dv, and the sum of products of y's and dy's elements by row, as long as `sums`."""
+    """Compute dq, dk, dv, and the inner product of each row of y with that of dy, in the shape of `sums`."""
     inputs = packed(x, TILE, execute, dy, y)
     inputs["sums"] = sums
     arguments = ("q", "k", "v", "dy", "sums", "delta", "numbers")
-    (dq,) = execute(_launch("queries", kind, x, inputs, {"dq": (x.q.shape, x.q.dtype)}, arguments, {}))
+    (dq,) = execute(_launch("queries", options, x, inputs, {"dq": (x.q.shape, x.q.dtype)}, arguments, {}))
     outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
-    dk, dv = execute(_launch("keys", kind, x, inputs, outputs, arguments, {}))
+    dk, dv = execute(_launch("keys", options, x, inputs, outputs, arguments, {}))
     return dq, dk, dv, inputs["delta"]
 
 
 def packed(x: Operands, height: int, execute: Execute, dy: mx.array | None = None, y: mx.array | None = None) -> Arrays:
-    """q, k and v by name, as tiles: rows up to a multiple of 128, columns of 64, with zeros. k and v have `height` rows
-    a tile. With dy and y also dy, and the deltas [B, HQ, rows]."""
+    """Copy q, k and v into tiles, and return them by name.
+
+    Zeros fill the rows up to a multiple of 128 and the columns up to a multiple of 64. A tile of k or v has `height`
+    rows. If dy and y are given, dy is packed too, and the inner products of their rows are returned as `delta`
+    [B, Hq, rows].
+    """
     (batch, heads, queries, size), (key_heads, keys) = x.q.shape, x.k.shape[1:3]
     of_queries, of_keys = (batch, heads, _padded(queries)), (batch, key_heads, _padded(keys))
     columns, value_columns = (-(-n // 64) * 64 for n in x.sizes)
@@ -91,7 +99,7 @@ def packed(x: Operands, height: int, execute: Execute, dy: mx.array | None = Non
 
 def _launch(
     name: str,
-    kind: FusedOptions,
+    options: FusedOptions,
     x: Operands,
     inputs: Arrays,
     outputs: Outputs,
@@ -100,11 +108,14 @@ def _launch(
 ) -> Launch:
     (batch, heads, queries, size), (key_heads, keys) = x.q.shape, x.k.shape[1:3]
     height = TILE if name == "queries" else key_tile(*x.sizes)
-    values: Values = {"In": x.q.dtype, "D": size, "DV": x.sizes[1], "HEIGHT": height, "CAUSAL": kind.causal}
-    values |= {"WINDOW": kind.window_of(keys), "SEGMENTED": kind.segmented} | more
+    values: Values = {"In": x.q.dtype, "D": size, "DV": x.sizes[1], "HEIGHT": height, "CAUSAL": options.causal}
+    values |= {"WINDOW": options.window_of(keys), "SEGMENTED": options.segmented} | more
     own = {"starts": x.starts, "ends": x.ends}
     inputs = inputs | {name: value for name, value in own.items() if value is not None}
-    inputs |= {"numbers": numbers(kind.scale * LOG2E, kind.scale), "lengths": _lengths(heads, key_heads, queries, keys)}
+    inputs |= {
+        "numbers": numbers(options.scale * LOG2E, options.scale),
+        "lengths": _lengths(heads, key_heads, queries, keys),
+    }
     on_keys = name == "keys"
     tiles = _padded(keys) // height if on_keys else _padded(queries) // ROWS
     return Launch(
@@ -125,21 +136,21 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _lengths(*values: int) -> mx.array:
-    """For kernels to read, since packed arrays do not show them; the same array for all that ask."""
+    """Return the sizes that a kernel cannot read from the shapes of packed arrays: the same array at every call."""
     return mx.array(values, mx.int32)
 
 
 def key_tile(size: int, value_size: int) -> int:
-    """Keys that a block takes at a time, as the memory and the registers of a block allow."""
+    """Return how many keys a block takes at a time, as its memory and registers allow."""
     return 128 if max(size, value_size) <= _NARROW else 64
 
 
 @lru_cache
 def shared_bytes(name: str, size: int, value_size: int) -> int:
-    """As the structs of kernels/attention_hopper.h lay it out."""
+    """Return the bytes of shared memory that the structs of kernels/attention_hopper.h take."""
     height = key_tile(size, value_size)
     key, value = (2 * (-(-n // 64) * 64) for n in (size, value_size))
-    # Rows of a block that stay: narrow ones in registers.
+    # The rows that a block keeps throughout; narrow ones are in registers.
     own = 0 if name != "keys" and max(key, value) <= 2 * _NARROW else ROWS * key
     if name == "forward":
         return own + _stages(own, height * (key + value)) * height * (key + value) + _GATES
@@ -152,7 +163,7 @@ def shared_bytes(name: str, size: int, value_size: int) -> int:
 
 
 def _stages(taken: int, stage: int) -> int:
-    """Stages of so many bytes that fit beside `taken`."""
+    """Return how many stages of `stage` bytes fit in addition to `taken` bytes, at most 4."""
     return min(4, (_MOST - _GATES - taken) // stage)
 
 

@@ -1,30 +1,44 @@
-"""Whether the fused kernels compute on this machine what the definition says: measured once, and kept."""
+"""Checks once per machine whether the fused kernels compute what `naive` computes.
+
+choice.py asks `of` before it uses the kernels for a class of shapes for the first time.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
-from ..gated_delta.machine_trial import Verdict, path_of, read, write
+from .. import verdicts
 from ..trial import relative_error
+from ..verdicts import Verdict
 from .naive import attention_naive
 from .tolerances import fused_bound
 
-logger = logging.getLogger(__name__)
-
 Implementation = Callable[..., mx.array]
 NAMES = ("y", "dq", "dk", "dv", "dsinks")
-# More than two tiles of any kernel, the last one ragged; a window and segments that end inside of tiles.
+# The check's length is more than two tiles of any kernel, the last one incomplete. The window and the segments end
+# inside tiles.
 _BATCH, _LENGTH, _KEY_HEADS, _WINDOW, _SEGMENT = 1, 300, 2, 90, 130
 
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What decides which kernels a call runs. `machine`: whose kernels they are."""
+    """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
+
+    Attributes:
+        machine: The machine that the kernels are for, one of fused_op.MACHINES.
+        size: The size of a query head and a key head.
+        value_size: The size of a value head.
+        dtype: The name of the dtype of q, k and v.
+        grouped: Whether several query heads read one key head.
+        causal: Whether a query sees no later key.
+        windowed: Whether a window hides keys.
+        segmented: Whether the call has segments.
+        with_sinks: Whether the call has sinks.
+    """
 
     machine: str
     size: int
@@ -34,45 +48,32 @@ class KernelShape:
     causal: bool
     windowed: bool
     segmented: bool
-    sunk: bool
+    with_sinks: bool
 
     def __str__(self) -> str:
-        options = [name for name in ("grouped", "causal", "windowed", "segmented", "sunk") if getattr(self, name)]
+        options = [name for name in ("grouped", "causal", "windowed", "segmented", "with_sinks") if getattr(self, name)]
+        options = [option.replace("_", " ") for option in options]
         return ", ".join([self.machine, self.dtype, f"heads of {self.size} x {self.value_size}", *options])
 
 
-_known: dict[KernelShape, Verdict] = {}
-
-
 def of(function: Implementation, shape: KernelShape) -> Verdict:
-    """The verdict on `function` for calls of this class: as found before on this machine, else measured now.
+    """Return the verdict on `function` for a class of calls: the stored one, or else that of a check now.
 
-    Measured with arrays of its own, evaluated at once: safe while something else is being traced.
+    The check has arrays of its own and evaluates them at once, so it may run while something else is being traced.
     """
-    if shape not in _known:
-        _known[shape] = read(path_of("attention", shape)) or again(function, shape)
-    return _known[shape]
+    return verdicts.of("attention", shape, lambda: measure(function, shape))
 
 
 def again(function: Implementation, shape: KernelShape) -> Verdict:
-    """The same, measured now whatever was found before."""
-    found = _known[shape] = measure(function, shape)
-    # What stopped a trial may be gone the next time.
-    if found.problem is None:
-        write(path_of("attention", shape), found)
-    return found
-
-
-def forget() -> None:
-    """Forget the verdicts of this process; those in the cache folder stay."""
-    _known.clear()
+    """Check now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
+    return verdicts.again("attention", shape, lambda: measure(function, shape))
 
 
 def measure(function: Implementation, shape: KernelShape) -> Verdict:
-    """Compare `function` with the definition, in fp32 on the CPU: forward and backward."""
+    """Compare `function` with `naive` in fp32 on the CPU, forward and backward."""
     blank = Verdict("fused attention", str(shape), fused_bound(shape.dtype), reference="naive")
     arrays, dy, options = _case(shape)
-    # The CPU's products are fp32; a GPU's may be TF32.
+    # On the CPU, because a GPU may multiply fp32 matrices in TF32.
     with mx.stream(mx.cpu):
         wide = [x.astype(mx.float32) for x in (*arrays, dy)]
         expected = _differentiate(attention_naive, wide[:-1], wide[-1], options)
@@ -85,7 +86,10 @@ def measure(function: Implementation, shape: KernelShape) -> Verdict:
 
 
 def _case(shape: KernelShape) -> tuple[list[mx.array], mx.array, dict]:
-    """q, k, v and the sinks, where there are any; dy; the options. By NumPy: MLX's random state is the training's."""
+    """Return q, k, v and, for a class with sinks, the sinks; dy; and the options of the call.
+
+    NumPy draws them, because MLX's random state belongs to the training.
+    """
     draw = np.random.default_rng(0)
     heads = _KEY_HEADS * (2 if shape.grouped else 1)
     sizes = [(heads, shape.size), (_KEY_HEADS, shape.size), (_KEY_HEADS, shape.value_size), (heads, shape.value_size)]
@@ -96,17 +100,19 @@ def _case(shape: KernelShape) -> tuple[list[mx.array], mx.array, dict]:
         options["window"] = _WINDOW
     if shape.segmented:
         options["segments"] = mx.array(np.arange(_LENGTH, dtype=np.int32)[None] // _SEGMENT)
-    if shape.sunk:
+    if shape.with_sinks:
         arrays.append(mx.array(draw.normal(size=heads).astype(np.float32)))
     return arrays, dy, options
 
 
 def _differentiate(function: Implementation, arrays: list[mx.array], dy: mx.array, options: dict) -> list[np.ndarray]:
+    """Return y and the gradients of `arrays`, in fp32."""
+
     def call(*given: mx.array) -> list[mx.array]:
         sinks = given[3] if len(given) > 3 else None
         return [function(*given[:3], sinks=sinks, **options)]
 
-    # Freed memory is used again: an element that is not written stays NaN.
+    # The results get the memory of these arrays, so that an element that no kernel writes is NaN.
     mx.eval([mx.full(x.shape, np.nan, x.dtype) for x in (*arrays, dy)])
     outputs, gradients = mx.vjp(call, arrays, [dy])
     wide = [x.astype(mx.float32) for x in (*outputs, *gradients)]

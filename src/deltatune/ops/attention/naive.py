@@ -1,4 +1,4 @@
-"""Attention by its definition, with whole matrices of scores: the truth that every other implementation answers to."""
+"""Attention by its definition, with whole matrices of scores: the reference for every other implementation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def attention_naive(
     sinks: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> mx.array:
-    """The softmax of all scores in fp32, differentiated by autodiff; arguments and result as `attention`.
+    """Compute the softmax of all scores in fp32, with gradients by autodiff. Arguments and result are `attention`'s.
 
-    Source: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.1; sinks as gpt-oss has them.
+    Source:
+        Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.1. The sinks are those of gpt-oss.
     """
     batch, heads, queries, _ = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
@@ -33,7 +34,7 @@ def attention_naive(
         if mask.dtype != mx.bool_:
             scores = scores + mx.where(visible, mask, 0.0)
     visible = mx.broadcast_to(visible, scores.shape)
-    # A row that sees nothing has no largest score: whatever stands in its place, all its weights are 0.
+    # A row that sees no key has no largest score. Any number serves in its place, because all weights are then 0.
     largest = mx.where(visible, scores, -mx.inf).max(axis=-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(mx.float32).reshape(key_heads, -1, 1, 1)
     if sink is not None:
@@ -48,11 +49,11 @@ def attention_naive(
 
 
 def visible_keys(queries: int, keys: int, causal: bool, segments: mx.array | None, window: int | None) -> mx.array:
-    """Which keys each query sees, without a mask: bool [1 or B, 1, 1, Tq, Tk].
+    """Return which keys each query sees when there is no mask, as booleans [1 or B, 1, 1, Tq, Tk].
 
-    The last query stands at the last key. Under causality a query sees itself and what comes before it.
+    The last query has the position of the last key. A causal query sees the keys up to its own position.
     """
-    # Query i stands at this position among the keys.
+    # The position of each query among the keys.
     position = mx.arange(queries)[:, None] + (keys - queries)
     other = mx.arange(keys)[None]
     visible = mx.ones((queries, keys), mx.bool_)

@@ -1,4 +1,4 @@
-"""MLX's own attention, which keeps the matrix of all scores for its backward pass almost everywhere."""
+"""MLX's own attention, which on most devices keeps the matrix of all scores for its backward pass."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def attention_native(
     sinks: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> mx.array:
-    """`mx.fast.scaled_dot_product_attention`; arguments and result as `attention`, but for a query that sees nothing.
+    """Call `mx.fast.scaled_dot_product_attention`.
 
-    Source: mx.fast.scaled_dot_product_attention.
+    Arguments and result are those of `attention`, except that a query that sees no key does not give 0.
     """
     sinks = None if sinks is None else sinks.astype(q.dtype)
     whole: mx.array | str | None = mask

@@ -1,4 +1,7 @@
-"""attention(): the checked entry point; choice.py finds the implementation behind it."""
+"""The public operator `attention`.
+
+It checks its arguments and hands them to the implementation that choice.py selects for the call.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,39 @@ def attention(
     sinks: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> mx.array:
-    """Softmax attention, differentiable in q, k, v and sinks, that never holds a matrix of all scores.
+    """Compute softmax attention, differentiable in q, k, v and sinks, without a matrix of all scores.
 
-    For each query: the sum of the values of the keys that it sees, weighted with the softmax of scale * q . k.
+    The result for a query is the sum of the values of the keys that it sees, weighted by the softmax of scale * q . k.
 
-    Arguments:
-        q: [B, HQ, TQ, D], fp32, fp16 or bf16.
-        k: [B, HK, TK, D], HQ a multiple of HK; query head h reads key head h // (HQ / HK).
-        v: [B, HK, TK, DV]; DV may differ from D.
-        scale: what scores are multiplied by, usually D ** -0.5.
-        causal: a query sees no key behind it; the last query stands at the last key.
-        segments: [B, TK] integers, non-decreasing along TK, where TQ is at most TK; a query sees its own segment alone,
-            which is that of the key at which it stands.
-        window: how many keys a query sees at most, itself and those before it; with `causal` alone.
-        sinks: [HQ], scores of a key that every query sees and whose value is 0.
-        mask: what hides more, of a shape that broadcasts to [B, HQ, TQ, TK]: bool (True: may be seen), or floats that
-            are added to the scores, of which -1e30 or less hides. It gets no gradient.
+    Args:
+        q: Queries [B, Hq, Tq, D] in fp32, fp16 or bf16.
+        k: Keys [B, Hk, Tk, D]. Hq is a multiple of Hk, and query head h reads key head h // (Hq / Hk).
+        v: Values [B, Hk, Tk, Dv]. Dv may differ from D.
+        scale: The factor of the scores, usually D^-0.5.
+        causal: Whether a query sees no later key. The last query has the position of the last key.
+        segments: [B, Tk] integers that never decrease along Tk, where Tq is at most Tk. A query sees only the segment
+            of the key at whose position it is.
+        window: The number of keys that a query sees at most, its own position included. It needs `causal`.
+        sinks: [Hq], the scores of one more key, which every query sees and whose value is 0.
+        mask: Further keys to hide, in a shape that broadcasts to [B, Hq, Tq, Tk]: booleans, of which True may be seen,
+            or floats that are added to the scores, of which -1e30 or less hides. It gets no gradient.
 
-    Returns y [B, HQ, TQ, DV] in q's dtype. A query that sees nothing gives 0, and its gradients are 0.
+    Returns:
+        y [B, Hq, Tq, Dv] in q's dtype. A query that sees no key gives 0, and its gradients are 0.
 
-    Raises ValueError, naming the argument, for a wrong shape, dtype or combination; NotImplementedError when a second
-    derivative is taken. The values of segments are not checked. mx.vmap is refused with a ValueError, except where
-    DELTATUNE_ATTENTION=naive or MLX's own attention serves: fold the mapped axis into B.
+    Raises:
+        ValueError: An argument has a wrong shape, dtype or combination (the message names it), or mx.vmap maps a call
+            that `blocked` or the fused kernels serve. The values of segments are not checked.
+        NotImplementedError: A second derivative is taken.
+        UserError: DELTATUNE_ATTENTION forces an implementation that cannot serve this call.
 
-    Source: arXiv 1706.03762; by blocks: arXiv 2112.05682, 2205.14135, 2307.08691; README.md beside this file.
+    Source:
+        arXiv 1706.03762; in blocks arXiv 2112.05682, 2205.14135 and 2307.08691; and README.md in this folder.
+
+    Example:
+        >>> q, k, v = (mx.random.normal((1, 2, 8, 16)) for _ in range(3))
+        >>> attention(q, k, v, scale=16**-0.5).shape
+        (1, 2, 8, 16)
     """
     _check(q, k, v, causal, segments, window, sinks, mask)
     if mask is not None:
@@ -80,10 +92,10 @@ def _check(
     _check_shape("v", v, (batch, key_heads, keys, v.shape[3]))
     if window is not None and (window < 1 or not causal):
         got = "causal=False" if window >= 1 else str(window)
-        raise ValueError(f"attention: window must be 1 or more, and comes with causal=True alone, got {got}")
+        raise ValueError(f"attention: window must be 1 or more and needs causal=True, got {got}")
     if segments is not None:
         if queries > keys:
-            raise ValueError(f"attention: segments want no more queries than keys, got {queries} and {keys}")
+            raise ValueError(f"attention: segments need no more queries than keys, got {queries} and {keys}")
         _check_shape("segments", segments, (batch, keys))
         if not mx.issubdtype(segments.dtype, mx.integer):
             raise ValueError(f"attention: segments must be integers, got {segments.dtype}")

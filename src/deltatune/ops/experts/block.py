@@ -18,13 +18,14 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import is_floating, promoted
+from ..functional import is_floating, promoted, refuse_second_derivative
 from .activation import swiglu
 from .projection import Projection
 from .tiles import Chunk, Sorted, Tiled, scores_of, tile_rows
 
 Activation = Callable[..., mx.array]
 _Arrays = Sequence[mx.array]
+_NO_SECOND_DERIVATIVE = "expert_block has no second derivative: its backward pass is written by hand."
 
 # How many bytes the fp32 arrays of one chunk of rows may take.
 CPU_CHUNK_BYTES = 4 * 2**20
@@ -118,11 +119,8 @@ class _Block:
             dx, dscores, *d_arguments = backward(cotangent, *primals)
             return [dx, dscores, *map(mx.zeros_like, primals[2 : 2 + num_routing]), *d_arguments]
 
-        def refuse(*_: object) -> None:
-            raise NotImplementedError("expert_block has no second derivative: its backward pass is written by hand.")
-
         forward.vjp(vjp)
-        backward.vjp(refuse)
+        backward.vjp(refuse_second_derivative(_NO_SECOND_DERIVATIVE))
         return forward
 
     def forward(self, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays) -> mx.array:

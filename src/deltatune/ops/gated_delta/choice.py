@@ -1,32 +1,21 @@
-"""Chooses the implementation of gated_delta that serves a call.
-
-Each device has an order of preference (machine/backend.py). The first implementation in it that supports the call and
-passes its check on this machine is used; `chunk`, which is last, supports every call.
-"""
+"""Chooses the implementation of gated_delta that serves a call, as candidates.py says; the last one is `chunk`."""
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
 
-from ...errors import UserError
 from ...machine import backend, environment
+from .. import candidates
+from ..candidates import Candidate
 from . import fused_op, machine_trial, native
 from .chunk import gated_delta_chunk
-from .machine_trial import Implementation, ShapeClass, Verdict
+from .machine_trial import Implementation, ShapeClass
 from .naive import gated_delta_naive
 from .tiling import Tiling
-
-logger = logging.getLogger(__name__)
-
-
-class ImplementationWarning(UserWarning):
-    """Warns that a fast implementation is wrong on this machine and is not used; the message says by how much."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +34,6 @@ class Call:
         heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
         dtype = str(self.v.dtype).removeprefix("mlx.core.")
         return ShapeClass(*heads, dtype, self.masked, self.segmented, self.log_g.ndim == 4, tiling)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An implementation that supports a call.
-
-    Attributes:
-        function: Serves the call.
-        shape: The class of calls whose verdict decides about this one; None where no check is needed.
-        checked: The function that the check calls, which runs the same kernels on a small batch.
-    """
-
-    function: Implementation
-    shape: ShapeClass | None = None
-    checked: Implementation | None = None
 
 
 def _fused(call: Call) -> Candidate | str:
@@ -91,58 +65,15 @@ CANDIDATES: dict[str, Callable[[Call], Candidate | str]] = {
     "fused": _fused,
     "native": _native,
 }
-_announced: set[str] = set()
 
 
 def choose(call: Call) -> tuple[str, Implementation]:
-    """Return the name and the function of the implementation that serves `call`.
-
-    It warns (ImplementationWarning) about an implementation that fails its check, once per class of shapes.
+    """Return the name and the function of the implementation that serves `call`. candidates.choose says how.
 
     Raises:
         UserError: DELTATUNE_GATED_DELTA forces an implementation that does not support the call or fails its check.
     """
-    names, why = backend.gated_delta_candidates()
-    forced = len(names) == 1
-    passed_over = []
-    for name in names:
-        candidate = CANDIDATES[name](call)
-        if isinstance(candidate, str):
-            if forced:
-                raise UserError(f"{environment.GATED_DELTA}={name} cannot serve this call: {candidate}.")
-            passed_over.append(f"{name} does not support this call: {candidate}")
-            continue
-        failure = _failure(name, candidate)
-        if failure is None:
-            details = "; ".join([why, *passed_over])
-            _log_once(f"gated_delta: {name} ({details})")
-            return name, candidate.function
-        if forced:
-            raise UserError(f"{environment.GATED_DELTA}={name}: {failure}. Unset it to train with chunk.")
-        _warn(failure)
-        passed_over.append(f"{name} fails its check")
-    raise AssertionError("chunk supports every call")
-
-
-def _failure(name: str, candidate: Candidate) -> Verdict | None:
-    """Return the verdict on a candidate that fails its check, or None where it passes or needs no check."""
-    if candidate.shape is None or candidate.checked is None:
-        return None
-    outcome = machine_trial.of(name, candidate.checked, candidate.shape)
-    return None if outcome.passed else outcome
-
-
-def _log_once(message: str) -> None:
-    if message not in _announced:
-        _announced.add(message)
-        logger.info(message)
-
-
-def _warn(failure: Verdict) -> None:
-    message = (
-        f"gated_delta: {failure}. It is not used on this machine ({machine_trial.machine()['device']}): training goes "
-        "on without it, correctly but more slowly. `deltatune doctor` shows every error that was measured."
+    order = backend.gated_delta_candidates()
+    return candidates.choose(
+        "gated_delta", environment.GATED_DELTA, order, lambda name: CANDIDATES[name](call), machine_trial.of
     )
-    if message not in _announced:
-        _announced.add(message)
-        warnings.warn(message, ImplementationWarning, stacklevel=4)

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..functional import refuse_second_derivative
 from . import channel, scalar
 from .across import backward_across, forward_across
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
 from .gates import effective_gates
 from .group import Gradients, Group
-from .transforms import over_batch, refuse_second_derivative
+from .transforms import NO_SECOND_DERIVATIVE, over_batch
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -67,7 +68,7 @@ def _differentiable(chunking: Chunking) -> _Function:
         return call_backward(*primals[:5], *cotangents[:2], *outputs[2:])
 
     forward.vjp(vjp)
-    backward.vjp(refuse_second_derivative)
+    backward.vjp(refuse_second_derivative(NO_SECOND_DERIVATIVE))
     forward.vmap(over_batch(call_forward, [0] * 6, [0, 0, *batch_of_states]))
     backward.vmap(over_batch(call_backward, [0] * 7 + batch_of_states, [0] * 6))
     return call_forward

@@ -9,12 +9,12 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import without_vmap
+from ..functional import refuse_second_derivative, without_vmap
 from ..kernels.launch import Launch
 from . import fused, fused_channel
 from .fused import KernelInputs
 from .tiling import Shape, Tiling, choose_channel_tiling, choose_tiling
-from .transforms import refuse_second_derivative
+from .transforms import NO_SECOND_DERIVATIVE
 
 Execute = Callable[[Launch], list[mx.array]]
 # (shape, dtype, masked=, segmented=, per_channel=) -> the tiling of a call, None where no kernel supports it.
@@ -145,5 +145,5 @@ def _differentiable(
         return *gradients, *map(mx.zeros_like, primals[floats:])
 
     forward.vjp(vjp)
-    backward.vjp(refuse_second_derivative)
+    backward.vjp(refuse_second_derivative(NO_SECOND_DERIVATIVE))
     return call_forward

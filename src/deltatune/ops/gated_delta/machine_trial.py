@@ -1,28 +1,22 @@
-"""Checks once per machine whether an implementation computes what `chunk` computes, and stores the verdict.
+"""Checks once per machine whether an implementation computes what `chunk` computes.
 
 choice.py asks `of` before it uses a fast implementation for a class of shapes for the first time.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import logging
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ...machine import atomic_files, environment
+from .. import verdicts
 from ..trial import relative_error
+from ..verdicts import Verdict
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tolerances import EASY, ROUNDING, fused_bound
@@ -38,7 +32,6 @@ _REFERENCE_HEADS = 2
 # The heads of each argument and cotangent: k for key heads on axis 2, v for value heads on axis 2, s for value heads on
 # axis 1 (a state's).
 _PRIMALS, _COTANGENTS = "kkvvvs", "vs"
-_PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 Implementation = Callable[..., tuple[mx.array, mx.array]]
 
 
@@ -65,42 +58,6 @@ class ShapeClass:
         return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options)])
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of a check.
-
-    Attributes:
-        implementation: The name of the implementation.
-        shape: The class of shapes, as text.
-        bound: The largest error that is allowed.
-        errors: By name of an output or gradient, its largest error relative to the reference's largest element.
-        problem: The message of the error that stopped the check, if one did.
-        reference: The name of the implementation that it was compared with.
-    """
-
-    implementation: str
-    shape: str
-    bound: float
-    errors: dict[str, float] = field(default_factory=dict)
-    problem: str | None = None
-    reference: str = "chunk"
-
-    @property
-    def passed(self) -> bool:
-        return self.problem is None and bool(self.errors) and all(x <= self.bound for x in self.errors.values())
-
-    def __str__(self) -> str:
-        if self.problem is not None:
-            return f"{self.implementation} ({self.shape}) does not run: {self.problem}"
-        worst = max(self.errors, key=lambda name: self.errors[name])
-        relation = "agrees with" if self.passed else "differs from"
-        by = f"{worst} by {self.errors[worst]:.1e} of the largest, {self.bound:.1e} allowed"
-        return f"{self.implementation} ({self.shape}) {relation} {self.reference}: {by}"
-
-
-_known: dict[tuple[str, ShapeClass], Verdict] = {}
-
-
 def of(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
     """Return the verdict on an implementation for a class of calls: the stored one, or else that of a check now.
 
@@ -111,24 +68,12 @@ def of(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
         function: Called as `gated_delta` is, on the check's small arrays.
         shape: The class of calls.
     """
-    key = (name, shape)
-    if key not in _known:
-        _known[key] = read(path_of(name, shape)) or again(name, function, shape)
-    return _known[key]
+    return verdicts.of(name, shape, lambda: measure(name, function, shape))
 
 
 def again(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
     """Check now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
-    verdict = _known[(name, shape)] = measure(name, function, shape)
-    # A check that was stopped is not stored: the cause may be gone the next time.
-    if verdict.problem is None:
-        write(path_of(name, shape), verdict)
-    return verdict
-
-
-def forget() -> None:
-    """Forget the verdicts of this process. Those in the cache folder remain."""
-    _known.clear()
+    return verdicts.again(name, shape, lambda: measure(name, function, shape))
 
 
 def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurrence: bool = False) -> Verdict:
@@ -235,60 +180,3 @@ def _copy_heads(arrays: Sequence[np.ndarray], kinds: str, case: _Case) -> list[n
     """Return arrays of the reference's heads with all heads of the class. The gradient of a copy is a copy, too."""
     heads = {"k": (case.key_heads, 2), "v": (case.value_heads, 2), "s": (case.value_heads, 1)}
     return [np.take(x, *heads[kind]) for x, kind in zip(arrays, kinds, strict=True)]
-
-
-@cache
-def machine() -> dict[str, str]:
-    """Return what a verdict depends on: versions, the text of the kernels, the device and its driver."""
-    parts = {}
-    for name in (*_PACKAGES, "deltatune"):
-        try:
-            parts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    parts["mlx"] = mx.__version__  # type: ignore[attr-defined]
-    text = hashlib.sha256()
-    operators = files(__package__.rpartition(".")[0])
-    for folder in (operators / name for name in ("gated_delta", "attention", "kernels")):
-        for file in sorted(folder.iterdir(), key=lambda file: file.name):
-            if file.name.endswith((".py", ".h")):
-                text.update(file.name.encode() + file.read_bytes())
-    about = mx.device_info()
-    parts |= {"text": text.hexdigest()[:16], "device": str(about.get("device_name", about))}
-    parts |= {"system": platform.platform(), "driver": _driver()}
-    return parts
-
-
-def _driver() -> str:
-    """Return the version of NVIDIA's driver. Apple's is part of the system's version."""
-    path = Path("/proc/driver/nvidia/version")
-    return path.read_text().partition("\n")[0] if path.is_file() else ""
-
-
-def path_of(name: str, shape: Any) -> Path:
-    """Where the verdict on implementation `name` for `shape`, a dataclass of an operator's own, is kept."""
-
-    def digest(value: object) -> str:
-        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-    return environment.cache_directory() / "verdicts" / digest(machine()) / f"{name}-{digest(asdict(shape))}.json"
-
-
-def read(path: Path) -> Verdict | None:
-    """The verdict kept at `path`; None where there is none, or it is damaged."""
-    try:
-        return Verdict(**json.loads(path.read_text())["verdict"])
-    except FileNotFoundError:
-        return None
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        logger.info("%s cannot be read (%s): checking again", path, error)
-        return None
-
-
-def write(path: Path, verdict: Verdict) -> None:
-    """Store a verdict for later processes. Where the folder cannot be written, each of them checks again."""
-    text = json.dumps({"verdict": asdict(verdict), "machine": machine()}, indent=1)
-    try:
-        atomic_files.write(path, text.encode())
-    except OSError as error:
-        logger.warning("a verdict cannot be stored (%s): every process checks again", error)

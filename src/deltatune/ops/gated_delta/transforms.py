@@ -1,4 +1,4 @@
-"""Rules for MLX's transforms of the custom functions in this folder: mx.vmap, and the gradient of a gradient."""
+"""The rule by which mx.vmap maps the custom functions in this folder, and the refusal of second derivatives."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-
-def refuse_second_derivative(*_: object) -> None:
-    """The vjp rule of a backward pass: raise NotImplementedError."""
-    raise NotImplementedError(
-        "gated_delta has no second derivative: its backward pass is written by hand. "
-        "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
-    )
+NO_SECOND_DERIVATIVE = (
+    "gated_delta has no second derivative: its backward pass is written by hand. "
+    "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
+)
 
 
 def over_batch(

@@ -1,17 +1,17 @@
-// Softmax attention and its gradients, 32 queries by 32 keys a step, for any head size and type. `scores` are in powers
-// of two: scale * log2(e) * q k^T. Four groups share a block: each computes one of its four 16x16 tiles of scores, and
-// holds its own 16 columns of every PIECE of the results, for all of the block's rows.
+// Softmax attention and its gradients, in steps of 32 queries by 32 keys, for any head size and dtype. Scores are
+// exponents of two: scale * log2(e) * q k^T. The four groups of a block each compute one of the four 16x16 tiles of a
+// step's scores. Each group holds 16 columns of every PIECE columns of the results, for all rows of the block.
 
-// The queries that a key has, and the keys that a query has: an interval each, whose ends grow with the position, so
-// the first and the last row of a tile say which tiles it meets. `starts` and `ends` [B, keys] are those of the segments,
-// and query i belongs to that of key ahead + i.
+// Which keys a query sees, and which queries see a key. Each is an interval whose ends never decrease with the
+// position, so that the first and the last row of a tile tell which other tiles it meets. `starts` and `ends`
+// [B, keys] are the bounds of each key's segment, and query i belongs to that of key ahead + i.
 template <bool CAUSAL, int WINDOW, bool SEGMENTED, typename P>
 struct Seen {
   int queries, keys;
   P starts, ends;
   long row;
   inline int ahead() const { return keys - queries; }
-  // The keys low(i) to high(i) - 1 are seen by query i.
+  // Query i sees the keys low(i) to high(i) - 1.
   inline int low(int query) const {
     const int i = query < queries ? query : queries - 1;
     int from = 0;
@@ -51,16 +51,17 @@ template <typename In, int PIECE>
 struct AttentionMemory {
   static constexpr constant int stride = stride_of(PIECE), weight_stride = 40;
   static constexpr constant int side = 32 * stride * Exact<In>::bytes;
-  // Operands as they came, side by side; then weights and gradients of scores, 32 x 32 each.
+  // First the two operands as they are in device memory, then the weights and the gradients of the scores, 32 x 32
+  // each.
   static constexpr constant int weights = 2 * side;
   static constexpr constant int gradients = weights + 32 * weight_stride * Wide<In>::bytes;
-  // Largest scores, twice, then each half's; the halves' sums.
+  // The rows' largest scores, in two buffers; those of either half of a step's keys; and the sums of either half.
   static constexpr constant int numbers = gradients + 32 * weight_stride * Wide<In>::bytes;
   static constexpr constant int arrivals = numbers + 6 * 32 * 4;
   static constexpr constant int bytes = arrivals + 16;
 };
 
-// Where a block's operands are staged, and how often they were.
+// The shared memory through which a block reads its operands, and how many times it has been filled.
 template <typename In, int PIECE>
 struct Staging {
   using Memory = AttentionMemory<In, PIECE>;
@@ -76,7 +77,7 @@ struct Staging {
   }
 };
 
-// 32 rows from `row` on and columns from `piece` on, of a matrix with `rows` rows of SIZE.
+// Loads 32 rows from `row` on and PIECE columns, those of piece number `piece`, of a matrix [rows, SIZE].
 template <int SIZE, typename In, int PIECE, typename P>
 inline void stage(const thread Staging<In, PIECE>& staging, int which, P from, int row, int rows, int piece,
                   thread Arrival& arrival, int index) {
@@ -91,7 +92,8 @@ inline void staged_rows(thread Staging<In, PIECE>& staging, const thread Arrival
   barrier();
 }
 
-// The group's tile of a b^T, where a and b have SIZE columns. A barrier goes before and after.
+// Returns the tile of a b^T of the group, where a and b have SIZE columns. It needs a barrier before it and ends with
+// one.
 template <int SIZE, typename In, int PIECE, typename A, typename B>
 inline Tile tile_of_products(thread Staging<In, PIECE>& staging, A a, int row, int rows, B b, int other, int others,
                              Place at) {
@@ -114,7 +116,7 @@ inline Tile tile_of_products(thread Staging<In, PIECE>& staging, A a, int row, i
   return sum;
 }
 
-// sums += weights b, where b has SIZE columns: the group's column of each piece, both rows of tiles.
+// Adds weights b, where b has SIZE columns, to the group's tiles: its 16 columns of each piece, in both rows of tiles.
 template <int SIZE, typename In, int PIECE, typename W, typename B>
 inline void add_products(thread Tile* sums, thread Staging<In, PIECE>& staging, W weights, B b, int row, int rows,
                          Place at) {
@@ -137,7 +139,7 @@ inline void add_products(thread Tile* sums, thread Staging<In, PIECE>& staging, 
   }
 }
 
-// The results' rows out, each times its factor.
+// Writes the results, each row times its factor.
 template <int SIZE, int PIECE, typename Out, typename Factor>
 inline void write_results(thread Tile* sums, GLOBAL Out* to, int row, int rows, Factor factor, Place at) {
   DELTATUNE_UNROLL
@@ -168,9 +170,10 @@ inline void clear_tiles(thread Tile* tiles) {
   for (int m = 0; m < COUNT; ++m) tile_clear(tiles[m]);
 }
 
-// q [B, HQ, TQ, D], k [B, HK, TK, D], v [B, HK, TK, DV]; y like q, and the base-2 logarithm of each row's sum of powers,
-// infinite for a row that sees nothing. Grid: tiles of queries, query heads, rows of the batch.
-template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, bool SUNK, typename PQ,
+// Computes y [B, HQ, TQ, DV] and sums [B, HQ, TQ] from q [B, HQ, TQ, D], k [B, HK, TK, D] and v [B, HK, TK, DV]. `sums`
+// is log2 of the sum of 2^score of each row, or infinite for a row that sees no key. The grid is (tiles of queries,
+// query heads, rows of the batch).
+template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, bool WITH_SINKS, typename PQ,
           typename PK, typename PV, typename PN, typename PS, typename PI>
 inline void attention_forward(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
                               PK k, PV v, PN numbers, PS sinks, PI starts, PI ends, GLOBAL In* y, GLOBAL float* sums) {
@@ -181,17 +184,17 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
   threadgroup float* halves = largest + 64;
   threadgroup float* half_sums = largest + 128;
   const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * keys};
-  // The longest rows of a causal triangle start first.
+  // The last rows see the most keys under causality, so their blocks start first.
   const int row = ((queries + 31) / 32 - 1 - at.x) * 32;
   const long head = (long)at.z * heads + at.y, key_head = (long)at.z * key_heads + at.y / (heads / key_heads);
   const auto own_q = q + head * queries * D;
   const auto own_k = k + key_head * keys * D;
   const auto own_v = v + key_head * keys * DV;
-  const float scale = numbers[0], sink = SUNK ? sinks[at.y] * 1.4426950408889634f : -INFINITY;
+  const float scale = numbers[0], sink = WITH_SINKS ? sinks[at.y] * 1.4426950408889634f : -INFINITY;
 
   Tile results[2 * columns];
   clear_tiles<2 * columns>(results);
-  float total = SUNK ? 1.0f : 0.0f;
+  float total = WITH_SINKS ? 1.0f : 0.0f;
   if (at.index < 32) largest[at.index] = sink;
   arrivals_start(memory + Memory::arrivals, at.index);
   int low[2], high[2], parity = 0;
@@ -279,7 +282,8 @@ template <typename In>
 struct DeltaMemory {
   static constexpr constant int bytes = 16;
 };
-// The sum of products of dy's and y's elements, by row [B, HQ, TQ]. Grid: rows in fours, one a group.
+// Computes delta [B, HQ, TQ], the inner product of each row of dy with that of y. The grid is (rows / 4), a row per
+// group.
 template <typename In, int DV, typename PY, typename PD>
 inline void attention_delta(Place at, threadgroup char* memory, int rows, PY y, PD dy, GLOBAL float* delta) {
   const long row = (long)at.x * 4 + at.group;
@@ -291,8 +295,9 @@ inline void attention_delta(Place at, threadgroup char* memory, int rows, PY y, 
   if (at.lane == 0) delta[row] = sum;
 }
 
-// A tile of scores to weights, and the products of dy with v to gradients of scores; both to shared memory. A lane's
-// rows or, where TURNED, its columns are queries. `from` and `to` bound what each of its two rows sees.
+// Computes weights from a tile of scores, and the scores' gradients from the products of dy and v, and writes both to
+// shared memory (the weights only where TURNED). The tile's rows are queries or, where TURNED, keys. `from` and `to`
+// bound what each of a lane's two rows sees.
 template <bool TURNED, typename In, int PIECE, typename PL>
 inline void put_gradients(const thread Staging<In, PIECE>& staging, thread Tile& scores, thread Tile& products,
                           const thread int* from, const thread int* to, int column, int query, int queries, float scale,
@@ -313,7 +318,7 @@ inline void put_gradients(const thread Staging<In, PIECE>& staging, thread Tile&
   barrier();
 }
 
-// dq, a tile of queries a block. Grid as the forward pass.
+// Computes dq, one tile of queries per block. The grid is that of the forward pass.
 template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
           typename PV, typename PD, typename PL, typename PN, typename PI>
 inline void attention_queries(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
@@ -347,8 +352,8 @@ inline void attention_queries(Place at, threadgroup char* memory, int heads, int
   write_results<D, PIECE>(results, dq + head * queries * D, row, queries, OneFactor{numbers[1]}, at);
 }
 
-// dk and dv, a tile of keys a block: over the query heads that read them, and their queries, in order. Grid: tiles of
-// keys, key heads, rows of the batch.
+// Computes dk and dv, one tile of keys per block, by summing over the query heads that read the keys and over their
+// queries, in order. The grid is (tiles of keys, key heads, rows of the batch).
 template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
           typename PV, typename PD, typename PL, typename PN, typename PI>
 inline void attention_keys(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,

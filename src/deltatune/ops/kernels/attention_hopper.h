@@ -1,7 +1,8 @@
-// Attention of bf16 and fp16 on Hopper: three groups of four warps a block. The first one's first lane brings tiles, the
-// others multiply them, 64 rows each, while their neighbour computes weights. Operands come in tiles of 64 rows, for
-// the forward pass k and v in tiles of HEIGHT, all packed by attention_hopper_pack: rows up to a multiple of 128 and columns to one of 64, with zeros. Sums
-// and deltas have as many rows, infinite and 0 where there is no query, so that no product asks where a matrix ends.
+// Attention for bf16 and fp16 on Hopper. A block has three groups of four warps. The first lane of the first group
+// loads tiles. The other two groups compute with them, 64 rows each, and while one multiplies, the other computes
+// weights. attention_hopper_pack cuts the operands into tiles of 64 rows (k and v of the forward pass: HEIGHT rows),
+// with zeros up to a multiple of 128 rows and of 64 columns. In the rows without a query, sums are infinite and deltas
+// 0, so that no product needs to know where a matrix ends.
 
 inline constexpr int whole(int size, int unit) {
   return (size + unit - 1) / unit * unit;
@@ -10,7 +11,7 @@ inline constexpr int panels(int size) {
   return whole(size, 64);
 }
 
-// Where a block's shared memory starts, by address and as a pointer.
+// The start of a block's shared memory, rounded up to a multiple of 1024: as a pointer, and as an address (place).
 struct Room {
   threadgroup char* memory;
   unsigned place;
@@ -23,7 +24,7 @@ inline Room room_of(threadgroup char* memory) {
   return Room{memory + (start - place), start};
 }
 
-// A lane's elements of a 64-row result: two rows, eight apart; of every eight columns two.
+// The rows and columns of a lane's elements of a 64-row result: two rows, eight apart, and two of every eight columns.
 inline int own_row(Place at, int side) {
   return at.group % 4 * 16 + at.lane / 4 + side * 8;
 }
@@ -44,12 +45,12 @@ inline float quad_max(float x) {
   return x > far ? x : far;
 }
 
-// Whether a block's own rows are held in registers: then products read half as much of shared memory, which is what
-// they wait for where rows are short.
+// Whether the rows that a block keeps are in registers. Products then read half as much from shared memory, which
+// limits their speed where rows are short.
 inline constexpr bool held(int size, int value_size) {
   return panels(size) <= 128 && panels(value_size) <= 128;
 }
-// Stages of so many bytes that fit beside `taken` and what all kernels need.
+// How many stages of `stage` bytes, at most 4, fit in addition to `taken` bytes and what all kernels need.
 inline constexpr int stages_beside(int taken, int stage) {
   return (232448 - 1216 - taken) / stage < 4 ? (232448 - 1216 - taken) / stage : 4;
 }
@@ -60,7 +61,7 @@ inline void clear_floats(thread float (&x)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) x[i] = 0.0f;
 }
 
-// d [64, N] = a b^T over SIZE columns; panels of 64 columns stand so many bytes apart.
+// Sets d [64, N] to a b^T over SIZE columns. a_panel and b_panel are the bytes between panels of 64 columns.
 template <typename In, int N, int SIZE>
 inline void multiply_rows(thread float (&d)[N / 2], unsigned a, int a_panel, unsigned b, int b_panel) {
   const unsigned left_place = afresh((a & 0x3ffff) >> 4), right_place = afresh((b & 0x3ffff) >> 4);
@@ -76,7 +77,7 @@ inline void multiply_held(thread float (&d)[N / 2], const thread unsigned (&a)[S
   for (int k = 0; k < SIZE / 16; ++k)
     Products<In, N>::held_rows(d, a + 4 * k, rows_operand(place + (k / 4 * b_panel + k % 4 * 32) / 16), k > 0);
 }
-// The group of warps' 64 rows of a packed tile, as multiply_held takes them.
+// Loads the 64 rows of a group of warps from a packed tile into registers, for multiply_held.
 template <int SIZE, typename P>
 inline void hold_rows(thread unsigned (&to)[SIZE / 4], P tile, Place at) {
   DELTATUNE_UNROLL
@@ -85,21 +86,21 @@ inline void hold_rows(thread unsigned (&to)[SIZE / 4], P tile, Place at) {
     to[i] = get_pair(tile + piece / 8 * 4096 + row * 64 + ((piece ^ row) & 7) * 8 + at.lane % 4 * 2);
   }
 }
-// d [64, N] += a b over ROWS rows of b, a in registers.
+// Adds a b over ROWS rows of b to d [64, N], with a in registers.
 template <typename In, int N, int ROWS>
 inline void add_columns(thread float (&d)[N / 2], const thread unsigned (&a)[ROWS / 4], unsigned b, int panel) {
   const unsigned place = afresh((b & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
   for (int k = 0; k < ROWS / 16; ++k) Products<In, N>::columns(d, a + 4 * k, columns_operand(place + k * 128, panel));
 }
-// A result as the left operand of the next product.
+// Rounds a result to the left operand of the next product.
 template <typename In, int COUNT>
 inline void pack_rows(thread unsigned (&to)[COUNT / 2], const thread float (&from)[COUNT]) {
   DELTATUNE_UNROLL
   for (int i = 0; i < COUNT / 2; ++i) to[i] = PairOf<In>::of(from[2 * i], from[2 * i + 1]);
 }
 
-// A result's rows out, each times its factor.
+// Writes the rows of a result, each times its factor.
 template <typename In, int SIZE, int COUNT, typename P>
 inline void write_own(const thread float (&from)[COUNT], P to, int row, int rows, const thread float* factors,
                       Place at) {
@@ -120,7 +121,7 @@ template <typename In>
 struct HopperPackMemory {
   static constexpr constant int bytes = 16;
 };
-// Piece `number` of 64 rows of x [N, length, D], of whole(length, 128) / 64 a matrix, into tiles of HEIGHT rows.
+// Copies 64 rows of x [N, length, D] into tiles of HEIGHT rows: piece `number`, of whole(length, 128) / 64 per matrix.
 template <typename In, int D, int HEIGHT, typename P>
 inline void pack_rows_of(int number, int length, P x, GLOBAL In* tiles, Place at) {
   constexpr int pieces = panels(D) / 8;
@@ -133,7 +134,7 @@ inline void pack_rows_of(int number, int length, P x, GLOBAL In* tiles, Place at
     put_piece(to + c / 8 * HEIGHT * 64 + r * 64 + ((c ^ r) & 7) * 8, from + (live ? (long)row * D + c * 8 : 0), live);
   }
 }
-// The sum of products of dy's and y's elements by row of such a piece, 0 past the matrix's end.
+// Computes the inner products of the rows of dy and y in such a piece: 0 past the end of the matrix.
 template <int DV, typename PY, typename PD>
 inline void delta_of(int number, int length, PY y, PD dy, GLOBAL float* delta, Place at) {
   const int each = whole(length, 128) / 64, matrix = number / each, first = number % each * 64;
@@ -159,7 +160,8 @@ template <> struct PackGradients<false> {
   template <typename In, int DV, typename PY, typename PD, typename TD, typename TE>
   static inline void of(int, int, PY, PD, TD, TE, Place) {}
 };
-// q, k and v, where GRADIENTS are computed dy too, and its deltas. Grid: pieces of 64 rows of all of them.
+// Packs q, k and v, and where GRADIENTS dy as well, with the inner products of its rows and those of y. The grid is
+// (pieces of 64 rows of all these matrices).
 template <typename In, int D, int DV, int HEIGHT, bool GRADIENTS, typename PQ, typename PK, typename PV, typename PD,
           typename PY, typename TD, typename TE>
 inline void attention_hopper_pack(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,
@@ -186,8 +188,8 @@ struct HopperForwardMemory {
   static constexpr constant int bytes = gates + 192 + 1024;
 };
 
-// Gates of a block: one that opens with the operand that stays; for each of up to four stages those that say that keys
-// and values are there, and that they are no longer needed.
+// The gates of a block: one for the arrival of the operand that stays, and for each of up to four stages one for the
+// arrival of keys, one for that of values, and one each for when they are no longer needed.
 struct HopperGates {
   unsigned place;
   inline unsigned own() const { return place; }
@@ -204,13 +206,13 @@ struct HopperGates {
     barrier();
   }
 };
-// A group of lanes passes when all of them are through.
+// Signals a gate once for a group of lanes, when all of them have come here.
 inline void let_go(unsigned gate, Place at) {
   group_barrier();
   if (at.lane == 0) gate_pass(gate);
 }
 
-// What hides scores of a tile: a lane's two rows, and what all 64 of them see.
+// What the two rows of a lane see (low and high), and what all 64 rows of the tile see.
 struct Rows {
   int low[2], high[2], all_low, all_high;
   inline bool whole_tile(int from, int to) const { return from >= all_low && to <= all_high; }
@@ -225,7 +227,8 @@ inline void hide(thread float (&scores)[COUNT], int column, const thread Rows& r
   }
 }
 
-// Scores to weights, in powers of two from the row's largest; what was found before is to be multiplied by `factors`.
+// Replaces scores by 2^(score - the row's largest score), and adds them to `totals`. Results from earlier tiles must be
+// multiplied by `factors`.
 template <int COUNT>
 inline void soften(thread float (&scores)[COUNT], thread float* largest, thread float* totals, thread float* factors,
                    float scale) {
@@ -248,6 +251,7 @@ inline void soften(thread float (&scores)[COUNT], thread float* largest, thread 
   }
 }
 
+// Loads the tiles of the forward pass.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PK, typename PV>
 inline void bring_forward(Room room, HopperGates gates, PQ q, PK k, PV v, int first, int last) {
   using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
@@ -268,7 +272,7 @@ inline void bring_forward(Room room, HopperGates gates, PQ q, PK k, PV v, int fi
   }
 }
 
-// Products of a block's own rows, from shared memory or from registers, with those of a tile.
+// Multiplies the rows that a block keeps, in shared memory or in registers, with those of a tile.
 template <bool HELD> struct RowsTimes {
   template <typename In, int N, int SIZE, int COUNT>
   static inline void of(thread float (&d)[N / 2], const thread unsigned (&)[COUNT], unsigned own, unsigned b,
@@ -293,7 +297,8 @@ template <> struct RowsTimes<true> {
   }
 };
 
-// The results of 64 rows from tiles `last - 1` down to `first`, of which the rows see `own_first` to `own_last - 1`.
+// Computes the results of 64 rows over the block's tiles `last - 1` down to `first`. These rows see only the tiles
+// own_first to own_last - 1, and skip the others.
 template <typename In, int D, int DV, int HEIGHT, typename PQ>
 inline void attend(Room room, HopperGates gates, PQ q, thread float (&results)[panels(DV) / 2], thread float* largest,
                    thread float* totals, const thread Rows& rows, float scale, int first, int last, int own_first,
@@ -372,9 +377,9 @@ inline void attend(Room room, HopperGates gates, PQ q, thread float (&results)[p
   skip(first);
 }
 
-// As attention_forward, from packed q, k and v; `sums` [B, HQ, whole(TQ, 128)]. Grid: query heads, rows of the batch,
-// pieces of 128 queries.
-template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, bool SUNK, typename PQ,
+// Computes what attention_forward does, from packed q, k and v, with sums [B, HQ, whole(TQ, 128)]. The grid is (query
+// heads, rows of the batch, pieces of 128 queries).
+template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, bool WITH_SINKS, typename PQ,
           typename PK, typename PV, typename PN, typename PS, typename PI>
 inline void attention_hopper_forward(Place at, threadgroup char* memory, int heads, int key_heads, int queries,
                                      int keys, PQ q, PK k, PV v, PN numbers, PS sinks, PI starts, PI ends, GLOBAL In* y,
@@ -410,14 +415,14 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
   float results[panels(DV) / 2], largest[2] = {-INFINITY, -INFINITY}, totals[2] = {0.0f, 0.0f};
   clear_floats(results);
   const float scale = numbers[0];
-  attend<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + top) * panels(D), results, largest, totals, rows, scale, first, last, own_first,
-                            own_end < last ? own_end : last, at);
+  attend<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + top) * panels(D), results, largest, totals, rows,
+                            scale, first, last, own_first, own_end < last ? own_end : last, at);
   float factors[2];
   DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side) {
     float total = quad_sum(totals[side]), most = largest[side] == -INFINITY ? -INFINITY : largest[side] * scale;
     factors[side] = 1.0f;
-    if (SUNK) {
+    if (WITH_SINKS) {
       const float sink = sinks[at.x] * 1.4426950408889634f, more = sink > most ? sink : most;
       factors[side] = power_of_two(most - more);
       total = total * factors[side] + power_of_two(sink - more);
@@ -437,7 +442,7 @@ struct HopperQueriesMemory {
   static constexpr constant bool in_registers = held(D, DV);
   static constexpr constant int own = in_registers ? 0 : 128 * panels(D) * 2;
   static constexpr constant int keys = in_registers ? 0 : own + 128 * panels(DV) * 2;
-  // Where two stages of both do not fit, values have one.
+  // If two stages of keys and values do not fit, values have only one.
   static constexpr constant int both = stages_beside(keys, key + value);
   static constexpr constant int stages = both > 1 ? both : 2, value_stages = both > 1 ? both : 1;
   static constexpr constant int values = keys + stages * key;
@@ -445,6 +450,7 @@ struct HopperQueriesMemory {
   static constexpr constant int bytes = gates + 192 + 1024;
 };
 
+// Loads the tiles of the kernel that computes dq.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD, typename PK, typename PV>
 inline void bring_keys(Room room, HopperGates gates, PQ q, PD dy, PK k, PV v, int first, int last) {
   using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
@@ -467,7 +473,8 @@ inline void bring_keys(Room room, HopperGates gates, PQ q, PD dy, PK k, PV v, in
   }
 }
 
-// dq of 64 rows, as `attend` goes: the next tile's gradients of scores are computed while this one's run on.
+// Computes dq of 64 rows in the manner of `attend`: while the products of one tile run, the gradients of the scores of
+// the next are computed.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
 inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread float (&results)[panels(D) / 2],
                           const thread Rows& rows, const thread float* sums, const thread float* deltas, float scale,
@@ -489,7 +496,7 @@ inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread floa
       let_go(gates.values_read(step % value_stages), at);
     }
   };
-  // Scores to weights; then to their gradients, when the products of dy with v are there.
+  // `differentiate` replaces scores by weights, and `weigh` the products of dy and v by the scores' gradients.
   const auto differentiate = [&](int column) {
     hide(scores, column, rows, at);
     DELTATUNE_UNROLL
@@ -567,7 +574,7 @@ inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread floa
   skip(first);
 }
 
-// dq, as attention_queries, from packed operands. Grid as the forward pass.
+// Computes dq, as attention_queries does, from packed operands. The grid is that of the forward pass.
 template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
           typename PV, typename PD, typename PL, typename PN, typename PI>
 inline void attention_hopper_queries(Place at, threadgroup char* memory, int heads, int key_heads, int queries,
@@ -609,20 +616,21 @@ inline void attention_hopper_queries(Place at, threadgroup char* memory, int hea
   float results[panels(D) / 2];
   clear_floats(results);
   const long from = head * tiles * 128 + top;
-  add_gradients<In, D, DV, HEIGHT>(room, gates, q + from * panels(D), dy + from * panels(DV), results, rows, own_sums, own_deltas, numbers[0], first, last, own_first,
-                                   own_end < last ? own_end : last, at);
+  add_gradients<In, D, DV, HEIGHT>(room, gates, q + from * panels(D), dy + from * panels(DV), results, rows, own_sums,
+                                   own_deltas, numbers[0], first, last, own_first, own_end < last ? own_end : last, at);
   const float factors[2] = {numbers[1], numbers[1]};
   write_own<In, D>(results, dq + head * queries * D, top, queries, factors, at);
 }
 
-// HEIGHT keys a block, once or twice 64: one group of warps computes weights and dv, the other their gradients and dk.
+// A block has HEIGHT keys, 64 or 128. One of its groups of warps computes the weights and dv, the other the gradients
+// of the scores and dk.
 template <typename In, int D, int DV, int HEIGHT>
 struct HopperKeysMemory {
   static constexpr constant int block = 64 * panels(D) * 2, value_block = 64 * panels(DV) * 2;
   static constexpr constant int own = HEIGHT / 64 * block, own_value = HEIGHT / 64 * value_block;
   static constexpr constant int query = 64 * panels(D) * 2, gradient = 64 * panels(DV) * 2;
   static constexpr constant int exchange = own + own_value;
-  // Weights have two rooms in turn: when both groups of warps meet for one, the other has been read.
+  // Weights use two buffers in turn: when both groups of warps meet for one, the other has been read.
   static constexpr constant int queries = exchange + 2 * 64 * 64 * 4;
   static constexpr constant int stages = stages_beside(queries, query + gradient);
   static constexpr constant int gradients = queries + stages * query;
@@ -630,16 +638,17 @@ struct HopperKeysMemory {
   static constexpr constant int bytes = gates + 192 + 1024;
 };
 
-// The steps of a block: `count` tiles of queries from `first` on, for each of the heads that read these keys.
+// The steps of a block: `count` tiles of queries from number `first` on, for each of the heads that read its keys.
 struct HopperSteps {
   int first, count, heads, length;
   long head;
   inline int all() const { return count * heads; }
   inline int tile(int step) const { return first + step % count; }
-  // The first query of a step, counted through all matrices of `length` rows.
+  // The first query of a step, numbered through all matrices of `length` rows each.
   inline long row(int step) const { return (head + step / count) * length + (long)tile(step) * 64; }
 };
 
+// Loads the tiles of the kernel that computes dk and dv.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
 inline void bring_queries(Room room, HopperGates gates, PQ q, PD dy, HopperSteps steps) {
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
@@ -656,14 +665,15 @@ inline void bring_queries(Room room, HopperGates gates, PQ q, PD dy, HopperSteps
               gates.values(stage));
   }
 }
-// Of each query of a step two numbers of eight, which belong to a lane's columns.
+// Loads the numbers of the queries that are a lane's columns: two of every eight.
 template <typename P>
 inline void look_up(thread float (&to)[16], P from, Place at) {
   DELTATUNE_UNROLL
   for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + at.lane % 4 * 2);
 }
 
-// A lane's weights of one block of 64 keys from one group of warps to the other, where a lane holds the same elements.
+// Passes the weights of 64 keys from one group of warps to the other, whose lanes hold the same elements: hand_over
+// writes them, and weigh_with multiplies by them.
 inline void hand_over(threadgroup float* room, const thread float (&x)[32], Place at) {
   DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) put_four(room + (i * 128 + at.index % 128) * 4, x + 4 * i);
@@ -677,8 +687,8 @@ inline void weigh_with(thread float (&x)[32], threadgroup const float* room, Pla
     for (int j = 0; j < 4; ++j) x[4 * i + j] *= weights[j];
   }
 }
-// dv: weights [keys, queries] from k and q, handed over, then multiplied with dy. A unit of the work is a tile of queries
-// with one of 64 keys: the next one's weights are computed while this one's products run on.
+// Computes dv: the weights [keys, queries] from k and q are handed over, then multiplied with dy. A unit of the work is
+// a tile of queries with 64 keys. While the products of one unit run, the weights of the next are computed.
 template <typename In, int D, int DV, int HEIGHT, typename PL>
 inline void add_values(Room room, HopperGates gates, thread float (&results)[HEIGHT / 64][panels(DV) / 2],
                        const thread Rows* rows, float scale, PL sums, HopperSteps steps, Place at) {
@@ -749,7 +759,8 @@ inline void add_values(Room room, HopperGates gates, thread float (&results)[HEI
   settle(results[blocks - 1]);
 }
 
-// dk: products [keys, queries] of v and dy, times the weights that come over, then multiplied with q.
+// Computes dk: the products [keys, queries] of v and dy are multiplied by the weights from the other group, then with
+// q.
 template <typename In, int D, int DV, int HEIGHT, typename PL>
 inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGHT / 64][panels(D) / 2],
                        PL delta, HopperSteps steps, Place at) {
@@ -819,7 +830,8 @@ inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGH
   settle(results[blocks - 1]);
 }
 
-// dk and dv, as attention_keys, from packed operands. Grid: key heads, rows of the batch, tiles of HEIGHT keys.
+// Computes dk and dv, as attention_keys does, from packed operands. The grid is (key heads, rows of the batch, tiles of
+// HEIGHT keys).
 template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
           typename PV, typename PD, typename PL, typename PN, typename PI>
 inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,

@@ -1,9 +1,10 @@
-// What Hopper has beyond cuda.h: products of 64 rows by a group of four warps, which read their operands in shared memory
-// and run on by themselves; copies that report to a barrier. tests/ops/kernels/hopper_host.h stands in for it on a CPU.
-// An operand's tile is cut into panels of 64 columns, 128 bytes a row; the eight pieces of 16 bytes of a row stand where
-// the row's number, modulo 8, says (the 128-byte swizzle). A tile's address is a multiple of 1024.
+// What Hopper has in addition to cuda.h: products of 64 rows by a group of four warps, which read their operands from
+// shared memory and run asynchronously (wgmma), and copies that signal a barrier (mbarrier) when they arrive. A gate is
+// such a barrier. tests/ops/kernels/hopper_host.h stands in for this file on a CPU.
+// A tile of an operand is cut into panels of 64 columns, 128 bytes per row. The position of each of the eight 16-byte
+// pieces of a row depends on the row's number modulo 8 (the 128-byte swizzle). A tile's address is a multiple of 1024.
 
-// Shared memory by its address, as barriers and operands are named.
+// The address in shared memory by which barriers and operands are named.
 inline unsigned shared_place(const void* p) { return shared_address(p); }
 
 inline void gate_start(unsigned gate, int count) {
@@ -16,7 +17,7 @@ inline void gate_expect(unsigned gate, unsigned bytes) {
 inline void gate_pass(unsigned gate) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(gate) : "memory");
 }
-// Until the gate's round number `round` is over; rounds count from 0.
+// Waits until the gate's round number `round` is over; rounds count from 0.
 inline void gate_wait(unsigned gate, int round) {
   asm volatile(
       "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\n"
@@ -27,7 +28,7 @@ inline void copy_tile(unsigned to, const T* from, unsigned bytes, unsigned gate)
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "r"(bytes), "r"(gate) : "memory");
 }
-// So many threads of the block meet.
+// A barrier of this number of threads of the block.
 template <int THREADS>
 inline void meet() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
 
@@ -65,7 +66,7 @@ inline void get_two(float* to, const float* from) {
   const float2 x = *reinterpret_cast<const float2*>(from);
   to[0] = x.x, to[1] = x.y;
 }
-// Sixteen bytes of a row of an input, which may start anywhere, into a tile.
+// Copies 16 bytes of a row of an input, which may start anywhere, into a tile; zeros if the row is not live.
 template <typename In>
 inline void put_piece(In* to, const In* from, bool live) {
   uint4 found = make_uint4(0, 0, 0, 0);
@@ -80,13 +81,13 @@ inline void put_piece(In* to, const In* from, bool live) {
   *reinterpret_cast<uint4*>(to) = found;
 }
 
-// Products run from sent to waited for; start comes after their registers were written.
+// Products run from products_sent to products_wait. products_start follows the last write to their registers.
 inline void products_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 inline void products_sent() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
 inline void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
 
-// What the products made is read, and what they read is written, no sooner than here.
+// Tells the compiler that a product may read or write these registers until here.
 template <int COUNT>
 inline void settle(float (&x)[COUNT]) {
 #pragma unroll
@@ -97,24 +98,26 @@ inline void settle(unsigned (&x)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(x[i]) :: "memory");
 }
-// What all lanes of a group have alike, said so that the compiler knows.
+// Returns a value that is equal on all lanes of a group, so that the compiler knows that it is.
 inline int alike(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// An operand of which a row's elements are multiplied with each other's; and one of which rows are added up, where the
-// next 64 columns stand `panel` bytes on. `place` is its address in units of 16 bytes.
+// The descriptors of an operand: rows_operand where a product sums over its columns, columns_operand where it sums over
+// its rows and the next 64 columns are `panel` bytes further. `place` is its address in units of 16 bytes.
 inline unsigned long long rows_operand(unsigned place) {
   return (unsigned long long)place | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 inline unsigned long long columns_operand(unsigned place, int panel) {
   return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
-// The same number, which the compiler computes from again: what it keeps of it takes registers from the products.
+// Returns x in a way that hides where it came from. The compiler then keeps no values derived from x, whose registers
+// the products need.
 inline unsigned afresh(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// d [64, N] (+)= a b^T, 16 columns deep, a in shared memory or held in registers; d += a b, 16 rows of b deep, a held.
+// Products with results d [64, N]. `rows` and `held_rows` set d to a b^T over 16 columns, or add it if `onto`, with a
+// in shared memory or in registers. `columns` adds a b over 16 rows of b, with a in registers.
 template <typename In, int N> struct Products;
 #define DELTATUNE_FLOATS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
                               "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

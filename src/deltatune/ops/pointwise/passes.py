@@ -10,6 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from .. import trial
+from ..functional import refuse_second_derivative
 from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
@@ -76,11 +77,9 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
         fixed = [mx.zeros_like(array) for array in given[len(given) - passes.fixed :]]
         return [*backward(*given, *d), *passes.parameters(given, d), *fixed]
 
-    def refuse(*_: object) -> None:
-        raise NotImplementedError(f"{passes.name} has no second derivative: its backward pass is written by hand.")
-
     forward.vjp(vjp)
-    backward.vjp(refuse)
+    message = f"{passes.name} has no second derivative: its backward pass is written by hand."
+    backward.vjp(refuse_second_derivative(message))
     return cast(Callable[..., Arrays], forward)
 
 

@@ -1,0 +1,148 @@
+"""Verdicts on fast implementations: whether each computes what a slower one computes on this machine.
+
+Each operator measures its own (gated_delta/machine_trial.py, attention/kernel_trial.py). Here they are remembered, and
+stored in the cache folder for later processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..machine import atomic_files, environment
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a check.
+
+    Attributes:
+        implementation: The name of the implementation.
+        shape: The class of shapes, as text.
+        bound: The largest error that is allowed.
+        errors: By name of an output or gradient, its largest error relative to the reference's largest element.
+        problem: The message of the error that stopped the check, if one did.
+        reference: The name of the implementation that it was compared with.
+    """
+
+    implementation: str
+    shape: str
+    bound: float
+    errors: dict[str, float] = field(default_factory=dict)
+    problem: str | None = None
+    reference: str = "chunk"
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and bool(self.errors) and all(x <= self.bound for x in self.errors.values())
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"{self.implementation} ({self.shape}) does not run: {self.problem}"
+        worst = max(self.errors, key=lambda name: self.errors[name])
+        relation = "agrees with" if self.passed else "differs from"
+        by = f"{worst} by {self.errors[worst]:.1e} of the largest, {self.bound:.1e} allowed"
+        return f"{self.implementation} ({self.shape}) {relation} {self.reference}: {by}"
+
+
+# By the name of an implementation and a class of shapes.
+_known: dict[tuple[str, Any], Verdict] = {}
+
+
+def of(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
+    """Return the verdict on an implementation: the stored one, or else that of `measure`, which is then stored.
+
+    Args:
+        name: The name of the implementation.
+        shape: The class of calls that share the verdict, a dataclass of the operator's own.
+        measure: Checks the implementation now.
+    """
+    if (name, shape) not in _known:
+        _known[name, shape] = _read(path_of(name, shape)) or again(name, shape, measure)
+    return _known[name, shape]
+
+
+def again(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
+    """Measure now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
+    verdict = _known[name, shape] = measure()
+    # A check that was stopped is not stored: the cause may be gone the next time.
+    if verdict.problem is None:
+        _write(path_of(name, shape), verdict)
+    return verdict
+
+
+def forget() -> None:
+    """Forget the verdicts of this process. Those in the cache folder remain."""
+    _known.clear()
+
+
+@cache
+def machine() -> dict[str, str]:
+    """Return what a verdict depends on: versions, the text of the kernels, the device and its driver."""
+    parts = {}
+    for name in (*_PACKAGES, "deltatune"):
+        try:
+            parts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    parts["mlx"] = mx.__version__  # type: ignore[attr-defined]
+    text = hashlib.sha256()
+    operators = files(__package__)
+    for folder in (operators / name for name in ("gated_delta", "attention", "kernels")):
+        for file in sorted(folder.iterdir(), key=lambda file: file.name):
+            if file.name.endswith((".py", ".h")):
+                text.update(file.name.encode() + file.read_bytes())
+    about = mx.device_info()
+    parts |= {"text": text.hexdigest()[:16], "device": str(about.get("device_name", about))}
+    parts |= {"system": platform.platform(), "driver": _driver()}
+    return parts
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver. Apple's is part of the system's version."""
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().partition("\n")[0] if path.is_file() else ""
+
+
+def path_of(name: str, shape: Any) -> Path:
+    """Return where the verdict on implementation `name` for `shape` is stored."""
+
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+    return environment.cache_directory() / "verdicts" / digest(machine()) / f"{name}-{digest(asdict(shape))}.json"
+
+
+def _read(path: Path) -> Verdict | None:
+    """Return the verdict that is stored at `path`, or None where there is none or it is damaged."""
+    try:
+        return Verdict(**json.loads(path.read_text())["verdict"])
+    except FileNotFoundError:
+        return None
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        logger.info("%s cannot be read (%s): checking again", path, error)
+        return None
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    """Store a verdict for later processes. Where the folder cannot be written, each of them checks again."""
+    text = json.dumps({"verdict": asdict(verdict), "machine": machine()}, indent=1)
+    try:
+        atomic_files.write(path, text.encode())
+    except OSError as error:
+        logger.warning("a verdict cannot be stored (%s): every process checks again", error)
