@@ -72,7 +72,7 @@ METAL = {
         "with_sinks": True,
         "batch": 2,
     },
-    "segments": {"queries": 70, "segments": "long", "with_sinks": True, "heads": (2, 1)},
+    "segments, fewer queries": {"queries": 40, "keys": 70, "segments": "long", "heads": (2, 1), "batch": 2},
     "large logits": {"queries": 64, "logits": 20.0},
 }
 
@@ -102,7 +102,9 @@ def test_metal_under_watch(make, run, oracle):
 
 ON_HOPPER = {
     "narrow, all of it": {
-        "queries": 300,
+        "queries": 170,
+        "keys": 300,
+        "batch": 2,
         "size": 64,
         "heads": (2, 1),
         "segments": "long",

@@ -37,7 +37,7 @@ class FusedOptions:
 
 @dataclass(frozen=True)
 class Operands:
-    """The arrays of a call: q, k, v, the sinks [Hq] in fp32, and the bounds of each position's segment [B, T]."""
+    """The arrays of a call: q, k, v, the sinks [Hq] in fp32, and the bounds of each key's segment [B, Tk]."""
 
     q: mx.array
     k: mx.array

@@ -387,7 +387,7 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
   using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
   const Room room = room_of(memory);
   const HopperGates gates{room.place + Memory::gates};
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * keys};
   const int tiles = (queries + 127) / 128, row = (tiles - 1 - at.z) * 128;
   const long head = (long)at.y * heads + at.x, key_head = (long)at.y * key_heads + at.x / (heads / key_heads);
   const int first = alike(seen.low(row) / HEIGHT), end = alike((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
@@ -583,7 +583,7 @@ inline void attention_hopper_queries(Place at, threadgroup char* memory, int hea
   using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
   const Room room = room_of(memory);
   const HopperGates gates{room.place + Memory::gates};
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * keys};
   const int tiles = (queries + 127) / 128, row = (tiles - 1 - at.z) * 128;
   const long head = (long)at.y * heads + at.x, key_head = (long)at.y * key_heads + at.x / (heads / key_heads);
   const int first = alike(seen.low(row) / HEIGHT), end = alike((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
@@ -841,7 +841,7 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
   constexpr int blocks = HEIGHT / 64;
   const Room room = room_of(memory);
   const HopperGates gates{room.place + Memory::gates};
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * keys};
   const int key = at.z * HEIGHT, each = heads / key_heads;
   const long key_head = (long)at.y * key_heads + at.x, head = (long)at.y * heads + (long)at.x * each;
   const int first = alike(seen.first(key) / 64), end = alike((seen.last(key + HEIGHT - 1) + 63) / 64);
