@@ -17,8 +17,8 @@ from .fused import WIDEST, FusedOptions, Operands, factors, span_arguments
 ROWS, TILE, GROUPS, PACK_GROUPS = 128, 64, 12, 8
 # The widest heads for which a block takes 128 keys at a time.
 _NARROW = 128
-# The bytes that a block may have, and those that its gates and the alignment of its memory take.
-_MOST, _GATES = 227 * 1024, 192 + 1024
+# The bytes that a block may have, and those that its barriers and the alignment of its memory take.
+_MOST, _BARRIERS = 227 * 1024, 192 + 1024
 
 
 def unsupported(options: FusedOptions, q: mx.array, v: mx.array) -> str | None:
@@ -152,18 +152,18 @@ def shared_bytes(name: str, size: int, value_size: int) -> int:
     # The rows that a block keeps throughout; narrow ones are in registers.
     own = 0 if name != "keys" and max(key, value) <= 2 * _NARROW else ROWS * key
     if name == "forward":
-        return own + _stages(own, height * (key + value)) * height * (key + value) + _GATES
+        return own + _stages(own, height * (key + value)) * height * (key + value) + _BARRIERS
     if name == "keys":
         own = height * (key + value) + 2 * TILE * TILE * 4
-        return own + _stages(own, TILE * (key + value)) * TILE * (key + value) + _GATES
+        return own + _stages(own, TILE * (key + value)) * TILE * (key + value) + _BARRIERS
     own += ROWS * value if own else 0
     stages = _stages(own, TILE * (key + value))
-    return own + (stages * (key + value) if stages > 1 else 2 * key + value) * TILE + _GATES
+    return own + (stages * (key + value) if stages > 1 else 2 * key + value) * TILE + _BARRIERS
 
 
 def _stages(taken: int, stage: int) -> int:
     """Return how many stages of `stage` bytes fit in addition to `taken` bytes, at most 4."""
-    return min(4, (_MOST - _GATES - taken) // stage)
+    return min(4, (_MOST - _BARRIERS - taken) // stage)
 
 
 def _padded(length: int) -> int:
