@@ -231,8 +231,7 @@ inline void mask_scores(thread float (&scores)[COUNT], int column, const thread 
 // multiplied by `factors`.
 template <int COUNT>
 inline void softmax_step(thread float (&scores)[COUNT], thread float* largest, thread float* totals,
-                         thread float* factors,
-                         float scale) {
+                         thread float* factors, float scale) {
   float most[2] = {largest[0], largest[1]};
   DELTATUNE_UNROLL
   for (int i = 0; i < COUNT; ++i) most[own_side(i)] = scores[i] > most[own_side(i)] ? scores[i] : most[own_side(i)];
@@ -302,9 +301,8 @@ template <> struct RowsTimes<true> {
 // own_first to own_last - 1, and skip the others.
 template <typename In, int D, int DV, int HEIGHT, typename PQ>
 inline void attend(Room room, HopperBarriers barriers, PQ q, thread float (&results)[panels(DV) / 2],
-                   thread float* largest,
-                   thread float* totals, const thread Rows& rows, float scale, int first, int last, int own_first,
-                   int own_last, Place at) {
+                   thread float* largest, thread float* totals, const thread Rows& rows, float scale, int first,
+                   int last, int own_first, int own_last, Place at) {
   using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
   constexpr int N = HEIGHT, panel = HEIGHT * 128, stages = Memory::stages;
   const unsigned own = room.place + (at.group / 4 - 1) * 64 * panels(D) * 2;
