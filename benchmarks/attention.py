@@ -20,6 +20,7 @@ import deltatune  # noqa: F401  (sets MLX's variables, so before mlx)
 # isort: split
 import mlx.core as mx
 
+import processes
 from attention_errors import SMALL, are_in_order, check_options, same_bits, tiny
 from attention_peers import Mlx, Size, drawn, guarded, peers
 from deltatune.ops.attention.fused_op import attention_fused
@@ -104,7 +105,7 @@ def measure(size: Size, calls: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(TABLE))), help="which rows of the table")
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=["tiny", "errors", "options", "bits", "kernels", "times"])

@@ -10,11 +10,9 @@ two differ by more than 1e-5 of the norm (1e-2 in half precision), no time is pr
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
@@ -22,9 +20,10 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 import numpy as np
 
+import processes
 from deltatune.ops.attention.blocked import attention_blocked
 from deltatune.ops.attention.native import attention_native
-from machine import cpu, versions
+from machine import heading
 
 # Query heads, key heads, head size: as the attention of Qwen3.5-0.8B, and one of usual heads.
 SHAPES = ((8, 2, 256), (8, 8, 64))
@@ -70,7 +69,7 @@ def difference(arrays: list[mx.array]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
@@ -78,7 +77,7 @@ def main() -> None:
     dtype = getattr(mx, options.dtype)
     mx.set_default_device(mx.cpu)
     print(f"attention, causal, batch 1, {options.dtype}, forward and backward, median of {options.rounds} rounds.")
-    print(f"{date.today()}, {cpu()}; {versions()}.\n")
+    print(f"{heading()}.\n")
     print("| heads | size | T | blocked, s | MLX's own | ratio | blocked, CPU s | MLX's own | ratio | MB | MLX's own |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for shape in SHAPES:

@@ -1,4 +1,4 @@
-"""Times the start of a run on many chats: from the command to its first step, without kept tokens and with them.
+"""Times the start of a run on many chats: from the command to its first step, without cached tokens and with them.
 
 usage: python benchmarks/chat_start.py [--rows 100000] [--template FILE] [--folder DIR]
 
@@ -9,7 +9,6 @@ first time; its processor time counts all of its processes.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -21,7 +20,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
@@ -33,7 +31,8 @@ from mlx_lm.models.qwen3 import Model, ModelArgs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from machine import cpu, versions
+import processes
+from machine import heading
 
 TEMPLATE = Path(__file__).parents[1] / "tests" / "data" / "templates" / "qwen3.jinja"
 # The pattern by which Qwen's tokenizers cut a text into words.
@@ -101,23 +100,11 @@ def write_chats(folder: Path, texts: list[str], rows: int) -> None:
 
 def start(folder: Path, options: list[str]) -> tuple[float, float]:
     """Run `deltatune train` for one step; returns the wall seconds and the processor seconds of all its processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "deltatune",
-        "train",
-        "--model",
-        str(folder),
-        "--data",
-        str(folder),
-        "--iters",
-        "1",
-    ]
-    command += ["--adapter-path", str(folder / "adapters"), "--batch-size", "1", *options]
+    command = [sys.executable, "-m", "deltatune", "train", "--model", folder, "--data", folder]
+    command += ["--adapter-path", folder / "adapters", "--iters", "1", "--batch-size", "1", *options]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"DELTATUNE_CACHE": str(folder / "cache")}
-    )
+    environment = os.environ | {"DELTATUNE_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
@@ -128,7 +115,7 @@ def start(folder: Path, options: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--template", type=Path, default=TEMPLATE)
     parser.add_argument("--folder", type=Path, help="where to keep the model and the data; default: a temporary folder")
@@ -139,8 +126,8 @@ def main() -> None:
         texts = sentences()
         write_model(folder, texts, options.template.read_text(encoding="utf-8"))
         write_chats(folder, texts, 8)
-        print(f"{date.today()}, {cpu()}; {versions()}\n")
-        # The first start prepares libraries and looks at kernels, which is no matter of the data.
+        print(f"{heading()}\n")
+        # The first start prepares libraries and tries kernels, which does not depend on the data.
         start(folder, more)
         write_chats(folder, texts, options.rows)
         print("\n| start | s | processor s |\n|---|---|---|")

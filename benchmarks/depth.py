@@ -11,16 +11,13 @@ gradients equal those of a run without checkpoints.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import date
-from importlib.metadata import version
 from typing import Any
+
+import processes
+from machine import heading
+from trainers import Shape
 
 HIDDEN = 256
 MEBI = 1e6
@@ -29,40 +26,11 @@ WIDTHS = (20, 1)
 
 
 def config(family: str, depth: int) -> dict[str, Any]:
-    experts = {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 256,
-        "moe_intermediate_size": 256,
-        "norm_topk_prob": True,
-    }
-    text = {
-        "model_type": f"{family}_text",
-        "vocab_size": 512,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 1024,
-        "num_hidden_layers": depth,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 2,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "type": "default",
-            "rope_theta": 100000,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [3, 3, 2],
-        },
-    }
-    return {"model_type": family, "text_config": text | (experts if family.endswith("moe") else {})}
+    """The config.json of a small model of this many layers, in which every second one is attention."""
+    is_mixture = family.endswith("moe")
+    mlp, experts = (256, (8, 2)) if is_mixture else (1024, None)
+    shape = Shape("small", HIDDEN, mlp, depth, (4, 2, 64), (2, 4, 64), 512, 1, 512, "float32", experts, interval=2)
+    return {"model_type": family, "text_config": shape.config() | {"model_type": f"{family}_text"}}
 
 
 def build(options: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
@@ -150,18 +118,15 @@ def recomputing(method: str, model: Any) -> AbstractContextManager:
 
 
 def measure(family: str, depth: int, method: str, width: int, arguments: argparse.Namespace) -> float:
-    """The peak of a new process in MB, without what exists before the step, gradients and one activation a layer."""
+    """Peak memory of a new process in MB, without what exists before the step, gradients and one activation a layer."""
     options = {"family": family, "depth": depth, "method": method, "tokens": arguments.tokens}
     options |= {"eager": arguments.eager, "limit": arguments.limit, "check": depth == min(arguments.depths)}
-    command = [sys.executable, __file__, "--worker", json.dumps(options)]
-    environment = os.environ | {"MLX_BFS_MAX_WIDTH": str(width)}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = processes.measured(__file__, options, MLX_BFS_MAX_WIDTH=str(width))
     return (found["peak"] - found["gradients"] - found["activations"]) / MEBI
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--family", nargs="+", default=["qwen3_5", "qwen3_5_moe"])
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 4, 8, 16])
     parser.add_argument("--tokens", type=int, default=512)
@@ -169,13 +134,8 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS))
     parser.add_argument("--eager", action="store_true", help="do not compile the step")
     parser.add_argument("--limit", action="store_true", help="mx.set_memory_limit(1): do not run ahead on a CPU")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(worker(json.loads(arguments.worker))))
-        return
-    versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
-    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}; T={arguments.tokens}")
+    arguments = processes.arguments(parser, worker)
+    print(f"{heading()}; T={arguments.tokens}")
     print("MB beyond weights, optimizer, gradients and one activation a layer\n")
     header = " | ".join(f"{depth} layers" for depth in arguments.depths)
     print(f"| family | width | checkpoint | {header} | growth |")

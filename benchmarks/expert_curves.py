@@ -10,7 +10,6 @@ keeps up with the queue frees buffers earlier.
 
 from __future__ import annotations
 
-import platform
 import sys
 from collections.abc import Callable
 from datetime import date
@@ -82,18 +81,16 @@ def draw(found: dict[tuple[str, str, int], Point], heading: str, path: Path) -> 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit(__doc__)
-    sys.path.insert(0, str(Path(__file__).parent))
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
     from counted_allocator import Counter
     from experts import ours, theirs
+    from machine import heading
 
     counter, found = Counter(), {}
-    print(f"{date.today()}, {platform.machine()}; {BASE}\n")
-    print(
-        "| | | live buffers | MB beyond the inputs | of which gradients | MB of adapters |\n|---|---|---|---|---|---|"
-    )
+    print(f"{heading()}; {BASE}\n")
+    print("| | | live buffers | MB beyond the inputs | of which gradients | MB of adapters |\n" + "|---" * 6 + "|")
     for name, values in {**SWEEPS, "tokens": TOKENS}.items():
         for value in values:
             for who, make in (("deltatune", ours), ("mlx-lm", theirs)):

@@ -10,14 +10,12 @@ unless `active` leaves the adapters and moments of experts without tokens bitwis
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import time
-from datetime import date
-from importlib.metadata import version
 from typing import Any
+
+import processes
+from machine import heading
 
 HIDDEN, INNER, EXPERTS, RANK = 2048, 512, 256, 8
 MODES = ("dense", "active")
@@ -50,15 +48,17 @@ def make(mode: str) -> tuple[Any, Any, Any]:
     return model, optimizer, step
 
 
-def gradients_for(model: Any, routed: int) -> Any:
-    """Gradients of the trainable parameters, which are zero except for the first `routed` experts."""
+def gradients_for(made: tuple[Any, Any, Any], routed: int) -> Any:
+    """Gradients as a micro-batch of the step gives them, which are zero except for the first `routed` experts."""
     import mlx.core as mx
     from mlx.utils import tree_map
 
     has_tokens = mx.arange(EXPERTS)[:, None, None] < routed
-    made = tree_map(lambda p: mx.where(has_tokens, mx.random.normal(p.shape), 0.0), model.trainable_parameters())
-    mx.eval(made)
-    return made
+    model, _, step = made
+    parameters = step.bundles.join(model.trainable_parameters())
+    gradients = tree_map(lambda p: mx.where(has_tokens, mx.random.normal(p.shape), 0.0), parameters)
+    mx.eval(gradients)
+    return gradients
 
 
 def update(made: tuple[Any, Any, Any], gradients: Any) -> tuple[float, float]:
@@ -97,7 +97,7 @@ def verify(mode: str, made: tuple[Any, Any, Any], gradients: Any, routed: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--routed", nargs="+", type=int, default=[8, 32, 128, 256])
     arguments = parser.parse_args()
@@ -106,16 +106,15 @@ def main() -> None:
     # isort: split
     from deltatune.machine.compiling import without_kernels
 
-    versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
-    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    print(f"{heading()}\n")
     print("| experts with tokens | dense, ms | active, ms | dense / active | CPU ms | CPU ms | dense / active |")
     print("|---" * 7 + "|")
     with without_kernels():
         made = {mode: make(mode) for mode in MODES}
         for each in made.values():  # Moments for all, and so a move of all by the dense update.
-            update(each, gradients_for(each[0], EXPERTS))
+            update(each, gradients_for(each, EXPERTS))
         for routed in arguments.routed:
-            gradients = gradients_for(made["dense"][0], routed)
+            gradients = gradients_for(made["dense"], routed)
             for mode in MODES:
                 update(made[mode], gradients)
                 verify(mode, made[mode], gradients, routed)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import numpy as np
+
+import processes
+from machine import heading
 
 AGREES = 1e-4  # largest error over the largest element, fp32; half precision is compared at its own rounding
 FACTORS = ("gate_proj", "up_proj", "down_proj")
@@ -212,38 +212,30 @@ def work(name: str, shape: Shape, dtype: str) -> None:
 
 def compare(names: list[str], rounds: int, shape: Shape, dtype: str) -> None:
     """Run interleaved rounds, and print a table of medians."""
-    here = [sys.executable, __file__, "--work", json.dumps([shape, dtype])]
-    pipe = subprocess.PIPE
-    processes = {n: subprocess.Popen([*here, n], stdin=pipe, stdout=pipe, text=True) for n in names}
-    answers: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    here = [__file__, "--work", json.dumps([shape, dtype])]
+    workers = {name: processes.LineProcess(name, [*here, name]) for name in names}
+    answers: dict[str, list[dict[str, float]]] = {}
     bound = AGREES if dtype == "float32" else 2e-2
-    for name, process in list(processes.items()):
-        assert process.stdout is not None
-        first = json.loads(process.stdout.readline())
+    for name, worker in workers.items():
+        first = worker.first
         if "failed" in first or not first["error"] < bound:
             print(f"| {name} | {first.get('failed', 'gradients off by ' + str(first.get('error')))} | | |")
-            process.kill()
-            del processes[name]
         else:
             print(f"{name}: worst gradient {first['error']:.1e} from float64")
+            answers[name] = []
     for _ in range(rounds + 1):
-        for name, process in processes.items():
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-            answers[name].append(json.loads(process.stdout.readline()))
-    for process in processes.values():
-        process.kill()
+        for name, found in answers.items():
+            found.append(workers[name].ask())
+    for worker in workers.values():
+        worker.process.kill()
     print(f"\n{shape} {dtype}\n\n| | s | CPU s | MB at the peak |\n|---|---|---|---|")
-    for name in processes:
-        kept = answers[name][1:]
-        seconds, cpu, peak = (statistics.median(a[key] for a in kept) for key in ("seconds", "cpu", "peak"))
+    for name, found in answers.items():
+        seconds, cpu, peak = (statistics.median(a[key] for a in found[1:]) for key in ("seconds", "cpu", "peak"))
         print(f"| {name} | {seconds:.2f} | {cpu:.2f} | {peak / 1e6:.1f} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32")
@@ -254,7 +246,7 @@ def main() -> None:
         shape, dtype = json.loads(options.work[0])
         work(options.work[1], shape, dtype)
         return
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, Python {platform.python_version()}")
+    print(heading())
     shape = {"tokens": options.tokens, "experts": 64, "k": 8, "outer": 1024, "inner": 384, "rank": 8}
     compare(options.only, options.rounds, shape, options.dtype)
 

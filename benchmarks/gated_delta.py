@@ -26,6 +26,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import processes
 from machine import cpu, gpu, gpu_bytes, versions
 from registry import Entry, on
 from sizes import GPU, SWEEP, TINY, TINY_SWEEP, Size, inputs
@@ -210,7 +211,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("results", nargs="?", default=os.devnull, help="the file to write, JSON")
     parser.add_argument("--seconds", type=float, default=500, help="of the whole run")
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))

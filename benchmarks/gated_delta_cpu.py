@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from datetime import date
-from typing import Any
 
-from machine import cpu, versions
+import processes
+from machine import heading
 from registry import on
 from sizes import CPU, inputs
 from tables import cpu_table
@@ -47,29 +44,20 @@ def work(name: str, tokens: int) -> None:
 
 
 class Worker:
+    """The process of one implementation, its error, and its times in seconds."""
+
     def __init__(self, name: str, tokens: int) -> None:
         blas = "system" if ENTRIES[name].blas == "system" else "openblas"
-        environment = os.environ | {"DELTATUNE_BLAS": blas}
-        command = [sys.executable, __file__, "--work", name, "--tokens", str(tokens)]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         self.name = name
-        self.error = self.read()
+        self.lines = processes.LineProcess(
+            name, [__file__, "--work", name, "--tokens", str(tokens)], DELTATUNE_BLAS=blas
+        )
+        self.error: float | None = self.lines.first
         self.times: dict[str, list[float]] = {"forward": [], "backward": [], "backward, CPU": []}
         self.peak: float | None = None
 
-    def read(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name}: its process ended with exit code {self.process.wait()}")
-        return json.loads(line)
-
     def run(self, what: str, keep: bool) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
-        seconds, used, peak = self.read()
+        seconds, used, peak = self.lines.ask(what)
         if keep:
             self.times[what].append(seconds)
         if keep and what == "backward":
@@ -90,12 +78,12 @@ def measure(names: list[str], tokens: int, rounds: int) -> list[Worker]:
             for what in ("forward", "backward"):
                 worker.run(what, keep=number > 0)
     for worker in workers:
-        worker.process.communicate()
+        worker.lines.process.communicate()
     return workers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
@@ -106,7 +94,7 @@ def main() -> None:
         return
     workers = measure(options.only, options.tokens, options.rounds)
     print(f"gated delta, {replace(CPU, tokens=options.tokens)}, median of {options.rounds} interleaved rounds")
-    print(f"(two for the slow ones). {date.today()}, {cpu()}; {versions()}.\n")
+    print(f"(two for the slow ones). {heading()}.\n")
     print(cpu_table(workers))
 
 

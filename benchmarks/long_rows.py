@@ -10,21 +10,19 @@ the trainer prints. --tiny runs tiny shapes on a CPU, to try the script.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machine import cpu, gpu, versions
+import processes
+from machine import heading
 from recipe import write_tokenizer
 from trainers import SHAPES
 
@@ -88,7 +86,7 @@ def measure(model: Path, folder: Path, tokens: int, steps: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; a temporary folder by default")
@@ -98,7 +96,7 @@ def main() -> None:
     names = arguments.only or list(table)
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--only {' '.join(unknown)}: expected some of: {'; '.join(table)}.")
-    print(f"{date.today()}, {gpu() or cpu()}; {versions()}\n", flush=True)
+    print(f"{heading()}\n", flush=True)
     for name in dict.fromkeys(table[name][0] for name in names):
         print(SHAPES[name])
     print("\n| row | tokens/s | GB | planned | s of the first step | s in all |\n" + "|---" * 6 + "|", flush=True)

@@ -11,19 +11,14 @@ the same width.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+import processes
+from depth import config
+from machine import heading
 
 EARLY = 10
 DEFAULTS: dict[str, Any] = {
@@ -34,8 +29,6 @@ DEFAULTS: dict[str, Any] = {
 
 def model_config(options: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a small qwen3_5_moe, in which every second layer is attention."""
-    from depth import config
-
     made = config("qwen3_5_moe", options["depth"])
     made["text_config"] |= {
         "hidden_size": options["hidden"], "moe_intermediate_size": options["inner"],
@@ -69,6 +62,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.train.setup import prepare
     from random_data import UnsavedTokenizer, random_examples
 
+    options = DEFAULTS | options
     counter = Counter()
     described = model_config(options)
     model = new_model(described)
@@ -110,13 +104,6 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "adapters": adapters}
 
 
-def measure(options: dict[str, Any]) -> dict[str, Any]:
-    """Run worker() in a new process."""
-    command = [sys.executable, __file__, "--worker", json.dumps(options)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def row(rank: int, found: dict[str, Any]) -> str:
     """A line of the table; its peaks are the largest of a tenth of the steps from EARLY on, and of the last tenth."""
     steps = found["steps"]
@@ -138,23 +125,18 @@ def row(rank: int, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=DEFAULTS["steps"])
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(worker(DEFAULTS | json.loads(arguments.worker))))
-        return
-    versions = ", ".join(f"{name} {version(name)}" for name in ("deltatune", "mlx", "mlx-lm"))
-    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    arguments = processes.arguments(parser, worker)
+    print(f"{heading()}\n")
     last, part = arguments.steps, arguments.steps // 10
     heads = ["rank", "MB of adapters", f"buffers after step {EARLY}", f"after {last:,}", f"MB after {EARLY}"]
     heads += [f"after {last:,}", f"peak buffers, {part} steps from {EARLY}", f"last {part}", f"peak MB from {EARLY}"]
     heads += [f"last {part}", f"resident MB after {EARLY}", f"after {last:,}"]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for rank in arguments.ranks:
-        found = measure(DEFAULTS | {"rank": rank, "steps": arguments.steps})
+        found = processes.measured(__file__, {"rank": rank, "steps": arguments.steps})
         print(row(rank, found), flush=True)
         widths = [{step["width"] for step in part} for part in (found["steps"][: EARLY - 1], found["steps"])]
         if widths[0] != widths[1]:

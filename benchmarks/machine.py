@@ -1,10 +1,11 @@
-"""Names the processors and the package versions with which a figure was measured."""
+"""Names the date, the processors and the package versions with which a figure was measured."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -40,6 +41,11 @@ def versions() -> str:
         except PackageNotFoundError:
             continue
     return ", ".join(found)
+
+
+def heading() -> str:
+    """The line over a table: the date, the GPU or the CPU, and the versions."""
+    return f"{date.today()}, {gpu() or cpu()}; {versions()}"
 
 
 def gpu_bytes() -> float:

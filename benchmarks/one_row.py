@@ -133,7 +133,7 @@ def build(folder: Path, *, healthy: bool = False) -> Path:
     """Compile planted_blas.c into `folder`, and return the library's path.
 
     Raises:
-        CalledProcessError: the compiler fails.
+        CalledProcessError: If the compiler fails.
     """
     library = folder / ("healthy_blas.so" if healthy else "planted_blas.so")
     compiler = [shutil.which("cc")] if shutil.which("cc") else [sys.executable, "-m", "ziglang", "cc"]

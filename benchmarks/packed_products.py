@@ -10,20 +10,19 @@ compared first. MLX's quantized_matmul takes 20 to 30 s per layout to build on C
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from datetime import date
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
 import mlx.core as mx
 
+import processes
 from deltatune.machine.compiling import without_kernels
 from deltatune.ops.quantized_product import Quantization, packed_product
 from deltatune.ops.trial import largest_error
-from machine import cpu, gpu, versions
+from machine import heading
 
 Product = Callable[..., mx.array]
 # The bound is bf16's rounding of sums of thousands of terms; MLX's CPU product rounds every partial sum.
@@ -60,23 +59,19 @@ def seconds(product: Product, x: mx.array, matrices: list[list[mx.array]], packi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--size", type=int, nargs=2, default=[4096, 4096], metavar=("OUT", "IN"))
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--products", type=int, default=40)
     options = parser.parse_args()
     outputs, inputs = options.size
-    print(f"{date.today()}, {gpu() or cpu()}; {versions()}\n")
+    print(f"{heading()}\n")
     print(f"{outputs} x {inputs}, {options.bits} bits, bf16, us a product\n")
-    print(
-        "| rows | forward, MLX | unpacked | of the rows' gradient, MLX | unpacked | MLX / unpacked |\n"
-        + "|---" * 6
-        + "|"
-    )
-    drawn = [
-        mx.random.normal((outputs, inputs), key=mx.random.key(i)).astype(mx.bfloat16) for i in range(options.products)
-    ]
+    print("| rows | forward, MLX | unpacked | of the rows' gradient, MLX | unpacked | MLX / unpacked |")
+    print("|---" * 6 + "|")
+    keys = map(mx.random.key, range(options.products))
+    drawn = [mx.random.normal((outputs, inputs), key=key).astype(mx.bfloat16) for key in keys]
     matrices = [list(mx.quantize(matrix, 64, options.bits)) for matrix in drawn]
     mx.eval(matrices)
     bound = BOUND["cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"]
@@ -84,10 +79,8 @@ def main() -> None:
         for rows in options.rows:
             found = []
             for transpose, width in ((True, inputs), (False, outputs)):
-                x, packing = (
-                    mx.random.normal((rows, width)).astype(mx.bfloat16),
-                    Quantization(transpose, 64, options.bits, "affine"),
-                )
+                x = mx.random.normal((rows, width)).astype(mx.bfloat16)
+                packing = Quantization(transpose, 64, options.bits, "affine")
                 both = [product(x, matrices[0], packing) for product in (mlx_product, unpacked_product)]
                 error = largest_error(both[:1], both[1:])
                 if not error < bound:

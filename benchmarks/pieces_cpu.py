@@ -9,14 +9,10 @@ gradients agree.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,14 +22,14 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-sys.path.insert(0, str(Path(__file__).parent))
+import processes
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.ops import pieces
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
-from machine import cpu, versions
+from machine import heading
 from trainers import SHAPES, Shape, batch_of, mlx_model
 
 
@@ -74,13 +70,13 @@ def measure(shape: Shape, tokens: int, steps: int) -> tuple[float, float, int, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
     shape = replace(SHAPES["0.8B"], layers=arguments.layers, batch=1, vocabulary=4096)
-    print(f"{date.today()}, {cpu()}; {versions()}; {arguments.layers} layers\n")
+    print(f"{heading()}; {arguments.layers} layers\n")
     print("| T | pieces | s a step | s with whole rows | ratio |\n" + "|---" * 5 + "|")
     for tokens in arguments.tokens:
         ours, whole, count, error = measure(shape, tokens, arguments.steps)

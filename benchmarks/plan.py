@@ -11,21 +11,14 @@ of the first iteration, in which every Python number of the step occupies a buff
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machine import cpu, gpu, versions
+import processes
+from machine import heading
 
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
@@ -113,6 +106,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.train.setup import prepare
     from random_data import UnsavedTokenizer, random_examples
 
+    options = DEFAULTS | options
     if options["waiting"]:
         wait_for_each_operation()
     counter = ByteCounter() if options["shape"] else Counter()
@@ -130,51 +124,47 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         mx.eval(model.parameters())
         plan = forecast_step(model, config, options["rows"], length, ArrayLayout.measured())
         examples = random_examples(np.random.default_rng(0), [length] * options["rows"] * iterations)
-        peaks: list[tuple[int, int]] = []
-
-        class Counted(Trainer):
-            def _advance(self, batch: Any) -> Any:
-                counter.reset()
-                found = super()._advance(batch)
-                now = counter.now()
-                peaks.append((now.peak_buffers, now.peak_bytes))
-                return found
-
         data, screen = Splits(train=examples), Screen(shown=False)
-        Counted(model, UnsavedTokenizer(), config, data, model_config=described, screen=screen).run()
-    later = peaks[options["accumulate"] :]
-    known = sum(plan.counts.values())
+        trainer = Trainer(model, UnsavedTokenizer(), config, data, model_config=described, screen=screen)
+        return train_counted(trainer, counter, plan, options["accumulate"])
+
+
+def train_counted(trainer: Any, counter: Any, plan: Any, skipped: int = 1) -> dict[str, Any]:
+    """Train, and return what the plan of a step says beside the peaks of all iterations but the first `skipped`."""
+    peaks = []
+    advance = trainer._advance
+
+    def counted(batch: Any) -> Any:
+        counter.reset()
+        found = advance(batch)
+        peaks.append(counter.now())
+        return found
+
+    trainer._advance = counted
+    trainer.run()
     return {
-        "planned": plan.buffers.amount, "counted": max(buffers for buffers, _ in later),
-        "planned_bytes": plan.bytes.amount, "counted_bytes": max(size for _, size in later),
-        "known": known, "tokens": plan.tokens, "first": peaks[0][0],
+        "planned": plan.buffers.amount, "counted": max(peak.peak_buffers for peak in peaks[skipped:]),
+        "planned_bytes": plan.bytes.amount, "counted_bytes": max(peak.peak_bytes for peak in peaks[skipped:]),
+        "known": sum(plan.counts.values()), "tokens": plan.tokens, "first": peaks[0].peak_buffers,
     }  # fmt: skip
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Run worker() in a new process."""
-    command = [sys.executable, __file__, "--worker", json.dumps(options)]
-    environment = dict(os.environ)
-    if options.get("implementation"):
-        environment["DELTATUNE_GATED_DELTA"] = options["implementation"]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    forced = options.get("implementation")
+    return processes.measured(__file__, options, **{"DELTATUNE_GATED_DELTA": forced} if forced else {})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="bytes of real sizes, on MLX's default device")
     parser.add_argument("--only", nargs="+", metavar="NAME")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(worker(DEFAULTS | json.loads(arguments.worker))))
-        return
+    arguments = processes.arguments(parser, worker)
     table = ON_GPU if arguments.gpu else CONFIGURATIONS
     names = arguments.only or list(table)
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--only {' '.join(unknown)}: expected some of: {'; '.join(table)}.")
-    print(f"{date.today()}, {gpu() or cpu()}; {versions()}\n")
+    print(f"{heading()}\n")
     if arguments.gpu:
         print("| configuration | tokens | GB counted | planned | off |\n" + "|---" * 5 + "|")
         for name in names:

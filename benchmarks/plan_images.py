@@ -8,25 +8,20 @@ with one, in three sizes. Each configuration has a process of its own.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
 import tempfile
-from datetime import date
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import processes
 import vision_step
-from plan import print_table
+from machine import heading
+from plan import print_table, train_counted
 
-SHAPE = vision_step.Shape(256, 768, 4, (4, 2, 64), (4, 4, 64), 2048, (3, 192, 768, 3))
+SHAPE = vision_step.shape_of(4, 768, (4, 2, 64), (4, 4, 64), 2048, (3, 192, 768, 3))
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "adapters on the language model": {},
     "the same, checkpointed": {"grad_checkpoint": True},
@@ -58,12 +53,11 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     # isort: split
     from counted_allocator import Counter
     from deltatune.config import LoraConfig, TrainConfig
-    from deltatune.data.datasets import load_datasets
-    from deltatune.models.load import load
     from deltatune.plan import fit
+    from deltatune.plan.array_layout import ArrayLayout
     from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
-    from deltatune.train.setup import prepare, vision_processors
+    from deltatune.train.setup import ready
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,50 +69,19 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
             iters=ITERATIONS, max_seq_length=1024, adapter_path=str(folder / "out"), val_batches=0, min_pixels=1024,
             save_every=1000, steps_per_report=1000, **options,
         )  # fmt: skip
-        loaded = load(folder, image="train.jsonl:1")
-        splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
-        prepare(loaded.model, config)
-        layout = fit.ArrayLayout.measured()
-        rows, length = fit.shape(config, splits)
-        plan = fit._step(loaded.model, config, splits, layout, rows, length)
-        peaks: list[tuple[int, int]] = []
-
-        class Counted(Trainer):
-            def _advance(self, batch: Any) -> Any:
-                counter.reset()
-                found = super()._advance(batch)
-                now = counter.now()
-                peaks.append((now.peak_buffers, now.peak_bytes))
-                return found
-
-        screen = Screen(shown=False)
-        Counted(loaded.model, loaded.tokenizer, config, splits, model_config=loaded.config, screen=screen).run()
-    later = peaks[1:]
-    return {
-        "planned": plan.buffers.amount, "counted": max(buffers for buffers, _ in later), "tokens": plan.tokens,
-        "planned_bytes": plan.bytes.amount, "counted_bytes": max(size for _, size in later), "first": peaks[0][0],
-        "known": sum(plan.counts.values()),
-    }  # fmt: skip
+        run = ready(config)
+        run.prepare()
+        rows, length = fit.shape(run)
+        plan = fit._step(run.model, run.config, rows, length, run.splits, ArrayLayout.measured())
+        return train_counted(Trainer.of(run, Screen(shown=False)), counter, plan)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(worker(json.loads(arguments.worker))))
-        return
-    names = ("deltatune", "mlx", "mlx-lm", "mlx-vlm")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
-    print_table({name: partial(measure, CONFIGURATIONS[name]) for name in arguments.only})
-
-
-def measure(options: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--worker", json.dumps(options)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    arguments = processes.arguments(parser, worker)
+    print(f"{heading()}\n")
+    print_table({name: partial(processes.measured, __file__, CONFIGURATIONS[name]) for name in arguments.only})
 
 
 if __name__ == "__main__":

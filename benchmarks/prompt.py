@@ -8,10 +8,8 @@ inference with a cache. Logits are compared first; a figure is the best of three
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import nullcontext
-from datetime import date
 from typing import Any
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
@@ -20,9 +18,10 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+import processes
 from deltatune.ops.trial import largest_error
 from deltatune.patches import patched
-from machine import cpu, gpu, versions
+from machine import heading
 from trainers import Shape, mlx_model
 
 
@@ -37,7 +36,7 @@ def read(model: Any, prompt: mx.array) -> tuple[mx.array, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8, help="4 or more: the fourth is the first of attention")
     options = parser.parse_args()
@@ -45,7 +44,7 @@ def main() -> None:
     model = mlx_model(shape)
     model.eval()
     prompt = mx.random.randint(0, shape.vocabulary, (1, options.tokens))
-    print(f"{date.today()}, {gpu() or cpu()}; {versions()}\n\n{options.tokens} tokens, {options.layers} layers\n")
+    print(f"{heading()}\n\n{options.tokens} tokens, {options.layers} layers\n")
     print("| | s | MB |\n|---|---|---|")
     logits = []
     for name, context in (("mlx-lm", nullcontext()), ("under the patches", patched())):

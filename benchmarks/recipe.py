@@ -10,19 +10,20 @@ the trainer reports.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+
+import processes
+from machine import heading
+from trainers import Shape
 
 STEPS = 10
 BATCH = 2
@@ -30,53 +31,29 @@ VOCABULARY = 2048
 
 
 def text_config(layers: int) -> dict:
-    return {
-        "model_type": "qwen3_5",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-        "rope_parameters": {
-            "type": "default",
-            "rope_theta": 100000,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [3, 3, 2],
-        },
-    }
+    shape = Shape("recipe", 256, 768, layers, (4, 2, 64), (4, 4, 64), VOCABULARY, BATCH, 512, "float32")
+    return shape.config() | {"max_position_embeddings": 8192, "eos_token_id": 2}
 
 
-def write_tokenizer(folder: Path) -> None:
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'][0] + m['content'] }}<|im_end|>{% endfor %}"
+
+
+def write_tokenizer(
+    folder: Path, vocabulary: int = VOCABULARY, template: str = TEMPLATE, special: list[str] = SPECIAL
+) -> None:
     """Write a tokenizer with one token a byte, so that every trainer sees n tokens in a line of n letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     words = special + sorted(pre_tokenizers.ByteLevel.alphabet())
-    words += [f"<|unused_{index}|>" for index in range(VOCABULARY - len(words))]
+    words += [f"<|unused_{index}|>" for index in range(vocabulary - len(words))]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}<|im_start|>{{ m['role'][0] + m['content'] }}<|im_end|>{% endfor %}"
-    options = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": template,
-    }
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[2], "pad_token": special[0]}
+    options["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
 
 
@@ -164,7 +141,7 @@ def measure(name: str, command: list[str]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--limit", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--bits", type=int, help="packed weights, in groups of 64: QLoRA")
@@ -175,8 +152,7 @@ def main() -> None:
         out = Path(folder)
         models = write_model(out, options.layers, options.bits)
         tokens = write_data(out / "data", options.limit)
-        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; ")
-        print(", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-vlm")))
+        print(heading())
         kind = f"{options.bits} bits" if options.bits else "fp32"
         steps = f"{STEPS} steps of {BATCH} rows up to {options.limit} tokens, {tokens} in all"
         print(f"{options.layers} layers, {kind}, {steps}\n")

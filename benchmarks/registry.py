@@ -18,11 +18,11 @@ class Entry:
     """An implementation to measure.
 
     Args:
-        make: makes the implementation in its own process.
-        blas: the BLAS that the process binds MLX to on a CPU.
-        gates: the kinds of gates that it takes: scalar, per channel or both.
-        slow: whether it is a loop over tokens, which is measured fewer times.
-        seconds: how long its process may take on a GPU.
+        make: Makes the implementation in its own process.
+        blas: The BLAS that the process binds MLX to on a CPU.
+        gates: The kinds of gates that it takes: scalar, per channel or both.
+        slow: Whether it is a loop over tokens, which is measured fewer times.
+        seconds: How long its process may take on a GPU.
     """
 
     name: str

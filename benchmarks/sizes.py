@@ -85,7 +85,7 @@ def inputs(size: Size) -> Inputs:
     the same numbers.
 
     Raises:
-        ValueError: the size is larger than what is drawn, and is no multiple of it.
+        ValueError: If the size is larger than what is drawn, and is no multiple of it.
     """
     rows, tokens = min(size.batch, DRAWN_ROWS), min(size.tokens, DRAWN_TOKENS)
     if size.batch % rows or size.tokens % tokens:

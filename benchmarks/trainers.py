@@ -26,6 +26,7 @@ class Shape:
     tokens: int
     dtype: str
     experts: tuple[int, int] | None = None  # how many, how many a token; mlp is then the size of one, and of the shared
+    interval: int = 4  # every layer with this distance from the last such one is attention
 
     def __str__(self) -> str:
         heads, groups, size = self.attention
@@ -68,7 +69,7 @@ class Shape:
             "linear_key_head_dim": delta,
             "linear_value_head_dim": delta,
             "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
+            "full_attention_interval": self.interval,
             "rms_norm_eps": 1e-6,
             "max_position_embeddings": 32768,
             "tie_word_embeddings": True,
@@ -95,9 +96,9 @@ class Trainer:
     """A trainer that is ready to run steps.
 
     Args:
-        ready: when its weights were finished, by time.perf_counter.
-        step: runs one whole training step on the batch, waits for it, and returns its loss.
-        peak: returns the peak of memory in bytes since reset_peak, or None.
+        ready: When its weights were finished, by time.perf_counter.
+        step: Runs one whole training step on the batch, waits for it, and returns its loss.
+        peak: Returns the peak of memory in bytes since reset_peak, or None.
     """
 
     ready: float

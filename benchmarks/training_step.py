@@ -24,6 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import processes
 import trainers
 from machine import cpu, gpu, versions
 from tables import training_table
@@ -41,10 +42,10 @@ class Entry:
     """A trainer to measure.
 
     Args:
-        make: the function of trainers.py that sets it up.
-        options: the keyword arguments of that function.
-        parity: the name of the gradients that it must have; None for no comparison.
-        seconds: how long its process may take.
+        make: The function of trainers.py that sets it up.
+        options: The keyword arguments of that function.
+        parity: The name of the gradients that it must have; None for no comparison.
+        seconds: How long its process may take.
     """
 
     make: str
@@ -187,7 +188,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("results", nargs="?", default=os.devnull, help="the file to write, JSON")
     parser.add_argument("--seconds", type=float, default=500, help="of the whole run")
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))

@@ -22,13 +22,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from machine import cpu, versions
+import processes
+from machine import heading
+from recipe import write_tokenizer
+from trainers import Shape
 
 TOKENS, BATCH, IMAGES, SIDE, PATCH, MERGE = 1024, 2, 2, 512, 16, 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
@@ -44,61 +46,51 @@ AGREES = 1e-4
 
 
 @dataclass(frozen=True)
-class Shape:
-    hidden: int
-    mlp: int
-    layers: int
-    attention: tuple[int, int, int]  # heads, key-value heads, head size
-    delta: tuple[int, int, int]  # key heads, value heads, head size
-    vocabulary: int
-    tower: tuple[int, int, int, int]  # layers, width, MLP, heads
+class VisionShape:
+    """A language model, and its tower as (layers, width, MLP, heads)."""
+
+    text: Shape
+    tower: tuple[int, int, int, int]
 
     def __str__(self) -> str:
-        attention, delta, tower = ("{}/{} x {}".format(*self.attention), "{}/{} x {}".format(*self.delta), self.tower)
+        text = self.text
+        attention, delta = ("{}/{} x {}".format(*heads) for heads in (text.attention, text.delta))
         return (
-            f"hidden {self.hidden}, MLP {self.mlp}, {self.layers} layers, 3 of 4 gated delta, attention {attention}, "
-            f"delta {delta}, vocabulary {self.vocabulary:,}, tied; tower of {tower[0]} layers, width {tower[1]}"
+            f"hidden {text.hidden}, MLP {text.mlp}, {text.layers} layers, 3 of 4 gated delta, attention {attention}, "
+            f"delta {delta}, vocabulary {text.vocabulary:,}, tied; tower of {self.tower[0]} layers, width "
+            f"{self.tower[1]}"
         )
 
     def config(self) -> dict[str, Any]:
-        heads, groups, size = self.attention
-        keys, values, delta = self.delta
+        text = self.text.config() | {"model_type": "qwen3_5_text", "max_position_embeddings": 8192}
         depth, width, inner, heads = self.tower
-        third = size // 24
-        rope = {"type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
-        text = {
-            "model_type": "qwen3_5_text", "vocab_size": self.vocabulary, "hidden_size": self.hidden,
-            "intermediate_size": self.mlp, "num_hidden_layers": self.layers, "num_attention_heads": heads,
-            "num_key_value_heads": groups, "head_dim": size, "linear_num_key_heads": keys,
-            "linear_num_value_heads": values, "linear_key_head_dim": delta, "linear_value_head_dim": delta,
-            "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 8192, "tie_word_embeddings": True,
-            "rope_parameters": rope | {"mrope_section": [size // 8 - 2 * third, third, third]},
-        }  # fmt: skip
         tower = {
             "model_type": "qwen3_5", "depth": depth, "hidden_size": width, "intermediate_size": inner,
-            "num_heads": heads, "out_hidden_size": self.hidden, "patch_size": PATCH, "spatial_patch_size": PATCH,
+            "num_heads": heads, "out_hidden_size": self.text.hidden, "patch_size": PATCH, "spatial_patch_size": PATCH,
             "spatial_merge_size": MERGE, "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 2304,
             "deepstack_visual_indexes": [],
         }  # fmt: skip
         config = {"model_type": "qwen3_5", "text_config": text, "vision_config": tower, **IDS}
-        return config | {"vocab_size": self.vocabulary, "tie_word_embeddings": True, "eos_token_id": 2}
+        return config | {"vocab_size": self.text.vocabulary, "tie_word_embeddings": True, "eos_token_id": 2}
+
+
+def shape_of(layers: int, mlp: int, attention: tuple, delta: tuple, vocabulary: int, tower: tuple) -> VisionShape:
+    return VisionShape(Shape("", 256, mlp, layers, attention, delta, vocabulary, BATCH, TOKENS, "float32"), tower)
 
 
 SHAPES = {
     # Qwen3.5-0.8B at a quarter of its width and a third of its depth; head and tower have their share of the weights.
-    "quarter": Shape(256, 896, 8, (4, 1, 128), (4, 4, 128), 20480, (4, 192, 768, 3)),
+    "quarter": shape_of(8, 896, (4, 1, 128), (4, 4, 128), 20480, (4, 192, 768, 3)),
     # The model of recipe.py with a vision tower.
-    "recipe": Shape(256, 768, 8, (4, 2, 64), (4, 4, 64), 2048, (4, 256, 1024, 4)),
+    "recipe": shape_of(8, 768, (4, 2, 64), (4, 4, 64), 2048, (4, 256, 1024, 4)),
 }
 
 
-def write_model(folder: Path, shape: Shape) -> None:
+def write_model(folder: Path, shape: VisionShape) -> None:
     """Write a checkpoint that both trainers read: weights, config, a tokenizer of bytes, and an image processor."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_vlm.models import qwen3_5
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     mx.random.seed(0)
     config = shape.config()
@@ -106,21 +98,13 @@ def write_model(folder: Path, shape: Shape) -> None:
     mx.save_safetensors(
         str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
     )
-    words = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    words += [f"<|unused_{index}|>" for index in range(shape.vocabulary - len(words))]
-    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
+    write_tokenizer(folder, shape.text.vocabulary, TEMPLATE, SPECIAL)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": PATCH,
         "temporal_patch_size": 2, "merge_size": MERGE, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
         "size": {"shortest_edge": 65536, "longest_edge": 16777216},
     }  # fmt: skip
-    files = {"config": config, "tokenizer_config": about | {"chat_template": TEMPLATE}}
-    for name, content in (files | {"preprocessor_config": processor}).items():
+    for name, content in (("config", config), ("preprocessor_config", processor)):
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
@@ -313,7 +297,7 @@ def table(workers: list[Worker]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="quarter")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, in all of them")
@@ -333,7 +317,7 @@ def main() -> None:
         write_model(folder, shape)
         write_data(folder)
         workers = measure(options.only, folder, options.checkpoint, options.rounds)
-        print(f"{date.today()}, {cpu()}; {versions()}.")
+        print(f"{heading()}.")
         how = ", checkpointing" * options.checkpoint
         print(f"{options.shape}: {shape}; fp32, batch {BATCH}, T={TOKENS} of which {IMAGES} images of {SIDE} x {SIDE}")
         print(f"pixels{how}; medians of {options.rounds} rounds; of the slow, the first step.\n")

@@ -1,20 +1,22 @@
 """Plans checkpointed training steps of real shapes for Macs and NVIDIA GPUs, on any machine, and says which rows fit.
 
 usage: python benchmarks/what_fits.py [--shapes 0.8B 9B] [--bits 0 4] [--devices metal cuda] [--tokens 16384 32768]
+       python benchmarks/what_fits.py --auto --devices cuda --memories 24 --tokens 2048 8192 32768
 
 Each plan is that of `deltatune plan`, of the graph that the device would build (pretended.py), for one row, LoRA r=8 on
 every linear and AdamW. Memory grows with the length in a straight line: the table has the line through the two lengths,
 and for each memory the length at which the line meets what MLX may use of it. A Mac lends its GPU two thirds of its
 memory up to 36 GB and three quarters above; of an NVIDIA GPU, 1 GB is left to CUDA.
+
+With --auto, the plans are those that `--grad-checkpoint auto` makes for each memory and length, and the table says how
+many layers are kept whole.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -25,13 +27,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-sys.path.insert(0, str(Path(__file__).parent))
+import processes
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.models.load import new_model
 from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.checkpoints import choose, order_of
+from deltatune.plan.device_limits import METAL_BUFFERS, DeviceLimits
 from deltatune.plan.forecast import Forecast, forecast_step
+from deltatune.plan.search import fits
 from deltatune.train.setup import prepare
-from machine import versions
+from machine import heading
 from pretended import pretended
 from trainers import SHAPES, Shape
 
@@ -63,27 +68,63 @@ def lazy_model(shape: Shape, bits: int) -> nn.Module:
     return model
 
 
+def prepared(shape: Shape, bits: int, checkpoint: bool | str) -> tuple[nn.Module, TrainConfig, ArrayLayout]:
+    """The shape's model with its adapters, the options of its run, and the layout of MLX's arrays."""
+    model = lazy_model(shape, bits)
+    lora = LoraConfig(rank=8)
+    config = TrainConfig(lora_parameters=lora, num_layers=-1, grad_checkpoint=checkpoint, optimizer="adamw")
+    prepare(model, config)
+    return model, config, ArrayLayout.measured()
+
+
 def plans(shape: Shape, bits: int, device: str, lengths: list[int]) -> list[Forecast]:
     """The plans of one row of each length."""
     with pretended(device):
-        model = lazy_model(shape, bits)
-        config = TrainConfig(lora_parameters=LoraConfig(rank=8), num_layers=-1, grad_checkpoint=True, optimizer="adamw")
-        prepare(model, config)
-        layout = ArrayLayout.measured()
+        model, config, layout = prepared(shape, bits, True)
         return [forecast_step(model, config, 1, length, layout) for length in lengths]
 
 
+def print_choices(shape: Shape, bits: int, device: str, memories: Sequence[int], lengths: list[int]) -> None:
+    """Print what `--grad-checkpoint auto` chooses for one row of each length in each memory."""
+    label = f"{shape.name}, {bits or 16} bits"
+    with pretended(device):
+        model, config, layout = prepared(shape, bits, "auto")
+        order = order_of(model)
+        for memory in memories:
+            limits = DeviceLimits(METAL_BUFFERS if device == "metal" else None, int(usable(device, memory)), "", "")
+            for length in lengths:
+                made: list[Forecast] = []
+
+                def attempt(layers: list[int], length: int = length, made: list[Forecast] = made) -> Forecast:
+                    made.append(forecast_step(model, config, 1, length, layout, checkpointed_layers=layers))
+                    return made[-1]
+
+                choice = choose(attempt, order, limits)
+                kept, peak = choice.of - choice.again, choice.forecast.bytes.amount / 1e9
+                verdict = "" if fits(choice.forecast, limits) else ", does not fit"
+                cells = f"{memory} GB | {length:,} | {kept} of {choice.of}{verdict} | {peak:.1f} | {len(made)}"
+                print(f"| {device} | {label} | {cells} |", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["0.8B", "9B"], choices=list(SHAPES))
     parser.add_argument("--bits", nargs="+", type=int, default=[0, 4], help="0: weights of 16 bits")
     parser.add_argument("--devices", nargs="+", default=list(MEMORIES), choices=list(MEMORIES))
-    parser.add_argument("--tokens", nargs=2, type=int, default=[16384, 32768])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 32768], help="two lengths without --auto")
+    parser.add_argument("--memories", nargs="+", type=int, help="in GB, instead of those that are sold")
+    parser.add_argument("--auto", action="store_true", help="what --grad-checkpoint auto chooses")
     parser.add_argument("--layers", type=int, help="instead of all of the shape's")
     arguments = parser.parse_args()
-    print(f"{date.today()}; {versions()}; plans of {arguments.tokens} tokens\n")
+    print(f"{heading()}; plans of {arguments.tokens} tokens\n")
+    if arguments.auto:
+        print("| device | shape | memory | tokens | layers kept whole | GB | plans |\n" + "|---" * 7 + "|")
     for device in arguments.devices:
-        memories = MEMORIES[device]
+        memories = arguments.memories or MEMORIES[device]
+        if arguments.auto:
+            for name, bits in product(arguments.shapes, arguments.bits):
+                print_choices(SHAPES[name], bits, device, memories, arguments.tokens)
+            continue
         heads = " | ".join(f"{memory} GB" for memory in memories)
         print(f"| {device} | GB and KB a token | {heads} |\n" + "|---" * (2 + len(memories)) + "|")
         for name in arguments.shapes:
@@ -96,8 +137,7 @@ def main() -> None:
                 cells = " | ".join(
                     f"{min(LONGEST, tokens) // 1024 * 1024:,.0f}" if tokens > 0 else "-" for tokens in fits
                 )
-                label = f"{name}, {bits} bits" if bits else f"{name}, 16 bits"
-                print(f"| {label} | {start / 1e9:.1f} + {rise / 1e3:.0f} | {cells} |", flush=True)
+                print(f"| {name}, {bits or 16} bits | {start / 1e9:.1f} + {rise / 1e3:.0f} | {cells} |", flush=True)
         print()
 
 

@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
 """Record the reference runs of docs/how/parity.md with transformers and PEFT, and print the page's table.
 
-usage: scripts/record_oracle.py [--record] [CASE ...]      needs the `oracle` extra (scripts/make_env oracle)
+usage: scripts/record_oracle.py [--record] [CASE ... | continued]   needs the `oracle` extra (scripts/make_env oracle)
 
-Without --record the script writes nothing: it runs every case on both sides and compares them.
+Without --record the script writes nothing: it runs every case on both sides and compares them. `continued` records
+the runs of PEFT from an exported adapter (tests/oracle/test_continued.py), and only that.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "oracle"))
 
-from parity import record, vision_record
+from parity import continued, continued_theirs, record, vision_record
 
 from deltatune.selftest.parity import vision
 from deltatune.selftest.parity.cases import CASES
@@ -28,6 +30,9 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write selftest/parity/recorded/CASE.json")
     parser.add_argument("cases", nargs="*", help="default: all")
     arguments = parser.parse_args()
+    if arguments.cases == ["continued"]:
+        record_continued()
+        return
     unknown = set(arguments.cases) - set(ALL)
     if unknown:
         parser.error(f"unknown case {', '.join(sorted(unknown))}; known: {', '.join(ALL)}")
@@ -44,6 +49,13 @@ def main() -> None:
         found = side.compare(case, reference)
         errors = (found.loss, found.gradient, found.adapter, drift.loss, drift.adapter)
         print(f"| {name} | {reference.fall:.0%} | {' | '.join(f'{e:.1e}' for e in errors)} |", flush=True)
+
+
+def record_continued() -> None:
+    """Write the recordings of PEFT's training from exported adapters."""
+    for name in continued.REPLAYED:
+        with tempfile.TemporaryDirectory() as folder:
+            continued_theirs.record(name, CASES[name], Path(folder))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,17 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "deltatune"
 # From bottom to top: a group imports only groups before it. A group is a folder, or a file beside the folders.
-ORDER = ["errors", "values", "yaml_files", "lora_parameters", "config", "machine", "ops", "layers", "lora", "patches"]
+ORDER = [
+    "errors",
+    "values",
+    "yaml_files",
+    "lora_parameters",
+    "loss_options",
+    "sample_options",
+    "stream_options",
+    "config",
+]
+ORDER += ["machine", "ops", "layers", "lora", "patches"]
 ORDER += ["models", "data", "train", "export", "plan", "doctor"]
 ORDER += ["demo", "selftest", "commands", "cli", "__main__"]
 

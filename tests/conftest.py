@@ -17,21 +17,21 @@ from typing import Any
 # One number for the tests and the programs that they start: bits are compared between them.
 os.environ.setdefault("DELTATUNE_THREADS", "1")
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx; every test module comes after this one)
 
 # isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from packaging.version import Version
 
 from deltatune.machine import blas
 
 sys.path.insert(0, str(Path(__file__).parent))
 import vision
-from families import FAMILIES, NESTED, SINCE_0_32, VOCABULARY
+from families import FAMILIES, NESTED, SINCE_0_32, VOCABULARY, with_noise
 from other_models import other_model  # noqa: F401  (a fixture)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -76,21 +76,12 @@ def family_config(family: str, **overrides: Any) -> dict[str, Any]:
 
 
 def build_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
-    """A random model; tensors that start constant (norms, biases, gates) get noise, so that no gradient hides."""
+    """A model with random weights."""
     from mlx_lm.utils import _get_classes
 
     mx.random.seed(seed)
     model_class, arguments_class = _get_classes(config)
-    model = model_class(arguments_class.from_dict(copy.deepcopy(config)))
-
-    def vary(array: mx.array) -> mx.array:
-        if not mx.issubdtype(array.dtype, mx.floating) or (array.size > 1 and (array.max() != array.min()).item()):
-            return array
-        return array + 0.1 * mx.random.normal(array.shape).astype(array.dtype)
-
-    model.update(tree_map(vary, model.parameters()))
-    mx.eval(model.parameters())
-    return model
+    return with_noise(model_class(arguments_class.from_dict(copy.deepcopy(config))))
 
 
 def write_tokenizer(
@@ -186,6 +177,12 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return factory
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
+    """A checkpoint of one gated-delta and one attention layer."""
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
 
 
 @pytest.fixture(scope="session")

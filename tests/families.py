@@ -1,8 +1,12 @@
-"""The families that deltatune trains, as config.json of tiny models has them."""
+"""The families that deltatune trains, as config.json of tiny models has them, and noise for their random weights."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
 
 VOCABULARY = 320
 
@@ -154,3 +158,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
     },
 }
+
+
+def with_noise(model: nn.Module) -> nn.Module:
+    """Add noise to the tensors of `model` that start constant (norms, biases, gates), so that no gradient hides."""
+
+    def vary(array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating) or (array.size > 1 and (array.max() != array.min()).item()):
+            return array
+        return array + 0.1 * mx.random.normal(array.shape).astype(array.dtype)
+
+    model.update(tree_map(vary, model.parameters()))
+    mx.eval(model.parameters())
+    return model

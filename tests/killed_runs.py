@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 
@@ -94,6 +91,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl without times and memory."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key not in _TIMED} for record in records]
+
+
+def adapters(folder: Path) -> bytes:
+    """Return the file of a run's last adapters."""
+    return (folder / "adapters.safetensors").read_bytes()
 
 
 def result(folder: Path) -> dict[str, Any]:

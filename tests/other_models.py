@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.nn as nn
 import pytest
 

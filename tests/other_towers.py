@@ -53,6 +53,12 @@ _MOONVIT = {
     "init_pos_emb_width": 8,
 }
 _DEEPSEEK = {"model_type": "deepseek_v3", **_TEXT, **_LATENT, **_EXPERTS, "rope_theta": 10000.0}
+_KIMI_VL = {
+    "text_config": _DEEPSEEK,
+    "vision_config": _MOONVIT,
+    "media_placeholder_token_id": 5,
+    "vocab_size": 320,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "glm5_next": {
@@ -85,20 +91,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "video_start_token_id": 6,
         "video_end_token_id": 7,
     },
-    "kimi_vl": {
-        "model_type": "kimi_vl",
-        "text_config": _DEEPSEEK,
-        "vision_config": _MOONVIT,
-        "media_placeholder_token_id": 5,
-        "vocab_size": 320,
-    },
-    "kimi_k25": {
-        "model_type": "kimi_k25",
-        "text_config": _DEEPSEEK,
-        "vision_config": _MOONVIT,
-        "media_placeholder_token_id": 5,
-        "vocab_size": 320,
-    },
+    "kimi_vl": {"model_type": "kimi_vl"} | _KIMI_VL,
+    "kimi_k25": {"model_type": "kimi_k25"} | _KIMI_VL,
     "kimi_k3": {
         "model_type": "kimi_k3",
         "text_config": {
@@ -124,35 +118,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "text_hidden_size": 64,
         },
         "media_placeholder_token_id": 5,
-    },
-    "kimi_linear": {
-        "model_type": "kimi_linear",
-        **_TEXT,
-        **_LATENT,
-        **_KIMI_EXPERTS,
-        "head_dim": 32,
-        "rope_theta": 10000.0,
-        "linear_attn_config": _DELTA,
-        "model_max_length": 2048,
-        "mla_use_nope": True,
-    },
-    "qwen3_next": {
-        "model_type": "qwen3_next",
-        **_TEXT,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 32,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 32,
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25,
-        "head_dim": 32,
     },
 }
 

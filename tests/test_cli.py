@@ -15,11 +15,6 @@ from deltatune.config import TrainConfig
 PAIR = {"prompt": "the quick brown fox", "completion": "jumps over"}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
-
-
 @pytest.fixture
 def data(tmp_path):
     folder = tmp_path / "data"
@@ -70,6 +65,26 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     made = config("-c", file, "--iters", "9", "--no-mask-prompt")
     assert (made.iters, made.batch_size, made.mask_prompt, made.lora_parameters.rank) == (9, 2, False, 3)
     assert made.steps_per_eval == TrainConfig().steps_per_eval
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ([], False),
+        (["--grad-checkpoint"], True),
+        (["--grad-checkpoint", "true"], True),
+        (["--grad-checkpoint", "false"], False),
+        (["--no-grad-checkpoint"], False),
+        (["--grad-checkpoint", "auto"], "auto"),
+        (["--grad-checkpoint", "--iters", "3"], True),
+    ],
+)
+def test_checkpointing_is_a_switch_that_may_be_left_to_the_plan(arguments, value, tmp_path):
+    assert config(*arguments).grad_checkpoint == value
+    file = tmp_path / "run.yaml"
+    for other, text in ((True, "true"), (False, "false"), ("auto", "auto")):
+        file.write_text(f"grad_checkpoint: {text}\n")
+        assert config("-c", file, *arguments).grad_checkpoint == (value if arguments else other)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_words_that_nobody_knows(run, tmp_path, name):
         ("--learning-rate", "nan", "a number above 0, got nan"),
         ("--iters", "0", "a whole number of 1 or more, got 0"),
         ("--num-layers", "0", "a whole number of 1 or more, or -1, got 0"),
+        ("--grad-checkpoint", "some", "true, false or auto, got 'some'"),
         ("--seed", "-1", f"a whole number from 0 to {2**64 - 1}, got -1"),
         ("--model", "", "text in UTF-8 that is not empty, got ''"),
         ("--rank", "0", "a whole number of 1 or more, got 0"),

@@ -8,14 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from deltatune.models.vision import load as vision_load
+from families import with_noise
 
 VISION_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -95,19 +93,10 @@ def vision_config(family: str, text: dict[str, Any], **overrides: Any) -> dict[s
 
 
 def build_vision_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
-    """mlx-vlm's model with random weights; tensors that start constant get noise, so that no gradient hides."""
+    """mlx-vlm's model with random weights."""
     module = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     mx.random.seed(seed)
-    model = vision_load.build(module, config)
-
-    def vary(array: mx.array) -> mx.array:
-        if not mx.issubdtype(array.dtype, mx.floating) or (array.size > 1 and (array.max() != array.min()).item()):
-            return array
-        return array + 0.1 * mx.random.normal(array.shape).astype(array.dtype)
-
-    model.update(tree_map(vary, model.parameters()))
-    mx.eval(model.parameters())
-    return model
+    return with_noise(vision_load.build(module, config))
 
 
 def write_processor(folder: Path, **size: int) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 from .errors import UserError
 from .lora_parameters import LoraConfig
+from .loss_options import LossOptions
+from .sample_options import SampleOptions
+from .stream_options import StreamOptions, check_streaming
 from .values import Range, build, fix, nearest
 from .values import about as _about
 from .yaml_files import read_yaml
@@ -19,7 +22,6 @@ __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 
 
 _MODEL, _DATA, _TUNE = "model", "data", "what trains"
-_LOSS = "loss"
 _OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
 
 NO_TYPE_FROM_SCRATCH = (
@@ -28,7 +30,7 @@ NO_TYPE_FROM_SCRATCH = (
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(LossOptions, SampleOptions, StreamOptions):
     """The options of a training run.
 
     Lengths are in tokens. Schedules count optimizer steps; everything else counts iterations, of which
@@ -72,47 +74,9 @@ class TrainConfig:
             _TUNE, "build the model of config.json with random weights, train all of them, and write a whole checkpoint"
         ),
     )
-    loss: str = field(
-        default="sft",
-        metadata=_about(
-            _LOSS,
-            "what is learnt: sft imitates the data; the others learn which of two answers is better, kto whether one "
-            "answer is good",
-            choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo"),
-        ),
-    )
-    loss_variant: str = field(
-        default="sigmoid",
-        metadata=_about(
-            _LOSS,
-            "published form of dpo (sigmoid, robust, hinge or ipo) or cpo (sigmoid, hinge or ipo)",
-            choices=("sigmoid", "robust", "hinge", "ipo"),
-        ),
-    )
-    beta: float = field(
-        default=0.1,
-        metadata=_about(
-            _LOSS,
-            "factor of the rewards of a preference loss, and orpo's weight of the odds ratio; the authors of simpo "
-            "use 2.0",
-            range=Range(above=0),
-        ),
-    )
-    gamma: float = field(
-        default=0.5,
-        metadata=_about(
-            _LOSS, "margin by which simpo wants the chosen answer's reward to be larger", range=Range(least=0)
-        ),
-    )
-    label_smoothing: float = field(
-        default=0.0,
-        metadata=_about(
-            _LOSS, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
-        ),
-    )
     optimizer: str = field(
         default="adam",
-        metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd, adafactor or lion"),
+        metadata=_about(_OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"),
     )
     optimizer_config: dict[str, dict[str, Any] | None] = field(
         default_factory=dict,
@@ -123,6 +87,10 @@ class TrainConfig:
     learning_rate: float = field(
         default=1e-5,
         metadata=_about(_OPTIMIZER, "learning rate, used when no lr_schedule is given", range=Range(above=0)),
+    )
+    loraplus_lr_ratio: float | None = field(
+        default=None,
+        metadata=_about(_OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)),
     )
     lr_schedule: dict[str, Any] | None = field(
         default=None,
@@ -177,7 +145,7 @@ class TrainConfig:
         default_factory=LoraConfig,
         metadata=_about(
             _TUNE,
-            "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers and rslora",
+            "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora and init",
             flag=False,
         ),
     )
@@ -201,9 +169,14 @@ class TrainConfig:
         ),
     )
     iters: int = field(default=1000, metadata=_about(_RUN, "number of iterations to train for", range=Range(least=1)))
-    grad_checkpoint: bool = field(
+    grad_checkpoint: bool | str = field(
         default=False,
-        metadata=_about(_RUN, "recompute each layer in the backward pass, which takes less memory and more time"),
+        metadata=_about(
+            _RUN,
+            "recompute each layer in the backward pass, which takes less memory and more time; auto recomputes as few "
+            "layers as the memory allows",
+            choices=("auto",),
+        ),
     )
     max_seq_length: int = field(
         default=2048, metadata=_about(_DATA, "largest length of a row, in tokens", range=Range(least=2))
@@ -373,6 +346,7 @@ class TrainConfig:
             raise UserError(
                 "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
             )
+        check_streaming(self)
         if self.resume and self.overwrite:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.early_stopping is not None and self.val_batches == 0:

@@ -71,6 +71,16 @@ class LoraConfig:
         default=False, metadata=about(_GROUP, "divide the scale by the square root of the rank", flag=False)
     )
 
+    init: str = field(
+        default="zero",
+        metadata=about(
+            _GROUP,
+            "where adapters start: at no update (zero), or at the principal part of the weight (pissa)",
+            flag=False,
+            choices=("zero", "pissa"),
+        ),
+    )
+
     def __post_init__(self) -> None:
         fix(self)
         if self.alpha is not None:

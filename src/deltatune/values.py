@@ -170,7 +170,7 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
 
     Args:
         value: the value.
-        hint: a type, such as `int`, `float | None` or `list[str]`.
+        hint: a type, such as `int`, `float | None`, `list[str]` or, for a switch that may also be a word, `bool | str`.
         metadata: what else is asked for: `range`, `choices`, `words` and `empty`, as in `fix`.
         name: what to call the value in messages.
 
@@ -180,7 +180,9 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if Any in options or (value is None and type(None) in options):
         return value
-    (kind,) = (option for option in options if option is not type(None))
+    *others, kind = (option for option in options if option is not type(None))
+    if others == [bool] and isinstance(value, bool):
+        return value
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, name)
     outer = typing.get_origin(kind) or kind
@@ -195,7 +197,8 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
         }
     found = _scalar(value, outer, metadata)
     if found is None:
-        raise UserError(f"{name}: expected {_expected(value, outer, metadata)}, got {short(value)}.")
+        switch = "true, false or " if others else ""
+        raise UserError(f"{name}: expected {switch}{_expected(value, outer, metadata)}, got {short(value)}.")
     return found
 
 
@@ -233,7 +236,7 @@ def _expected(value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
     if metadata.get("words"):
         return f"any of {', '.join(metadata['words'])}, separated by commas"
     if kind is str and metadata.get("choices"):
-        return f"one of {', '.join(metadata['choices'])}"
+        return f"{'one of ' if len(metadata['choices']) > 1 else ''}{', '.join(metadata['choices'])}"
     if kind in (int, float):
         limits: Range = metadata.get("range") or FINITE
         most = _MOST_INT if kind is int else _MOST_FLOAT

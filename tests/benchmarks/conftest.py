@@ -1,10 +1,6 @@
 """Puts benchmarks/ on the path: its programs import one another by name."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -1,7 +1,5 @@
 """The GPU benchmark on sizes for a CPU: a failure is recorded and the others go on; tables and plot are made."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,14 +1,11 @@
 """A short form of benchmarks/long_run.py: as many buffers are alive after 60 steps of varying length as after 20."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from counted_programs import LINUX, output_of
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "long_run.py"
 SMALL = {"rank": 4, "steps": 60, "depth": 2, "layers": [0, 1], "hidden": 32, "inner": 16, "examples": 100}
@@ -16,14 +13,10 @@ SMALL = {"rank": 4, "steps": 60, "depth": 2, "layers": [0, 1], "hidden": 32, "in
 
 @pytest.fixture(scope="module")
 def steps():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, str(BENCHMARK), "--worker", json.dumps(SMALL)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])["steps"]
+    return output_of(BENCHMARK, "--worker", json.dumps(SMALL))["steps"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the counter goes into the CPU allocator of Linux wheels")
+@LINUX
 def test_nothing_grows_from_step_to_step(steps):
     """The comparison starts when every length has occurred, since the trace of each new length holds its constants."""
     widths = [step["width"] for step in steps]

@@ -1,7 +1,5 @@
 """The parity check before every timing passes right implementations and names what is wrong in others."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """What `deltatune generate` refuses before it loads a model, and what it can only refuse afterwards."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,16 +1,11 @@
 """`deltatune run` with other programs, each in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 from deltatune import cli, patches

@@ -1,7 +1,5 @@
 """Flags of `deltatune train` that other trainers have: epochs, the adapter's size, every patch by name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,11 +8,6 @@ from deltatune import cli
 from deltatune.commands.flags import config_from
 
 LINE = {"prompt": "the quick brown fox", "completion": "jumps over"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_vlm

@@ -9,9 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

@@ -6,9 +6,6 @@ import re
 from contextlib import nullcontext
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import math
 
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 from cases import TEXT, VISION
 from PIL import Image

@@ -1,7 +1,5 @@
 """Provides tokenizers with chat templates of several kinds, small data folders and random examples."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Padding on the right reaches no real position, forward or backward, without a mask, as `Batch` claims."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

@@ -4,8 +4,6 @@ The templates are in templates/, written anew after the rules of the models' own
 answer is generated as: everything after the prompt that the template writes for it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Chat templates that raise, loop, recurse or grow end in one message that names the row and the template's line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

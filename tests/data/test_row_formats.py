@@ -1,7 +1,5 @@
 """Rows of OpenAI's, ShareGPT's and Alpaca's formats are read as the conversations that they mean."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens are kept between starts: the same examples come back, and any change of what they depend on makes new ones."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

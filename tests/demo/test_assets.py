@@ -2,9 +2,6 @@
 
 import json
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import mlx_lm
 from safetensors import safe_open

@@ -3,9 +3,6 @@
 import io
 import json
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import pytest
 from rich.console import Console
 

@@ -86,4 +86,4 @@ def test_the_pages_stay_short_enough_to_be_read():
     # These are written by scripts, and grow with every machine and every check.
     written = (DOCS / "hardware.md", DOCS / "reference" / "checks.md")
     pages = [page for page in KEPT if page not in written]
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) < 15_000
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) < 16_000

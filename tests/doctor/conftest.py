@@ -1,10 +1,5 @@
 """Makes the doctor examine small shapes, with an empty cache of verdicts."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 from deltatune.doctor import implementations

@@ -1,7 +1,5 @@
 """A model of mlx-lm with a custom kernel in its first layer, which the sweep's process imports by this file's name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

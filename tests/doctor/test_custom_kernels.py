@@ -1,13 +1,8 @@
 """The sweep finds every custom kernel of a training forward, and whether the backward pass reaches it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

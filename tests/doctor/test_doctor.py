@@ -1,14 +1,9 @@
 """What the doctor prints, as text and as JSON, and when it exits with 1."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 
@@ -40,9 +35,15 @@ def found(monkeypatch):
     return lambda *faults: monkeypatch.setattr(probes, "faults", lambda: list(faults))
 
 
-def said(capsys):
-    """The printed text with every run of white space as one blank."""
-    return " ".join(capsys.readouterr().out.split())
+@pytest.fixture
+def doctor(capsys):
+    """doctor(*flags, code=0) runs it, and returns what it prints, with every run of white space as one blank."""
+
+    def run(*flags, code=0):
+        assert cli.main(["doctor", *map(str, flags)]) == code
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="a CPU's words")
@@ -84,31 +85,27 @@ def test_json_has_everything(capsys):
     assert "mlx_lm.models.qwen3_5" in holders
 
 
-def test_a_fault_that_is_avoided_is_shown_and_harmless(found, capsys):
+def test_a_fault_that_is_avoided_is_shown_and_harmless(found, doctor):
     found(Fault("a product", "avoided", "computed another way"))
-    assert cli.main(["doctor"]) == 0
-    assert "! a product avoided computed another way" in said(capsys)
+    assert "! a product avoided computed another way" in doctor()
 
 
-def test_a_fault_that_is_present_would_train_wrong(found, capsys):
+def test_a_fault_that_is_present_would_train_wrong(found, doctor):
     found(Fault("a product", "present", "update mlx", error=float("inf")))
-    assert cli.main(["doctor"]) == 1
-    text = said(capsys)
+    text = doctor(code=1)
     assert "✗ a product present update mlx" in text
     assert "Something here would train wrong" in text
 
 
-def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, capsys):
+def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, doctor):
     monkeypatch.setattr(implementations, "gated_delta_chunk", wrong)
-    assert cli.main(["doctor"]) == 1
-    assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in said(capsys)
+    assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in doctor(code=1)
 
 
-def test_a_wrong_attention_would_train_wrong(monkeypatch, capsys):
+def test_a_wrong_attention_would_train_wrong(monkeypatch, doctor):
     blocked = implementations.attention_blocked
     monkeypatch.setattr(implementations, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
-    assert cli.main(["doctor"]) == 1
-    assert "heads of 256 x 256, grouped, causal wrong blocked (" in said(capsys)
+    assert "heads of 256 x 256, grouped, causal wrong blocked (" in doctor(code=1)
 
 
 def test_not_a_number_is_valid_json(found, capsys):
@@ -118,26 +115,23 @@ def test_not_a_number_is_valid_json(found, capsys):
     assert faults[0]["error"] == "inf"
 
 
-def test_a_forced_implementation_that_is_refused(monkeypatch, on_a_gpu, wrong, capsys):
+def test_a_forced_implementation_that_is_refused(monkeypatch, on_a_gpu, wrong, doctor):
     on_a_gpu(wrong)
     monkeypatch.setattr("deltatune.machine.backend.gated_delta_candidates", lambda: (("fused",), "forced"))
-    assert cli.main(["doctor"]) == 1
-    assert "! DELTATUNE_GATED_DELTA=fused: fused (" in said(capsys)
+    assert "! DELTATUNE_GATED_DELTA=fused: fused (" in doctor(code=1)
 
 
-def test_a_model_and_who_holds_its_layers(tiny_checkpoint, capsys):
+def test_a_model_and_who_holds_its_layers(tiny_checkpoint, doctor):
     path = tiny_checkpoint("qwen3_5_moe")
-    assert cli.main(["doctor", "--model", str(path)]) == 0
-    text = said(capsys)
+    text = doctor("--model", path)
     assert "4 layers: 1 attention, 3 delta; experts in 4" in text
     assert "✓ 3 of 3 delta layers train with deltatune's" in text
 
 
-def test_layers_that_run_other_code_are_named(tiny_checkpoint, monkeypatch, capsys):
+def test_layers_that_run_other_code_are_named(tiny_checkpoint, monkeypatch, doctor):
     path = tiny_checkpoint("qwen3_5")
     monkeypatch.setattr(examination, "reached", lambda model: {"layers.0.linear_attn": False, "layers.1.x": True})
-    assert cli.main(["doctor", "--model", str(path)]) == 0
-    text = said(capsys)
+    text = doctor("--model", path)
     assert "! 1 of 2 delta layers train with deltatune's" in text
     assert "layers.0.linear_attn runs other code" in text
 
@@ -156,11 +150,10 @@ def planted(monkeypatch, swept, tiny_model):
     monkeypatch.setattr(examination, "load_for_data", lambda path: ({"text": model}, []))
 
 
-def test_a_kernel_without_a_gradient_stops_training(planted, monkeypatch, tmp_path, capsys):
+def test_a_kernel_without_a_gradient_stops_training(planted, monkeypatch, tmp_path, doctor, capsys):
     found = examination.examine(str(tmp_path))
     monkeypatch.setattr(screen, "examine", lambda model: found)
-    assert cli.main(["doctor", "--model", str(tmp_path)]) == 1
-    text = said(capsys)
+    text = doctor("--model", tmp_path, code=1)
     assert "✗ this layer cannot be trained: planted_kernel.Sparse.__call__ runs the kernel sparse_attention" in text
     assert "This model cannot be trained on an Apple GPU: 1 kernels without a gradient" in text
     assert cli.main(["doctor", "--json", "--model", str(tmp_path)]) == 1
@@ -182,28 +175,27 @@ def test_a_model_with_a_vision_tower_is_swept_with_and_without_them(swept, tiny_
     assert forwards["text"]["unreached"] == forwards["images"]["unreached"] == []
 
 
-def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeypatch, capsys):
+def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeypatch, doctor):
     monkeypatch.setattr(vision_load.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["doctor", "--model", str(tiny_vision_checkpoint("qwen3_5"))]) == 0
-    text = said(capsys)
+    text = doctor("--model", tiny_vision_checkpoint("qwen3_5"))
     assert "✓ 3 of 3 delta layers train with deltatune's on text, through mlx-lm" in text
     assert "– its config.json has a vision tower, which needs mlx-vlm, and mlx-vlm is not installed" in text
 
 
-def test_a_forward_that_cannot_be_traced_is_said(tiny_checkpoint, monkeypatch, capsys):
+def test_a_forward_that_cannot_be_traced_is_said(tiny_checkpoint, monkeypatch, doctor):
     def refuses(model):
         raise UserError("sweep: it keeps no config")
 
     monkeypatch.setattr(examination, "sweep", refuses)
-    assert cli.main(["doctor", "--model", str(tiny_checkpoint("qwen3"))]) == 0
-    assert "! custom kernels: not known on text, through mlx-lm sweep: it keeps no config" in said(capsys)
+    assert "! custom kernels: not known on text, through mlx-lm sweep: it keeps no config" in doctor(
+        "--model", tiny_checkpoint("qwen3")
+    )
 
 
 @pytest.mark.bad_input("`doctor` on a tokenizer with tokens that the embedding has no row for")
-def test_a_tokenizer_with_more_tokens_than_rows(tiny_checkpoint, tmp_path, capsys):
+def test_a_tokenizer_with_more_tokens_than_rows(tiny_checkpoint, tmp_path, doctor):
     path = with_new_tokens(tiny_checkpoint("qwen3"), tmp_path / "model")
-    assert cli.main(["doctor", "--model", str(path)]) == 1
-    text = said(capsys)
+    text = doctor("--model", path, code=1)
     assert (
         "✗ the embedding has 320 rows, and 2 tokens of the tokenizer have ids beyond them, the first '<call>'" in text
     )

@@ -1,12 +1,7 @@
 """The doctor's findings on the implementations of gated_delta."""
 
-from __future__ import annotations
-
 import math
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

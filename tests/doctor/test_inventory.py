@@ -1,10 +1,5 @@
 """The doctor's facts about the machine."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 from deltatune.doctor import inventory

@@ -1,4 +1,4 @@
-"""The card says what was trained on what, and how well; the upload sends the folder as it is."""
+"""The card says what was trained on what, and how well."""
 
 import json
 
@@ -6,8 +6,6 @@ import mlx.core as mx
 import pytest
 import yaml
 
-from deltatune.cli import main
-from deltatune.export import hub
 from deltatune.export.model_card import card, write_card
 from deltatune.train import state
 
@@ -58,42 +56,3 @@ def test_the_licence_of_a_merged_model_is_the_bases(adapter, tmp_path):
     head = yaml.safe_load((tmp_path / "README.md").read_text().split("---")[1])
     assert head["license"] == "apache-2.0"
     assert head["tags"] == ["deltatune", "lora"]
-
-
-def test_the_folder_goes_to_a_private_repository(adapter, tmp_path, monkeypatch, capsys):
-    calls = []
-
-    class Api:
-        def create_repo(self, name, **options):
-            calls.append((name, options))
-            return "https://hub/me/it"
-
-        def upload_folder(self, **options):
-            calls.append(options)
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    words = ["export", "--to", "mlx", "--model", "a/b", "--adapter-path", str(adapter)]
-    assert main([*words, "--save-path", str(tmp_path / "out"), "--push-to-hub", "me/it"]) == 0
-    assert calls[0] == ("me/it", {"private": True, "exist_ok": True})
-    assert calls[1]["repo_id"] == "me/it"
-    assert calls[1]["folder_path"] == tmp_path / "out"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "README.md",
-        "adapter_config.json",
-        "adapters.safetensors",
-    }
-    assert "Uploaded to https://hub/me/it" in capsys.readouterr().out
-
-
-def test_a_refusal_of_the_hub_leaves_the_export(adapter, tmp_path, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise OSError("401 Unauthorized.")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
-    words = ["export", "--to", "mlx", "--model", "a/b", "--adapter-path", str(adapter)]
-    assert main([*words, "--save-path", str(tmp_path / "out"), "--push-to-hub", "me/it"]) == 2
-    said = capsys.readouterr().err
-    assert "401 Unauthorized." in said
-    assert f"The export is complete in {tmp_path / 'out'}" in said
-    assert (tmp_path / "out" / "adapters.safetensors").is_file()
-    assert hub.check_name("me/it") is None

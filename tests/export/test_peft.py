@@ -16,7 +16,6 @@ from deltatune.cli import main
 from deltatune.config import LoraConfig
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
-from deltatune.lora.new_rows import add_rows
 from deltatune.models.load import load_model
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
@@ -226,19 +225,6 @@ def test_what_peft_cannot_express_is_refused(family, kind, options, said, tiny_c
     words = ["export", "--to", "peft", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
     assert main([*words, "--save-path", str(tmp_path / "peft")]) == 2
     assert said in capsys.readouterr().err
-    assert not (tmp_path / "peft").exists()
-
-
-@pytest.mark.bad_input("--to peft of an adapter with rows for new tokens")
-def test_new_tokens_are_refused(tiny_checkpoint, tmp_path, capsys):
-    base = tiny_checkpoint("qwen3_5")
-    model, _ = load_model(base)
-    add_rows(model, {"language_model.model.embed_tokens": 2})
-    convert_to_lora(model, LoraConfig(rank=RANK, keys=["*.o_proj"]))
-    save_adapters(model, tmp_path / "adapter", {})
-    words = ["export", "--to", "peft", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
-    assert main([*words, "--save-path", str(tmp_path / "peft")]) == 2
-    assert "rows for new tokens" in capsys.readouterr().err
     assert not (tmp_path / "peft").exists()
 
 

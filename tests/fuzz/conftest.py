@@ -29,11 +29,6 @@ def commands(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
-
-
-@pytest.fixture(scope="session")
 def rows():
     """The bytes of a train.jsonl without a mistake."""
     line = {"prompt": "the quick brown fox", "completion": "jumps over"}

@@ -93,9 +93,7 @@ _ROW = st.one_of(
     st.fixed_dictionaries({"prompt": JSON, "completion": JSON}),
     st.fixed_dictionaries({"text": JSON}),
     st.fixed_dictionaries({"instruction": JSON, "output": JSON}, optional={"input": JSON}),
-    st.fixed_dictionaries(
-        {"conversations": st.lists(st.fixed_dictionaries({"from": TEXT, "value": JSON}), max_size=3)}
-    ),
+    st.fixed_dictionaries({"conversations": st.lists(_SHAREGPT, max_size=3)}),
     JSON,
 )
 

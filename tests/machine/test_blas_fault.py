@@ -8,9 +8,6 @@ import platform
 import subprocess
 import sys
 
-import deltatune  # noqa: F401
-
-# isort: split
 import numpy as np
 import pytest
 

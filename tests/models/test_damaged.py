@@ -1,13 +1,8 @@
 """Weights that nothing can be computed with: NaN, infinity and integers, in adapters and in checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 
@@ -16,11 +11,6 @@ from deltatune.config import LoraConfig
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
 from new_tokens import write_data
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +27,17 @@ def adapter(checkpoint, data, tmp_path_factory):
 
 def train(model, data, folder):
     return ["train", "--model", model, "--data", data, "--batch-size", 2, "--adapter-path", folder]
+
+
+def words(command, model, data, folder, adapter=None):
+    """The command line of `command`; what it writes goes to `out` or `merged` in `folder`."""
+    added = [] if adapter is None else ["--adapter-path", adapter]
+    return {
+        "train": train(model, data, folder / "out"),
+        "eval": ["eval", "--model", model, "--data", data, "--batch-size", 2, *added],
+        "generate": ["generate", "--model", model, "--prompt", "a", *added],
+        "merge": ["merge", "--model", model, *added, "--save-path", folder / "merged"],
+    }[command]
 
 
 def spoil(folder, file, value, kind=None):
@@ -57,15 +58,9 @@ def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path,
     broken = shutil.copytree(adapter, tmp_path / "broken")
     name = spoil(broken, "adapters.safetensors", value)
     command, *flags = command.split()
-    words = {
-        "merge": [command, "--model", checkpoint, "--adapter-path", broken, "--save-path", tmp_path / "merged", *flags],
-        "eval": [command, "--model", checkpoint, "--data", data, "--batch-size", 2, "--adapter-path", broken],
-        "generate": [command, "--model", checkpoint, "--prompt", "a", "--adapter-path", broken],
-        "train": [
-            *train(checkpoint, data, tmp_path / "out"), "--resume-adapter-file", broken / "adapters.safetensors",
-        ],
-    }[command]  # fmt: skip
-    code, _, error = run(*words)
+    if command == "train":
+        flags = ["--resume-adapter-file", broken / "adapters.safetensors"]
+    code, _, error = run(*words(command, checkpoint, data, tmp_path, broken), *flags)
     assert code == 2
     assert f"tensors hold NaN or infinity: {name}. Take an earlier save" in error
     assert error.count("\n") == 1
@@ -74,22 +69,23 @@ def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path,
 
 
 @pytest.mark.bad_input("`{command}` on a model with a weight that is NaN")
-@pytest.mark.parametrize("command", ["train", "train later", "train full", "eval", "generate"])
-def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, command):
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("train", []),
+        ("train later", ["--val-batches", 0]),
+        ("train full", ["--val-batches", 0, "--fine-tune-type", "full"]),
+        ("eval", []),
+        ("generate", []),
+    ],
+)
+def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, command, flags):
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
     name = spoil(broken, "model.safetensors", float("nan"), kind="1.mlp.up_proj.weight")
-    out = tmp_path / "out"
-    words = {
-        "train": train(broken, data, out),
-        "train later": [*train(broken, data, out), "--val-batches", 0],
-        "train full": [*train(broken, data, out), "--val-batches", 0, "--fine-tune-type", "full"],
-        "eval": ["eval", "--model", broken, "--data", data, "--batch-size", 2],
-        "generate": ["generate", "--model", broken, "--prompt", "a"],
-    }[command]
-    code, _, error = run(*words)
+    code, _, error = run(*words(command.split()[0], broken, data, tmp_path), *flags)
     assert code == 2
     # Adapters are kept whatever happened to the base; weights that are not finite replace no earlier save.
-    assert (out / "state" / "state.safetensors").exists() == (command == "train later")
+    assert (tmp_path / "out" / "state" / "state.safetensors").exists() == (command == "train later")
     assert f"tensors hold NaN or infinity, the first {name}: its checkpoint is damaged. Download" in error
     assert "learning-rate" not in error
 
@@ -126,13 +122,7 @@ def test_integer_weights(run, checkpoint, data, adapter, tmp_path, command, dtyp
     tensors[name] = (100 * tensors[name]).astype(dtype)
     mx.eval(tensors)
     mx.save_safetensors(str(broken / "model.safetensors"), tensors, metadata={"format": "mlx"})
-    words = {
-        "train": train(broken, data, tmp_path / "out"),
-        "eval": ["eval", "--model", broken, "--data", data, "--batch-size", 2],
-        "generate": ["generate", "--model", broken, "--prompt", "a"],
-        "merge": ["merge", "--model", broken, "--adapter-path", adapter, "--save-path", tmp_path / "merged"],
-    }[command]
-    code, _, error = run(*words)
+    code, _, error = run(*words(command, broken, data, tmp_path, adapter if command == "merge" else None))
     assert code == 2
     kind = str(dtype).removeprefix("mlx.core.")
     assert f"1 not of a floating-point type ({name} has type {kind}). Another tool quantised the weights" in error

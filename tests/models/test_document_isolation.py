@@ -1,10 +1,5 @@
 """Models that keep packed documents separate pass the check; all others are refused with the reason."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

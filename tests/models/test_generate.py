@@ -1,12 +1,7 @@
 """Answers come from mlx-lm while the patches are applied, and the patches are reverted afterwards."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 from deltatune.models import answer, generate

@@ -1,10 +1,5 @@
 """A split model gives the model's logits, and the same gradients to the parameters of both parts."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -1,7 +1,5 @@
 """A right checkpoint loads as mlx-lm loads it; a wrong one gets one message that says what is wrong and where."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """A merged checkpoint computes what the adapted model computes, and is the base in everything else."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

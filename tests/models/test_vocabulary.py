@@ -1,12 +1,7 @@
 """Token ids without a row in the embedding are refused by name, and rows for them are added on request."""
 
-from __future__ import annotations
-
 import json
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

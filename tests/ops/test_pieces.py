@@ -120,6 +120,29 @@ def test_gradients_are_those_of_whole_rows(family, options, tiny_model, monkeypa
         assert relative_errors(expected, gradients)[0] < bound, bounds
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_large_states_are_computed_again_with_the_same_bits(family, tiny_model, monkeypatch):
+    model, config = made(tiny_model, family, dropout=0.1, pack=True)
+    again, runs = pieces._Row._handed_on, []
+
+    def noted(row, *arguments):
+        runs.append(row.carry.states)
+        return again(row, *arguments)
+
+    monkeypatch.setattr(pieces._Row, "_handed_on", noted)
+    losses, gradients = [], []
+    for share, expected in ((1e9, set()), (0, {2 if family == "qwen3_5" else 4})):
+        monkeypatch.setattr(pieces, "MOST_STATES", share)
+        runs.clear()
+        loss, found_here, _ = found(model, config, batch(packed=True), CUTS[2], monkeypatch)
+        assert set(runs) - {None} == expected
+        losses.append(loss)
+        gradients.append(found_here)
+    assert losses[0] == losses[1]
+    assert all(mx.array_equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    assert gradients[0]
+
+
 def test_packed_documents_start_anew_in_pieces(tiny_model, monkeypatch):
     model, config = made(tiny_model, "qwen3_5", pack=True)
     loss, expected, _ = found(model, config, batch(packed=True), None, monkeypatch)

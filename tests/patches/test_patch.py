@@ -10,9 +10,6 @@ import sys
 import textwrap
 from types import ModuleType
 
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 from deltatune.machine import backend, compiling

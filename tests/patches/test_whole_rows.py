@@ -6,9 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

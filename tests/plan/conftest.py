@@ -1,10 +1,5 @@
 """Makes MLX's own count of memory exact, so that plans can be compared with it."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

@@ -1,12 +1,7 @@
 """The memory of a checkpointed step grows with the length by what is kept, as planned and as counted."""
 
-from __future__ import annotations
-
 import gc
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,14 +1,9 @@
 """The self-test's checks pass on this machine, and fail where the fault that they look for is planted."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Fixtures for training: a small hybrid model (one gated-delta and one attention layer), data, and trainers of both."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -15,9 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import pytest
 from rich.console import Console
@@ -30,11 +25,6 @@ from deltatune.train import Trainer
 from deltatune.train.log import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
-    return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
 
 
 @pytest.fixture(scope="session")

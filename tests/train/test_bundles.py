@@ -1,7 +1,5 @@
 """Tests which parameters are joined into bundles, and that parting and updating them changes no bit."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.optimizers
 import pytest

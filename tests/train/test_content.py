@@ -9,10 +9,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.train import state
-
-
-def adapters(folder):
-    return (folder / "adapters.safetensors").read_bytes()
+from killed_runs import adapters
 
 
 @pytest.fixture

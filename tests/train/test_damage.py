@@ -3,9 +3,6 @@
 import random
 import re
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

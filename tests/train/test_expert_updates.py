@@ -1,10 +1,5 @@
 """Tests lazy updates of experts: which experts change, by how much, at what cost, and what stays as with dense."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
@@ -97,13 +92,14 @@ def everything(model: nn.Module, optimizer: mlx.optimizers.Optimizer, step: Step
     return copies
 
 
-def test_with_every_expert_routed_it_is_the_dense_update(monkeypatch):
+@pytest.mark.parametrize("rates", [{}, {"mlp.up_proj.lora_b": 2.0}])
+def test_with_every_expert_routed_it_is_the_dense_update(monkeypatch, rates):
     # Active experts are never joined. Here dense ones are not, either, so that both norms are summed in one order.
     monkeypatch.setattr(bundles, "MOST_NUMBERS_ON_CPU", 0)
     windows = [[Rows([0, 1, 2, 3, 4, 5, 5], seed)] for seed in range(4)]
     results = []
     for mode in ("dense", "active"):
-        model, optimizer, step = make(mode, clip=0.05)
+        model, optimizer, step = make(mode, clip=0.05, rates=rates)
         norms = run(step, model, *windows)
         results.append((everything(model, optimizer, step), norms))
     (dense, dense_norms), (active, active_norms) = results

@@ -21,6 +21,17 @@ time.sleep(600)
 
 
 @pytest.fixture
+def holder(tmp_path):
+    """Another process, which holds the lock of the folder `out`."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "out" / "state" / "lock")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
 def train(checkpoint, data_folder, tmp_path, capsys, monkeypatch):
     """train(*flags, loads=False) returns exit code and messages; unless `loads`, loading a model fails the test."""
     plain = setup.ready
@@ -160,21 +171,16 @@ def test_what_the_run_needs_is_not_moved_from_under_it(train, checkpoint, data_f
 
 
 @pytest.mark.bad_input("an adapter_path into which another run trains")
-def test_a_second_run_in_one_folder_is_refused_with_the_process_of_the_first(train, tmp_path):
-    lock = tmp_path / "out" / "state" / "lock"
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
-    try:
-        holder.stdout.readline()
-        for flags in ((), ("--resume",), ("--overwrite",)):
-            code, _, err = train("--adapter-path", "out", *flags)
-            assert code == 2
-            assert f"--adapter-path out is in use by another run (process {holder.pid} on " in err
-            assert err.count("\n") == 1
-    finally:
-        holder.kill()
-        holder.communicate()
+def test_a_second_run_in_one_folder_is_refused_with_the_process_of_the_first(train, holder, tmp_path):
+    for flags in ((), ("--resume",), ("--overwrite",)):
+        code, _, err = train("--adapter-path", "out", *flags)
+        assert code == 2
+        assert f"--adapter-path out is in use by another run (process {holder.pid} on " in err
+        assert err.count("\n") == 1
+    holder.kill()
+    holder.wait()
     assert train("--adapter-path", "out", loads=True)[0] == 0
-    assert not lock.exists()
+    assert not (tmp_path / "out" / "state" / "lock").exists()
 
 
 def test_a_trainer_in_python_takes_the_folder_too(make_trainer, tmp_path):
@@ -204,15 +210,8 @@ def test_loggers_are_checked_before_loading(train, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ranks_are_refused_together(launch, options, tmp_path):
-    lock = tmp_path / "out" / "state" / "lock"
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
-    try:
-        holder.stdout.readline()
-        done = launch(options | {"adapter_path": str(tmp_path / "out")})
-    finally:
-        holder.kill()
-        holder.communicate()
+def test_two_ranks_are_refused_together(launch, options, holder, tmp_path):
+    done = launch(options | {"adapter_path": str(tmp_path / "out")})
     assert f"in use by another run (process {holder.pid}" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Loading" not in done.stdout

@@ -114,6 +114,59 @@ def test_services_get_the_metrics_through_their_own_libraries(tmp_path, monkeypa
     assert {name for name, _, _ in calls} >= {"wandb.finish", "swanlab.finish", "tensorboard.close"}
 
 
+class Recorded:
+    """A service that notes what it is sent."""
+
+    def __init__(self):
+        self.log, self.log_samples = (lambda *sent: self.sent.append(("log", *sent))), self._samples
+        self.sent = []
+
+    def _samples(self, *sent):
+        self.sent.append(("samples", *sent))
+
+
+def test_samples_are_sent_apart_from_numbers():
+    service, samples = Recorded(), [{"prompt": "p", "answer": "a"}]
+    log.send({"iteration": 3, "samples": samples}, [service])
+    log.send({"iteration": 4, "loss": 1.0, "norm": None}, [service])
+    assert service.sent == [("samples", samples, 3), ("log", {"loss": 1.0}, 4)]
+
+
+def test_services_get_samples_as_tables_and_texts(tmp_path, monkeypatch):
+    calls: list = []
+    wandb, swanlab = ModuleType("wandb"), ModuleType("swanlab")
+    wandb.Error = RuntimeError
+    wandb.Table = lambda columns, data: (columns, data)
+    swanlab.Text = lambda data, caption: (caption, data)
+    texts = SimpleNamespace(
+        add_event=lambda event: calls.append(("event", event)),
+        flush=recorder(calls, "flush"),
+        close=recorder(calls, "close"),
+    )
+    stubs = {
+        "summary": {"Writer": lambda folder: texts},
+        "summary.writer.event_file_writer": {"EventFileWriter": lambda folder: texts},
+        "compat.proto.event_pb2": {"Event": lambda wall_time, step, summary: (step, summary)},
+        "plugins.text.summary_v2": {"text_pb": lambda name, text: (name, text)},
+    }
+    for module in (wandb, swanlab):
+        for function in ("login", "init", "log", "finish"):
+            setattr(module, function, recorder(calls, f"{module.__name__}.{function}"))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    for name, content in stubs.items():
+        monkeypatch.setitem(sys.modules, f"tensorboard.{name}", SimpleNamespace(**content))
+    services = log.open_services("tensorboard,wandb,swanlab", tmp_path, "mine", {})
+    log.send({"iteration": 7, "samples": [{"prompt": "one\n*two*", "answer": "three"}]}, services)
+    for service in services:
+        service.close()
+    table = (["iteration", "prompt", "answer"], [[7, "one\n*two*", "three"]])
+    assert ("wandb.log", ({"samples": table},), {"step": 7}) in calls
+    assert ("swanlab.log", ({"samples": [("one\n*two*", "three")]},), {"step": 7}) in calls
+    assert ("event", (7, ("samples/1", "    one\n    *two*\n\n---\n\n    three"))) in calls
+    assert [name for name, *_ in calls].count("close") == 2
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "swanlab"])
 def test_a_missing_library_is_named_with_its_remedy(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import signal
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,10 +14,7 @@ from mlx.utils import tree_flatten
 from deltatune.data import Example, Splits
 from deltatune.errors import UserError
 from deltatune.train import StoppedError
-
-
-def adapters(folder):
-    return (Path(folder) / "adapters.safetensors").read_bytes()
+from killed_runs import adapters
 
 
 def test_a_run_learns_reports_saves_and_says_what_it_does(make_trainer, screen_text, tmp_path, read_metrics):

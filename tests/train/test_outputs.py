@@ -1,13 +1,8 @@
 """The files beside the last weights: the best ones of a run, and its numbered copies."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx_lm.utils
 import pytest

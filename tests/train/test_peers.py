@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from killed_runs import KILLED_AT_A_MOMENT
+from killed_runs import KILLED_AT_A_MOMENT, adapters
 
 # The most seconds that the others may take to end.
 ALLOWED = 30.0
@@ -45,10 +45,6 @@ def message(done):
     assert len(found) == 1, done.stderr
     assert "Traceback" not in done.stderr
     return found[0]
-
-
-def adapters(folder):
-    return (folder / "adapters.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("victim", [0, 1])

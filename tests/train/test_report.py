@@ -49,6 +49,7 @@ def records():
     for n in range(0, 31, 5):
         yield {"iteration": n, "train_loss": 5 / (n + 1), "grad_norm": None, "learning_rate": 1e-5, "peak_memory": 1.0}
         yield {"iteration": n, "val_loss": 6 / (n + 1), "val_time": 1.0}
+        yield {"iteration": n, "samples": [{"prompt": f"{'long' * 50}\n<i>ask</i>", "answer": f"say\n<u>{n}</u>"}]}
 
 
 @pytest.fixture
@@ -76,9 +77,15 @@ def test_the_page_is_sound_and_fetches_nothing(page):
 
 
 def test_every_text_is_escaped(page):
-    for raw in ("<b>side", "<script>", "model<i>", "<img"):
+    for raw in ("<b>side", "<script>", "model<i>", "<img", "<i>ask", "<u>"):
         assert raw not in page
-    for escaped in ("&lt;script&gt;alert(1)&lt;/script&gt;", "a&amp;b", "Answers &lt;b&gt;", "model&lt;i&gt;"):
+    for escaped in (
+        "&lt;script&gt;alert(1)&lt;/script&gt;",
+        "a&amp;b",
+        "Answers &lt;b&gt;",
+        "model&lt;i&gt;",
+        "&lt;u&gt;30",
+    ):
         assert escaped in page
 
 
@@ -93,7 +100,7 @@ def test_figures_curves_options_and_versions_are_there(page):
 
 
 # The frame gives the page the width of a screen, and the script writes what overflows it.
-FRAME = """<iframe id=frame src=report.html style="border:0;width:{width}px;height:2000px"></iframe><script>
+FRAME = """<iframe id=frame src=report.html style="border:0;width:{width}px;height:4000px"></iframe><script>
 frame.onload = () => {{
   const page = frame.contentDocument, shown = [...page.querySelectorAll("svg")].filter(x => x.clientWidth);
   const wide = [...page.querySelectorAll("body *")].filter(x => x.scrollWidth > x.clientWidth && x.clientWidth);
@@ -139,6 +146,8 @@ DAMAGED = {
     "no object": b"[1, 2]",
     "no iteration": b'{"train_loss": 1.0}',
     "text for a number": b'{"iteration": 5, "train_loss": "low"}',
+    "samples that are no list": b'{"iteration": 5, "samples": 7}',
+    "samples without an answer": b'{"iteration": 5, "samples": [{"prompt": "x"}]}',
     "infinite": b'{"iteration": 5, "train_loss": Infinity}',
     "huge": b'{"iteration": 5, "train_loss": 1e308}',
     "nested": b"[" * 100_000,
@@ -157,7 +166,7 @@ def test_a_damaged_line_of_metrics_costs_that_line_and_it_is_said(tmp_path, kind
     assert found == list(records())
     assert damaged >= lines
     said = write_report(report, metrics, TrainConfig(), RESULT, about={})
-    assert said == [f"damaged lines in metrics.jsonl: {damaged}; the curves show the records that are left: 14."]
+    assert said == [f"damaged lines in metrics.jsonl: {damaged}; the curves show the records that are left: 21."]
     assert said[0][1:] in report.read_text(encoding="utf-8")
     assert report.read_text(encoding="utf-8").count("<svg class=broad") == 3
 

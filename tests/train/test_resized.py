@@ -1,12 +1,7 @@
 """Runs with --resize-embeddings: rows for new tokens train, are saved, resumed, merged and generated with."""
 
-from __future__ import annotations
-
 import json
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
@@ -15,6 +10,7 @@ from deltatune.config import TrainConfig
 from deltatune.lora.new_rows import grown_tables
 from deltatune.models.load import load, load_model
 from deltatune.plan import fit
+from deltatune.plan.search import Largest
 from deltatune.train.setup import load_with_adapter
 from new_tokens import TOKENS, with_new_tokens, write_data
 
@@ -132,12 +128,12 @@ def test_without_new_tokens_it_says_that_nothing_was_added(run, tiny_checkpoint,
     assert "resize_embeddings: the embedding has a row for every id of the tokenizer" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("kind", ["lora"])
-def test_the_plan_counts_the_new_rows(tiny_checkpoint, tmp_path, data, kind):
+def test_the_plan_counts_the_new_rows(tiny_checkpoint, tmp_path, data, monkeypatch):
+    monkeypatch.setattr(fit, "largest", lambda *_, **__: Largest(0, False))
     path = with_new_tokens(tiny_checkpoint("olmo_hybrid"), tmp_path / "model")
 
     def planned(**more):
-        options = {"model": str(path), "batch_size": 2, "max_seq_length": 64, "fine_tune_type": kind, "num_layers": 1}
+        options = {"model": str(path), "batch_size": 2, "max_seq_length": 64, "num_layers": 1}
         return fit.examine(TrainConfig(**options | more)).forecast
 
     plain = planned(data=str(write_data(tmp_path / "plain", new=False)))

@@ -1,12 +1,7 @@
 """Tests runs on videos: they learn, answer and resume, and a model without a vision tower is refused."""
 
-from __future__ import annotations
-
 import json
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

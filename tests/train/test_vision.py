@@ -1,12 +1,7 @@
 """Tests runs on images and text: training of each part, adapters in mlx-vlm, merging, answers and resumed runs."""
 
-from __future__ import annotations
-
 import json
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

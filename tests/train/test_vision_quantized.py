@@ -1,13 +1,8 @@
 """Tests QLoRA on images, with 4- and 8-bit language towers from mlx-vlm's own converter, experts included."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 from PIL import Image

@@ -1,4 +1,4 @@
-"""`deltatune eval` prints the loss and perplexity of a model on the test set."""
+"""`deltatune eval` prints the loss and perplexity of a model on the test set, or its figures on tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import dataclasses
 from typing import Any
 
 from ..config import TrainConfig
-from .flags import add_adapter, add_options, config_from
+from ..errors import UserError, first_line
+from ..values import Range, fix
+from .flags import add_adapter, add_options, config_from, given
 
 _OPTIONS = (
     "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns", "pack",
@@ -18,9 +20,18 @@ _OPTIONS = (
 
 def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
-    parser = commands.add_parser("eval", help="print loss and perplexity on test.jsonl, with or without an adapter")
+    parser = commands.add_parser(
+        "eval",
+        help="print loss and perplexity on test.jsonl, or figures on tasks of lm-eval",
+    )
     add_adapter(parser)
     add_options(parser, _OPTIONS)
+    add = parser.add_argument_group("tasks of lm-eval, in place of data").add_argument
+    add("--tasks", metavar="TEXT", help="names or patterns of tasks, separated by commas, such as arc_easy,hellaswag")
+    add("--num-fewshot", type=int, metavar="N", help="number of examples in a prompt; default: the task's own")
+    add("--limit", type=int, metavar="N", help="number of questions of each task to ask; default: all")
+    add("--apply-chat-template", action="store_true", help="ask through the model's chat template")
+    add("--include-path", metavar="DIR", help="folder with task files of your own")
     parser.set_defaults(call=run, parser=parser)
 
 
@@ -28,16 +39,78 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model that the arguments name and return exit code 0."""
     adapter = arguments.adapter_path
     arguments.adapter_path = None
-    evaluate(config_from(arguments), adapter)
+    tasks = TaskOptions(**given(TaskOptions, arguments))
+    if tasks.tasks is None:
+        evaluate(config_from(arguments), adapter)
+    else:
+        evaluate_tasks(config_from(arguments), tasks, adapter)
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskOptions:
+    """The options of `eval` for tasks of lm-eval, under the names that `lm_eval` gives them.
+
+    Raises:
+        UserError: an option has a value that it may not have, or has no meaning without `tasks`.
+    """
+
+    tasks: str | None = None
+    num_fewshot: int | None = dataclasses.field(default=None, metadata={"range": Range(least=0)})
+    limit: int | None = dataclasses.field(default=None, metadata={"range": Range(least=1)})
+    apply_chat_template: bool = False
+    include_path: str | None = None
+
+    def __post_init__(self) -> None:
+        fix(self)
+        for field in dataclasses.fields(self):
+            if self.tasks is None and getattr(self, field.name) != field.default:
+                raise UserError(f"--{field.name.replace('_', '-')} is for tasks of lm-eval; give --tasks, too.")
+
+
+def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str | None) -> dict[str, Any]:
+    """Print and return a model's figures on tasks of lm-eval, by task.
+
+    Args:
+        config: options of a run, of which the model, batch_size and max_seq_length matter here.
+        options: the tasks, and how they are put.
+        adapter_path: the folder of an adapter to put on the model, or None for the model alone.
+
+    Raises:
+        UserError: lm-eval is not installed, does not know a task, or cannot load its data.
+    """
+    try:
+        from .harness import HarnessModel, named_tasks, put_tasks
+    except ImportError as error:
+        raise UserError(
+            f"--tasks: lm-eval cannot be used ({first_line(error)}); pip install 'deltatune[lm-eval]'."
+        ) from error
+    from ..train.setup import load_with_adapter
+
+    names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
+    tasks, manager = named_tasks(names, options.include_path)
+    loaded = load_with_adapter(config.model, adapter_path, trust_remote_code=config.trust_remote_code)
+    if options.apply_chat_template and not loaded.tokenizer.has_chat_template:
+        raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out.")
+    model = HarnessModel(loaded, config.batch_size, config.max_seq_length)
+    figures, table = put_tasks(
+        model,
+        tasks,
+        manager,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+    )
+    print(table)
+    return figures
 
 
 def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     """Print and return a model's loss per token on the test set.
 
     Args:
-        config: options of a run, of which the model, the data and the batches matter here.
-        adapter_path: the folder of an adapter to put on the model, or None for the model alone.
+        config: Options of a run, of which the model, the data and the batches matter here.
+        adapter_path: The folder of an adapter to put on the model, or None for the model alone.
     """
     from ..train.evaluate import say_loss
     from ..train.log import Screen

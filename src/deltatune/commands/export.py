@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .flags import add_model
 
-TARGETS = ("peft", "mlx", "merged", "gguf")
+TARGETS = ("peft", "mlx", "merged", "gguf", "gguf-adapter")
+
+# The flags that each target has no use for.
+_UNUSED = {
+    "peft": ("llama_cpp", "outtype"),
+    "mlx": ("llama_cpp", "outtype"),
+    "merged": ("llama_cpp", "outtype"),
+    "gguf": ("push_to_hub", "base_model"),
+    "gguf-adapter": ("push_to_hub",),
+}
 
 
 def add(commands: Any) -> None:
@@ -20,21 +30,21 @@ def add(commands: Any) -> None:
         required=True,
         choices=TARGETS,
         help="peft: an adapter for transformers and vLLM; mlx: the adapter alone; merged: a full checkpoint; "
-        "gguf: a file for llama.cpp",
+        "gguf: a file for llama.cpp; gguf-adapter: the adapter alone for llama.cpp",
     )
-    add("--model", required=True, metavar="TEXT", help="folder of the base model, or its name on the Hugging Face hub")
+    add_model(parser)
     add("--adapter-path", default="adapters", metavar="DIR", help="folder of the adapter (default: adapters)")
-    add("--save-path", required=True, metavar="PATH", help="new folder for the result; for gguf, a new file")
+    add("--save-path", required=True, metavar="PATH", help="new folder for the result; for GGUF, a new file")
     add(
         "--base-model",
         metavar="TEXT",
-        help="the model that PEFT users load, where --model is a conversion of it (default: --model)",
+        help="the model that the adapter's users load, where --model is a conversion of it (default: --model)",
     )
-    add("--llama-cpp", metavar="DIR", help="folder of llama.cpp, for gguf (default: its converter on PATH)")
+    add("--llama-cpp", metavar="DIR", help="folder of llama.cpp, for GGUF (default: its converters on PATH)")
     add(
         "--outtype",
         metavar="TYPE",
-        help="type of the tensors of a GGUF file: f32, f16, bf16, q8_0, auto (default: auto)",
+        help="type of the tensors of a GGUF file: f32, f16, bf16, q8_0, auto (default: auto; of an adapter, f32)",
     )
     add("--push-to-hub", metavar="OWNER/NAME", help="upload the result to this repository, private where it is new")
     parser.set_defaults(call=run, parser=parser)
@@ -51,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.save_path)
     base = arguments.base_model or arguments.model
     lines, notes = _EXPORTS[arguments.to](arguments)
-    if arguments.to != "gguf":
+    if not arguments.to.startswith("gguf"):
         card = write_card(path, arguments.to, base, Path(arguments.adapter_path), notes)
         lines.append(f"The model card is {card}: read it before you publish it.")
     for line in [*lines, *notes]:
@@ -63,8 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse flags that the target has no use for."""
-    unused = {"peft": ("llama_cpp", "outtype"), "mlx": ("llama_cpp", "outtype"), "merged": ("llama_cpp", "outtype")}
-    for name in unused.get(arguments.to, ("push_to_hub", "base_model")):
+    for name in _UNUSED[arguments.to]:
         if getattr(arguments, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag}: --to {arguments.to} has no use for it; leave it out.")
@@ -95,14 +104,31 @@ def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..export.gguf_file import OUTTYPES, converter_command, write_gguf
+    from ..export.gguf_file import converter_command, write_gguf
 
-    outtype = arguments.outtype or "auto"
-    if outtype not in OUTTYPES:
-        raise UserError(f"--outtype {outtype}: expected {', '.join(OUTTYPES)}; llama-quantize makes the others.")
+    outtype = _outtype(arguments, "auto")
     command = converter_command(arguments.llama_cpp)
     path = write_gguf(arguments.model, arguments.adapter_path, arguments.save_path, command, outtype)
     return [f"llama.cpp's converter wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."], []
 
 
-_EXPORTS = {"peft": _peft, "mlx": _mlx, "merged": _merged, "gguf": _gguf}
+def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    from ..export.gguf_adapter import write_gguf_adapter
+
+    outtype = _outtype(arguments, "f32")
+    path = write_gguf_adapter(
+        arguments.model, arguments.adapter_path, arguments.save_path, arguments.llama_cpp, outtype, arguments.base_model
+    )
+    return [f"llama.cpp's converter wrote {path}: llama-cli -m BASE.gguf --lora {path}"], []
+
+
+def _outtype(arguments: argparse.Namespace, default: str) -> str:
+    from ..export.gguf_file import OUTTYPES
+
+    outtype = arguments.outtype or default
+    if outtype not in OUTTYPES:
+        raise UserError(f"--outtype {outtype}: expected {', '.join(OUTTYPES)}; llama-quantize makes the others.")
+    return outtype
+
+
+_EXPORTS = {"peft": _peft, "mlx": _mlx, "merged": _merged, "gguf": _gguf, "gguf-adapter": _gguf_adapter}

@@ -25,6 +25,11 @@ def _text(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
 
 
+def _switch(text: str) -> bool | str:
+    """Return what the text of a switch says, or the text itself where it is another word."""
+    return {"true": True, "false": False}.get(text, text)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that takes no abbreviations and names the nearest known flag or command in its errors."""
 
@@ -75,6 +80,10 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
     kind = str(field.type)
     if field.name == "train":
         group.add_argument(name, action="store_true", default=None, help=text)
+    elif kind == "bool | str":
+        words = ["true", "false", *field.metadata["choices"]]
+        group.add_argument(name, type=_switch, nargs="?", const=True, default=None, metavar="|".join(words), help=text)
+        group.add_argument(f"--no-{name[2:]}", dest=field.name, action="store_const", const=False, help=f"{name} false")
     elif kind.startswith("bool"):
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
@@ -82,16 +91,17 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
         if field.name == "clear_cache_threshold":
             convert = size
         choices = field.metadata["choices"] or None
+        several = "+" if kind.startswith("list") else None
         metavar = None if choices else {int: "N", float: "X", size: "SIZE"}.get(convert, "TEXT")
-        group.add_argument(name, type=convert, default=None, choices=choices, metavar=metavar, help=text)
+        group.add_argument(name, type=convert, nargs=several, default=None, choices=choices, metavar=metavar, help=text)
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
     """Give `parser` the flag -c for a YAML file and the flags of the options.
 
     Args:
-        parser: the parser of a command.
-        names: the fields of TrainConfig that get a flag; None means all of them, and LoraConfig's.
+        parser: The parser of a command.
+        names: The fields of TrainConfig that get a flag; None means all of them, and LoraConfig's.
     """
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags override it")
     groups: dict[str, Any] = {}
@@ -105,11 +115,18 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = N
 
 
 def option_fields() -> list[dataclasses.Field]:
-    """Return the fields of TrainConfig, with those of LoraConfig behind `lora_parameters`."""
+    """Return the fields of TrainConfig, with those of LoraConfig behind `lora_parameters`, and inherited ones last."""
     found: list[dataclasses.Field] = []
-    for field in dataclasses.fields(TrainConfig):
+    for field in sorted(
+        dataclasses.fields(TrainConfig), key=lambda field: field.name not in TrainConfig.__annotations__
+    ):
         found += [field, *(dataclasses.fields(LoraConfig) if field.name == "lora_parameters" else ())]
     return found
+
+
+def add_model(parser: argparse.ArgumentParser, help: str = "folder of the base model") -> None:
+    """Give `parser` the required flag that names a model."""
+    parser.add_argument("--model", required=True, metavar="TEXT", help=f"{help}, or its name on the Hugging Face hub")
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +138,7 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
     Raises:
-        UserError: the YAML file cannot be read, or an option is unknown, has a value that it may not have, or is
+        UserError: If the YAML file cannot be read, or an option is unknown, has a value that it may not have, or is
             excluded by another.
     """
     file = getattr(arguments, "config", None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..values import Range, fix, short
-from .flags import add_adapter, given
+from .flags import add_adapter, add_model, given
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
     parser = commands.add_parser("generate", help="let a model, with or without an adapter, answer a prompt")
     add = parser.add_argument
-    add("--model", required=True, metavar="TEXT", help="folder of the model, or its name on the Hugging Face hub")
+    add_model(parser, "folder of the model")
     add_adapter(parser)
     add(
         "--prompt",
@@ -106,7 +106,7 @@ class GenerateOptions:
     """The options of `generate`, under the names that mlx_lm.generate gives them.
 
     Raises:
-        UserError: an option has a value that it may not have.
+        UserError: If an option has a value that it may not have.
     """
 
     model: str
@@ -138,7 +138,7 @@ def generate(options: GenerateOptions) -> str:
     """Print the model's answer as it is generated, and return it.
 
     Raises:
-        UserError: an option or a file is not valid, or the prompt is empty.
+        UserError: If an option or a file is not valid, or the prompt is empty.
     """
     import mlx.core as mx
 
@@ -172,7 +172,7 @@ def generate(options: GenerateOptions) -> str:
     )
     if not tokens:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
-    check_prompt(loaded, tokens)
+    check_prompt(loaded.model, loaded.tokenizer, tokens)
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
     if options.image:
         answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
@@ -183,7 +183,7 @@ def generate(options: GenerateOptions) -> str:
     else:
         answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
-    for last in _sound(answer, loaded):
+    for last in _stopped_at_nan(answer, loaded):
         print(last.text, end="", flush=True)
         parts.append(last.text)
     print()
@@ -195,8 +195,8 @@ def generate(options: GenerateOptions) -> str:
     return "".join(parts)
 
 
-def _sound(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:
-    """Pass on the pieces of an answer; UserError if damaged weights make the first token's probabilities NaN."""
+def _stopped_at_nan(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:
+    """Yield the pieces of `answer`; UserError if damaged weights make the first token's probabilities NaN."""
     import mlx.core as mx
 
     from ..train.nonfinite import refuse_damaged

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .flags import add_model
+
 
 def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
     parser = commands.add_parser("import", help="turn an adapter of PEFT into one of MLX")
     add = parser.add_argument
-    add("--model", required=True, metavar="TEXT", help="folder of the base model, or its name on the Hugging Face hub")
+    add_model(parser)
     add("--peft", required=True, metavar="DIR", help="folder that PEFT's save_pretrained wrote")
     add("--save-path", default="adapters", metavar="DIR", help="folder for the adapter (default: adapters)")
     parser.set_defaults(call=run, parser=parser)
@@ -22,5 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = import_peft(arguments.model, arguments.peft, arguments.save_path)
     kind = "DoRA" if found.dora else "LoRA"
-    print(f"The adapter is in {arguments.save_path}: {kind} on {len(found.factors)} modules.")
+    count = len(next(iter(found.new_rows.values()), ()))
+    rows = f" and rows for {count} new tokens" if count else ""
+    print(f"The adapter is in {arguments.save_path}: {kind} on {len(found.factors)} modules{rows}.")
     return 0

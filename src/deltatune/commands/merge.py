@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .flags import add_model
+
 
 def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
     parser = commands.add_parser("merge", help="merge an adapter into its base model and write a full checkpoint")
     add = parser.add_argument
-    add("--model", required=True, metavar="TEXT", help="folder of the base model, or its name on the Hugging Face hub")
+    add_model(parser)
     add("--adapter-path", default="adapters", metavar="DIR", help="folder of the adapter (default: adapters)")
     add("--save-path", default="fused_model", metavar="DIR", help="new folder for the result (default: fused_model)")
     add("--dequantize", action="store_true", help="write the weights of a quantised base model unquantised")

@@ -42,14 +42,14 @@ def run_program(argv: list[str], *, verbose: bool = False) -> int:
     """Run a Python program with the patches applied.
 
     Args:
-        argv: a console script, a module or FILE.py, or `python` before FILE.py or -m MODULE, and its arguments.
+        argv: A console script, a module or FILE.py, or `python` before FILE.py or -m MODULE, and its arguments.
         verbose: Whether to name every patch that is applied.
 
     Returns:
         The program's exit code.
 
     Raises:
-        UserError: the command is not a Python program. An exception of the program passes through; Python then shows
+        UserError: If the command is not a Python program. An exception of the program passes through; Python then shows
             its traceback without deltatune's own frames.
 
     Example:

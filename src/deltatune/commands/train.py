@@ -46,10 +46,10 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
     """Carry out a whole run: load the model, add adapters, train, save, and test where `config.test` asks for it.
 
     Args:
-        config: the options of the run.
-        show: print the first batch and stop, instead of training.
-        force: train even if the plan says that the run cannot fit in memory.
-        verbose: name every patch that is applied.
+        config: The options of the run.
+        show: Whether to print the first batch and stop, instead of training.
+        force: Whether to train even if the plan says that the run cannot fit in memory.
+        verbose: Whether to name every patch that is applied.
 
     Returns:
         How the run ended, or None where `show` stopped it.
@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
     from ..train.evaluate import say_loss
     from ..train.folder import RunFolder
     from ..train.log import Screen, check_services
-    from ..train.setup import batch_order, ready
+    from ..train.setup import ready, training_order
 
     world = World()
     screen = Screen(shown=world.main, verbose=verbose)
@@ -75,13 +75,15 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
         config = run.config
         if show:
             if world.main:
-                show_batch(next(batch_order(run.splits.train, config)), run.loaded.tokenizer)
+                show_batch(next(training_order(run.splits, config)), run.loaded.tokenizer)
             return None
         for line in run.prepare():
             screen.say(line)
         trainer = Trainer.of(run, screen, folder)
-        screen.say(check(run, force=force))
-        result = trainer.run()
+        checked = check(run, force=force)
+        for line in checked.lines:
+            screen.say(line)
+        result = trainer.run(checkpointed_layers=checked.checkpointed_layers)
         if config.test:
             say_loss("Test", run, run.splits.test, screen)
         screen.say(f"Saved in {config.adapter_path}; {_best(result, trainer.outputs)}report: {trainer.outputs.report}")

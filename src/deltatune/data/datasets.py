@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config import TrainConfig, nearest
 from ..errors import UserError
 from .example import Example, Splits
+from .example_stream import ExampleStream, StreamedSplits
 from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
 from .preferences.preference_rows import CHOSEN, LABEL
 from .reader import LAST_TURN, Reader, VisionProcessors
 from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
+from .row_streams import JsonLines, hugging_face_streams
 from .sources import DataTable, hugging_face, is_saved_dataset, jsonl
 from .vision.messages import VIDEO, media_kind
 
+# More rows than any stream has.
+_MOST_ROWS = sys.maxsize
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
 _HF_KEYS = [
     "path", "name", "config", "train_split", "valid_split", "test_split",
@@ -26,7 +33,12 @@ _DATA_FILES = ("*.parquet", "*.arrow", "*.csv", "*.jsonl", "*.jsonl.gz")
 
 
 def first_image(config: TrainConfig) -> str | None:
-    """Return the source (file and line) of the first image or video in the data, or None if it is text alone."""
+    """Return the source (file and line) of the first image or video in the data, or None if it is text alone.
+
+    Data that is streamed has none: a row with an image is refused when it is read.
+    """
+    if config.streaming:
+        return None
     for parts in _tables(config, _needed_splits(config)).values():
         for table, features in parts:
             for source, row in table.candidates():
@@ -54,6 +66,8 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         >>> splits = load_datasets(TrainConfig(data="my-data"), tokenizer)
         >>> len(splits.train), splits.rule
     """
+    if config.streaming:
+        return _load_streamed(config, tokenizer)
     needed = _needed_splits(config)
     if processors is not None and config.pack:
         raise UserError("pack: rows with images are not packed; train this model without --pack.")
@@ -65,19 +79,71 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if config.loss != "sft":
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
-    return Splits(**splits, rule=_rule(reader.kinds, config), notes=reader.notes)
+    plain = reader.kinds == {TEXT}
+    return Splits(**splits, rule=_rule(reader.kinds, config), notes=reader.notes, plain_text=plain)
 
 
-Part = tuple[DataTable, Features]
+def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Splits:
+    """Open the training data as a stream, and read no more of the other splits than is evaluated."""
+    batches = {"valid": config.val_batches, "test": config.test_batches}
+    needed = [name for name in _needed_splits(config) if batches.get(name) != 0]
+    tables = _tables(config, needed, JsonLines, hugging_face_streams)
+    reader = Reader(config, tokenizer)
+    splits: dict[str, Any] = {}
+    for name in set(needed) & batches.keys():
+        rows = _MOST_ROWS if batches[name] == -1 else batches[name] * config.batch_size
+        parts = [(source.read(None, rows)[0], source.name, features) for source, features in tables[name]]
+        splits[name] = [example for part in parts for example in _read_rows(reader, *part)]
+    if "train" not in needed:
+        _check(config, splits, tables, reader.notes)
+        return Splits(**splits, rule=_rule(reader.kinds, config), notes=reader.notes)
+    if len(tables["train"]) > 1:
+        raise UserError(f"streaming: one data set can be read, and hf_dataset names {len(tables['train'])}; give one.")
+    if not tables["train"]:
+        _check(config, splits | {"train": []}, tables, reader.notes)
+    source, features = tables["train"][0]
+    size = -(-config.shuffle_buffer // config.batch_size) * config.batch_size
+    first = ExampleStream(source, partial(_read_rows, reader, features=features), size).window(None)
+    stream = ExampleStream(source, partial(_read_more, config, tokenizer, features), size)
+    splits["train"] = first.examples
+    _check(config, splits, tables, reader.notes)
+    plain = reader.kinds == {TEXT}
+    rule = _rule(reader.kinds, config)
+    return StreamedSplits(**splits, rule=rule, notes=reader.notes, plain_text=plain, stream=stream, first=first)
+
+
+def _read_more(
+    config: TrainConfig, tokenizer: Any, features: Features, rows: list[tuple[str, Any]], name: str
+) -> list[Any]:
+    """Return the examples of rows that are streamed during training, with a reader whose notes go with it."""
+    return _read_rows(Reader(config, tokenizer), rows, name, features)
+
+
+def _read_rows(reader: Reader, rows: list[tuple[str, Any]], name: str, features: Features) -> list[Any]:
+    """Return the examples of rows that were streamed; UserError for a row with an image or video."""
+    for source, row in rows:
+        if media_kind(row, features.chat):
+            raise UserError(f"{source}: images and videos cannot be streamed; leave streaming out, or remove the row.")
+    return reader.read(DataTable(name, len(rows), lambda: iter(rows), lambda: iter(()), None), features)
+
+
+Part = tuple[Any, Features]
 
 
 def _needed_splits(config: TrainConfig) -> list[str]:
     return (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
 
 
-def _tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
-    """Return the tables of each needed split, with the keys of their rows."""
-    return _hf_tables(config, needed) if config.hf_dataset else _data_tables(config, needed)
+def _tables(
+    config: TrainConfig,
+    needed: list[str],
+    open_jsonl: Callable[[Path], Any] = jsonl,
+    open_dataset: Callable[..., dict[str, Any]] = hugging_face,
+) -> dict[str, list[Part]]:
+    """Return the tables, or what else the functions open, of each needed split, with the keys of their rows."""
+    if config.hf_dataset:
+        return _hf_tables(config, needed, open_dataset)
+    return _data_tables(config, needed, open_jsonl, open_dataset)
 
 
 def _features(values: dict[str, Any]) -> Features:
@@ -86,7 +152,12 @@ def _features(values: dict[str, Any]) -> Features:
     return Features(**{key: value for key, value in named.items() if value is not None})
 
 
-def _data_tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
+def _data_tables(
+    config: TrainConfig,
+    needed: list[str],
+    open_jsonl: Callable[[Path], Any],
+    open_dataset: Callable[..., dict[str, Any]],
+) -> dict[str, list[Part]]:
     """Return the tables that the option `data` names."""
     features = _features(vars(config))
     folder = Path(config.data).expanduser()
@@ -94,18 +165,20 @@ def _data_tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]
         raise UserError(f"{config.data}: expected a folder with train.jsonl in it, got a file; give its folder.")
     files = {name: folder / f"{name}.jsonl" for name in _SPLITS}
     if any(path.exists() for path in files.values()):
-        return {name: [(jsonl(files[name]), features)] if files[name].exists() else [] for name in needed}
+        return {name: [(open_jsonl(files[name]), features)] if files[name].exists() else [] for name in needed}
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(
             f"{config.data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there."
         )
     if not folder.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") > 1):
         raise UserError(f"{config.data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.")
-    tables = hugging_face(str(folder) if folder.is_dir() else config.data)
+    tables = open_dataset(str(folder) if folder.is_dir() else config.data)
     return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
 
 
-def _hf_tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
+def _hf_tables(
+    config: TrainConfig, needed: list[str], open_dataset: Callable[..., dict[str, Any]]
+) -> dict[str, list[Part]]:
     """Return the tables that the option `hf_dataset` names."""
     tables: dict[str, list[Part]] = {name: [] for name in needed}
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
@@ -128,7 +201,7 @@ def _hf_tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
             split = entry.get(f"{name}_split", splits.get(name))
             if split is None:
                 raise UserError(f"{where}: {name}_split is needed to {name}; give the name of a split of {path}.")
-            tables[name] += [(table, _features(entry)) for table in hugging_face(path, split, options).values()]
+            tables[name] += [(table, _features(entry)) for table in open_dataset(path, split, options).values()]
     return tables
 
 
@@ -150,7 +223,8 @@ def _check(
                 Path(config.data) / f"{name}.jsonl" if Path(config.data).is_dir() else f"{config.data}, {name} split"
             )
             raise UserError(f"{where}: no such data; it is needed to {name}.")
-    if "train" not in splits:
+    # The rows that are left of a window after its full batches make one that is completed with blank rows.
+    if "train" not in splits or config.streaming:
         return
     examples = splits["train"]
     rows = len(examples)

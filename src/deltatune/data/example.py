@@ -50,6 +50,7 @@ class Splits:
     Args:
         rule: one sentence that says which tokens count in the loss.
         notes: sentences to print at the start, such as how many examples were truncated or skipped.
+        plain_text: whether every row was plain text, without a prompt.
     """
 
     train: Sequence[Example] = ()
@@ -57,6 +58,7 @@ class Splits:
     test: Sequence[Example] = ()
     rule: str = ""
     notes: list[str] = field(default_factory=list)
+    plain_text: bool = False
 
     def documents(self) -> Iterator[Example]:
         """Yield every document of the splits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -108,15 +109,7 @@ class Reader:
         encoder: Any = text if self._vision is None else self._vision_encoder(text)
         if preferred:
             encoder = PreferenceEncoder(encoder, self._tokenizer, labels=self._config.loss == "kto")
-        rows: list[list[Any]] = []
-        # A progress bar belongs on a terminal and not in a log file.
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            hidden = table.count < _PROGRESS_ROWS
-            task = progress.add_task(f"Tokenising {table.name}", total=table.count, visible=not hidden)
-            for of_row in encoder.stream(table.rows(), table.count):
-                rows.append(of_row)
-                progress.advance(task)
+        rows = _with_progress(encoder.stream(table.rows(), table.count), table)
         encoded = Encoded(rows, encoder.kinds if preferred else text.formats.kinds, text.unwritten)
         if key is not None:
             token_cache.keep(key, table.name, encoded)
@@ -128,8 +121,8 @@ class Reader:
         return token_cache.encoding_digest(self._tokenizer)
 
     def _key(self, table: DataTable, features: Features) -> str | None:
-        """Return the key under which a table's tokens are kept; None where images or preferences are read."""
-        if self._vision is not None or self._config.loss != "sft" or self._encoding is None:
+        """Return the key under which a table's tokens are kept; None where images, preferences or streams are read."""
+        if table.digest is None or self._vision is not None or self._config.loss != "sft" or self._encoding is None:
             return None
         options = [vars(features), self._config.mask_prompt, self._config.chat_turns]
         return token_cache.digest([self._encoding, json.dumps(options), table.digest()])
@@ -183,6 +176,23 @@ class Reader:
                 f"{table.name}: {len(cut_media):,} of them were skipped, not truncated: the limit would cut {what} in "
                 f"half. Raise max_seq_length, or scale images down with --max-pixels{fewer}."
             )
+
+
+def _with_progress(rows: Iterator[list[Any]], table: DataTable) -> list[list[Any]]:
+    """Return the examples of each row; on a terminal, a bar shows how many of a large table are read.
+
+    A stream is read while the bar of the training stands there.
+    """
+    console = Console(stderr=True)
+    if table.digest is None or table.count < _PROGRESS_ROWS or not console.is_terminal:
+        return list(rows)
+    found: list[list[Any]] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"Tokenising {table.name}", total=table.count)
+        for row in rows:
+            found.append(row)
+            progress.advance(task)
+    return found
 
 
 def _within(row: list[Any], limit: int) -> list[tuple[Any, bool]]:

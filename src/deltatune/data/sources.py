@@ -31,14 +31,14 @@ class DataTable:
         rows: a function that yields (source, row) for every row.
         candidates: a function that yields (source, row) for the rows that may hold an image or a video, found without
             parsing the others.
-        digest: a function that returns a digest of the rows.
+        digest: a function that returns a digest of the rows, or None for rows whose tokens are not kept.
     """
 
     name: str
     count: int
     rows: Callable[[], Rows]
     candidates: Callable[[], Rows]
-    digest: Callable[[], bytes]
+    digest: Callable[[], bytes] | None
 
 
 def jsonl(path: Path) -> DataTable:
@@ -74,31 +74,46 @@ def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
             if not any(part in raw for part in containing):
                 continue
             source = f"{path}:{number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{source}: not UTF-8 (byte {raw[error.start]:#04x} at column {error.start + 1}); "
-                    "save the file as UTF-8."
-                ) from error
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                # JSON can hold half of a surrogate pair (\ud83d), which is not a character and has no tokens.
-                if "\\u" in line:
-                    json.dumps(row, ensure_ascii=False).encode()
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{source}: not JSON: {error.msg} at column {error.colno}; expected one object a line."
-                ) from error
-            except UnicodeEncodeError as error:
-                raise UserError(
-                    f"{source}: a \\u escape is only half of a character ({error.reason}); write both halves."
-                ) from error
-            except RecursionError as error:
-                raise UserError(f"{source}: the JSON is nested too deeply; expected a flat object.") from error
-            yield source, row
+            row = parsed_line(raw, source, first=number == 1)
+            if row is not None:
+                yield source, row[0]
+
+
+def parsed_line(raw: bytes, source: str, *, first: bool) -> tuple[Any] | None:
+    """Return the row in a line of a JSONL file, alone in a tuple, or None if the line is blank.
+
+    Args:
+        raw: the line.
+        source: what messages call it.
+        first: whether it is the file's first line, which may begin with a byte order mark.
+
+    Raises:
+        UserError: the line is not UTF-8 or not JSON.
+    """
+    try:
+        line = raw.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{source}: not UTF-8 (byte {raw[error.start]:#04x} at column {error.start + 1}); save the file as UTF-8."
+        ) from error
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line)
+        # JSON can hold half of a surrogate pair (\ud83d), which is not a character and has no tokens.
+        if "\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{source}: not JSON: {error.msg} at column {error.colno}; expected one object a line."
+        ) from error
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{source}: a \\u escape is only half of a character ({error.reason}); write both halves."
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{source}: the JSON is nested too deeply; expected a flat object.") from error
+    return (row,)
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -120,9 +135,26 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
     Raises:
         UserError: there is no such data set, split or option, or reading it could run code.
     """
+    loaded = load_hugging_face(name, split, options or {})
+    return {key: _table(f"{name} [{key}]", dataset) for key, dataset in loaded.items()}
+
+
+def load_hugging_face(
+    name: str, split: str | None, options: dict[str, Any], *, streaming: bool = False
+) -> dict[str, Any]:
+    """Return the datasets library's own data set of each split, as hugging_face() opens it.
+
+    Args:
+        name: the data set's name on the hub, or its folder.
+        split: one split; None opens all splits.
+        options: further arguments of `datasets.load_dataset`.
+        streaming: whether the data sets are read while they are iterated over.
+
+    Raises:
+        UserError: there is no such data set, split or option, or reading it could run code.
+    """
     import datasets
 
-    options = options or {}
     if "trust_remote_code" in options:
         raise UserError(
             f"hf_dataset {name}: trust_remote_code is refused: deltatune never runs code of a data set; remove it."
@@ -135,17 +167,22 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
     try:
         # The library logs a damaged file before it raises; the message below says it once.
         datasets.logging.set_verbosity(logging.CRITICAL)
-        if split is None and is_saved_dataset(Path(name)):
+        if is_saved_dataset(Path(name)) and (split is None or streaming):
             loaded = datasets.load_from_disk(name)
         else:
-            loaded = datasets.load_dataset(name, split=split, **options)
+            loaded = datasets.load_dataset(name, split=split, **options, **({"streaming": True} if streaming else {}))
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(_not_opened(name, split, error)) from error
     finally:
         datasets.logging.set_verbosity(verbosity)
-    if isinstance(loaded, datasets.Dataset):
+    if isinstance(loaded, datasets.Dataset | datasets.IterableDataset):
         loaded = {split or "train": loaded}
-    return {key: _table(f"{name} [{key}]", dataset) for key, dataset in loaded.items()}
+    if streaming:
+        return {
+            key: part.to_iterable_dataset() if isinstance(part, datasets.Dataset) else part
+            for key, part in loaded.items()
+        }
+    return dict(loaded)
 
 
 def _not_opened(name: str, split: str | None, error: BaseException) -> str:

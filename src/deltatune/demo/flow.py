@@ -57,19 +57,19 @@ class Demo:
     """One demo. Its items have an `answer`, and a `group` of which one example is shown at the end.
 
     Args:
-        title: the demo's name.
-        task: what the model is to learn, in a sentence.
-        what: what the items are, in the plural.
-        knows: what the base model has learnt before, in a sentence.
-        unseen: what training never shows, in a sentence for the screen.
-        note: the same in a sentence for the report.
-        upstream: the package that answers in the new process.
-        loader: the function of that package which loads the adapter.
-        describe: describes the loaded base model in a line.
-        ask: lets the loaded model answer items.
-        ask_upstream: lets a new process answer items with the adapter in a folder.
-        on_screen: what the screen shows of an item.
-        in_report: what the report shows of an item.
+        title: The demo's name.
+        task: What the model is to learn, in a sentence.
+        what: What the items are, in the plural.
+        knows: What the base model has learnt before, in a sentence.
+        unseen: What training never shows, in a sentence for the screen.
+        note: The same in a sentence for the report.
+        upstream: The package that answers in the new process.
+        loader: The function of that package which loads the adapter.
+        describe: Describes the loaded base model in a line.
+        ask: Lets the loaded model answer items.
+        ask_upstream: Lets a new process answer items with the adapter in a folder.
+        on_screen: What the screen shows of an item.
+        in_report: What the report shows of an item.
     """
 
     title: str
@@ -91,12 +91,12 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
     """Run the whole demo.
 
     Args:
-        demo: the demo.
-        items: the held-out items.
-        output: the folder for adapter and report.
-        config: the training run.
-        screen: where to show it.
-        again: the last part of the suggested next command, after model and adapter.
+        demo: The demo.
+        items: The held-out items.
+        output: The folder for adapter and report.
+        config: The training run.
+        screen: Where to show it.
+        again: The last part of the suggested next command, after model and adapter.
 
     Returns:
         The exit code: 0 where 90 % of the answers are right after training and upstream gives the same, else 1.
@@ -109,17 +109,17 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
     loaded = ready_run.loaded
     screen.line(demo.describe(loaded))
     screen.line(demo.knows)
-    before = _ask_aloud(demo, loaded, items, screen, "red")
+    before = _ask_and_print(demo, loaded, items, screen, "red")
 
     screen.part(2, "Fine-tuning")
     ready_run.prepare()
     screen.line(f"{trainable_count(loaded.model):,} LoRA numbers train. {demo.unseen}")
     trainer = Trainer.of(ready_run, screen)
     result = trainer.run()
-    _say_trained(demo, screen, result, config)
+    _print_training(demo, screen, result, config)
 
     screen.part(3, f"The same {demo.what} again")
-    after = _ask_aloud(demo, loaded, items, screen, "green")
+    after = _ask_and_print(demo, loaded, items, screen, "green")
     screen.answers(_side_by_side(demo, before, after, screen))
 
     screen.part(4, f"A new process, with {demo.upstream} alone")
@@ -143,7 +143,12 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
 def options(model: Path, output: Path, iterations: int, rates: tuple[float, float], **more: Any) -> TrainConfig:
     """The configuration of a demo's run: LoRA on every layer and batches of 16.
 
-    rates: the learning rates after warm-up and at the end. more: further options of TrainConfig.
+    Args:
+        model: The folder of the base model.
+        output: The folder for data, adapter and report.
+        iterations: The number of training iterations.
+        rates: The learning rates after warm-up and at the end.
+        more: Further options of TrainConfig.
     """
     first, last = rates
     return TrainConfig(
@@ -172,27 +177,30 @@ def options(model: Path, output: Path, iterations: int, rates: tuple[float, floa
     )
 
 
-def ask_elsewhere(script: Path, model: Path, adapter: Path, asked: list[Any], longest: int) -> list[str]:
-    """The answers of `script` in a new process that uses the base model and the adapter without deltatune.
+def ask_in_new_process(script: Path, model: Path, adapter: Path, asked: list[Any], longest: int) -> list[str]:
+    """Run a script that answers questions with the base model and the adapter, without deltatune.
 
-    asked: the questions, as JSON values. longest: tokens of an answer at most.
+    Args:
+        script: The script, whose last line of output is a JSON list of answers.
+        model: The folder of the base model.
+        adapter: The folder of the adapter.
+        asked: The questions, as JSON values.
+        longest: The largest number of tokens in an answer.
+
+    Raises:
+        UserError: If the script fails.
     """
     questions = adapter / "questions.json"
     questions.write_text(json.dumps(asked), encoding="utf-8")
-    return _run_script(script, model, adapter, questions, longest)
-
-
-def _run_script(script: Path, *arguments: str | Path | int) -> list[str]:
-    """Run a script in a new process; returns the JSON list in its last line. UserError where the script fails."""
     # -P keeps the script's folder, whose modules belong to deltatune, out of the search path.
-    command = [sys.executable, "-P", str(script), *map(str, arguments)]
+    command = [sys.executable, "-P", *map(str, (script, model, adapter, questions, longest))]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TQDM_DISABLE": "1"})
     if done.returncode:
         raise UserError(f"{script.name}: reloading the adapter in a new process failed:\n{done.stderr.strip()}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def or_refuse(write: Callable[[], Any], output: Path) -> Any:
+def write_or_refuse(write: Callable[[], Any], output: Path) -> Any:
     """Call `write` and return its result; UserError where the folder `output` cannot be written."""
     try:
         return write()
@@ -201,7 +209,7 @@ def or_refuse(write: Callable[[], Any], output: Path) -> Any:
 
 
 def shorter_path(path: str | Path) -> str:
-    """The path as it is or relative to the current folder, whichever is shorter."""
+    """The path as given, or relative to the current folder where that is shorter."""
     return min(str(path), os.path.relpath(path), key=len)
 
 
@@ -210,7 +218,7 @@ def size(loaded: Loaded) -> str:
     return f"{sum(leaf.size for _, leaf in leaves(loaded.model.parameters())) / 1e6:.1f} M numbers"
 
 
-def _ask_aloud(demo: Demo, loaded: Loaded, items: Sequence[Any], screen: DemoScreen, style: str) -> Score:
+def _ask_and_print(demo: Demo, loaded: Loaded, items: Sequence[Any], screen: DemoScreen, style: str) -> Score:
     with screen.working(f"asking {len(items)} held-out {demo.what}"):
         score = demo.ask(loaded, items)
     percent = (f"{score.accuracy:.1%}", f"bold {style}")
@@ -218,7 +226,7 @@ def _ask_aloud(demo: Demo, loaded: Loaded, items: Sequence[Any], screen: DemoScr
     return score
 
 
-def _say_trained(demo: Demo, screen: DemoScreen, result: Result, config: TrainConfig) -> None:
+def _print_training(demo: Demo, screen: DemoScreen, result: Result, config: TrainConfig) -> None:
     losses = screen.losses
     curve = sparkline([math.log(loss) for loss in losses], 40)
     screen.line((curve, "cyan"), (f"  loss {losses[0]:.2f} → {losses[-1]:.4f} (log scale)", "dim"))

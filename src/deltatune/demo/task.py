@@ -21,11 +21,11 @@ class CafeMessage:
     """One message and the only answer that counts as right.
 
     Args:
-        message: what the model reads.
-        answer: the right answer.
-        name: the name in the message.
-        tool: the function that the answer calls.
-        held_out: whether the combination of the other arguments is kept out of training.
+        message: What the model reads.
+        answer: The right answer.
+        name: The name in the message.
+        tool: The function that the answer calls.
+        held_out: Whether the combination of the other arguments is kept out of training.
     """
 
     message: str

@@ -33,7 +33,7 @@ def ask(loaded: Loaded, items: Sequence[task.CafeMessage]) -> Score:
 
 def ask_mlx_lm(adapter: Path, items: Sequence[task.CafeMessage]) -> list[str]:
     """The answers of mlx-lm with the base model and the adapter, in a new process without deltatune."""
-    return flow.ask_elsewhere(RELOAD, MODEL, adapter, [item.message for item in items], LONGEST)
+    return flow.ask_in_new_process(RELOAD, MODEL, adapter, [item.message for item in items], LONGEST)
 
 
 def run_demo(
@@ -46,10 +46,10 @@ def run_demo(
     """Run the text demo.
 
     Args:
-        output: the folder for data, adapter and report.
-        iterations: training iterations.
-        questions: held-out messages to ask.
-        screen: where to show the demo; the terminal by default.
+        output: The folder for data, adapter and report.
+        iterations: The number of training iterations.
+        questions: The number of held-out messages to ask.
+        screen: Where to show the demo; the terminal by default.
 
     Returns:
         The exit code: 0 where 90 % of the answers are right after training and mlx-lm gives the same, else 1.
@@ -73,7 +73,7 @@ def run_demo(
         on_screen=lambda item, screen: item.message,
         in_report=lambda item: item.message,
     )
-    items = flow.or_refuse(lambda: task.write(output / "data", test=questions)["test"], output)
+    items = flow.write_or_refuse(lambda: task.write(output / "data", test=questions)["test"], output)
     again = f'--prompt "{EXAMPLE}"'
     config = flow.options(MODEL, output, iterations, (5e-3, 2e-4))
     return flow.run(demo, items, output, config, screen or DemoScreen(), again)

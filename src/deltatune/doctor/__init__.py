@@ -1,1 +1,1 @@
-"""Looks at a machine, a model or a run, and says what it finds."""
+"""Examines a machine, and a model where one is given: does training compute the right numbers here?"""

@@ -33,9 +33,9 @@ class ReachedKernel:
     """One custom kernel that a training forward calls.
 
     Args:
-        name: the kernel's name.
-        caller: the module and the function that call it.
-        calls: how often they call it.
+        name: The kernel's name.
+        caller: The module and the function that call it.
+        calls: How often they call it.
         differentiable: False where the backward pass reaches the kernel itself, so that training fails on the machine
             that runs it. True where a custom function around it has the gradient, or nothing trains through it.
     """
@@ -56,14 +56,14 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
     Nothing is computed. Of the weights only the dtype matters, since MLX chooses kernels by it.
 
     Args:
-        model: the model.
-        patches: trace with deltatune's patches in force, as in training; False traces upstream alone.
+        model: The model.
+        patches: Whether deltatune's patches are in force, as in training; False traces upstream alone.
 
     Returns:
         The custom kernels that the forward calls.
 
     Raises:
-        UserError: the forward cannot be built or traced; the message has upstream's words.
+        UserError: If the forward cannot be built or traced; the message has upstream's words.
     """
     module = type(model).__module__
     arguments = model.config if "config" in vars(model) else getattr(model, "args", None)

@@ -47,12 +47,12 @@ class Forward:
 
     Args:
         data: `text` or `images`.
-        package: the package that defines the model.
-        delta: how many gated-delta layers the model has.
-        unreached: paths of the gated-delta layers that do not call deltatune's operator.
-        kernels: the custom kernels that the forward reaches.
-        untrainable: a sentence for each kernel through which training fails.
-        untraced: why the kernels are not known; None where they are.
+        package: The package that defines the model.
+        delta: How many gated-delta layers the model has.
+        unreached: Paths of the gated-delta layers that do not call deltatune's operator.
+        kernels: The custom kernels that the forward reaches.
+        untrainable: A sentence for each kernel through which training fails.
+        untraced: Why the kernels are not known; None where they are.
     """
 
     data: str
@@ -69,12 +69,12 @@ class Layers:
     """A model's layers.
 
     Args:
-        path: the model's folder or repository.
-        kinds: how many layers there are of each kind.
-        experts: how many layers have experts.
-        forwards: its training forwards, on text and on images.
-        left_out: sentences on what was not examined, and why.
-        without_row: a sentence on the tokens that its embedding has no row for; None where it has rows for all.
+        path: The model's folder or repository.
+        kinds: How many layers there are of each kind.
+        experts: How many layers have experts.
+        forwards: Its training forwards, on text and on images.
+        left_out: Sentences on what was not examined, and why.
+        without_row: A sentence on the tokens that its embedding has no row for; None where it has rows for all.
     """
 
     path: str

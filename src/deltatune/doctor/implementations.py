@@ -45,12 +45,12 @@ class Finding:
     """What one implementation gave on one class of shapes.
 
     Args:
-        implementation: its name.
-        shape: the class of shapes, in words.
+        implementation: Its name.
+        shape: The class of shapes, in words.
         status: `right`, `TF32`, `wrong`, `refused` or `not covered`.
-        detail: why it has this status.
-        errors: the largest error of each result, relative to the largest element.
-        bound: the largest error allowed.
+        detail: Why it has this status.
+        errors: The largest error of each result, relative to the largest element.
+        bound: The largest error allowed.
     """
 
     implementation: str

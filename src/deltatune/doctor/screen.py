@@ -36,8 +36,8 @@ def run(machine_readable: bool = False, model: str | None = None) -> int:
     """Examine this machine and print the result.
 
     Args:
-        machine_readable: print JSON.
-        model: the folder or repository of a model to examine as well.
+        machine_readable: Whether to print JSON.
+        model: The folder or repository of a model to examine as well.
 
     Returns:
         The exit code: 1 where training here would compute wrong numbers or the model cannot be trained, else 0.
@@ -114,7 +114,7 @@ Line = tuple[str, str, str]
 
 
 def _marked(lines: Iterable[Line]) -> Table:
-    """A row a line, with a mark for its status; a status that is not good is named, and explained below."""
+    """One row for each line, with a mark for its status; a status that is not good is named, with its reason below."""
     table = _columns(1, None)
     for status, what, why in lines:
         sign, style = _MARKS[status]
@@ -173,7 +173,7 @@ def _model(layers: Layers) -> RenderableType:
 
 
 def _forward(table: Table, forward: Forward) -> None:
-    """Adds a line on who runs the gated-delta layers, and one for each custom kernel."""
+    """Add a line that says whose code runs the gated-delta layers, and one line for each custom kernel."""
     through = f"  on {forward.data}, through {forward.package}"
     ours = forward.delta - len(forward.unreached)
     if forward.delta:

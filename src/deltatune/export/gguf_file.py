@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import UserError
@@ -22,28 +23,29 @@ OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 _LAST_LINES = 5
 
 
-def converter_command(given: str | None) -> list[str]:
-    """Return the words that start llama.cpp's converter.
+def converter_command(given: str | None, name: str = CONVERTER) -> list[str]:
+    """Return the words that start one of llama.cpp's converters.
 
     Args:
-        given: the path of convert_hf_to_gguf.py or of a folder with it, which this Python then runs; None takes the one
-            on PATH, as an installed llama.cpp puts it there.
+        given: the path of a converter or of the folder with them, which this Python then runs; None takes the one on
+            PATH, as an installed llama.cpp puts it there.
+        name: the file name of the converter.
 
     Raises:
         UserError: there is no converter.
     """
     if given is None:
-        found = shutil.which(CONVERTER)
+        found = shutil.which(name)
         if found is None:
             raise UserError(
-                f"--to gguf: no {CONVERTER} on PATH; install llama.cpp (brew install llama.cpp), or give the path of "
+                f"--to gguf: no {name} on PATH; install llama.cpp (brew install llama.cpp), or give the path of "
                 "its folder as --llama-cpp."
             )
         return [found]
     path = Path(given).expanduser()
-    path = path / CONVERTER if path.is_dir() else path
+    path = (path if path.is_dir() else path.parent) / name
     if not path.is_file():
-        raise UserError(f"--llama-cpp {given}: no {CONVERTER} there; give llama.cpp's folder.")
+        raise UserError(f"--llama-cpp {given}: no {name} there; give llama.cpp's folder.")
     return [sys.executable, str(path)]
 
 
@@ -67,23 +69,46 @@ def write_gguf(
         raise UserError(f"{save_path}: this file exists already; give another as --save-path.")
     names = [name for header in weight_headers(path).values() for name in header.tensors]
     check_layout(names, path, "llama.cpp's converter reads checkpoints in Hugging Face's layout")
-    _check_known(command, path)
-    try:
-        save_path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{save_path.name}.", dir=save_path.parent) as folder:
-            merged = merge_checkpoint(path, adapter_path, Path(folder) / "merged").path
-            partial = Path(folder) / save_path.name
-            done = _run([*command, str(merged), "--outfile", str(partial), "--outtype", outtype])
-            if done.returncode != 0 or not partial.is_file():
-                raise UserError(f"{command[-1]} failed with exit code {done.returncode}: {_end(done)}")
-            os.replace(partial, save_path)
-    except OSError as error:
-        raise UserError(f"{save_path}: the file cannot be written ({error.strerror}).") from error
+    check_known(command, path)
+
+    def convert(folder: Path, partial: Path) -> list[str]:
+        merged = merge_checkpoint(path, adapter_path, folder / "merged").path
+        return [*command, str(merged), "--outfile", str(partial), "--outtype", outtype]
+
+    write_converted(save_path, convert)
     return save_path
 
 
-def _check_known(command: list[str], path: Path) -> None:
-    """Check that the converter lists the class of the model. UserError, with the family's name, where it does not."""
+def write_converted(save_path: Path, convert: Callable[[Path, Path], list[str]]) -> None:
+    """Write a file through a converter, in one move once it is complete.
+
+    Args:
+        save_path: the file to write.
+        convert: called with an empty folder and the file to write for now; returns the words that start the converter.
+
+    Raises:
+        UserError: the converter fails, or the disk refuses.
+    """
+    try:
+        save_path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{save_path.name}.", dir=save_path.parent) as folder:
+            partial = Path(folder) / save_path.name
+            command = convert(Path(folder), partial)
+            done = _run(command)
+            if done.returncode != 0 or not partial.is_file():
+                program = next(word for word in command if word.endswith(".py"))
+                raise UserError(f"{program} failed with exit code {done.returncode}: {_end(done)}")
+            os.replace(partial, save_path)
+    except OSError as error:
+        raise UserError(f"{save_path}: the file cannot be written ({error.strerror}).") from error
+
+
+def check_known(command: list[str], path: Path) -> None:
+    """Check that convert_hf_to_gguf.py, started by `command`, lists the class of the model in `path`.
+
+    Raises:
+        UserError: it does not; the message names the family.
+    """
     config = read_json(path / "config.json")
     wanted = (config.get("architectures") or [None])[0]
     done = _run([*command, "--print-supported-models"])

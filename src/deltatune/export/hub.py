@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import UserError, first_line
+from ..errors import UserError, first_line, reason
 
 
 def check_name(name: str) -> None:
@@ -35,7 +35,7 @@ def push(folder: Path, name: str) -> str:
         The address of the repository.
 
     Raises:
-        UserError: nobody is logged in, or the hub refuses. The folder stays as it is.
+        UserError: nobody is logged in, or the hub refuses or cannot be reached. The folder stays as it is.
     """
     from huggingface_hub import HfApi
 
@@ -43,9 +43,23 @@ def push(folder: Path, name: str) -> str:
         api = HfApi()
         address = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by deltatune export")
-    except (OSError, ValueError) as error:
+    except _errors() as error:
+        # A file that does not get through is one error, and why is another.
+        cause = f" {reason(error.__cause__)}" if isinstance(error, RuntimeError) and error.__cause__ else ""
         raise UserError(
-            f"--push-to-hub {name}: {first_line(error)} The export is complete in {folder}; log in with hf auth login "
-            f"and upload it with hf upload {name} {folder}."
+            f"--push-to-hub {name}: {reason(error)}{cause} The export is complete in {folder}; log in with hf auth "
+            f"login and upload it with hf upload {name} {folder}."
         ) from error
     return str(address)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises where the hub refuses, a file does not get through, or nobody answers.
+
+    The last is an error of the HTTP library beneath, which differs by version: the base class `HTTPError` of that
+    library is one of huggingface_hub's own error.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    library = [kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError" and issubclass(kind, Exception)]
+    return (OSError, ValueError, RuntimeError, *library)

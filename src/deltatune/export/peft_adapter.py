@@ -16,13 +16,13 @@ from ..errors import UserError
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
 from ..lora.adapter_files import WEIGHTS, read_config, read_weights
-from ..lora.new_rows import grown_tables
 from ..lora.parts import part_of
 from ..lora.tensor_files import write_tensors
 from ..models.checkpoint_files import read_json
 from ..models.load import load_model, load_vision_tower, locate
 from .expert_factors import Factors, fused, to_peft
 from .module_names import AdaptedPlace, TransformersNames, short
+from .new_token_rows import OPTION, to_peft_rows
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
@@ -107,12 +107,6 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
     Raises:
         UserError: PEFT cannot express an adapter, or the names of the family are not known.
     """
-    grown = list(grown_tables(model))
-    if grown:
-        raise UserError(
-            f"{grown[0]}: the adapter has rows for new tokens, which PEFT cannot put on the base model as it is. Write "
-            "a full checkpoint with --to merged."
-        )
     names, exported = TransformersNames(dict(config)), _Collected()
     tied = not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
     experts: dict[str, dict[str, Adapter]] = {}
@@ -128,6 +122,7 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
             exported.add_linear(path, place, adapter)
     for target, matrices in experts.items():
         exported.add_experts(target, matrices, nested=target.endswith(".gate_up_proj") and _has_down(target, experts))
+    exported.add_new_rows(model, names)
     first = next(iter(adapters(model).values()))
     return exported.finish(first, base_model)
 
@@ -144,6 +139,8 @@ class _Collected:
         # {short path: (rank, scale)}, of modules and of parameters.
         self.modules: dict[str, tuple[int, float]] = {}
         self.parameters: dict[str, tuple[int, float]] = {}
+        # {short path of a table of tokens: the indices of its new rows}
+        self.new_rows: dict[str, list[int]] = {}
         self.notes: list[str] = []
 
     def add_linear(self, path: str, place: AdaptedPlace, adapter: Adapter) -> None:
@@ -195,6 +192,12 @@ class _Collected:
         root = f"{_ROOT}.{module}.base_layer" if nested else f"{_ROOT}.{module}"
         self.tensors[f"{root}.lora_A.weight"], self.tensors[f"{root}.lora_B.weight"] = to_peft(a, b)
 
+    def add_new_rows(self, model: nn.Module, names: TransformersNames) -> None:
+        """Add the rows for new tokens that the tables of `model` have."""
+        tensors, self.new_rows, notes = to_peft_rows(model, names, _ROOT)
+        self.tensors |= tensors
+        self.notes += notes
+
     def finish(self, adapter: nn.Module, base_model: str) -> PeftAdapter:
         """Return everything with PEFT's config; `adapter` gives the dropout and the kind of all."""
         targets = {**self.modules, **self.parameters}
@@ -217,6 +220,8 @@ class _Collected:
             "rank_pattern": _patterns({name: found[0] for name, found in targets.items()}, rank),
             "alpha_pattern": _patterns({name: _alpha(*found) for name, found in targets.items()}, _alpha(rank, scale)),
         }
+        if self.new_rows:
+            config[OPTION] = self.new_rows
         if self.parameters:
             config["target_parameters"] = list(self.parameters)
             if dropout:

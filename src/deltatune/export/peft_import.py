@@ -21,6 +21,7 @@ from ..models.load import load_model, load_vision_tower, locate
 from ..models.vision.adapters import layers_for_mlx_vlm
 from .expert_factors import Factors, from_peft, split
 from .module_names import TransformersNames, short
+from .new_token_rows import install_rows, take_rows
 from .peft_adapter import HALVES, PEFT_CONFIG, PEFT_WEIGHTS
 
 _TENSOR = re.compile(
@@ -37,7 +38,6 @@ _PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "megatron_config": (None, {}),
@@ -56,12 +56,14 @@ class ImportedAdapter:
         scales: the factor of each update.
         dropout: the dropout of all.
         dora: whether the adapters are DoRA's.
+        new_rows: by path of a table of tokens, the rows of new tokens.
     """
 
     factors: dict[str, dict[str, mx.array]] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     dropout: float = 0.0
     dora: bool = False
+    new_rows: dict[str, mx.array] = field(default_factory=dict)
 
 
 def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | Path) -> ImportedAdapter:
@@ -96,8 +98,15 @@ def install(model: nn.Module, found: ImportedAdapter, where: Path) -> None:
     """Put the imported adapters on `model`.
 
     Raises:
-        UserError: a factor does not fit its module.
+        UserError: a factor does not fit its module, or the new rows do not fit a table.
     """
+    both = found.factors.keys() & found.new_rows.keys()
+    if both:
+        raise UserError(
+            f"adapter {where}: {min(both)} has new rows and a low-rank update, and an adapter of MLX has only one of "
+            "them on a table. Merge it with PEFT (merge_and_unload) instead."
+        )
+    install_rows(model, found.new_rows)
     made: dict[str, nn.Module] = {}
     for path, arrays in found.factors.items():
         ranks = {path: arrays["lora_a"].shape[1]}
@@ -162,8 +171,10 @@ def from_peft_adapter(
     places = TransformersNames(dict(model_config)).places(
         path for path, module in modules.items() if "weight" in module
     )
+    left = dict(tensors)
+    new_rows = take_rows(left, config, places, modules, where)
     collected = _Gathered(config, places, modules)
-    for module, leaves in _by_module(tensors, where).items():
+    for module, leaves in _by_module(left, where).items():
         collected.add(module, leaves)
     collected.join_single_experts()
     if collected.strangers:
@@ -174,7 +185,7 @@ def from_peft_adapter(
         )
     collected.settle_head(where)
     dropout = float(config.get("lora_dropout") or 0.0)
-    return ImportedAdapter(collected.factors, collected.scales, dropout, bool(config.get("use_dora")))
+    return ImportedAdapter(collected.factors, collected.scales, dropout, bool(config.get("use_dora")), new_rows)
 
 
 def _by_module(tensors: Mapping[str, mx.array], where: Path) -> dict[str, dict[str, mx.array]]:

@@ -103,11 +103,12 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     if len(keep_rates) > 1:
         paths = _first_few(list(keep_rates.values()))
         raise UserError(f"{paths} differ in dropout: mlx-lm's format has one for all.")
-    rank = max(_rank(adapter) for adapter in by_path.values())
+    stored = {path: _stored(adapter) for path, adapter in by_path.items()}
+    rank = max(_rank(leaves) for leaves in stored.values())
     scale = next(iter(by_path.values())).scale
     tensors = {}
     for path, adapter in by_path.items():
-        unified = _with_rank_and_scale(path, adapter, rank, scale)
+        unified = _with_rank_and_scale(path, adapter, stored[path], rank, scale)
         tensors.update({f"{path}.{leaf}": value for leaf, value in unified.items()})
     dropout = round(1 - next(iter(keep_rates)), 12)
     parameters = {"rank": rank, "scale": scale, "dropout": dropout, "keys": list(by_path)}
@@ -118,15 +119,22 @@ def _flat(tree: Any) -> dict[str, mx.array]:
     return tree_flatten(tree, destination={})  # type: ignore[return-value]
 
 
-def _rank(adapter: nn.Module) -> int:
-    factor = adapter["lora_a"]
+def _stored(adapter: nn.Module) -> dict[str, Any]:
+    if isinstance(adapter, Adapter):
+        return adapter.stored()
+    return {key: adapter[key] for key in ADAPTER_LEAVES if key in adapter}
+
+
+def _rank(leaves: dict[str, Any]) -> int:
+    factor = leaves["lora_a"]
     return (factor[0] if isinstance(factor, list) else factor).shape[1]
 
 
-def _with_rank_and_scale(path: str, adapter: nn.Module, rank: int, scale: float) -> dict[str, mx.array]:
+def _with_rank_and_scale(
+    path: str, adapter: nn.Module, leaves: dict[str, Any], rank: int, scale: float
+) -> dict[str, mx.array]:
     """The adapter's tensors, changed so that they give the same update with this rank and scale."""
-    leaves = {key: adapter[key] for key in ADAPTER_LEAVES if key in adapter}
-    if _rank(adapter) == rank and adapter.scale == scale:
+    if _rank(leaves) == rank and adapter.scale == scale:
         return _flat(leaves)
     if not isinstance(adapter, Adapter):
         raise UserError(f"{path}: {type(adapter).__name__} has another rank or scale than the rest; give all the same.")

@@ -15,6 +15,7 @@ from ..errors import UserError
 from .adapter import Adapter
 from .new_rows import unfreeze_new_rows
 from .parts import check_parts, part_of
+from .pissa import with_pissa
 from .select import adapter_class, chosen_layers, select
 from .weights import dense_weight, is_quantized
 
@@ -86,8 +87,14 @@ def convert_to_lora(
     _check_rank(selection.targets, config.rank)
     scale = config.scale / config.rank**0.5 if config.rslora else config.scale
     ranks = dict.fromkeys(selection.targets, config.rank)
-    install_adapters(model, make_adapters(model, ranks, scale, config.dropout, dora=dora))
-    return ConversionReport(list(selection.targets), selection.skipped, _notes(selection.targets, dora))
+    made, notes = make_adapters(model, ranks, scale, config.dropout, dora=dora), _notes(selection.targets, dora)
+    if config.init == "pissa":
+        if dora:
+            raise UserError("init: pissa is a start of LoRA, and fine_tune_type is dora; leave one of them out.")
+        made, more = with_pissa(made, config.rank, scale, config.dropout)
+        notes += more
+    install_adapters(model, made)
+    return ConversionReport(list(selection.targets), selection.skipped, notes)
 
 
 def make_adapters(

@@ -40,6 +40,23 @@ def with_low_rank(
     return _add_up_projection(scale, base(x), low_rank, b)
 
 
+def with_update(
+    base: Callable[[mx.array], mx.array], x: mx.array, dropped: mx.array, a: mx.array, b: mx.array, scale: float
+) -> mx.array:
+    """Return base(x) + scale * dropped A B, in the dtype of base(x); `dropped` is x itself or x after dropout.
+
+    A GPU multiplies in x's dtype; a CPU, where bf16 and fp16 are slow, in fp32.
+    """
+    if backend.device() != "cpu":
+        a, b = a.astype(x.dtype), b.astype(x.dtype)
+    if a.dtype != x.dtype:
+        y = base(x)
+        return y + (scale * ((dropped @ a) @ b)).astype(y.dtype)
+    if dropped is not x:
+        return _add_up_projection(scale, base(x), dropped @ a, b)
+    return with_low_rank(base, x, a, b, scale)
+
+
 def _project_down(x: mx.array, a: mx.array) -> list[mx.array]:
     """Return x itself, for the base to read, and x a."""
 
@@ -127,20 +144,7 @@ class LoRALinear(Adapter):
         return self._with_update(self.linear, x)
 
     def _with_update(self, base: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-        """Return base(x) + scale * dropout(x) A B, in the dtype of base(x).
-
-        A GPU multiplies in x's dtype; a CPU, where bf16 and fp16 are slow, in fp32.
-        """
-        a, b = self.lora_a, self.lora_b
-        if backend.device() != "cpu":
-            a, b = a.astype(x.dtype), b.astype(x.dtype)
-        dropped = self.dropout(x)
-        if a.dtype != x.dtype:
-            y = base(x)
-            return y + (self.scale * ((dropped @ a) @ b)).astype(y.dtype)
-        if dropped is not x:
-            return _add_up_projection(self.scale, base(x), dropped @ a, b)
-        return with_low_rank(base, x, a, b, self.scale)
+        return with_update(base, x, self.dropout(x), self.lora_a, self.lora_b, self.scale)
 
     def adapted_weight(self) -> mx.array:
         return dense_weight(self.linear).astype(mx.float32) + (self.scale * self.lora_b.T) @ self.lora_a.T

@@ -1,1 +1,1 @@
-"""Everything that knows upstream models: loading, describing, splitting before the head, writing."""
+"""Everything that knows the models of mlx-lm and mlx-vlm: how they are loaded, split, run and written."""

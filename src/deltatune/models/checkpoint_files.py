@@ -23,7 +23,7 @@ WEIGHTS = "model*.safetensors"
 QUANTISATION_KEYS = ("quantization", "quantization_config")
 
 # Weight formats that can run code when they are opened, or that nothing here checks.
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.npz", "*.h5", "*.msgpack", "*.gguf")
+UNCHECKED_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack", ".gguf")
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -156,7 +156,7 @@ def weight_headers(path: Path) -> dict[str, Header]:
     """
     files = sorted(path.glob(WEIGHTS))
     if not files:
-        others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern))
+        others = sorted(file.name for file in path.iterdir() if file.suffix in UNCHECKED_FORMATS)
         if others:
             raise UserError(
                 f"{path}: the weights are in {others[0]} and not in model*.safetensors; "

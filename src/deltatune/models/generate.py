@@ -48,6 +48,9 @@ def prompt_tokens(
     template_options: dict[str, Any] | None = None,
     images: int = 0,
     videos: Sequence[str] = (),
+    refused: str = (
+        "change --prompt, --system-prompt, --prefill-response or --chat-template-config, or give --ignore-chat-template"
+    ),
 ) -> list[int]:
     """Turn a user's prompt into tokens, through the tokenizer's chat template if it has one.
 
@@ -60,6 +63,7 @@ def prompt_tokens(
         template_options: Further variables for the template.
         images: The number of images before the prompt. The template writes one image token for each.
         videos: For each video before the prompt, the text that stands for it.
+        refused: What the user can do if the template refuses the prompt.
 
     Returns:
         The token ids.
@@ -74,14 +78,30 @@ def prompt_tokens(
     if prefilled:
         messages.append({"role": "assistant", "content": str(prefill_response)})
     options = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled, **(template_options or {})}
+    return conversation_tokens(tokenizer, messages, refused, **options)
+
+
+def conversation_text(tokenizer: Any, messages: list[dict[str, Any]], remedy: str, **options: Any) -> str:
+    """Write a conversation with the chat template.
+
+    Args:
+        tokenizer: mlx-lm's wrapper of a tokenizer that has a chat template.
+        messages: The messages, each with its role.
+        remedy: What the user can do if the template refuses them.
+        options: Variables for the template.
+
+    Raises:
+        UserError: The chat template refuses the conversation or an option.
+    """
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except _TEMPLATE_ERRORS as error:
-        raise UserError(
-            f"the model's chat template refuses the prompt: {reason(error)}; change --prompt, --system-prompt, "
-            "--prefill-response or --chat-template-config, or give --ignore-chat-template."
-        ) from error
-    return tokenizer.encode(text, add_special_tokens=False)
+        raise UserError(f"the model's chat template refuses the prompt: {reason(error)}; {remedy}.") from error
+
+
+def conversation_tokens(tokenizer: Any, messages: list[dict[str, Any]], remedy: str, **options: Any) -> list[int]:
+    """Turn a conversation into tokens, with the arguments of conversation_text."""
+    return tokenizer.encode(conversation_text(tokenizer, messages, remedy, **options), add_special_tokens=False)
 
 
 def _messages(prompt: str, system_prompt: str | None, images: int, videos: Sequence[str]) -> list[dict[str, Any]]:

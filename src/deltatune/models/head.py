@@ -26,8 +26,8 @@ class Split(NamedTuple):
     """The two parts of a model, or the reason why it cannot be split.
 
     Attributes:
-        backbone: tokens [B, T] -> hidden states [B, T, D]. None where the model cannot be split.
-        head: hidden states [..., D] -> logits [..., vocabulary], so that head(backbone(tokens)) equals model(tokens).
+        backbone: Tokens [B, T] -> hidden states [B, T, D]. None where the model cannot be split.
+        head: Hidden states [..., D] -> logits [..., vocabulary], so that head(backbone(tokens)) equals model(tokens).
         reason: A sentence that says why the model cannot be split, where the other two are None.
     """
 

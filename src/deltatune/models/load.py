@@ -223,7 +223,7 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
         The model in inference mode, and the config as mlx-lm completes it.
 
     Raises:
-        UserError: config.json or the weights are damaged, or tensors are missing, unknown or misshapen (the message
+        UserError: If config.json or the weights are damaged, or tensors are missing, unknown or misshapen (the message
             names them).
     """
     read_config(path, trust_remote_code)
@@ -290,7 +290,7 @@ def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
         The model in inference mode.
 
     Raises:
-        UserError: mlx-lm cannot build a model from this config.
+        UserError: If mlx-lm cannot build a model from this config.
     """
     if not isinstance(config, dict):
         config = read_config(locate(config))

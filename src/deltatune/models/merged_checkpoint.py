@@ -30,14 +30,11 @@ from ..lora.rounding import Rounding
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
 from ..ops.functional import is_finite
-from .checkpoint_files import INDEX, QUANTISATION_KEYS, WEIGHTS, read_json, weight_headers
+from .checkpoint_files import INDEX, QUANTISATION_KEYS, UNCHECKED_FORMATS, WEIGHTS, read_json, weight_headers
 from .load import load_model, load_vision_tower, locate
 from .stored_names import Sanitize, StoredNames
 from .vision.load import sanitizer
 from .vocabulary import with_vocab_size
-
-# Weight formats that can run code when they are opened.
-_NOT_COPIED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack", ".gguf")
 
 
 @dataclass
@@ -85,7 +82,7 @@ def merge_checkpoint(
     if save_path.exists() and (not save_path.is_dir() or any(save_path.iterdir())):
         raise UserError(f"{save_path}: this folder exists already; give the path of a new one for the merged model.")
     headers = weight_headers(path)
-    rounding = _measure(path, Path(adapter_path), dequantize)
+    rounding = _measure_rounding(path, Path(adapter_path), dequantize)
     changes, config = _changes(path, Path(adapter_path), dequantize)
     merge = Merge(
         save_path,
@@ -146,13 +143,13 @@ def _load(path: Path, adapter_path: Path) -> tuple[nn.Module, Sanitize | None]:
     return load_model(path, lazy=True)[0], None
 
 
-def _measure(path: Path, adapter_path: Path, dequantize: bool) -> Rounding | None:
+def _measure_rounding(path: Path, adapter_path: Path, dequantize: bool) -> Rounding | None:
     """Compute every merged matrix once, and return what quantising them again costs; None where none is quantised.
 
     Raises:
         UserError: A merged matrix is not finite.
     """
-    # Arrays that are once computed stay in memory as long as their module, so a model of its own is taken apart here.
+    # A computed array stays in memory as long as its module, so each module is emptied here, in a model of its own.
     model, _ = _load(path, adapter_path)
     load_adapters(model, adapter_path)
     rounding = Rounding()
@@ -230,7 +227,7 @@ def _write_rest(source: Path, target: Path, config: dict[str, Any]) -> None:
     """Copy all other files (tokenizer, chat templates, licence), except formats that can run code, and `config`."""
     replaced = {file.name for file in source.glob(WEIGHTS)} | {INDEX}
     for file in sorted(source.iterdir()):
-        skipped = file.name in replaced or file.name.startswith(".") or file.suffix in _NOT_COPIED
+        skipped = file.name in replaced or file.name.startswith(".") or file.suffix in UNCHECKED_FORMATS
         if file.is_file() and not skipped:
             shutil.copyfile(file, target / file.name)
     templates = source / "additional_chat_templates"

@@ -87,11 +87,11 @@ def check_examples(model: nn.Module, tokenizer: Any, examples: Iterable[Any]) ->
             raise UserError(_refusal(example.source, example.tokens, tokenizer, rows))
 
 
-def check_prompt(loaded: Loaded, tokens: Sequence[int]) -> None:
-    """Check that the model has a row for every token of a prompt. UserError where it has not."""
-    rows = token_rows(loaded.model)
+def check_prompt(model: nn.Module, tokenizer: Any, tokens: Sequence[int], source: str = "--prompt") -> None:
+    """Check that the model has a row for every token of a prompt. UserError, naming `source`, where it has not."""
+    rows = token_rows(model)
     if max(tokens) >= rows:
-        raise UserError(_refusal("--prompt", np.array(tokens), loaded.tokenizer, rows))
+        raise UserError(_refusal(source, np.array(tokens), tokenizer, rows))
 
 
 def tokens_without_row(model: nn.Module, tokenizer: Any) -> str | None:

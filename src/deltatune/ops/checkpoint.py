@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import pieces, segments
+from . import pieces, segments, side_outputs
 from .containers import ArgumentArrays, Rebuild, unknown_kind
 from .functional import holding, is_floating, trainable, undisturbed
 from .pieces import Carry
@@ -140,18 +140,20 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     """Call fn(*args, **kwargs) as an MLX function of arrays, whose gradient calls it again."""
     arguments = ArgumentArrays((args, kwargs))
     paths, parameters = trainable(module) if module is not None else ([], [])
-    packing = segments.current()
+    packing, collects = segments.current(), side_outputs.wanted()
 
-    def run(given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
-        with holding(module, paths, given[: len(paths)]) if module is not None else nullcontext():
-            return _outputs(fn, arguments, given[len(paths) :])
+    def run(given: list[mx.array]) -> tuple[list[mx.array], list[mx.array], Rebuild]:
+        holder = holding(module, paths, given[: len(paths)]) if module is not None else nullcontext()
+        with holder, side_outputs.collecting(collects) as aside:
+            arrays, rebuild = _outputs(fn, arguments, given[len(paths) :])
+        return arrays, aside, rebuild
 
-    rebuild_result: list[Rebuild] = []
+    results: list[tuple[int, Rebuild]] = []
 
     def forward(_key: mx.array, *given: mx.array) -> list[mx.array]:
-        arrays, rebuild = run(list(given))
-        rebuild_result.append(rebuild)
-        return arrays
+        arrays, aside, rebuild = run(list(given))
+        results.append((len(arrays), rebuild))
+        return [*arrays, *aside]
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         return _gradients(run, module, packing, len(paths), primals, cotangents)
@@ -164,7 +166,9 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     outputs = function(mx.stop_gradient(get_key()), *given)
-    return rebuild_result[0](outputs)
+    count, rebuild = results[0]
+    side_outputs.add(list(outputs[count:]))
+    return rebuild(outputs[:count])
 
 
 def _outputs(fn: Callable, arguments: ArgumentArrays, given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
@@ -191,10 +195,10 @@ def _gradients(run, module, packing, num_parameters, primals, cotangents) -> lis
         for index, value in zip(floating, values, strict=True):
             arrays[index] = value
         with drawing_from(key), segments.segments(packing), undisturbed(module):
-            outputs, _ = run(arrays)
+            outputs, aside, _ = run(arrays)
         # mx.vjp drops the cotangent of an output that is itself a stop_gradient, so contiguous wraps it. That costs
         # nothing, because only its gradient is evaluated.
-        return [mx.contiguous(output) for output in outputs if is_floating(output)]
+        return [mx.contiguous(output) for output in [*outputs, *aside] if is_floating(output)]
 
     _, floating_gradients = mx.vjp(recompute, [given[index] for index in floating], cotangents)
     gradients = [mx.zeros_like(array) for array in given]

@@ -3,8 +3,9 @@ as long as the row.
 
 A layer hands from piece to piece what it keeps in its cache while it decodes: a recurrence its states, attention its
 keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept for the
-backward pass are the layer's input and the states between the pieces. The backward pass takes the pieces from last to
-first, computes each one again, and adds up the gradients of the weights in fp32.
+backward pass are the layer's input and the states between the pieces; keys and values, and large states, are computed
+again. The backward pass takes the pieces from last to first, computes each one again, and adds up the gradients of the
+weights in fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
-from . import segments
+from . import segments, side_outputs
 from .functional import holding, is_floating, trainable, undisturbed
 from .random_state import drawing_from, get_key, set_key
 
@@ -27,8 +28,11 @@ from .random_state import drawing_from, get_key, set_key
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
 # A row of more pieces has longer ones, since each piece makes the graph of a step larger.
 MOST_PIECES = 32
+# States are kept if they take at most this share of the layer's input. Larger ones are computed again for one layer at
+# a time, by its projections, convolution and recurrence, which for a wide MLP are a small part of the layer.
+MOST_STATES = 1 / 6
 
-_running: ContextVar[bool] = ContextVar("a layer runs on a piece of its row", default=False)
+_span: ContextVar[tuple[int, int] | None] = ContextVar("the piece of its row that a layer runs on", default=None)
 
 
 class States:
@@ -106,7 +110,12 @@ class Carry:
 
 def running() -> bool:
     """Whether a layer is called on a piece of its row, with the states before the piece."""
-    return _running.get()
+    return _span.get() is not None
+
+
+def span() -> tuple[int, int] | None:
+    """Return where the piece that a layer is called on begins and ends in its row; None for a whole row."""
+    return _span.get()
 
 
 def bounds_of(x: mx.array) -> list[int]:
@@ -163,11 +172,12 @@ def in_pieces(
     Source: Chen et al., arXiv 1604.06174, who keep the states between segments of a recurrence.
     """
     paths, parameters = trainable(module)
-    row = _Row(layer, module, paths, carry, list(pairwise(bounds)), options, segments.current())
+    row = _Row(layer, module, paths, carry, list(pairwise(bounds)), options, segments.current(), side_outputs.wanted())
     function: Any = mx.custom_function(lambda *arrays: row.forward(*arrays))
     function.vjp(lambda primals, cotangents, outputs: row.backward(primals, cotangents, outputs))
     key = get_key()
-    y, *_ = function(mx.stop_gradient(key), *parameters, x)
+    y, *more = function(mx.stop_gradient(key), *parameters, x)
+    side_outputs.add(more[row.saved :])
     # The next layer has to draw other random numbers than this one.
     set_key(mx.random.split(key)[1])
     return y
@@ -184,28 +194,44 @@ class _Row:
     spans: list[tuple[int, int]]
     options: dict[str, Any]
     documents: mx.array | None
+    # Whether the layer's side outputs are collected.
+    collects: bool
+
+    @property
+    def saved(self) -> int:
+        """How many states of a recurrence are kept for the backward pass."""
+        return (self.carry.states or 0) * (len(self.spans) - 1)
 
     def forward(self, key: mx.array, *given: mx.array) -> list[mx.array]:
-        """Return y, and for a recurrence the states after each piece but the last."""
+        """Return y, for a recurrence the states after each piece but the last, and the layer's side outputs.
+
+        Numbers stand for states that are too large to keep.
+        """
         *parameters, x = given
         keys = mx.random.split(key, len(self.spans))
         ys: list[mx.array] = []
         saved: list[mx.array] = []
         before: list[mx.array] = []
+        aside: list[mx.array] = []
         for number, (start, stop) in enumerate(self.spans):
             rows = x[:, start:stop]
             if ys:
                 rows = mx.depends([rows], [ys[-1]])[0]
-            y, cache = self._run(number, keys, self.documents, parameters, rows, before)
+            with side_outputs.collecting(self.collects) as of_piece:
+                y, cache = self._run(number, keys, self.documents, parameters, rows, before)
+            aside = _sums(aside, of_piece)
             ys.append(y)
             before = cache.following
             if self.carry.states is not None and stop < x.shape[1]:
                 saved += before
-        return [mx.concatenate(ys, axis=1), *saved]
+        if sum(state.nbytes for state in saved) > MOST_STATES * x.nbytes:
+            saved = [mx.zeros(())] * len(saved)
+        return [mx.concatenate(ys, axis=1), *saved, *aside]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         """Return the gradients of the key, the parameters and x."""
-        dy, documents, saved = cotangents[0], self.documents, list(outputs[1:])
+        dy, documents, saved = cotangents[0], self.documents, list(outputs[1 : 1 + self.saved])
+        d_aside = list(cotangents[1 + self.saved :])
         # Nothing is computed again before its cotangent exists.
         key, *given = mx.depends(list(primals), [dy])
         documents = None if documents is None else mx.depends([documents], [dy])[0]
@@ -216,15 +242,15 @@ class _Row:
         # The gradients of what each piece hands on, so far.
         d_handed: list[list[mx.array]] = [[] for _ in self.spans]
         with undisturbed(self.module):
-            if self.carry.states is None:
-                saved = self._keys_and_values(keys, documents, parameters, x)
+            if self.carry.states is None or saved[0].ndim == 0:
+                saved = self._handed_on(keys, documents, parameters, x)
             for number in reversed(range(len(self.spans))):
                 arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
                 # Those of attention are sums in fp32. The last piece has none.
                 d_own = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved, strict=False)]
                 if dxs:
                     arrays = mx.depends(arrays, [dxs[0], *totals, *d_own, *chain.from_iterable(d_handed)])
-                found = self._piece_gradients(number, keys, documents, parameters, arrays, d_own)
+                found = self._piece_gradients(number, keys, documents, parameters, arrays, d_own, d_aside)
                 d_parameters, (dx, *d_before) = found[: len(parameters)], found[len(parameters) :]
                 totals = _sums(totals, d_parameters)
                 dxs.insert(0, dx)
@@ -250,12 +276,12 @@ class _Row:
         else:
             cache = States(_restarted(before, documents, start) if before else [None] * self.carry.states)
         own = None if documents is None else documents[:, start:stop]
-        token = _running.set(True)
+        token = _span.set((start, stop))
         try:
             with holding(self.module, self.paths, parameters), segments.segments(own), drawing_from(keys[number]):
                 y = self.layer(rows, cache=cache, **self.options)
         finally:
-            _running.reset(token)
+            _span.reset(token)
         if len(cache.handed) < self.carry.arrays or y.shape != rows.shape:
             raise ValueError(
                 f"{type(self.module).__name__} cannot run on pieces of a row: it returned {list(y.shape)} for "
@@ -263,17 +289,23 @@ class _Row:
             )
         return y, cache
 
-    def _keys_and_values(
+    def _handed_on(
         self, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array
     ) -> list[mx.array]:
-        """Compute the keys and values of all pieces but the last again. MLX is lazy: nothing else is computed."""
+        """Compute again what all pieces but the last hand on. MLX is lazy: nothing else of the layer is computed.
+
+        That are the states after each piece, or the keys and values of all of them.
+        """
         found: list[list[mx.array]] = []
         for number, (start, stop) in enumerate(self.spans[:-1]):
-            rows = x[:, start:stop]
+            rows, before = x[:, start:stop], []
             if found:
                 rows = mx.depends([rows], found[-1])[0]
-            _, cache = self._run(number, keys, documents, parameters, rows, [])
+                before = found[-1] if self.carry.states is not None else []
+            _, cache = self._run(number, keys, documents, parameters, rows, before)
             found.append(cache.handed)
+        if self.carry.states is not None:
+            return list(chain.from_iterable(found))
         return [mx.concatenate(list(parts), axis=2) for parts in zip(*found, strict=True)]
 
     def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:
@@ -292,21 +324,23 @@ class _Row:
         parameters: list[mx.array],
         arrays: list[mx.array],
         d_own: list[mx.array],
+        d_aside: list[mx.array],
     ) -> list[mx.array]:
         """Return the gradients of the parameters, of the piece's rows, and of what was handed to the piece.
 
         `arrays` are the rows, the cotangent of y, and what was handed to the piece; `d_own` are the gradients of what
-        it hands on, none for the last piece.
+        it hands on, none for the last piece; `d_aside` are those of the sums of the pieces' side outputs.
         """
         rows, d_rows, *before = arrays
         count = len(parameters)
 
         def recompute(*values: mx.array) -> list[mx.array]:
-            y, cache = self._run(number, keys, documents, values[:count], values[count], values[count + 1 :])
+            with side_outputs.collecting(self.collects) as aside:
+                y, cache = self._run(number, keys, documents, values[:count], values[count], values[count + 1 :])
             # mx.vjp drops the cotangent of an output that is itself a stop_gradient, so contiguous wraps it.
-            return [mx.contiguous(output) for output in ([y, *cache.handed] if d_own else [y])]
+            return [mx.contiguous(output) for output in ([y, *cache.handed] if d_own else [y]) + aside]
 
-        return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_own])[1])
+        return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_own, *d_aside])[1])
 
     def _add_handed(self, d_handed: list[list[mx.array]], d_before: list[mx.array]) -> None:
         """Add the gradients of what was handed to a piece to `d_handed` of the pieces before it.

@@ -6,7 +6,7 @@ Modules that write `from package import function` hold the function itself. delt
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,13 +15,52 @@ from .patch_record import Function, Patch
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
+class LoadedModules:
+    """Every loaded module that is not deltatune's own, and which of them hold some functions under any name.
+
+    One pass over all names finds every function. A pass for each of thirty functions would take half a second.
+    """
+
+    def __init__(self, functions: Iterable[Function]) -> None:
+        self._functions = {id(function): function for function in functions}
+        self._read()
+
+    def __iter__(self) -> Iterator[ModuleType]:
+        return iter(self._modules)
+
+    def holding(self, function: Function) -> list[tuple[ModuleType, str]]:
+        """Each module that holds `function`, and the name there."""
+        if len(sys.modules) != self._count or id(function) not in self._functions:
+            self._functions[id(function)] = function
+            self._read()
+        return [(m, name) for m, name in self._places[id(function)] if vars(m).get(name) is function]
+
+    def replace(self, old: Function, new: Function) -> None:
+        """Put `new` in every module that holds `old`."""
+        places = self.holding(old)
+        for module, name in places:
+            vars(module)[name] = new
+        self._functions[id(new)] = new
+        self._places.setdefault(id(new), []).extend(places)
+
+    def _read(self) -> None:
+        self._count = len(sys.modules)
+        loaded = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        self._modules = [module for module in loaded if module.__name__.partition(".")[0] != _OWN_PACKAGE]
+        self._places: dict[int, list[tuple[ModuleType, str]]] = {key: [] for key in self._functions}
+        for module in self._modules:
+            for name, value in list(vars(module).items()):
+                if id(value) in self._places:
+                    self._places[id(value)].append((module, name))
+
+
 def defined_function(patch: Patch) -> Function | None:
     """The function that `patch.module` defines, from any module that still holds it under its own name."""
-    for namespace in [vars(owner_of(patch))] + [vars(module) for module in loaded_modules()]:
-        value: Any = namespace.get(patch.attribute)
-        if _is_defined_by(patch, value):
-            return value
-    return None
+    value: Any = vars(owner_of(patch)).get(patch.attribute)
+    if _is_defined_by(patch, value):
+        return value
+    held = (module.__dict__.get(patch.attribute) for module in LoadedModules(()))
+    return next((value for value in held if _is_defined_by(patch, value)), None)
 
 
 def owner_of(patch: Patch) -> Any:
@@ -32,38 +71,23 @@ def owner_of(patch: Patch) -> Any:
     return owner
 
 
-def loaded_modules() -> Iterator[ModuleType]:
-    """Every loaded module that is not deltatune's own."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != _OWN_PACKAGE:
-            yield module
-
-
-def holders(function: Function, patch: Patch) -> list[str]:
+def holders(function: Function, patch: Patch, loaded: LoadedModules) -> list[str]:
     """The names of the modules that hold `function` under any name; for a method, the method's own full name."""
     owner = owner_of(patch)
     if not isinstance(owner, ModuleType):
         return [patch.target] if vars(owner).get(patch.attribute) is function else []
-    return sorted(m.__name__ for m in _places(owner) if any(value is function for value in list(vars(m).values())))
+    names = {module.__name__ for module, _ in loaded.holding(function)}
+    return sorted(names | {owner.__name__} if vars(owner).get(patch.attribute) is function else names)
 
 
-def rebind(patch: Patch, old: Function, new: Function) -> None:
+def rebind(patch: Patch, old: Function, new: Function, loaded: LoadedModules) -> None:
     """Put `new` wherever `old` is held: in the class of a method, else in every module."""
     owner = owner_of(patch)
-    if not isinstance(owner, ModuleType):
-        if vars(owner).get(patch.attribute) is old:
-            setattr(owner, patch.attribute, new)
-        return
-    for module in _places(owner):
-        for name, value in list(vars(module).items()):
-            if value is old:
-                vars(module)[name] = new
-
-
-def _places(owner: ModuleType) -> Iterator[ModuleType]:
-    """Every module that may hold a function of `owner`. Submodules of compiled packages are not in sys.modules."""
-    yield owner
-    yield from (module for module in loaded_modules() if module is not owner)
+    # A submodule of a compiled package is an owner, and not in sys.modules.
+    if vars(owner).get(patch.attribute) is old:
+        setattr(owner, patch.attribute, new)
+    if isinstance(owner, ModuleType):
+        loaded.replace(old, new)
 
 
 def _is_defined_by(patch: Patch, value: Any) -> bool:

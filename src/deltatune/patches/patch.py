@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ..machine.compiling import without_kernels
-from .holders import defined_function, holders, loaded_modules, owner_of, rebind
+from .holders import LoadedModules, defined_function, holders, owner_of, rebind
 from .importing import ImportWatch
 from .patch_record import Function, Patch
 
@@ -101,12 +101,10 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
     targets: dict[str, list[Patch]] = {}
     for patch in patches:
         targets.setdefault(patch.target, []).append(patch)
-    for records in targets.values():
-        module = records[0].module
-        if module in sys.modules:
-            _apply_target(records, report)
-        else:
-            _watch(module, announce)[records[0].target] = records
+    for target, records in targets.items():
+        if records[0].module not in sys.modules:
+            _watch(records[0].module, announce)[target] = records
+    _apply_targets([records for records in targets.values() if records[0].module in sys.modules], report)
     report.waiting = list(_watches)
     return report
 
@@ -120,8 +118,7 @@ def _watch(module: str, announce: Callable[[PatchReport], None] | None) -> dict[
     def apply_targets() -> None:
         _watches.pop(module)
         report = PatchReport()
-        for records in targets.values():
-            _apply_target(records, report)
+        _apply_targets(list(targets.values()), report)
         if announce is not None:
             announce(report)
 
@@ -134,8 +131,9 @@ def revert() -> None:
     for watch, _ in _watches.values():
         watch.stop()
     _watches.clear()
+    loaded = LoadedModules(entry.ours for entry in _in_force.values())
     for entry in _in_force.values():
-        rebind(entry.patch, entry.ours, entry.upstream)
+        rebind(entry.patch, entry.ours, entry.upstream, loaded)
     _in_force.clear()
 
 
@@ -145,7 +143,16 @@ def in_force(target: str) -> Function | None:
     return entry.ours if entry else None
 
 
-def _apply_target(records: list[Patch], report: PatchReport) -> None:
+def _apply_targets(targets: list[list[Patch]], report: PatchReport) -> None:
+    """_apply_target for the records of each target."""
+    originals = [defined_function(records[0]) for records in targets if records[0].target not in _in_force]
+    replacements = [entry.ours for entry in _in_force.values()]
+    loaded = LoadedModules(function for function in originals + replacements if function is not None)
+    for records in targets:
+        _apply_target(records, report, loaded)
+
+
+def _apply_target(records: list[Patch], report: PatchReport, loaded: LoadedModules) -> None:
     """Replace the one target of `records`, and note in `report` what was done and what was left alone."""
     target = records[0].target
     if target not in _in_force and _is_settled(records):
@@ -157,9 +164,9 @@ def _apply_target(records: list[Patch], report: PatchReport) -> None:
             return
         _in_force[target] = fitting
     entry = _in_force[target]
-    rebind(entry.patch, entry.upstream, entry.ours)
-    report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch))))
-    for path, value in _other_functions(entry):
+    rebind(entry.patch, entry.upstream, entry.ours, loaded)
+    report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch, loaded))))
+    for path, value in _other_functions(entry, loaded):
         origin = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
         _leave_alone(
             report,
@@ -232,7 +239,7 @@ def _signature(function: Function) -> str:
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
-def _other_functions(entry: _InForce) -> Iterator[tuple[str, Any]]:
+def _other_functions(entry: _InForce, loaded: LoadedModules) -> Iterator[tuple[str, Any]]:
     """Where the package holds another object under the target's name: the full name there, and the object."""
     patch = entry.patch
     if "." in patch.name:
@@ -240,7 +247,7 @@ def _other_functions(entry: _InForce) -> Iterator[tuple[str, Any]]:
         if value is not entry.ours:
             yield patch.target, value
         return
-    for module in loaded_modules():
+    for module in loaded:
         value = module.__dict__.get(patch.name)
         inside = module.__name__.partition(".")[0] == patch.package or module.__name__ in patch.holders
         if inside and value is not None and value is not entry.ours and not _of_another_target(value, patch):

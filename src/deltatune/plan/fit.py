@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,9 +18,11 @@ from ..errors import UserError
 from ..lora.adapter import Adapter
 from ..lora.convert import adapters
 from ..lora.weights import dense_weight
+from ..train import state
 from ..train.setup import Run, load_model, prepare, ready
 from . import screen
 from .array_layout import ArrayLayout
+from .checkpoints import Choice, choose, order_of
 from .device_limits import DeviceLimits, device_limits
 from .forecast import Forecast, forecast_step
 from .process_memory import LayoutError
@@ -55,6 +59,9 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
     model, config = run.model, run.config
     rows, length = shape(run)
     planned = partial(_step, splits=run.splits, layout=layout)
+    choice = _choice(run, limits, layout)
+    # Where larger values are searched for, auto may checkpoint every layer.
+    config = _without_choice(config)
     first = planned(model, config, rows=rows, length=length)
 
     def planned_at_rank(rank: int) -> Forecast:
@@ -76,42 +83,96 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
         current = config.lora_parameters.rank
         most = max(current, min(_MOST_RANK, _widest(model)))
         rank = largest(planned_at_rank, limits, {current: first}, step=1, most=most, leap=_MOST_RANK)
-    return RunForecast(first, limits, _per_run(batch, run), longest, rank)
+    if choice is None:
+        return RunForecast(first, limits, _per_run(batch, run), longest, rank)
+    return RunForecast(choice.forecast, limits, _per_run(batch, run), longest, rank, str(choice))
 
 
-def check(run: Run, *, force: bool = False) -> str:
-    """Check that a run which is about to start fits the device.
+@dataclass(frozen=True)
+class Checked:
+    """A run that was checked.
+
+    Args:
+        lines: what to tell the user: the plan, or why there is none on this version of MLX.
+        checkpointed_layers: the positions of the layers to checkpoint, for Trainer.run; None unless `grad_checkpoint`
+            is auto.
+    """
+
+    lines: list[str]
+    checkpointed_layers: list[int] | None
+
+
+def check(run: Run, *, force: bool = False) -> Checked:
+    """Check that a run which is about to start fits the device, and choose its checkpoints if that is left to the plan.
 
     Args:
         run: the run, its model prepared.
         force: report a run that does not fit instead of refusing it.
 
-    Returns:
-        One line for the user: the plan, or why there is none on this version of MLX.
-
     Raises:
         UserError: the run does not fit; the message says what would make it fit.
     """
-    rows, length = shape(run)
+    limits = device_limits()
     try:
         layout = ArrayLayout.measured()
-        plan = _step(run.model, run.config, rows, length, run.splits, layout)
+        choice = _choice(run, limits, layout)
+        plan = choice.forecast if choice else _step(run.model, run.config, *shape(run), run.splits, layout)
     except LayoutError as error:
-        return (
+        line = (
             f"Plan: none, since this version of MLX stores its graphs in a way that deltatune does not know ({error})."
         )
-    limits = device_limits()
-    if fits(plan, limits):
-        return screen.line(plan, limits)
-    message = f"{screen.line(plan, limits)} {_remedy(run, plan, limits, layout)}"
-    if force:
-        return f"{message} Training starts all the same (--force)."
-    raise UserError(f"{message} --force trains all the same.")
+        return _unplanned(run, line)
+    lines = [screen.line(plan, limits)] if choice is None else [str(choice), screen.line(plan, limits)]
+    if not fits(plan, limits):
+        message = f"{lines[-1]} {_remedy(run, plan, choice, limits, layout)}"
+        if not force:
+            raise UserError(f"{message} --force trains all the same.")
+        lines[-1] = f"{message} Training starts all the same (--force)."
+    return Checked(lines, None if choice is None else choice.layers)
+
+
+def _choice(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> Choice | None:
+    """The layers to checkpoint if `grad_checkpoint` is auto: those of the run that is continued, or new ones.
+
+    Every rank checkpoints what the one with the least memory needs, so that all round alike.
+    """
+    if run.config.grad_checkpoint != "auto":
+        return None
+    order, (rows, length) = order_of(run.model), shape(run)
+
+    def attempt(layers: Sequence[int]) -> Forecast:
+        return _step(run.model, run.config, rows, length, run.splits, layout, layers)
+
+    saved = _saved_layers(run)
+    choice = choose(attempt, order, limits) if saved is None else order.choice(saved, attempt(saved))
+    most = int(run.world.largest(len(choice.layers)))
+    if most > len(choice.layers):
+        layers = order.but(len(order.frozen) + len(order.reached) - most)
+        choice = order.choice(layers, attempt(layers))
+    return choice
+
+
+def _saved_layers(run: Run) -> list[int] | None:
+    """The layers that the run which is continued has checkpointed; None if it chose none, or none is continued."""
+    saved = state.peek(state.state_path(run.config.adapter_path)) if run.config.resume else None
+    return None if saved is None else saved.checkpointed_layers
+
+
+def _unplanned(run: Run, line: str) -> Checked:
+    """What is told of a run that cannot be planned; auto then checkpoints every layer of a new run."""
+    if run.config.grad_checkpoint != "auto":
+        return Checked([line], None)
+    order, saved = order_of(run.model), _saved_layers(run)
+    layers = order.but(0) if saved is None else saved
+    # The other ranks wait for this number in _choice.
+    run.world.largest(len(layers))
+    again = len(set(layers) & set(order.reached))
+    return Checked([line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are computed again."], layers)
 
 
 def shape(run: Run) -> tuple[int, int]:
     """The rows and the length in tokens of the run's largest batch on one rank."""
-    return run.config.batch_size // run.world.size * _rows_each(run.config), run.order(run.splits.train).widths[-1]
+    return run.config.batch_size // run.world.size * _rows_each(run.config), run.training_order().widths[-1]
 
 
 def _rows_each(config: TrainConfig) -> int:
@@ -119,15 +180,20 @@ def _rows_each(config: TrainConfig) -> int:
     return 1 if config.loss == "sft" or config.pack else 2
 
 
-def _remedy(run: Run, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout) -> str:
+def _without_choice(config: TrainConfig) -> TrainConfig:
+    """The options with every layer checkpointed where `grad_checkpoint` is auto, as it is where memory is short."""
+    return dataclasses.replace(config, grad_checkpoint=True) if config.grad_checkpoint == "auto" else config
+
+
+def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimits, layout: ArrayLayout) -> str:
     """A sentence on what would make the run fit, the least change first."""
-    config = run.config
+    config = _without_choice(run.config)
 
     def planned(config: TrainConfig, rows: int, length: int) -> Forecast:
         return _step(run.model, config, rows, length, run.splits, layout)
 
     words = ""
-    if not config.grad_checkpoint:
+    if not config.grad_checkpoint or (choice is not None and choice.again < choice.of):
         config = dataclasses.replace(config, grad_checkpoint=True)
         if fits(planned(config, plan.rows, plan.length), limits):
             return "It fits with --grad-checkpoint."
@@ -143,12 +209,19 @@ def _remedy(run: Run, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout)
 
 
 def _step(
-    model: nn.Module, config: TrainConfig, rows: int, length: int, splits: Splits, layout: ArrayLayout
+    model: nn.Module,
+    config: TrainConfig,
+    rows: int,
+    length: int,
+    splits: Splits,
+    layout: ArrayLayout,
+    checkpointed_layers: Sequence[int] | None = None,
 ) -> Forecast:
     """The forecast of a step; its images are those of the data, whatever the length."""
     documents = [document for example in splits.train for document in example.documents]
     images = largest_batch(documents, rows)
-    return forecast_step(model, config, rows, length, layout, images, _preferences(config, rows, length, splits))
+    preferences = _preferences(config, rows, length, splits)
+    return forecast_step(model, config, rows, length, layout, images, preferences, checkpointed_layers)
 
 
 def _preferences(config: TrainConfig, rows: int, length: int, splits: Splits) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.nn as nn
@@ -11,7 +12,7 @@ import mlx.nn as nn
 from ..config import TrainConfig
 from ..models.vision.inputs import ImageShapes
 from .array_layout import ArrayLayout
-from .graph import Node
+from .graph import Node, all_nodes
 from .simulate import Peak, Simulation
 from .traced_step import TracedStep, build, simulate_step, simulate_tower
 
@@ -80,6 +81,7 @@ def forecast_step(
     layout: ArrayLayout,
     images: ImageShapes | None = None,
     preferences: int = 0,
+    checkpointed_layers: Sequence[int] | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -91,9 +93,11 @@ def forecast_step(
         layout: how the loaded MLX stores its arrays.
         images: the shapes of the batch's images; None for text.
         preferences: how many preferences the batch has; 0 where the loss reads none.
+        checkpointed_layers: the positions of the layers to checkpoint where `config.grad_checkpoint` is auto.
     """
     try:
-        return _planned(build(model, config, rows, length, layout, images, preferences), config, layout)
+        built = build(model, config, rows, length, layout, images, preferences, checkpointed_layers)
+        return _planned(built, config, layout)
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected.
         gc.collect()
@@ -131,10 +135,10 @@ def _moment(machine: Simulation, built: TracedStep, peak: Peak, *, by_bytes: boo
 
 
 def _location(evaluated: list[Node], built: TracedStep, at: int) -> str:
-    """The phase and the parameter that is read nearest to it: `the backward pass, near model.layers.3.mlp.weight`."""
+    """The phase of primitive `at` and the parameter read nearest to it: `the backward pass, near lm_head.weight`."""
     if at >= len(built.phases[0].order):
         return "the update"
-    forward = _ancestors(built.loss)
+    forward = set(all_nodes([built.loss]))
     here = evaluated[min(at, len(evaluated) - 1)]
     phase = "the forward pass" if here in forward else "the backward pass"
     last = len(built.phases[0].order)
@@ -145,15 +149,3 @@ def _location(evaluated: list[Node], built: TracedStep, at: int) -> str:
                     if given.address in built.names:
                         return f"{phase}, near {built.names[given.address]}"
     return phase
-
-
-def _ancestors(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    stack = [node]
-    while stack:
-        one = stack.pop()
-        if one not in found:
-            found.add(one)
-            stack += one.inputs
-            stack += one.siblings
-    return found

@@ -27,6 +27,8 @@ def text(found: RunForecast) -> str:
     """The whole output of `deltatune plan`."""
     plan, limits = found.forecast, found.limits
     lines = [f"Step: {plan.rows} x {plan.length:,} = {plan.tokens:,} tokens, {plan.primitives:,} primitives."]
+    if found.checkpoints is not None:
+        lines.append(found.checkpoints)
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
     lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in {plan.bytes.where}.")
     rest = plan.bytes.amount - sum(plan.sizes.values())

@@ -33,7 +33,7 @@ class Largest:
 class RunForecast:
     """The forecast of a run, the device's limits, and the largest batch, length and rank that fit.
 
-    A largest value that was not searched for is None.
+    A largest value that was not searched for is None. `checkpoints` says what was chosen for `grad_checkpoint: auto`.
     """
 
     forecast: Forecast
@@ -41,6 +41,7 @@ class RunForecast:
     batch: Largest | None = None
     length: Largest | None = None
     rank: Largest | None = None
+    checkpoints: str | None = None
 
 
 def largest(

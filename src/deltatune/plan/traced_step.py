@@ -55,7 +55,7 @@ class TracedStep:
     """A step that was built and not run: its evaluations, its parameters, gradients and optimizer moments."""
 
     phases: list[Phase]
-    # Arrays that exist before the step.
+    # The arrays that exist before the step.
     held: list[Node]
     # Addresses of parameters that share one buffer, group by group.
     shared_buffers: list[list[int]]
@@ -99,13 +99,15 @@ def build(
     layout: ArrayLayout,
     shapes: ImageShapes | None = None,
     preferences: int = 0,
+    checkpointed_layers: Sequence[int] | None = None,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model`, which is left unchanged.
 
     The batch has `rows` rows of `length` tokens, images of `shapes`, and as many `preferences` as their loss reads.
+    `checkpointed_layers` are the positions of the layers to checkpoint where `config.grad_checkpoint` is auto.
     UserError where options of `config` conflict.
     """
-    with _as_trained(model, config) as loss_function:
+    with _as_trained(model, config, checkpointed_layers) as loss_function:
         optimizer = build_optimizer(config)
         step = build_step(model, optimizer, loss_function, config, World())
         # `_leaves` copies, since an update of experts writes new values into the arrays themselves.
@@ -156,7 +158,8 @@ def _outputs(
 
     The norm of the gradients comes last.
     """
-    loss, weight, gradients = step.on_arrays(batch, sums.gradients)
+    lengths = None if step.routers is None else mx.zeros(len(batch[0]), mx.int32)
+    loss, weight, gradients = step.on_arrays(batch, sums.gradients, lengths)
     new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
     first = [loss, weight, *step.figures, *_leaves(new)]
     norm, experts = step.begin_update(*new)
@@ -241,13 +244,13 @@ def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
 
 
 @contextlib.contextmanager
-def _as_trained(model: nn.Module, config: TrainConfig) -> Iterator[Any]:
+def _as_trained(model: nn.Module, config: TrainConfig, checkpointed_layers: Sequence[int] | None) -> Iterator[Any]:
     """Yields the loss function; within it the model is as Trainer has it, and afterwards it is as before."""
     modes, key = [(module, module.training) for module in model.modules()], get_key()
     parameters = model.trainable_parameters()
     # Copies protect the model's own arrays, into which an update of experts writes new values.
     model.update(tree_map(copy.copy, parameters))
-    with training(model, config, compare=False) as trained:
+    with training(model, config, compare=False, checkpointed_layers=checkpointed_layers) as trained:
         model.train()
         try:
             yield trained.loss

@@ -14,7 +14,7 @@ from ..machine import backend
 from ..ops.attention import attention_blocked, choice, kernel_trial
 from ..ops.attention.tolerances import NORMAL, half_norm
 from .float64_attention import NAMES, attention64
-from .measure import poison, relative_norm, wide
+from .measure import as_float64, poison, relative_norm
 from .outcome import FAILED, Check, Outcome, compared_with_bounds, not_run
 
 Results = dict[str, np.ndarray]
@@ -79,7 +79,7 @@ class AttentionWorkload:
 
 def truth_of(workload: AttentionWorkload) -> Results:
     """The exact results."""
-    arrays = {name: wide(x) for name, x in workload.arrays().items()}
+    arrays = {name: as_float64(x) for name, x in workload.arrays().items()}
     given = (arrays[name] for name in ("q", "k", "v", "dy"))
     return attention64(*given, sinks=arrays.get("sinks"), **workload.options())
 
@@ -105,7 +105,7 @@ def errors(function: Callable[..., mx.array], workload: AttentionWorkload, truth
     # The first call gives the sizes of the outputs, and makes whatever is made only once.
     poison(results_of(function, workload))
     results = results_of(function, workload)
-    return {name: relative_norm(wide(x), truth[name]) for name, x in zip(NAMES, results, strict=False)}
+    return {name: relative_norm(as_float64(x), truth[name]) for name, x in zip(NAMES, results, strict=False)}
 
 
 def workloads(quick: bool) -> list[AttentionWorkload]:

@@ -52,7 +52,8 @@ def growth(model: nn.Module) -> float:
 def control(training: bool) -> Outcome:
     """Compare the demo's model without and with the patches.
 
-    training: in training mode; False stands for a forgotten `model.train()`.
+    Args:
+        training: Whether the model is in training mode; False is the case of a forgotten `model.train()`.
     """
     model, _ = load_model(MODEL)
     model.train(training)

@@ -14,7 +14,7 @@ from ..demo.screen import DemoScreen
 from .outcome import FAILED, PASSED, Check, Outcome
 
 
-class _NotingScreen(DemoScreen):
+class _RecordingScreen(DemoScreen):
     """The demo's screen, which also records the accuracy before and after training."""
 
     before = after = "not reached"
@@ -29,7 +29,7 @@ def demonstrated(console: Console, **shortened: int) -> Outcome:
     shortened: options of run_demo that make it shorter.
     """
     with tempfile.TemporaryDirectory() as folder:
-        screen = _NotingScreen(console)
+        screen = _RecordingScreen(console)
         code = run_demo(Path(folder) / "demo", screen=screen, **shortened)
     facts = {"right_before": screen.before, "right_after": screen.after}
     words = f"{screen.before} right before, {screen.after} after"

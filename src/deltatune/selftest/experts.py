@@ -13,7 +13,7 @@ import numpy as np
 from ..machine import backend
 from ..ops.experts import Projection, expert_block, grouped, product_trial
 from ..ops.experts.tolerances import EXACT, NARROW_NORM, ROUNDING
-from .measure import poison, relative_norm, wide
+from .measure import as_float64, poison, relative_norm
 from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run
 
 PROJECTIONS, FACTORS = ("up", "down", "gate"), ("lora_a", "lora_b")
@@ -26,15 +26,15 @@ class Mixture:
     """The sizes of an expert block with LoRA on every projection.
 
     Args:
-        name: the name of the check.
-        tokens: how many tokens there are.
-        top_k: how many experts each token has.
-        experts: how many experts there are.
-        outer: the width of the tokens.
-        inner: the width between the experts' projections.
-        rank: the rank of LoRA.
-        dtype: the dtype of tokens and matrices.
-        packed: whether the matrices are quantised to 4 bits.
+        name: The name of the check.
+        tokens: How many tokens there are.
+        top_k: How many experts each token has.
+        experts: How many experts there are.
+        outer: The width of the tokens.
+        inner: The width between the experts' projections.
+        rank: The rank of LoRA.
+        dtype: The dtype of tokens and matrices.
+        packed: Whether the matrices are quantised to 4 bits.
     """
 
     name: str
@@ -99,7 +99,7 @@ def compare(mixture: Mixture) -> Outcome:
     results = differentiated()
     peak = mx.get_peak_memory() - held
     exact = _truth(trained | {f"{name}.weight": stored[name][1] for name in PROJECTIONS}, indices, dy, names)
-    errors = {name: relative_norm(wide(x), exact[name]) for name, x in zip(("y", *names), results, strict=True)}
+    errors = {name: relative_norm(as_float64(x), exact[name]) for name, x in zip(("y", *names), results, strict=True)}
     return compared_with_bounds(errors, dict.fromkeys(errors, _bound(mixture)), peak_bytes=peak)
 
 

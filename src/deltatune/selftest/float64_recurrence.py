@@ -15,9 +15,9 @@ def recurrence(inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict:
     """Compute the outputs and the gradients of the recurrence in float64.
 
     Args:
-        inputs: the arrays named in INPUTS, and `mask` and `segments` where there are any.
-        dy: the cotangent of y, [B, T, Hv, Dv].
-        dstate: the cotangent of the final state, [B, Hv, Dv, Dk].
+        inputs: The arrays named in INPUTS, and `mask` and `segments` where there are any.
+        dy: The cotangent of y, [B, T, Hv, Dv].
+        dstate: The cotangent of the final state, [B, Hv, Dv, Dk].
 
     Returns:
         `y`, `state` (the final one) and, by the name of each input, its gradient.

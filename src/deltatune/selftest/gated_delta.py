@@ -15,7 +15,7 @@ from ..ops.gated_delta import choice, gated_delta_chunk, gated_delta_naive, mach
 from ..ops.gated_delta.machine_trial import Implementation
 from ..ops.gated_delta.tolerances import EASY, FUSED_NORM, fused_bf16_norm
 from .float64_recurrence import INPUTS, recurrence
-from .measure import poison, relative_norm, wide
+from .measure import as_float64, poison, relative_norm
 from .outcome import FAILED, NOT_RUN, Check, Outcome, compared_with_bounds, not_run
 
 NAMES = ("y", "state", *INPUTS)
@@ -28,14 +28,14 @@ class Workload:
     """The sizes and the kind of a call of gated_delta with one row.
 
     Args:
-        name: the workload's name.
-        length: tokens.
-        key_heads: heads of q and k.
-        value_heads: heads of v.
-        head_size: the size of every head.
-        dtype: the dtype of q, k and v.
-        per_channel: one gate per channel instead of one per head.
-        documents: several documents and a mask, instead of one text.
+        name: The workload's name.
+        length: The number of tokens.
+        key_heads: The number of heads of q and k.
+        value_heads: The number of heads of v.
+        head_size: The size of every head.
+        dtype: The dtype of q, k and v.
+        per_channel: Whether there is a gate per channel instead of one per head.
+        documents: Whether the rows hold several documents and a mask, instead of one text.
     """
 
     name: str
@@ -123,7 +123,7 @@ def truth_of(workload: Workload) -> Truth:
     with mx.stream(mx.cpu):
         peer = gated_delta_chunk if workload.dtype == "float32" else gated_delta_naive
         results = workload.differentiated(peer, few)
-    peers = {name: relative_norm(wide(x), exact[name]) for name, x in zip(NAMES, results, strict=True)}
+    peers = {name: relative_norm(as_float64(x), exact[name]) for name, x in zip(NAMES, results, strict=True)}
     return arrays, exact, peers
 
 
@@ -145,7 +145,7 @@ def errors(function: Implementation, workload: Workload, truth: Truth) -> dict[s
     results = workload.differentiated(function, arrays)
     found = {}
     for name, x in zip(NAMES, results, strict=True):
-        whole = wide(x)
+        whole = as_float64(x)
         found[name] = relative_norm(workload.corner(name, whole), exact[name]) if np.isfinite(whole).all() else np.inf
     return found
 

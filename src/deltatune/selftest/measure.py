@@ -24,7 +24,7 @@ def relative_norm(found: np.ndarray, truth: np.ndarray) -> float:
     return float(size / whole)
 
 
-def wide(array: mx.array) -> np.ndarray:
+def as_float64(array: mx.array) -> np.ndarray:
     """The numbers of `array` as a float64 NumPy array."""
     return np.array(array.astype(mx.float32), dtype=np.float64)
 
@@ -33,7 +33,7 @@ def poison(like: Iterable[mx.array] = ()) -> None:
     """Fill memory with NaN and free it, so that MLX's next arrays hold NaN wherever nothing is written.
 
     Args:
-        like: arrays of the sizes that the next results will have; powers of two are filled in any case.
+        like: Arrays of the sizes that the next results will have; powers of two are filled in any case.
     """
     shapes = [(each.shape, each.dtype) for each in like if mx.issubdtype(each.dtype, mx.floating)]
     mx.clear_cache()

@@ -20,10 +20,10 @@ class Outcome:
 
     Args:
         status: `passed`, `failed` or `not run`.
-        detail: a sentence for a person.
-        errors: what was measured, by name; relative norms where the check does not say otherwise.
-        bounds: the largest value allowed for each of them.
-        facts: other figures for the file.
+        detail: A sentence for a person.
+        errors: What was measured, by name; relative norms where the check does not say otherwise.
+        bounds: The largest value allowed for each of them.
+        facts: Other figures for the file.
     """
 
     status: str

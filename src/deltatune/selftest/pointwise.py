@@ -17,7 +17,7 @@ from ..ops.pointwise.adam import AdamStep
 from ..ops.pointwise.joining import end_to_end
 from ..ops.pointwise.pass_launch import Execute, Pass
 from ..ops.pointwise.rows import sum_rows, take_rows
-from .measure import poison, relative_norm, wide
+from .measure import as_float64, poison, relative_norm
 from .outcome import Check, Outcome, compared_with_bounds, not_run
 
 # Bounds on relative norms. A rounding to bf16 costs 1.7e-3. Gradients of parameters pass up to nine such roundings in
@@ -117,7 +117,7 @@ def compare(case: PointwiseCase, dtype: mx.Dtype, execute: Execute = Pass.run) -
         outputs, gradients = mx.vjp(_listed(case.exact), given, d)
         exact = [np.array(array) for array in (*outputs, *gradients)]
     names = [f"output {i}" for i in range(len(first))] + [f"gradient {i}" for i in range(len(arrays))]
-    errors = {name: relative_norm(wide(x), truth) for name, x, truth in zip(names, results, exact, strict=True)}
+    errors = {name: relative_norm(as_float64(x), truth) for name, x, truth in zip(names, results, exact, strict=True)}
     return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[dtype]))
 
 
@@ -145,10 +145,10 @@ def rows_and_joins(quick: bool, execute: Execute = Pass.run) -> Outcome:
         return results
 
     poison(run())
-    found = [wide(each) for each in run()]
-    rows = wide(x)[np.array(place)]
-    joined = np.concatenate([wide(x)[:7].ravel(), wide(weights).ravel(), wide(x)[9]])
-    exact = [rows.reshape(-1, width), (rows * wide(weights)[..., None]).sum(axis=1), joined]
+    found = [as_float64(each) for each in run()]
+    rows = as_float64(x)[np.array(place)]
+    joined = np.concatenate([as_float64(x)[:7].ravel(), as_float64(weights).ravel(), as_float64(x)[9]])
+    exact = [rows.reshape(-1, width), (rows * as_float64(weights)[..., None]).sum(axis=1), joined]
     names = ("rows taken", "rows combined", "end to end")
     errors = {name: relative_norm(one, truth) for name, one, truth in zip(names, found, exact, strict=True)}
     return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[mx.float32]))
@@ -167,14 +167,14 @@ def adam(quick: bool) -> Outcome:
     v = v.square()
     poison(step(parameter, gradient, m, v))
     found = step(parameter, gradient, m, v)
-    p, g, m64, v64 = (wide(each) for each in (parameter, 0.5 * gradient, m, v))
+    p, g, m64, v64 = (as_float64(each) for each in (parameter, 0.5 * gradient, m, v))
     (b1, b2), rate = optimizer.betas, 0.1
     m64, v64 = b1 * m64 + (1 - b1) * g, b2 * v64 + (1 - b2) * g * g
     # The optimizer computes both corrections in fp32, where 1 - 0.999^3 keeps four digits. They are given to the pass.
     first, second = (float(1 - b**optimizer.step) for b in (b1, b2))
     moved = rate / first * m64 / (np.sqrt(v64 / second) + optimizer.eps)
     exact = {"parameter": p * (1 - rate * optimizer.weight_decay) - moved, "m": m64, "v": v64}
-    errors = {name: relative_norm(wide(x), exact[name]) for name, x in zip(exact, found, strict=True)}
+    errors = {name: relative_norm(as_float64(x), exact[name]) for name, x in zip(exact, found, strict=True)}
     return compared_with_bounds(errors, dict.fromkeys(exact, BOUNDS[mx.float32]))
 
 

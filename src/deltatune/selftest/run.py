@@ -18,14 +18,14 @@ def run_selftest(quick: bool = False, console: Console | None = None) -> int:
     """Run every check on this machine, and write deltatune-selftest.json to the current folder.
 
     Args:
-        quick: use small sizes, one replay for each kind of adapter and no demo; this takes about twenty seconds.
-        console: where to print; the terminal by default.
+        quick: Whether to use small sizes, one replay for each kind of adapter and no demo, in about twenty seconds.
+        console: Where to print; the terminal by default.
 
     Returns:
         The exit code: 0 where no check failed, else 1.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: If the file cannot be written.
     """
     console = console or Console(highlight=False)
     started = time.perf_counter()

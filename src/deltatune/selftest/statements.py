@@ -14,8 +14,8 @@ class Promise:
     """A subject of the documents, and the checks that try it.
 
     Args:
-        subject: a regular expression that finds the subject in a statement.
-        checks: names of checks, or prefixes of several names.
+        subject: A regular expression that finds the subject in a statement.
+        checks: Names of checks, or prefixes of several names.
     """
 
     subject: str

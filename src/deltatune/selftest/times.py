@@ -37,12 +37,12 @@ class Timing:
     """The measurement of one implementation on one size.
 
     Args:
-        implementation: its name.
-        size: the name of the size.
-        tokens: tokens of the size.
-        milliseconds: the median time of a call.
-        peak_bytes: the peak memory beyond the inputs.
-        skipped: why there is no measurement; None where there is one.
+        implementation: Its name.
+        size: The name of the size.
+        tokens: The number of tokens of the size.
+        milliseconds: The median time of a call.
+        peak_bytes: The peak memory beyond the inputs.
+        skipped: Why there is no measurement; None where there is one.
     """
 
     implementation: str

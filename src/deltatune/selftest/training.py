@@ -27,7 +27,7 @@ from ..train import Trainer
 from ..train.log import Screen
 from ..train.setup import prepare
 from ..train.tree import leaves
-from .measure import relative_norm, wide
+from .measure import as_float64, relative_norm
 from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run
 
 STEPS = 4
@@ -48,7 +48,7 @@ def _trained(folder: Path, **changes: Any) -> tuple[list[float], _Weights]:
     splits = load_datasets(config, loaded.tokenizer)
     screen = Screen(shown=False)
     Trainer(loaded.model, loaded.tokenizer, config, splits, model_config=loaded.config, screen=screen).run()
-    return _losses(folder), {name: wide(leaf) for name, leaf in leaves(loaded.model.trainable_parameters())}
+    return _losses(folder), {name: as_float64(leaf) for name, leaf in leaves(loaded.model.trainable_parameters())}
 
 
 def _options(data: Path, folder: Path) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _start(**changes: Any) -> _Weights:
     config = TrainConfig(**_options(Path(), Path()) | changes)
     model = load(MODEL, from_scratch=config.from_scratch, seed=config.seed).model
     prepare(model, config)
-    return {name: wide(leaf) for name, leaf in leaves(model.trainable_parameters())}
+    return {name: as_float64(leaf) for name, leaf in leaves(model.trainable_parameters())}
 
 
 @contextmanager
@@ -123,8 +123,8 @@ def stopped_and_resumed(from_scratch: bool) -> Outcome:
     """Compare a packed run that is stopped and resumed with one that is not; both must have equal bits.
 
     Args:
-        from_scratch: start from random weights, and train the embeddings too. On a GPU, MLX sums an embedding's
-            gradient in another order each time, so there the two runs may differ by rounding.
+        from_scratch: Whether to start from random weights, and train the embeddings too. On a GPU, MLX sums an
+            embedding's gradient in another order each time, so there the two runs may differ by rounding.
     """
     options = {"from_scratch": from_scratch, "fine_tune_type": "full", "pack": True}
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +161,7 @@ def two_ranks() -> Outcome:
         if done.returncode:
             return Outcome(FAILED, f"mlx.launch ended with {done.returncode}: {done.stderr.strip()[-400:]}")
         weights: Any = mx.load(str(folder / "two" / "adapters.safetensors"))
-        found = _losses(folder / "two"), {key: wide(weights[key]) for key in expected[1]}
+        found = _losses(folder / "two"), {key: as_float64(weights[key]) for key in expected[1]}
     return _compare(found, expected, _start())
 
 

@@ -12,11 +12,14 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data import BatchOrder, Splits
+from ..data.example_stream import StreamedSplits
+from ..data.stream_order import StreamOrder
 from ..layers import LayerInfo
 from ..machine import backend, blas
 from ..patches.summary import summary
 from .distributed import World
 from .setup import Training
+from .state import Progress
 from .tree import leaves
 
 
@@ -50,6 +53,8 @@ def what_trains(model: nn.Module, config: TrainConfig) -> str:
 
 def examples(splits: Splits) -> str:
     """Describe the data, such as `44 training, 6 validation examples`."""
+    if isinstance(splits, StreamedSplits):
+        return f"training examples as they are read, {len(splits.valid)} validation examples"
     return f"{len(splits.train)} training, {len(splits.valid)} validation examples"
 
 
@@ -63,12 +68,23 @@ def about(model: nn.Module, config: TrainConfig, splits: Splits, trained: Traini
     }
 
 
+def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
+    """Return the lines that say where a run continues, and whether its number of ranks has changed."""
+    found = [f"Resuming after iteration {progress.iteration} of {config.iters}."]
+    if progress.ranks not in (None, world.size):
+        found.append(
+            f"The number of ranks is {world.size}; it was {progress.ranks} when the state was saved. The batches stay "
+            "the same; sums are rounded in another order, and dropout draws other numbers."
+        )
+    return found
+
+
 def lines(
     model: nn.Module,
     config: TrainConfig,
     splits: Splits,
     trained: Training,
-    order: BatchOrder,
+    order: BatchOrder | StreamOrder,
     world: World,
     *,
     verbose: bool = False,
@@ -100,8 +116,12 @@ def lines(
     opening.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
-    opening.append(f"Data: {examples(splits)}; {order.rows} rows an epoch, {config.batch_size} a batch{share}.")
-    if config.epochs is not None:
+    if isinstance(order, StreamOrder):
+        rows = f"{order.window_rows:,} rows are read and shuffled at a time"
+    else:
+        rows = f"{order.rows} rows an epoch"
+    opening.append(f"Data: {examples(splits)}; {rows}, {config.batch_size} a batch{share}.")
+    if config.epochs is not None and isinstance(order, BatchOrder):
         opening.append(
             f"Epochs: {config.epochs:g} of {order.batches_per_epoch} iterations each, so {config.iters} iterations."
         )

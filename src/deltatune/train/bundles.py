@@ -38,11 +38,13 @@ class Bundle:
         paths: The paths of the parameters in it, in order.
         shapes: Their shapes, in the same order.
         used_as: The dtype in which the model uses them; None for the dtype of the bundle.
+        rate: The factor of their learning rate.
     """
 
     paths: list[str]
     shapes: list[tuple[int, ...]]
     used_as: mx.Dtype | None
+    rate: float
 
     def join(self, flat: Mapping[str, mx.array]) -> mx.array:
         """Concatenate the bundle's parameters, which `flat` holds by path, into an array of one axis."""
@@ -80,6 +82,7 @@ class Bundles:
         optimizer: The optimizer; nothing is joined unless it is one of ELEMENTWISE.
         separate: Paths of parameters that stay separate.
         used_as: The dtype in which the model uses a parameter, by path; its own dtype where the path is missing.
+        rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
 
     Attributes:
         all: The bundles.
@@ -92,22 +95,29 @@ class Bundles:
         optimizer: mlx.optimizers.Optimizer,
         separate: Collection[str] = (),
         used_as: Mapping[str, mx.Dtype] | None = None,
+        rates: Mapping[str, float] | None = None,
     ):
         self.all: list[Bundle] = []
+        self._rates = rates or {}
         most = MOST_NUMBERS_ON_CPU if backend.device() == "cpu" else MOST_NUMBERS
-        kinds: dict[tuple[mx.Dtype, mx.Dtype | None], tuple[Bundle, int]] = {}
+        kinds: dict[tuple[mx.Dtype, mx.Dtype | None, float], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters) if type(optimizer).__name__ in ELEMENTWISE else []:
             if path in separate or leaf.size > most:
                 continue
-            kind = leaf.dtype, (used_as or {}).get(path)
+            kind = leaf.dtype, (used_as or {}).get(path), self._rates.get(path, 1.0)
             bundle, room = kinds.get(kind, (None, 0))
             if bundle is None or leaf.size > room:
-                bundle, room = Bundle([], [], kind[1]), most
+                bundle, room = Bundle([], [], *kind[1:]), most
                 self.all.append(bundle)
             bundle.paths.append(path)
             bundle.shapes.append(tuple(leaf.shape))
             kinds[kind] = bundle, room - leaf.size
         self.members = {path for bundle in self.all for path in bundle.paths}
+
+    def rate(self, path: str) -> float:
+        """Return the factor of the learning rate for a path of a joined tree."""
+        bundle = path.removeprefix(f"{TOGETHER}.")
+        return self._rates.get(path, 1.0) if bundle == path else self.all[int(bundle)].rate
 
     def join(self, tree: Any, joined: Sequence[mx.array] | None = None) -> Any:
         """Return `tree` with bundles in place of their members; `joined` gives the bundles if they exist already."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data import Splits
+from ..data.example_stream import StreamedSplits
 from ..errors import UserError
 from ..models.vocabulary import check_examples
 from .announce import trainable_count
@@ -25,3 +27,5 @@ def check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits)
     if not trainable_count(model):
         raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
     check_examples(model, tokenizer, splits.documents())
+    if isinstance(splits, StreamedSplits):
+        splits.stream.checks.append(partial(check_examples, model, tokenizer))

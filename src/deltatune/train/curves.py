@@ -37,6 +37,8 @@ _SMALL = {
     "Learning rate": "learning_rate",
     "Tokens per second": "tokens_per_second",
     "Peak memory, GB": "peak_memory",
+    "Load-balancing loss of the routers": "aux_loss",
+    "z-loss of the routers": "z_loss",
 }
 
 

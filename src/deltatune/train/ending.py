@@ -19,7 +19,7 @@ from .saving import Saving
 
 # Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for another thread to save; and for a
 # dead rank to be noticed after an error of the backend. Together, the other ranks end within 30 seconds.
-_ANSWER, _SAVE, _NEWS = 2.0, 12.0, 5.0
+_RETURN, _SAVE, _NOTICE = 2.0, 12.0, 5.0
 
 
 class Ending:
@@ -32,9 +32,9 @@ class Ending:
     def __init__(self, saving: Saving, config: TrainConfig, outputs: Outputs, world: World, screen: Screen):
         self._saving, self._config, self._outputs = saving, config, outputs
         self._world, self._screen = world, screen
-        self.stop = StopRequest(self._answer, self._hurry)
+        self.stop = StopRequest(self._answer, self._save_at_once)
         self._peers = Peers(world, self._rank_ended)
-        self._whole = threading.Lock()
+        self._lock = threading.Lock()
         # Set when the main thread has returned from MLX after a second signal.
         self._returned = threading.Event()
 
@@ -46,12 +46,12 @@ class Ending:
                     f"Note: rank {rank} cannot be reached over TCP; if it died, this rank would wait for it."
                 )
             stack.enter_context(self.stop)
-            self._whole.acquire()
+            self._lock.acquire()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._whole.release()
+        self._lock.release()
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
     def in_order(self) -> None:
@@ -76,11 +76,11 @@ class Ending:
     def waiting(self) -> Iterator[None]:
         """Let another thread save while the main thread, inside the `with` block, waits for a batch's gradients."""
         self.check()
-        self._whole.release()
+        self._lock.release()
         try:
             yield
         finally:
-            self._whole.acquire()
+            self._lock.acquire()
         self.check()
 
     @contextmanager
@@ -93,9 +93,9 @@ class Ending:
         except Exception as error:
             if self._world.size > 1:
                 # The backend fails if a rank has died. Then the thread that watches the ranks reports it, once.
-                self._whole.release()
-                self._peers.wait_for_end(_NEWS)
-                self._whole.acquire()
+                self._lock.release()
+                self._peers.wait_for_end(_NOTICE)
+                self._lock.acquire()
             try:
                 self._saving.save_last_update()
             except (UserError, RuntimeError) as second:
@@ -117,9 +117,9 @@ class Ending:
                 f"{name}: finishing this step, then saving. A second signal saves the last update at once."
             )
 
-    def _hurry(self) -> None:
+    def _save_at_once(self) -> None:
         """Answer the second signal: save at once if the main thread waits for MLX; otherwise check() will do it."""
-        if not self._whole.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return
         try:
             self._saving.save_last_update()
@@ -127,10 +127,10 @@ class Ending:
             self._screen.say(str(error))
             return
         finally:
-            self._whole.release()
+            self._lock.release()
         self._screen.stop()
         # A notebook's process must live on: there the run ends when MLX returns.
-        if not hasattr(sys, "ps1") and not self._returned.wait(_ANSWER):
+        if not hasattr(sys, "ps1") and not self._returned.wait(_RETURN):
             leave(str(self.stopped()))
 
     def _rank_ended(self, dead: list[int]) -> None:
@@ -140,16 +140,16 @@ class Ending:
         saver.join(2 * _SAVE)
         self._screen.stop()
         lowest = min(set(range(self._world.size)) - set(dead))
-        leave(self._news(dead) if self._world.rank == lowest else "")
+        leave(self._message(dead) if self._world.rank == lowest else "")
 
     def _save_beside(self) -> None:
-        if self._world.main and self._whole.acquire(timeout=_SAVE):
+        if self._world.main and self._lock.acquire(timeout=_SAVE):
             try:
                 self._saving.save_last_update()
             except (UserError, RuntimeError) as error:
                 self._screen.say(f"The state could not be saved at the end: {error}.")
 
-    def _news(self, dead: list[int]) -> str:
+    def _message(self, dead: list[int]) -> str:
         ended = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}"
         folder = self._outputs.state.parent
         found = state.peek(self._outputs.state)

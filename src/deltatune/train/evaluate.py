@@ -27,21 +27,28 @@ from .tree import number
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch `model` to evaluation mode, without dropout, inside the `with` block; afterwards its mode is restored.
-
-    Gated-delta mixers stay in training mode. There it only chooses deltatune's implementation over upstream's.
-    """
+def inferring(model: nn.Module) -> Iterator[None]:
+    """Switch `model` to evaluation mode, without dropout, inside the `with` block; afterwards its mode is restored."""
     before = [(module, module.training) for module in model.modules()]
-    mixers = list(gated_delta_layers(model).values())
     try:
         model.eval()
-        for mixer in mixers:
-            mixer._set_training_mode(True)
         yield
     finally:
         for module, mode in before:
             module._set_training_mode(mode)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch `model` to evaluation mode as inferring() does, except its gated-delta mixers.
+
+    In these, training mode only chooses deltatune's implementation over upstream's.
+    """
+    mixers = list(gated_delta_layers(model).values())
+    with inferring(model):
+        for mixer in mixers:
+            mixer._set_training_mode(True)
+        yield
 
 
 class Evaluation:

@@ -8,6 +8,7 @@ tokens if all its gradients in a layer are exactly zero, so that no further stat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx.utils import tree_unflatten
 from ..errors import UserError
 from ..lora.weights import is_switch
 from .bundles import ELEMENTWISE
+from .optimizer import learning_rate_times
 from .tree import leaves
 
 
@@ -41,6 +43,11 @@ class ExpertGradients(NamedTuple):
 class ActiveExperts:
     """Finds the parameters whose first axis is the expert, and updates them outside the compiled step.
 
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
+
     Attributes:
         paths: The paths of those parameters.
 
@@ -48,14 +55,14 @@ class ActiveExperts:
         UserError: If the optimizer does not treat every number independently, or no expert layer is trainable.
     """
 
-    def __init__(self, model: nn.Module, optimizer: mlx.optimizers.Optimizer):
+    def __init__(self, model: nn.Module, optimizer: mlx.optimizers.Optimizer, rates: Mapping[str, float] | None = None):
         if type(optimizer).__name__ not in ELEMENTWISE:
             known = ", ".join(name.lower() for name in ELEMENTWISE)
             raise UserError(
                 f"expert_updates: active needs an optimizer that treats every number independently ({known}); "
                 f"{type(optimizer).__name__.lower()} does not. Use one of those, or expert_updates: dense."
             )
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._rates = model, optimizer, rates or {}
         self._layers = _expert_leaves(model)
         self.paths = {path for paths in self._layers.values() for path in paths}
         if not self.paths:
@@ -86,9 +93,9 @@ class ActiveExperts:
                 continue
             rows = mx.array(touched.astype(np.uint32))
             for path in paths:
-                self._update_rows(
-                    parameters[path], _at(self._optimizer.state, path), experts.gradients[path], rows, experts.factor
-                )
+                moments, gradient = _at(self._optimizer.state, path), experts.gradients[path]
+                with learning_rate_times(self._optimizer, self._rates.get(path, 1.0)):
+                    self._update_rows(parameters[path], moments, gradient, rows, experts.factor)
 
     def _update_rows(
         self, parameter: mx.array, moments: dict[str, mx.array], gradient: mx.array, rows: mx.array, factor: mx.array

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,10 @@ from .preferences.figures import line
 from .state import refusal
 
 Record = dict[str, Any]
+# The key under which a record of metrics.jsonl holds answers.
+SAMPLES = "samples"
+# The letters of a prompt or an answer that a line on the screen shows.
+_SHOWN = 100
 
 
 class Service(Protocol):
@@ -34,12 +39,15 @@ class Service(Protocol):
     def log(self, record: Record, iteration: int) -> None:
         """Send the metrics of an iteration."""
 
+    def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
+        """Send the answers of an iteration, each with its prompt."""
+
     def close(self) -> None:
         """Finish the run in the service."""
 
 
 class TensorBoard:
-    """Writes scalars to `<directory>/tensorboard` with TensorBoard's own writer."""
+    """Writes scalars and texts to `<directory>/tensorboard` with TensorBoard's own writers."""
 
     @staticmethod
     def check(directory: Path) -> None:
@@ -58,13 +66,30 @@ class TensorBoard:
             self._writer = writer(str(directory / "tensorboard"))
         except OSError as error:
             raise UserError(f"--report-to tensorboard: {refusal(directory / 'tensorboard', error)}") from error
+        self._folder = str(directory / "tensorboard")
+        self._texts: Any = None
 
     def log(self, record: Record, iteration: int) -> None:
         for name, value in record.items():
             self._writer.add_scalar(name, value, iteration)
 
+    def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
+        events = _library("tensorboard", "tensorboard.compat.proto.event_pb2")
+        text_pb = _library("tensorboard", "tensorboard.plugins.text.summary_v2").text_pb
+        if self._texts is None:
+            files = _library("tensorboard", "tensorboard.summary.writer.event_file_writer")
+            self._texts = files.EventFileWriter(self._folder)
+        for number, sample in enumerate(samples, 1):
+            # TensorBoard shows texts as Markdown, in which four spaces keep a line as it is.
+            parts = [_indented(sample[name]) for name in ("prompt", "answer")]
+            summary = text_pb(f"samples/{number}", "\n\n---\n\n".join(parts))
+            self._texts.add_event(events.Event(wall_time=time.time(), step=iteration, summary=summary))
+        self._texts.flush()
+
     def close(self) -> None:
         self._writer.close()
+        if self._texts is not None:
+            self._texts.close()
 
 
 class WandB:
@@ -84,6 +109,11 @@ class WandB:
 
     def log(self, record: Record, iteration: int) -> None:
         self._wandb.log(record, step=iteration)
+
+    def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
+        rows = [[iteration, sample["prompt"], sample["answer"]] for sample in samples]
+        table = self._wandb.Table(columns=["iteration", "prompt", "answer"], data=rows)
+        self._wandb.log({"samples": table}, step=iteration)
 
     def close(self) -> None:
         self._wandb.finish()
@@ -105,8 +135,16 @@ class SwanLab:
     def log(self, record: Record, iteration: int) -> None:
         self._swanlab.log(record, step=iteration)
 
+    def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
+        texts = [self._swanlab.Text(sample["answer"], caption=sample["prompt"]) for sample in samples]
+        self._swanlab.log({"samples": texts}, step=iteration)
+
     def close(self) -> None:
         self._swanlab.finish()
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 SERVICES: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "swanlab": SwanLab}
@@ -168,10 +206,16 @@ def _named(report_to: str | None) -> list[Any]:
 
 
 def send(record: Record, services: Sequence[Service]) -> None:
-    """Send a record of metrics to the services; what has no value is left out."""
-    numbers = {name: value for name, value in record.items() if name != "iteration" and value is not None}
+    """Send a record of metrics or samples to the services; what has no value is left out."""
+    iteration, samples = record["iteration"], record.get(SAMPLES)
+    numbers = {
+        name: value for name, value in record.items() if name not in ("iteration", SAMPLES) and value is not None
+    }
     for service in services:
-        service.log(numbers, record["iteration"])
+        if numbers:
+            service.log(numbers, iteration)
+        if samples is not None:
+            service.log_samples(samples, iteration)
 
 
 class Metrics:
@@ -312,3 +356,16 @@ def validation_line(record: Record) -> str:
     """Format the record of an evaluation as a line."""
     figures = line(record, "val_")
     return f"Iter {record['iteration']}: val loss {record['val_loss']:.4f}{figures}, took {record['val_time']:.1f} s"
+
+
+def sample_lines(record: Record) -> str:
+    """Format the record of some answers as lines, each with the beginning of a prompt and of its answer."""
+    return "\n".join(
+        f"Iter {record['iteration']}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}"
+        for number, sample in enumerate(record[SAMPLES], 1)
+    )
+
+
+def _beginning(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _SHOWN else words[: _SHOWN - 3] + "..."

@@ -10,8 +10,8 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,23 +31,12 @@ from .outputs import Outputs
 from .preferences.figures import means
 from .preferences.reference import fill
 from .report import write_report
-from .result import Result
+from .result import Advance, Result
+from .samples import Samples
 from .saving import Saving
-from .setup import Run, Training, batch_order, build_step, training, with_iterations
+from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
 from .step import LossFunction, Sums
 from .tree import number, seed_iteration
-
-
-class Advance(NamedTuple):
-    """The figures of one iteration.
-
-    Attributes:
-        sums: Over all ranks: losses, weights, tokens, ranks that were asked to stop, and a preference loss's figures.
-        norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
-    """
-
-    sums: tuple[float, ...]
-    norm: float | None
 
 
 class Trainer:
@@ -90,9 +79,10 @@ class Trainer:
         self.model, self.splits = model, splits
         self.world = world or World()
         check(model, tokenizer, config, splits)
-        self._train_order = batch_order(splits.train, config, self.world)
+        self._train_order = training_order(splits, config, self.world)
         self.config = config = with_iterations(config, self._train_order)
         self.screen = screen or log.Screen(shown=self.world.main)
+        self._samples = Samples(model, tokenizer, config, plain_text=splits.plain_text)
         self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)
         self._optimizer = build_optimizer(config)
@@ -105,20 +95,14 @@ class Trainer:
     @classmethod
     def of(cls, run: Run, screen: log.Screen | None = None, folder: RunFolder | None = None) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
-        loaded = run.loaded
-        return cls(
-            loaded.model,
-            loaded.tokenizer,
-            run.config,
-            run.splits,
-            model_config=loaded.config,
-            world=run.world,
-            screen=screen,
-            folder=folder,
-        )
+        given = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
+        return cls(*given, model_config=run.loaded.config, world=run.world, screen=screen, folder=folder)
 
-    def run(self) -> Result:
+    def run(self, *, checkpointed_layers: Sequence[int] | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
+
+        Args:
+            checkpointed_layers: The layers to checkpoint where `config.grad_checkpoint` is auto (plan.fit.check).
 
         Raises:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
@@ -127,7 +111,8 @@ class Trainer:
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
-            trained = stack.enter_context(training(self.model, config))
+            layers = checkpointed_layers if config.grad_checkpoint == "auto" else None
+            trained = stack.enter_context(training(self.model, config, checkpointed_layers=layers))
             for line in announce.lines(
                 self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
             ):
@@ -140,6 +125,7 @@ class Trainer:
             stack.callback(self._close)
             stack.enter_context(self._ending)
             self._open()
+            self.progress.checkpointed_layers = None if layers is None else list(layers)
             world.do_on_main(keep, "keep the reference")
             self.screen.start(self.progress.iteration, config.iters)
             with self._ending.rescue():
@@ -166,8 +152,8 @@ class Trainer:
         threshold = config.clear_cache_threshold
         self._cache_limit = backend.cache_to_keep() if threshold is None else threshold
         self._loss: LossFunction = loss
-        self._figures = trained.figures
         self._step = build_step(self.model, self._optimizer, loss, config, world)
+        self._figures = trained.figures + self._step.reports
         self._evaluation = Evaluation(self.model, loss, world, trained.figures)
         self._saving.begin(self._step)
         self._batches: list[Batch] = []
@@ -188,25 +174,14 @@ class Trainer:
                 self.screen.say(line)
             self.outputs.prepare()
         if config.resume and has_state:
-            for line in self._saving.restore():
+            for line in [*self._saving.restore(), *announce.resumed(self.progress, config, world)]:
                 self.screen.say(line)
-            self.screen.say(f"Resuming after iteration {self.progress.iteration} of {config.iters}.")
-            ranks = self.progress.ranks
-            if ranks not in (None, world.size):
-                self.screen.say(
-                    f"The number of ranks is {world.size}; it was {ranks} when the state was saved. The batches stay "
-                    "the same; sums are rounded in another order, and dropout draws other numbers."
-                )
         elif config.resume:
             self.screen.say(f"--resume: there is no state in {path.parent} yet; starting from the first iteration.")
         metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
         self._metrics = self._saving.metrics = metrics
-        options = dataclasses.asdict(config)
-        self._services = (
-            log.open_services(config.report_to, self.outputs.directory, config.project_name, options)
-            if world.main
-            else []
-        )
+        options, services = dataclasses.asdict(config), config.report_to if world.main else None
+        self._services = log.open_services(services, self.outputs.directory, config.project_name, options)
 
     def _close(self) -> None:
         self.screen.stop()
@@ -226,6 +201,8 @@ class Trainer:
             if not asked and self._evaluation_is_due() and not self._evaluate():
                 asked = True
             done = progress.iteration >= config.iters or self._out_of_patience()
+            if not asked and self._samples.are_due(progress, last=done) and not self._sample():
+                asked = True
             if asked and not done:
                 self._save()
                 self._ending.in_order()
@@ -281,6 +258,17 @@ class Trainer:
             )
         return True
 
+    def _sample(self) -> bool:
+        """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
+        answers = self._samples.on_main(self.world, self._ending)
+        if answers is None:
+            return False
+        self.progress.sampled = self.progress.iteration
+        if self.world.main:
+            record = {"iteration": self.progress.iteration, log.SAMPLES: answers}
+            self._report(record, log.sample_lines(record))
+        return True
+
     def _out_of_patience(self) -> bool:
         patience = self.config.early_stopping
         return patience is not None and self.progress.evaluations_without_gain >= patience
@@ -291,7 +279,7 @@ class Trainer:
         if progress.micro_batches == 0:
             self._batches = []
         self._saving.note_start()
-        batch = next(self._train_order)
+        batch = self._next_batch()
         self._batches.append(batch)
         seed_iteration(self.config.seed, progress.iteration, self.world.rank)
         (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._advance(batch)
@@ -310,6 +298,15 @@ class Trainer:
         self._recent.append(seconds)
         self.screen.advance(progress.iteration, f"loss {loss_sum / weight_sum:.4f}" if weight_sum else "")
         return asked > 0
+
+    def _next_batch(self) -> Batch:
+        """Return the next batch; if a stream has a row that cannot be trained on, the state is saved first."""
+        try:
+            return next(self._train_order)
+        except UserError:
+            self._ending.in_order()
+            self._saving.save_last_update()
+            raise
 
     def _advance(self, batch: Batch) -> Advance:
         """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks."""
@@ -392,8 +389,5 @@ class Trainer:
             kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at}: {what}: {damage}{kept}")
         cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
-        raise UserError(
-            f"iteration {at}: {what}: {cause}. The update was not made; the state after iteration "
-            f"{self.progress.iteration} is saved in {self.outputs.state.parent}. Look at those lines, lower "
-            "--learning-rate or set grad_clip, and start again (--resume-adapter-file continues from saved adapters)."
-        )
+        kept = f"the state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}"
+        raise nonfinite.refusal(f"iteration {at}: {what}: {cause}", kept)

@@ -47,6 +47,14 @@ def refuse_damaged(model: nn.Module) -> None:
         raise UserError(description)
 
 
+def refusal(what: str, kept: str) -> UserError:
+    """Return the error of a step that is not finite: `what` it is and why, and what of the run is `kept`."""
+    return UserError(
+        f"{what}. The update was not made; {kept}. Look at those lines, lower --learning-rate or set grad_clip, and "
+        "start again (--resume-adapter-file continues from saved adapters)."
+    )
+
+
 def trained_is_finite(model: nn.Module) -> bool:
     """Whether all that the model trains is finite, so that it is worth saving."""
     return all(is_finite(leaf) for _, leaf in leaves(model.trainable_parameters()))

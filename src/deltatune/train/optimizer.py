@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers
 from mlx.optimizers import schedulers
-from mlx.utils import tree_map
+from mlx.utils import tree_map_with_path
 
 from ..config import TrainConfig, nearest
 from ..errors import UserError
 from ..ops.pointwise import adam
 from ..values import Range, checked, short
+from .eight_bit import Adam8bit, AdamW8bit
 from .tree import leaves
 
 Schedule = Callable[[mx.array], mx.array]
 
-OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {"adam8bit": Adam8bit, "adamw8bit": AdamW8bit}
+OPTIMIZERS |= {
     name.lower(): kind
     for name, kind in vars(mlx.optimizers).items()
     if inspect.isclass(kind)
@@ -122,6 +126,11 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
                 f"it has {', '.join(known_settings)}."
             )
         _check_setting(name, key, settings[key], f"optimizer_config: {name}: {key}")
+    if config.loraplus_lr_ratio is not None and name == "adafactor" and settings.get("relative_step", True):
+        raise UserError(
+            "loraplus_lr_ratio: adafactor ignores the learning rate while its relative_step is true; set "
+            "optimizer_config: {adafactor: {relative_step: false}}, or take another optimizer."
+        )
     rate = build_schedule(config.lr_schedule) if config.lr_schedule else config.learning_rate
     try:
         return OPTIMIZERS[name](learning_rate=rate, **settings)
@@ -145,6 +154,19 @@ def clip_scale(norm: mx.array, clip: float) -> mx.array:
     return mx.minimum(clip / (norm + 1e-6), 1.0)
 
 
+@contextmanager
+def learning_rate_times(optimizer: mlx.optimizers.Optimizer, factor: float) -> Iterator[None]:
+    """Within the context, the optimizer's learning rate is `factor` times as large."""
+    rate = optimizer.state["learning_rate"] if factor != 1 else None
+    if rate is not None:
+        optimizer.state["learning_rate"] = rate * factor
+    try:
+        yield
+    finally:
+        if rate is not None:
+            optimizer.state["learning_rate"] = rate
+
+
 def apply(
     optimizer: mlx.optimizers.Optimizer,
     parameters: Any,
@@ -152,19 +174,20 @@ def apply(
     healthy: mx.array,
     clip: float | None,
     norm: mx.array | None = None,
+    rates: Callable[[str], float] = lambda path: 1.0,
 ) -> tuple[Any, mx.array]:
-    """Make one optimizer step.
+    """Make one optimizer step: one parameter after another, so that memory never holds all of them twice.
 
-    If `healthy` is False or the norm is not finite, parameters and optimizer state stay as they are. The parameters are
-    updated one after another, so that memory never holds all of them twice.
+    If `healthy` is False or the norm is not finite, parameters and optimizer state stay as they are.
 
     Args:
         optimizer: The optimizer; its state is updated.
         parameters: The tree of parameters.
-        gradients: Their gradients, a tree of the same structure.
+        gradients: Their gradients, in the same structure.
         healthy: A boolean scalar, such as whether the loss is finite.
         clip: The largest norm that is not scaled down; None for no clipping.
         norm: The norm of all gradients, if `gradients` are only a part of them.
+        rates: The factor of a parameter's learning rate, by its path in the tree.
 
     Returns:
         The new parameters, and the gradients' norm before clipping.
@@ -175,33 +198,37 @@ def apply(
     scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}
     # Without gradients, this call only advances the schedules and the count of steps.
     optimizer.apply_gradients({}, {})
-    step = adam.AdamStep.of(optimizer, scale, healthy)
+    # The step of a rate is made once, while the optimizer has that rate.
+    step_of = cache(lambda rate: adam.AdamStep.of(optimizer, scale, healthy))
 
-    def choose(new: mx.array, old: mx.array) -> mx.array:
-        return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
-
+    choose = partial(_choose, healthy)
     last: list[mx.array] = []
 
-    def update(gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
+    def update(path: str, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
         nonlocal last
         old = dict(state)
-        if last:
-            gradient = mx.depends([gradient], last)[0]
-        if step is not None and parameter.dtype == mx.float32:
-            updated, state["m"], state["v"] = step(parameter, gradient.astype(mx.float32), state["m"], state["v"])
-            last = [updated]
-            return updated
-        gradient = (gradient if scale is None else gradient * scale).astype(parameter.dtype)
-        updated = choose(optimizer.apply_single(gradient, parameter, state), parameter)
+        gradient = mx.depends([gradient], last)[0] if last else gradient
+        with learning_rate_times(optimizer, rates(path)):
+            step = step_of(rates(path))
+            if step is not None and parameter.dtype == mx.float32:
+                updated, state["m"], state["v"] = step(parameter, gradient.astype(mx.float32), state["m"], state["v"])
+                last = [updated]
+                return updated
+            gradient = (gradient if scale is None else gradient * scale).astype(parameter.dtype)
+            updated = choose(optimizer.apply_single(gradient, parameter, state), parameter)
         for name, value in old.items():
             state[name] = choose(state[name], value)
         last = [updated, *state.values()]
         return updated
 
-    updated = tree_map(update, gradients, parameters, optimizer.state)
+    updated = tree_map_with_path(update, gradients, parameters, optimizer.state)
     for name, value in scalars.items():
         optimizer.state[name] = choose(optimizer.state[name], value)
     return updated, norm
+
+
+def _choose(healthy: mx.array, new: mx.array, old: mx.array) -> mx.array:
+    return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
 
 
 def restore(optimizer: mlx.optimizers.Optimizer, state: dict[str, Any]) -> None:

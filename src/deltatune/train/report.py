@@ -18,6 +18,7 @@ from typing import Any
 from ..config import TrainConfig
 from ..machine import backend, blas
 from . import curves
+from .log import SAMPLES
 from .state import write_atomically
 
 Row = Sequence[Any]
@@ -85,7 +86,8 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Read the records of a metrics.jsonl that may be damaged.
 
     Returns:
-        The records, in which every value is a finite number or None, and the number of lines that hold no such record.
+        The records, in which every value but the samples is a finite number or None, and the number of lines that hold
+        no such record.
     """
     lines = path.read_bytes().splitlines() if path.is_file() else []
     records = [_record(line) for line in lines]
@@ -100,7 +102,17 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or record.get("iteration") is None:
         return None
-    return record if all(value is None or _drawable(value) for value in record.values()) else None
+    sound = all(
+        _answers(value) if name == SAMPLES else value is None or _drawable(value) for name, value in record.items()
+    )
+    return record if sound else None
+
+
+def _answers(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, dict) and {name: type(text) for name, text in each.items()} == {"prompt": str, "answer": str}
+        for each in value
+    )
 
 
 def _drawable(value: Any) -> bool:
@@ -178,11 +190,29 @@ def write_report(
         headline={**(headline or {}), **_headline(result)},
         notes=problems,
         metrics=records,
-        tables=[ReportTable("The run", ("what", "value"), list(run.items())), *tables, *facts],
+        tables=[ReportTable("The run", ("what", "value"), list(run.items())), *tables, *sample_tables(records), *facts],
     )
     text = render(report)
     write_atomically(path, lambda file: file.write(text.encode("utf-8")))
     return problems
+
+
+def sample_tables(records: Sequence[dict[str, Any]]) -> list[ReportTable]:
+    """Return the tables of the answers in the records of a metrics.jsonl: one for each prompt.
+
+    Each shows the first answer and the last. If there are more, a folded table has all of them.
+    """
+    answers: dict[tuple[int, str], list[Row]] = {}
+    for record in records:
+        for number, sample in enumerate(record.get(SAMPLES, ()), 1):
+            answers.setdefault((number, sample["prompt"]), []).append((record["iteration"], sample["answer"]))
+    tables, columns = [], ("iteration", "answer")
+    for (number, prompt), rows in answers.items():
+        title = f"Sample {number}"
+        tables.append(ReportTable(title, columns, rows if len(rows) < 3 else [rows[0], rows[-1]], note=prompt))
+        if len(rows) > 2:
+            tables.append(ReportTable(f"{title}: all {len(rows)} answers", columns, rows, folded=True))
+    return tables
 
 
 def changed_options(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
@@ -278,7 +308,7 @@ _STYLE = """
 body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1040px;margin:0 auto;padding:36px 20px}
 h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 8px}
-header p,.note{color:var(--soft);margin:4px 0 10px}
+header p,.note{color:var(--soft);margin:4px 0 10px;white-space:pre-wrap;overflow-wrap:anywhere}
 section{margin:26px 0}
 .cards{display:grid;grid-template-columns:repeat(var(--across),minmax(0,1fr));gap:10px}
 .card{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px 14px}

@@ -1,12 +1,25 @@
-"""Holds the final figures of a run."""
+"""Holds the figures of one iteration, and the final figures of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from .state import Progress
+
+
+class Advance(NamedTuple):
+    """The figures of one iteration.
+
+    Attributes:
+        sums: Over all ranks: losses, weights, tokens, ranks that were asked to stop, and a preference loss's figures.
+        norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
+    """
+
+    sums: tuple[float, ...]
+    norm: float | None
 
 
 @dataclass(frozen=True)

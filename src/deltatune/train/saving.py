@@ -11,7 +11,9 @@ import mlx.nn as nn
 import mlx.optimizers
 
 from ..data import BatchOrder
+from ..data.stream_order import StreamOrder
 from ..errors import UserError
+from ..lora import pissa
 from ..machine import blas
 from . import state
 from .distributed import World
@@ -51,7 +53,7 @@ class Saving:
         self,
         model: nn.Module,
         optimizer: mlx.optimizers.Optimizer,
-        order: BatchOrder,
+        order: BatchOrder | StreamOrder,
         outputs: Outputs,
         world: World,
         identity: dict[str, Any],
@@ -142,6 +144,7 @@ class Saving:
         threads = progress.blas_threads
         if threads and blas.use_threads(threads, "as in the run that is continued"):
             lines.append(f"BLAS: {blas.status().threads}.")
+        pissa.start_at(self._model, state.unpack("start", pissa.starts(self._model), arrays, path))
         self._model.update(state.unpack("trainable", self._model.trainable_parameters(), arrays, path))
         bundles, moments = self._step.bundles, self._optimizer.state
         parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)
@@ -185,6 +188,7 @@ class Saving:
         self.progress.ranks = self._world.size
         if self._world.main:
             arrays = state.pack("trainable", self._model.trainable_parameters())
+            arrays |= state.pack("start", pissa.starts(self._model))
             moments = self._step.bundles.part_state(self._optimizer.state)
             arrays |= state.pack("optimizer", moments) | sums
             self._outputs.save_weights(self.progress.iteration)

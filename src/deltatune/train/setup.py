@@ -7,24 +7,30 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
+from mlx.utils import tree_map
 
 from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
+from ..data.example_stream import StreamedSplits
 from ..data.packing import row_capacity
 from ..data.reader import VisionProcessors
+from ..data.stream_order import StreamOrder
+from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
-from ..lora import convert_to_lora, load_adapter_weights, load_adapters
+from ..lora import convert_to_lora, load_adapter_weights, load_adapters, pissa
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.document_isolation import check_packing
+from ..models.embedding_noise import noisy_embedding
 from ..models.head import split_head
 from ..models.layer_caches import carries
 from ..models.load import Loaded, load, locate
@@ -37,7 +43,9 @@ from .distributed import World
 from .optimizer import build_optimizer
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
+from .routers import router_losses
 from .step import LossFunction, Step, chunked_loss, full_loss
+from .tree import leaves
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
 
@@ -67,7 +75,17 @@ class Run:
 
     def prepare(self) -> list[str]:
         """Make the model trainable as the options say; return lines that describe it to the user."""
-        return prepare(self.model, self.config)
+        lines = prepare(self.model, self.config)
+        if self.world.size > 1:
+            # Another machine's decomposition of the same weight may differ in its last bits.
+            main = self.world.main
+            own = tree_map(lambda start: start if main else mx.zeros_like(start), pissa.starts(self.model))
+            pissa.start_at(self.model, self.world.sum_tree(own))
+        return lines
+
+    def training_order(self) -> BatchOrder | StreamOrder:
+        """Return this rank's batches to train on."""
+        return training_order(self.splits, self.config, self.world)
 
     def order(self, examples: Sequence[Example]) -> BatchOrder:
         """Return this rank's batches of `examples`."""
@@ -175,6 +193,10 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
     if config.from_scratch:
         _unfreeze_beside_layers(model)
     if config.resume_adapter_file is not None:
+        if pissa.starts(model):
+            raise UserError(
+                "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
+            )
         load_adapter_weights(model, config.resume_adapter_file)
     return [*report.summary(), *_new_rows(model, config), *refused_by_mlx_vlm(model)]
 
@@ -212,9 +234,17 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
     )
 
 
-def with_iterations(config: TrainConfig, order: BatchOrder) -> TrainConfig:
+def training_order(splits: Splits, config: TrainConfig, world: World | None = None) -> BatchOrder | StreamOrder:
+    """Return the batches to train on, as batch_order does; those of a stream come from one window after the other."""
+    if not isinstance(splits, StreamedSplits):
+        return batch_order(splits.train, config, world)
+    in_window = partial(batch_order, config=config, world=world)
+    return StreamOrder(splits.stream, splits.first, in_window, row_capacity(config))
+
+
+def with_iterations(config: TrainConfig, order: BatchOrder | StreamOrder) -> TrainConfig:
     """Return the options with the number of iterations that `epochs` stands for, where it is given."""
-    if config.epochs is None:
+    if config.epochs is None or isinstance(order, StreamOrder):
         return config
     # A product such as 0.1 * 30 may be a little above the whole number that it stands for.
     return dataclasses.replace(config, iters=max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6)))
@@ -223,7 +253,7 @@ def with_iterations(config: TrainConfig, order: BatchOrder) -> TrainConfig:
 def build_step(
     model: nn.Module, optimizer: mlx.optimizers.Optimizer, loss: LossFunction, config: TrainConfig, world: World
 ) -> Step:
-    """Build the training step that `config` describes."""
+    """Build the training step that `config` describes, inside training()."""
     return Step(
         model,
         optimizer,
@@ -232,7 +262,26 @@ def build_step(
         accumulate=config.grad_accumulation_steps,
         clip=config.grad_clip,
         expert_updates=config.expert_updates,
+        routers=router_losses(model, config),
+        rates=_rates(model, config),
     )
+
+
+def _rates(model: nn.Module, config: TrainConfig) -> dict[str, float]:
+    """Return the factors of the learning rates that are not 1, by the parameters' paths: LoRA+'s, arXiv 2402.12354."""
+    if config.loraplus_lr_ratio is None:
+        return {}
+    rates = {path: config.loraplus_lr_ratio for path, _ in leaves(model.trainable_parameters()) if _is_b(path)}
+    if not rates:
+        raise UserError(
+            "loraplus_lr_ratio: LoRA+ gives the B matrices of adapters a learning rate of their own, and no adapter "
+            "trains here; use fine_tune_type: lora, or leave it out."
+        )
+    return rates
+
+
+def _is_b(path: str) -> bool:
+    return path.endswith(".lora_b")
 
 
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
@@ -289,7 +338,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> Iterator[Training]:
+def training(
+    model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpointed_layers: Sequence[int] | None = None
+) -> Iterator[Training]:
     """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
     Args:
@@ -297,9 +348,11 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         config: The options of the run.
         compare: Whether to check by computing that the model's parts give what the whole gives, and that packed
             documents do not influence each other.
+        checkpointed_layers: The positions of the layers to checkpoint, which the plan has chosen because
+            `config.grad_checkpoint` is auto.
 
     Raises:
-        UserError: If packed documents influence each other in this model.
+        UserError: If packed documents influence each other in this model, or no plan has chosen layers for auto.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
@@ -307,13 +360,37 @@ def training(model: nn.Module, config: TrainConfig, *, compare: bool = True) -> 
         layers = describe(model)
         if config.pack and compare:
             check_packing(model)
-        if config.grad_checkpoint:
-            stack.enter_context(checkpointed([layer.module for layer in layers], carries(model, layers)))
-        objective = objective_of(config)
-        if objective is None:
-            yield Training(*choose_loss(model, compare=compare), layers, patches, compiled)
-            return
-        parts, kind = _parts(model, compare)
-        token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
-        loss = preference_loss(token_losses, objective, config)
-        yield Training(loss, kind, layers, patches, compiled, objective, token_losses)
+        chosen = _to_checkpoint(len(layers), config, checkpointed_layers)
+        if chosen:
+            carried = carries(model, layers)
+            stack.enter_context(checkpointed([layers[at].module for at in chosen], [carried[at] for at in chosen]))
+        trained = _with_loss(model, config, compare, layers, patches, compiled)
+        # With noise, the two parts of a model could not be compared with the whole.
+        if config.neftune_noise_alpha is not None:
+            stack.enter_context(noisy_embedding(model, config.neftune_noise_alpha))
+        yield trained
+
+
+def _with_loss(
+    model: nn.Module, config: TrainConfig, compare: bool, layers: list[LayerInfo], patches: PatchReport, compiled: str
+) -> Training:
+    """Return what training() yields: the loss that `config` names, and what was found of the model."""
+    objective = objective_of(config)
+    if objective is None:
+        return Training(*choose_loss(model, compare=compare), layers, patches, compiled)
+    parts, kind = _parts(model, compare)
+    token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
+    loss = preference_loss(token_losses, objective, config)
+    return Training(loss, kind, layers, patches, compiled, objective, token_losses)
+
+
+def _to_checkpoint(layers: int, config: TrainConfig, chosen: Sequence[int] | None) -> Sequence[int]:
+    """Return the positions of the layers to checkpoint, of so many; `chosen` is what the plan chose for auto."""
+    if config.grad_checkpoint == "auto":
+        if chosen is None:
+            raise UserError(
+                "grad_checkpoint: auto checkpoints the layers that a plan chooses, and none was made. Give Trainer.run "
+                "the checkpointed_layers of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
+            )
+        return chosen
+    return range(layers) if config.grad_checkpoint else ()

@@ -40,6 +40,9 @@ FREE_OPTIONS = {
     "test_batches",
     "steps_per_report",
     "steps_per_eval",
+    "sample_prompts",
+    "steps_per_sample",
+    "sample_max_tokens",
     "save_every",
     "keep",
     "early_stopping",
@@ -63,6 +66,7 @@ class Progress:
         iteration: The iterations that are complete, each of one micro-batch.
         micro_batches: The micro-batches since the last update.
         evaluated: The iteration after which the last evaluation was made; -1 if none was.
+        sampled: The iteration after which sample_prompts were last answered; -1 if they never were.
         trained_tokens: The tokens trained on, over all ranks.
         seconds: The time spent in iterations.
         train_loss: The loss per token of the last report.
@@ -78,12 +82,15 @@ class Progress:
         ranks: The number of ranks that saved the state.
         finished: Whether the run is complete.
         blas_threads: The threads of OpenBLAS, on which the last bits of products depend; 0 for another BLAS.
+        checkpointed_layers: The positions of the checkpointed layers where grad_checkpoint is auto, else None. A
+            layer that runs in pieces rounds otherwise, so a continuation needs the same.
         order: The position in the training data (BatchOrder.state).
     """
 
     iteration: int = 0
     micro_batches: int = 0
     evaluated: int = -1
+    sampled: int = -1
     trained_tokens: float = 0.0
     seconds: float = 0.0
     train_loss: float | None = None
@@ -99,6 +106,7 @@ class Progress:
     ranks: int | None = None
     finished: bool = False
     blas_threads: int = 0
+    checkpointed_layers: list[int] | None = None
     order: dict[str, Any] = field(default_factory=dict)
 
     def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:

@@ -5,7 +5,8 @@ The training loop (loop.py) and the memory plan (plan/traced_step.py) run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +21,15 @@ from ..lora.linear import factor_dtypes
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.inputs import VisionBatch
 from ..models.vision.split import VisionArrays, vision_arrays
+from ..ops import side_outputs
 from ..ops.cross_entropy import linear_cross_entropy
+from ..ops.experts import routing
 from ..ops.segments import segments
 from . import optimizer as updates
 from .bundles import TOGETHER, Bundles
 from .distributed import World
 from .expert_updates import ActiveExperts, ExpertGradients
+from .routers import FIGURES, RouterLosses, real_lengths
 from .tree import leaves, number
 
 # A step on images is compiled for at most this many numbers of positions.
@@ -123,6 +127,8 @@ def mean_loss_and_gradients(
     batch: Arrays,
     parameters: Any = None,
     used: Callable[[Any], Any] = lambda parameters: parameters,
+    routers: RouterLosses | None = None,
+    lengths: mx.array | None = None,
 ) -> tuple[Any, ...]:
     """Compute the loss of a batch and the gradients of its mean.
 
@@ -132,21 +138,31 @@ def mean_loss_and_gradients(
         batch: The batch.
         parameters: What to differentiate by; the model's trainable parameters by default.
         used: A function from `parameters` to the model's trainable parameters.
+        routers: What is added to the mean for the routers of a mixture; None for a model without routers.
+        lengths: With `routers`, how many positions of each row hold tokens, [B].
 
     Returns:
         The sum of losses, the sum of weights, and the gradients of their quotient, which are 0 if all weights are;
-        then the figures of a preference loss.
+        then the figures of a preference loss and of routers, as one array [2, figures].
     """
-    packed = batch[3]
+    inputs, packed = batch[0], batch[3]
 
     def mean(parameters: Any) -> tuple[mx.array, ...]:
         model.update(used(parameters))
-        total, weight, *figures = loss_of(loss, batch)
-        return total / mx.where(weight > 0, weight, 1.0), total, weight, *figures
+        with side_outputs.collecting(routers is not None) as sums:
+            total, weight, *figures = loss_of(loss, batch)
+        quotient = total / mx.where(weight > 0, weight, 1.0)
+        if routers is not None:
+            added, reported = routers.of(sums, weight)
+            quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
+        return quotient, total, weight, *figures
 
     trainable = model.trainable_parameters()
+    watching: Any = nullcontext()
+    if routers is not None and lengths is not None:
+        watching = routing.watching(lengths, inputs.shape[1], trained=routers.trained)
     try:
-        with segments(packed):
+        with segments(packed), watching:
             (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
                 trainable if parameters is None else parameters
             )
@@ -186,11 +202,14 @@ class Step:
         accumulate: The number of micro-batches in an update.
         clip: The largest gradient norm that is not scaled down; None for no clipping.
         expert_updates: `dense` or `active`.
+        routers: What is added to the mean loss for the routers of a mixture; None for a model without routers.
+        rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
 
     Attributes:
         bundles: Which parameters are joined for the optimizer.
         tower: The model's frozen vision tower; None without one.
-        figures: What the loss reports of the last micro-batch besides its sums: one array for a preference loss.
+        routers: The argument.
+        figures: What a preference loss and routers report of the last micro-batch, as one array; else empty.
     """
 
     def __init__(
@@ -203,15 +222,17 @@ class Step:
         accumulate: int = 1,
         clip: float | None = None,
         expert_updates: str = "dense",
+        routers: RouterLosses | None = None,
+        rates: Mapping[str, float] | None = None,
     ):
         self._model, self._optimizer, self._loss, self._world = model, optimizer, loss, world
-        self._clip = clip
+        self._clip, self.routers = clip, routers
         self._weighted = accumulate > 1 or world.size > 1
         self._accumulates = accumulate > 1
-        self._active = ActiveExperts(model, optimizer) if expert_updates == "active" else None
+        self._active = ActiveExperts(model, optimizer, rates) if expert_updates == "active" else None
         parameters = model.trainable_parameters()
         separate = self._active.paths if self._active else ()
-        self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model))
+        self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model), rates)
         # The current bundles, and the model's parameters that are parts of them, by path.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self._parameters())
@@ -231,6 +252,11 @@ class Step:
         return self.bundles.join(parameters, self._joined[0])
 
     @property
+    def reports(self) -> tuple[str, ...]:
+        """The names of what routers report, which come last in `figures`."""
+        return () if self.routers is None else FIGURES
+
+    @property
     def joined(self) -> list[mx.array]:
         """The bundles of parameters that the next step reads."""
         return self._parameters().get(TOGETHER, [])
@@ -246,11 +272,14 @@ class Step:
 
         If every micro-batch is an update on a single rank, the gradients are those of the mean loss.
         """
-        return self.on_arrays(arrays(batch, self.tower), accumulated)
+        lengths = None if self.routers is None else real_lengths(batch)
+        return self.on_arrays(arrays(batch, self.tower), accumulated, lengths)
 
-    def on_arrays(self, batch: Arrays, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
-        """Do what micro_batch() does, for a batch of MLX arrays."""
-        loss, weight, gradients, *self.figures = self._micro_batch(batch, accumulated, self._parameters())
+    def on_arrays(
+        self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None
+    ) -> tuple[mx.array, mx.array, Any]:
+        """Do what micro_batch() does, for a batch of MLX arrays and, with routers, the lengths of its rows."""
+        loss, weight, gradients, *self.figures = self._micro_batch(batch, accumulated, self._parameters(), lengths)
         return loss, weight, gradients
 
     def sum_over_ranks(self, sums: Sums) -> Sums:
@@ -302,9 +331,13 @@ class Step:
         now = {path: leaf for path, leaf in leaves(parts) if path in self.bundles.members}
         self._joined = parameters.get(TOGETHER, []), now
 
-    def _trace_micro_batch(self, batch: Arrays, accumulated: Any, parameters: Any) -> tuple[Any, ...]:
+    def _trace_micro_batch(
+        self, batch: Arrays, accumulated: Any, parameters: Any, lengths: mx.array | None
+    ) -> tuple[Any, ...]:
         used = partial(self.bundles.part, used=True)
-        loss, weight, gradients, *figures = mean_loss_and_gradients(self._model, self._loss, batch, parameters, used)
+        loss, weight, gradients, *figures = mean_loss_and_gradients(
+            self._model, self._loss, batch, parameters, used, self.routers, lengths
+        )
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
@@ -316,7 +349,7 @@ class Step:
 
         With active experts, the fields of ExpertGradients come fourth.
         """
-        divisor = mx.array(1.0)
+        optimizer, rates, divisor = self._optimizer, self.bundles.rate, mx.array(1.0)
         if self._weighted:
             divisor = mx.where(weight > 0, weight, 1.0)
         experts: dict[str, mx.array] = {}
@@ -325,14 +358,15 @@ class Step:
         if self._weighted:
             gradients = tree_map(lambda g: g / divisor, gradients)
         if self._active is None:
-            parameters, norm = updates.apply(self._optimizer, parameters, gradients, mx.isfinite(loss), self._clip)
+            healthy = mx.isfinite(loss)
+            parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates=rates)
             return parameters, self.bundles.part(parameters), norm
         norm = updates.global_norm(experts).square() / divisor.square()
         if leaves(gradients):
             norm = norm + updates.global_norm(gradients).square()
         norm = mx.sqrt(norm)
         healthy = mx.logical_and(mx.isfinite(loss), mx.isfinite(norm))
-        parameters, _ = updates.apply(self._optimizer, parameters, gradients, healthy, self._clip, norm)
+        parameters, _ = updates.apply(optimizer, parameters, gradients, healthy, self._clip, norm, rates)
         factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
         touched = self._active.touched(experts)
         return parameters, self.bundles.part(parameters), norm, (experts, touched, factor, healthy)

@@ -1,7 +1,5 @@
 """Fixtures for rows with images and videos. They use the `folder` and the `processors` of the test's own module."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

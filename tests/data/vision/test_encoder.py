@@ -1,12 +1,7 @@
 """Rows with images give the processor's own tokens and patches, and each bad row gives one message."""
 
-from __future__ import annotations
-
 import io
 
-import deltatune  # noqa: F401
-
-# isort: split
 import numpy as np
 import pytest
 from PIL import Image

@@ -1,13 +1,8 @@
 """Rows with videos give the processor's own tokens and patches, and each bad row gives one message."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
-import deltatune  # noqa: F401
-
-# isort: split
 import numpy as np
 import pytest
 from PIL import Image

@@ -4,9 +4,6 @@ import io
 import json
 import re
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import pytest
 from rich.console import Console
 from safetensors import safe_open

@@ -1,10 +1,5 @@
 """Each probe finds its fault where the fault is planted, and only there."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

@@ -1,10 +1,5 @@
 """A frozen tower computes each image once, with the same bits in any batch, and as the training step would."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,14 +1,9 @@
 """Models of mlx-vlm whose towers are not trained on images: refused by name; their text trains through mlx-lm."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm

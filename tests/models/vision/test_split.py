@@ -1,14 +1,9 @@
 """A split vision-language model gives upstream's values, gradients and positions, in any batch."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.optimizers
 import pytest

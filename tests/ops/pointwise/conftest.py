@@ -7,9 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))

@@ -6,9 +6,6 @@ import logging
 from dataclasses import replace
 from functools import partial, partialmethod
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -9,7 +9,7 @@ from deltatune.selftest.parity.recording import Difference
 
 from . import pairs_theirs, theirs
 from . import record as text_record
-from .record import Reference, _one_thread, difference, moved
+from .record import Reference, difference, moved, one_thread
 
 
 def reference(case: PairCase, nudge: int = 0) -> Reference:
@@ -18,7 +18,7 @@ def reference(case: PairCase, nudge: int = 0) -> Reference:
     weights = taken = case.model.family.weights(shapes)
     if nudge:
         taken = moved(taken, nudge)
-    with _one_thread():
+    with one_thread():
         model = theirs.load(config, taken)
         targets = theirs.targets(case.model, model)
         parameters = theirs.adapt(case.model, model, initial_adapters(targets))

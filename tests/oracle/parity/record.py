@@ -48,7 +48,8 @@ class Reference:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Within the context, torch computes on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -75,7 +76,7 @@ def reference(case: ParityCase, nudge: int = 0) -> Reference:
         taken = quantised.dequantised(ours.load(case, config, weights), weights, config)
     if nudge:
         taken = moved(taken, nudge)
-    with _one_thread():
+    with one_thread():
         model = theirs.load(config, taken)
         targets = theirs.targets(case, model)
         adapters = initial_adapters(targets)

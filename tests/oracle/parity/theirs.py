@@ -111,15 +111,17 @@ def copied(tensors: dict[tuple[str, str], Any]) -> Adapters:
     return found
 
 
-def train(case: ParityCase, model: torch.nn.Module, parameters: Parameters) -> ParityRun:
-    """The recipe; `parameters` are trained in place."""
+def train(
+    case: ParityCase, model: torch.nn.Module, parameters: Parameters, start: int = 0, steps: int = STEPS
+) -> ParityRun:
+    """The recipe; `parameters` are trained in place, on the batches from that of step `start` on."""
     model.train()
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=case.family.learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
     )
     losses = []
     gradients: Adapters = {}
-    for step in range(STEPS):
+    for step in range(start, start + steps):
         rows = seeded.batch(step)
         tokens = torch.from_numpy(rows.tokens).long()
         labels = tokens.clone()
@@ -128,7 +130,7 @@ def train(case: ParityCase, model: torch.nn.Module, parameters: Parameters) -> P
         loss = model(input_ids=tokens, attention_mask=present.long(), labels=labels, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
-        if step == 0:
+        if step == start:
             gradients = copied({key: parameter.grad for key, parameter in parameters.items()})
         optimizer.step()
         losses.append(loss.item())

@@ -9,7 +9,7 @@ from deltatune.selftest.parity.vision import VisionCase
 
 from . import record as text_record
 from . import theirs, vision_theirs
-from .record import Reference, _one_thread, difference, moved
+from .record import Reference, difference, moved, one_thread
 
 
 def reference(case: VisionCase, nudge: int = 0) -> Reference:
@@ -18,7 +18,7 @@ def reference(case: VisionCase, nudge: int = 0) -> Reference:
     weights = taken = case.weights(shapes)
     if nudge:
         taken = moved(taken, nudge)
-    with _one_thread():
+    with one_thread():
         model = vision_theirs.load(config, taken)
         targets = vision_theirs.targets(model)
         routes = theirs.Routes(model)

@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -26,7 +23,10 @@ from deltatune.train.evaluate import Evaluation
 from deltatune.train.setup import prepare
 from deltatune.train.step import full_loss
 
-pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="the peaks of a CPU are counted")
+pytestmark = [
+    pytest.mark.any_blas,
+    pytest.mark.skipif(backend.device() != "cpu", reason="the peaks of a CPU are counted"),
+]
 
 LENGTHS = (512, 2048)
 

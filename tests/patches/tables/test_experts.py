@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import deltatune  # noqa: F401
-
-# isort: split
 import importlib
 import inspect
 

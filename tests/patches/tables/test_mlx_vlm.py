@@ -12,9 +12,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
@@ -84,6 +81,7 @@ def test_nothing_computed_under_the_patches_is_left_behind(model):
     assert not caches(model)
 
 
+@pytest.mark.any_blas
 def test_a_model_that_cannot_be_traced_leaves_no_patch_in_force(model, monkeypatch):
     target = "mlx_lm.models.gated_delta.gated_delta_update"
     revert()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

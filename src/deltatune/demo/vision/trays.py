@@ -46,9 +46,9 @@ class Tray:
     """A tray with parts.
 
     Args:
-        kinds: the kinds of parts, in alphabetical order of colour and shape.
-        parts: for each compartment, row by row, the (colour, shape) of its part, or None.
-        look: the seed of light, sizes and positions in the picture.
+        kinds: The kinds of parts, in alphabetical order of colour and shape.
+        parts: For each compartment, row by row, the (colour, shape) of its part, or None.
+        look: The seed of light, sizes and positions in the picture.
     """
 
     kinds: tuple[Kind, ...]

@@ -37,7 +37,7 @@ def ask(loaded: Loaded, items: Sequence[task.TrayPicture]) -> Score:
 
 def ask_mlx_vlm(adapter: Path, items: Sequence[task.TrayPicture]) -> list[str]:
     """The answers of mlx-vlm with the base model and the adapter, in a new process without deltatune."""
-    return flow.ask_elsewhere(RELOAD, MODEL, adapter, [[str(item.file), task.QUESTION] for item in items], LONGEST)
+    return flow.ask_in_new_process(RELOAD, MODEL, adapter, [[str(item.file), task.QUESTION] for item in items], LONGEST)
 
 
 def run_demo(
@@ -51,11 +51,11 @@ def run_demo(
     """Run the vision demo.
 
     Args:
-        output: the folder for pictures, adapter and report.
-        iterations: training iterations.
-        questions: held-out pictures to ask about.
-        pictures: how many pictures to train on.
-        screen: where to show the demo; the terminal by default.
+        output: The folder for pictures, adapter and report.
+        iterations: The number of training iterations.
+        questions: The number of held-out pictures to ask about.
+        pictures: How many pictures to train on.
+        screen: Where to show the demo; the terminal by default.
 
     Returns:
         The exit code: 0 where 90 % of the answers are right after training and mlx-vlm gives the same, else 1.
@@ -80,7 +80,7 @@ def run_demo(
         on_screen=_blocks,
         in_report=lambda item: Png(item.file.read_bytes(), item.answer),
     )
-    items = flow.or_refuse(lambda: task.write(output / "data", train=pictures, test=questions)["test"], output)
+    items = flow.write_or_refuse(lambda: task.write(output / "data", train=pictures, test=questions)["test"], output)
     again = f'--image {items[0].file} --prompt "{task.QUESTION}"'
     config = flow.options(MODEL, output, iterations, (3e-3, 1e-4), parts="language,vision,projector")
     return flow.run(demo, items, output, config, screen or DemoScreen(), again)

@@ -15,11 +15,11 @@ class Fault:
     """A known fault, and whether this machine has it.
 
     Args:
-        name: the fault's name.
+        name: The fault's name.
         status: `absent`; `avoided`, where deltatune computes another way; `present`, where training would be wrong; or
             `not run`.
-        detail: what was found, in words.
-        error: the largest error relative to the largest element, inf where a result was not finite; None where
+        detail: What was found, in words.
+        error: The largest error relative to the largest element, inf where a result was not finite; None where
             nothing was measured.
     """
 

@@ -34,7 +34,7 @@ def stream_with_images(
         mlx-vlm's responses, each with the `text` of a piece.
 
     Raises:
-        UserError: mlx-vlm cannot read an image.
+        UserError: If mlx-vlm cannot read an image.
     """
     text = loaded.tokenizer.decode(list(prompt))
     yield from _stream(loaded, text, max_tokens, sampling, image=list(images))
@@ -56,7 +56,7 @@ def stream_with_videos(
         mlx-vlm's responses, each with the `text` of a piece.
 
     Raises:
-        UserError: mlx-vlm refuses the videos.
+        UserError: If mlx-vlm refuses the videos.
     """
     inputs = {
         "input_ids": mx.array([list(prompt)]),

@@ -66,7 +66,7 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
         The model, of mlx-vlm's own class.
 
     Raises:
-        UserError: mlx-vlm cannot build the model, or tensors do not fit.
+        UserError: If mlx-vlm cannot build the model, or tensors do not fit.
     """
     from mlx_vlm.utils import load_model
 

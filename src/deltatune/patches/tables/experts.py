@@ -3,29 +3,35 @@
 Two kinds of classes are changed. SwitchGLU and SwitchMLP, which hold the experts, call the operator in training instead
 of three gathered products. The blocks around them end in (experts(x, indices) * scores[..., None]).sum(axis=-2): they
 get a `DeferredExperts` in place of the experts' outputs, so that the operator weights and sums the outputs itself, and
-an array [tokens, k, D] never exists.
+an array [tokens, k, D] never exists. Where routers are watched (ops.experts.routing), these blocks report what their
+router computed and chose.
 
 Versions read: mlx-lm 0.31.3, 0.32.0, 0.32.2; mlx-vlm 0.6.17, 0.7.10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...lora.experts import projection
 from ...machine import backend
-from ...ops.experts import expert_block, swiglu
+from ...ops.experts import expert_block, routing, swiglu
 from ..patch_record import Function, Patch
 
 # Activations that compute silu(gate) * up. The operator has its own, with a cheaper sigmoid and its own gradient.
 _SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.SwiGLU")
 
-# True while a block runs whose experts wait for their scores.
-_deferring: ContextVar[bool] = ContextVar("deltatune_deferring_experts", default=False)
+# Routers whose probabilities are sigmoids; the others' are a softmax, and KimiSparseMoE's are what its options say.
+_SIGMOID_BLOCKS = ("KimiK3SparseMoE", "BailingSparseMoE")
+
+# While a block runs whose experts wait for their scores: the indices of the experts that it has called.
+_deferring: ContextVar[list[mx.array] | None] = ContextVar("deltatune_deferring_experts", default=None)
 
 
 class DeferredExperts:
@@ -84,13 +90,49 @@ def weighted_block(upstream: Function) -> Function:
     """The replacement of a block's __call__ that lets its experts wait for their scores (see DeferredExperts)."""
 
     def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
-        token = _deferring.set(True)
+        indices: list[mx.array] = []
+        token = _deferring.set(indices)
         try:
-            return upstream(self, x, *arguments, **keywords)
+            if not routing.watched():
+                return upstream(self, x, *arguments, **keywords)
+            with _listening_to_gate(self) as logits:
+                y = upstream(self, x, *arguments, **keywords)
         finally:
             _deferring.reset(token)
+        routing.add_sums(logits[0], indices[0], sigmoid=_has_sigmoids(self))
+        return y
 
+    __call__.routes = True  # type: ignore[attr-defined]
     return __call__
+
+
+def has_routers(model: nn.Module) -> bool:
+    """Whether a mixture of the model is a block that weighted_block() serves, and so reports what its router did."""
+    return any(getattr(type(module).__call__, "routes", False) for module in model.modules())
+
+
+@contextmanager
+def _listening_to_gate(block: Any) -> Iterator[list[mx.array]]:
+    """Within the context, the logits that the block's gate computes are appended to the list that this yields."""
+    gate, heard = block.gate, []
+
+    def listening(x: mx.array) -> Any:
+        output = gate(x)
+        # Bailing's gate returns the chosen experts and their scores; its logits are computed again, as it does.
+        is_logits = isinstance(output, mx.array)
+        heard.append(output if is_logits else x.astype(mx.float32) @ gate.weight.astype(mx.float32).T)
+        return output
+
+    dict.__setitem__(block, "gate", listening)
+    try:
+        yield heard
+    finally:
+        dict.__setitem__(block, "gate", gate)
+
+
+def _has_sigmoids(block: Any) -> bool:
+    kind = type(block).__name__
+    return kind in _SIGMOID_BLOCKS or (kind == "KimiSparseMoE" and block.args.moe_router_activation_func == "sigmoid")
 
 
 def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -> Callable | None:
@@ -116,6 +158,14 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
     return lambda scores: expert_block(x, indices, scores, up, down, gate[0] if gate else None, activation)
 
 
+def _called(indices: mx.array) -> bool:
+    """Note that experts are called, and return whether this is inside a block whose experts wait for their scores."""
+    inside = _deferring.get()
+    if inside is not None:
+        inside.append(indices)
+    return inside is not None
+
+
 def _switch(*names: str) -> Callable[[Function], Function]:
     """The replacement for a layer of experts whose projections have these names: up, down and, if any, gate."""
 
@@ -124,7 +174,7 @@ def _switch(*names: str) -> Callable[[Function], Function]:
             run = _runner(self, names, x, indices)
             if run is None:
                 return upstream(self, x, mx.stop_gradient(indices))
-            if _deferring.get():
+            if _called(indices):
                 return DeferredExperts(run, indices, x.shape[-1], x.dtype)
             return run(None)
 
@@ -145,7 +195,7 @@ def _combining_switch(upstream: Function) -> Function:
         run = _runner(self, _GLU, x, indices)
         if run is None:
             return upstream(self, x, mx.stop_gradient(indices), weights, shared, residual)
-        if _deferring.get() and weights is None and shared is None and residual is None:
+        if _called(indices) and weights is None and shared is None and residual is None:
             return DeferredExperts(run, indices, x.shape[-1], x.dtype)
         routed = run(None if weights is None else weights.astype(x.dtype))
         return self._combine(routed, None, shared, residual)

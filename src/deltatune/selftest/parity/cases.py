@@ -45,9 +45,9 @@ class ParityCase:
     """One family to train.
 
     Args:
-        family: the model family.
-        dora: use DoRA adapters instead of LoRA.
-        bits: quantise the base to this many bits here; transformers then trains the same base dequantised.
+        family: The model family.
+        dora: Whether the adapters are DoRA instead of LoRA.
+        bits: To how many bits the base is quantised here; transformers then trains the same base dequantised.
     """
 
     family: Family

@@ -26,14 +26,14 @@ class Family:
 
     Args:
         model_type: transformers' name of the family.
-        options: options of the transformers config.
-        readable: turns (config, weights) of a Hugging Face save into those that mlx-lm reads.
-        rename: regular expressions and replacements that turn a transformers module path into mlx-lm's.
-        centred_norms: whether a norm's weight is stored as its difference from 1.
-        embedding_deviation: the standard deviation of embeddings.
-        learning_rate: the learning rate of every step.
-        not_adapted: names of modules without an adapter.
-        draw: which of the seeded checkpoints to use; it was chosen so that training is well conditioned, and that no
+        options: Options of the transformers config.
+        readable: Turns (config, weights) of a Hugging Face save into those that mlx-lm reads.
+        rename: Regular expressions and replacements that turn a transformers module path into mlx-lm's.
+        centred_norms: Whether a norm's weight is stored as its difference from 1.
+        embedding_deviation: The standard deviation of embeddings.
+        learning_rate: The learning rate of every step.
+        not_adapted: Names of modules without an adapter.
+        draw: Which of the seeded checkpoints to use; it was chosen so that training is well conditioned, and that no
             token has two experts with almost equal scores.
     """
 
@@ -149,18 +149,18 @@ def _bailing_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
 
 
 _BASE = {"vocab_size": VOCAB, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-_COMMON = {**_BASE, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 512}
-_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-_DELTA = {
+COMMON = {**_BASE, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 512}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
 # A delta layer follows another layer with adapters, so that the gradient of its input is tested.
-_ENCLOSED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+ENCLOSED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _STACKED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
-_EXPERTS = {
+EXPERTS = {
     "moe_intermediate_size": 28,
     "shared_expert_intermediate_size": 36,
     "num_experts": 6,
@@ -178,12 +178,12 @@ _LATENT = {
 }
 _LANGUAGE_MODEL = ((r"^", "language_model."),)
 _FORGET_GATE = ((r"\.forget_gate\.", "."),)
-_MOE_COMMON = {key: value for key, value in _COMMON.items() if key != "intermediate_size"}
+_MOE_COMMON = {key: value for key, value in COMMON.items() if key != "intermediate_size"}
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         "qwen3_5_text",
-        {**_COMMON, **_ATTENTION, **_DELTA, **_STACKED},
+        {**COMMON, **ATTENTION, **DELTA, **_STACKED},
         _qwen3_5,
         _LANGUAGE_MODEL,
         centred_norms=True,
@@ -191,7 +191,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_moe": Family(
         "qwen3_5_moe_text",
-        {**_MOE_COMMON, **_ATTENTION, **_DELTA, **_ENCLOSED, **_EXPERTS},
+        {**_MOE_COMMON, **ATTENTION, **DELTA, **ENCLOSED, **EXPERTS},
         _qwen3_5,
         _LANGUAGE_MODEL,
         centred_norms=True,
@@ -199,7 +199,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         "qwen3_next",
-        {**_COMMON, **_ATTENTION, **_DELTA, **_ENCLOSED, **_EXPERTS},
+        {**COMMON, **ATTENTION, **DELTA, **ENCLOSED, **EXPERTS},
         _qwen3_next,
         centred_norms=True,
         draw=6,
@@ -207,7 +207,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": Family(
         "kimi_linear",
         {
-            **_COMMON,
+            **COMMON,
             **_LATENT,
             "num_hidden_layers": 3,
             "num_local_experts": 6,
@@ -226,8 +226,8 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(
         "olmo_hybrid",
         {
-            **_COMMON,
-            **_ENCLOSED,
+            **COMMON,
+            **ENCLOSED,
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "linear_num_key_heads": 3,
@@ -241,7 +241,7 @@ FAMILIES: dict[str, Family] = {
     "bailing_hybrid": Family(
         "bailing_hybrid",
         {
-            **_COMMON,
+            **COMMON,
             **_LATENT,
             "num_hidden_layers": 3,
             "layer_group_size": 3,
@@ -258,14 +258,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(
         "qwen3",
-        {**_COMMON, **_ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False},
+        {**COMMON, **ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False},
     ),
     # mlx-lm rounds gemma's embedding scale sqrt(hidden_size) to bf16, which is exact for 64.
     "gemma3": Family(
         "gemma3_text",
         {
-            **_COMMON,
-            **_ATTENTION,
+            **COMMON,
+            **ATTENTION,
             "hidden_size": 64,
             "num_hidden_layers": 3,
             "sliding_window": 24,

@@ -68,9 +68,9 @@ def install(
     """Convert exactly the modules named in `adapters` with deltatune, and set their initial values.
 
     Args:
-        model: the model.
-        adapters: initial values by transformers' paths.
-        mlx_path: maps a path of transformers to the model's own.
+        model: The model.
+        adapters: Initial values by transformers' paths.
+        mlx_path: Maps a path of transformers to the model's own.
         kind: `lora` or `dora`.
 
     Returns:
@@ -91,7 +91,8 @@ def install(
     return modules
 
 
-def _batch(rows: seeded.Rows) -> Batch:
+def as_batch(rows: seeded.Rows) -> Batch:
+    """The rows as the batch that a training step takes."""
     inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
     return Batch(inputs, targets, rows.counts, None, tuple(("",) for _ in inputs), tuple((0,) for _ in inputs))
 
@@ -114,16 +115,18 @@ def train(
     learning_rate: float,
     prepare: Callable[[], LossFunction],
     batch: Callable[[int], Batch],
+    steps: int = STEPS,
 ) -> ParityRun:
     """Follow the recipe through deltatune's patches, training step and loss.
 
     Args:
-        model: the model with its adapters.
-        modules: its adapted modules, by transformers' paths.
-        mlx_path: maps a path of transformers to the model's own.
-        learning_rate: the learning rate of every step.
-        prepare: called when the patches are in force; returns the loss.
-        batch: the batch of a step, by the step's index.
+        model: The model with its adapters.
+        modules: Its adapted modules, by transformers' paths.
+        mlx_path: Maps a path of transformers to the model's own.
+        learning_rate: The learning rate of every step.
+        prepare: Called when the patches are in force; returns the loss.
+        batch: The batch of a step, by the step's index.
+        steps: How many steps to train.
     """
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
     config = TrainConfig(optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=learning_rate)
@@ -136,7 +139,7 @@ def train(
         loss = prepare()
         optimizer = build_optimizer(config)
         step = Step(model, optimizer, loss, World())
-        for index in range(STEPS):
+        for index in range(steps):
             total, weight, gradients = step.micro_batch(batch(index), None)
             norm = step.update(gradients, total, weight)
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
@@ -175,5 +178,5 @@ def run(
 
     family = case.family
     return train(
-        model, modules, family.mlx_path, family.learning_rate, prepare, lambda index: _batch(seeded.batch(index))
+        model, modules, family.mlx_path, family.learning_rate, prepare, lambda index: as_batch(seeded.batch(index))
     )

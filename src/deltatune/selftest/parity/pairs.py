@@ -18,13 +18,13 @@ class PairCase:
     """A preference loss, and the options with which both sides compute it.
 
     Args:
-        loss: the loss's name among deltatune's options.
-        variant: its published form.
-        beta: the factor of its rewards.
-        smoothing: the share of pairs assumed to be labelled wrongly.
-        learning_rate: the learning rate of every step.
-        draw: which of the seeded checkpoints to use.
-        recorded: whether TRL's run is recorded; the others are compared live.
+        loss: The loss's name among deltatune's options.
+        variant: Its published form.
+        beta: The factor of its rewards.
+        smoothing: The share of pairs assumed to be labelled wrongly.
+        learning_rate: The learning rate of every step.
+        draw: Which of the seeded checkpoints to use.
+        recorded: Whether TRL's run is recorded; the others are compared live.
     """
 
     loss: str

@@ -23,12 +23,12 @@ class Difference:
     """The largest differences between a run and its reference.
 
     Args:
-        loss: the largest absolute difference of a loss.
-        step: the step of that loss.
-        gradient: the largest difference of a gradient of the first step, relative to the gradient's norm.
-        gradient_of: the name of that gradient.
-        adapter: the largest difference of a final adapter, relative to the norm of its change in training.
-        adapter_of: the name of that adapter.
+        loss: The largest absolute difference of a loss.
+        step: The step of that loss.
+        gradient: The largest difference of a gradient of the first step, relative to the gradient's norm.
+        gradient_of: The name of that gradient.
+        adapter: The largest difference of a final adapter, relative to the norm of its change in training.
+        adapter_of: The name of that adapter.
     """
 
     loss: float
@@ -75,7 +75,8 @@ def summary(adapters: Adapters, start: Adapters | None = None) -> dict[str, Tens
     }
 
 
-def _worst(reference: dict[str, Tensor], adapters: Adapters) -> tuple[float, str]:
+def worst(reference: dict[str, Tensor], adapters: Adapters) -> tuple[float, str]:
+    """The largest error of a tensor, relative to its recorded length, and the tensor's name."""
     found = flat(adapters)
     if set(found) != set(reference):
         difference = sorted(set(found) ^ set(reference))
@@ -114,12 +115,12 @@ class Recording:
 
     Args:
         config: config.json of the checkpoint.
-        shapes: the shapes of the checkpoint's tensors.
+        shapes: The shapes of the checkpoint's tensors.
         targets: (inputs, outputs) of the adapted modules, by transformers' paths.
-        checksums: of the checkpoint and the batches.
-        losses: the loss of every step.
-        gradients: the gradients of the first step.
-        adapters: the adapters after the last step.
+        checksums: The checksums of the checkpoint and the batches.
+        losses: The loss of every step.
+        gradients: The gradients of the first step.
+        adapters: The adapters after the last step.
     """
 
     config: dict[str, Any]
@@ -134,7 +135,7 @@ class Recording:
         """Draw the checkpoint again.
 
         Raises:
-            ValueError: the checkpoint or the batches are not those of the recording.
+            ValueError: If the checkpoint or the batches are not those of the recording.
         """
         if isinstance(case, ParityCase):
             weights = case.family.weights(self.shapes)
@@ -150,12 +151,12 @@ class Recording:
         """Compare a run with the recorded one.
 
         Raises:
-            ValueError: the run trained other adapters.
+            ValueError: If the run trained other adapters.
         """
         gaps = np.abs(np.subtract(run.losses, self.losses))
         step = int(np.argmax(gaps))
         return Difference(
-            float(gaps[step]), step, *_worst(self.gradients, run.gradients), *_worst(self.adapters, run.final)
+            float(gaps[step]), step, *worst(self.gradients, run.gradients), *worst(self.adapters, run.final)
         )
 
 

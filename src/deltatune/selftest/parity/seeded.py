@@ -71,7 +71,7 @@ class Rows:
     Args:
         tokens: [B, T + 1], int32.
         counts: [B, T], fp32: 1 where the loss counts the prediction of tokens[:, 1:].
-        lengths: the valid tokens of each row.
+        lengths: The valid tokens of each row.
     """
 
     tokens: np.ndarray

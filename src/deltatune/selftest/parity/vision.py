@@ -11,7 +11,7 @@ import numpy as np
 
 from . import seeded
 from .cases import STEPS
-from .families import _ATTENTION, _COMMON, _DELTA, _ENCLOSED, _EXPERTS, Config, Weights
+from .families import ATTENTION, COMMON, DELTA, ENCLOSED, EXPERTS, Config, Weights
 
 START, END, IMAGE, VIDEO = 3, 4, 5, 6
 PATCH, MERGE, SIDE = 4, 2, 6
@@ -44,12 +44,12 @@ class VisionCase:
 
     Args:
         model_type: transformers' name of the family.
-        text: options of the transformers text_config.
-        deep: indices of the tower layers whose features the language model adds (deepstack).
-        centred_norms: whether a norm's weight is stored as its difference from 1.
-        learning_rate: the learning rate of every step.
-        draw: which of the seeded checkpoints to use.
-        videos: train on batches that also have videos.
+        text: Options of the transformers text_config.
+        deep: Indices of the tower layers whose features the language model adds (deepstack).
+        centred_norms: Whether a norm's weight is stored as its difference from 1.
+        learning_rate: The learning rate of every step.
+        draw: Which of the seeded checkpoints to use.
+        videos: Whether the batches also have videos.
     """
 
     model_type: str
@@ -108,23 +108,23 @@ class VisionCase:
         return {**config, "text_config": text, "vision_config": vision}, swapped
 
 
-_TEXT = {**_COMMON, **_ATTENTION, "num_hidden_layers": 3}
-_MIXED = {**_COMMON, **_ATTENTION, **_DELTA, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
+_TEXT = {**COMMON, **ATTENTION, "num_hidden_layers": 3}
+_MIXED = {**COMMON, **ATTENTION, **DELTA, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
 
 CASES: dict[str, VisionCase] = {
-    "qwen3_5": VisionCase("qwen3_5", {**_MIXED, **_ENCLOSED}, centred_norms=True, draw=4),
-    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **_ENCLOSED, **_EXPERTS}, centred_norms=True, draw=5),
+    "qwen3_5": VisionCase("qwen3_5", {**_MIXED, **ENCLOSED}, centred_norms=True, draw=4),
+    "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **ENCLOSED, **EXPERTS}, centred_norms=True, draw=5),
     "qwen3_vl": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1)),
     "qwen3_vl_moe": VisionCase(
         "qwen3_vl_moe",
-        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        {**_TEXT, **EXPERTS, "rope_parameters": _ROPE},
         deep=(0, 1),
         learning_rate=1.3e-2,
         draw=14,
     ),
     "qwen3_5-video": VisionCase(
         "qwen3_5",
-        {**_MIXED, **_ENCLOSED},
+        {**_MIXED, **ENCLOSED},
         centred_norms=True,
         learning_rate=2.5e-3,
         draw=4,
@@ -132,7 +132,7 @@ CASES: dict[str, VisionCase] = {
     ),
     "qwen3_5_moe-video": VisionCase(
         "qwen3_5_moe",
-        {**_MIXED, **_ENCLOSED, **_EXPERTS},
+        {**_MIXED, **ENCLOSED, **EXPERTS},
         centred_norms=True,
         learning_rate=2.7e-3,
         draw=41,
@@ -141,7 +141,7 @@ CASES: dict[str, VisionCase] = {
     "qwen3_vl-video": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1), videos=True),
     "qwen3_vl_moe-video": VisionCase(
         "qwen3_vl_moe",
-        {**_TEXT, **_EXPERTS, "rope_parameters": _ROPE},
+        {**_TEXT, **EXPERTS, "rope_parameters": _ROPE},
         deep=(0, 1),
         learning_rate=1.3e-2,
         draw=14,
@@ -163,9 +163,9 @@ class VisionRows:
     Args:
         tokens: [B, T + 1], int32.
         counts: [B, T], fp32: 1 where the loss counts the prediction of tokens[:, 1:].
-        lengths: the valid tokens of each row.
-        patches: the patches of each row's images and videos.
-        grids: their (frames, height, width) in patches; more than one frame makes a video.
+        lengths: The valid tokens of each row.
+        patches: The patches of each row's images and videos.
+        grids: Their (frames, height, width) in patches; more than one frame makes a video.
     """
 
     tokens: np.ndarray

@@ -1,0 +1,176 @@
+"""Lets lm-eval, EleutherAI's evaluation harness, put its tasks to a model. It needs the package lm-eval."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import mlx.core as mx
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+
+from ..config import nearest
+from ..errors import UserError, first_line
+from ..machine.compiling import without_kernels
+from ..models.answer import answer_all
+from ..models.generate import conversation_text
+from ..models.head import split_head
+from ..models.load import Loaded
+from ..patches import patched
+from ..patches.whole_rows import whole_rows
+from ..train.evaluate import evaluating
+
+# The tokens of an answer, where a task does not say how many it may have: lm-eval's own number.
+_ANSWER_TOKENS = 256
+
+
+class HarnessModel(TemplateLM):
+    """A model as lm-eval asks it: log-likelihoods of continuations, and greedy answers.
+
+    Logits are computed for the tokens that are scored alone, and by deltatune's operators, as in an evaluation of the
+    loss.
+
+    Args:
+        loaded: The model, with an adapter if it has one, and its tokenizer.
+        batch_size: The number of rows that are scored at once.
+        max_length: The largest number of tokens that the model reads; earlier ones are cut off.
+    """
+
+    def __init__(self, loaded: Loaded, batch_size: int, max_length: int):
+        super().__init__()
+        self._model, self.tokenizer = loaded.model, loaded.tokenizer
+        self._batch_size, self.max_length = batch_size, max_length
+        with without_kernels(), patched(), evaluating(self._model):
+            self._split = split_head(self._model)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        if add_special_tokens is None:
+            # A chat template may have written the first special token already.
+            first = self.tokenizer.bos_token
+            add_special_tokens = not (first and string.startswith(first))
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        remedy = "leave out --apply-chat-template"
+        return conversation_text(self.tokenizer, chat_history, remedy, **options)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether it is the likeliest token at every step."""
+        rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
+        counts = [min(len(continuation), len(row) - 1) for (*_, continuation), row in zip(requests, rows, strict=True)]
+        # Rows of like length share a batch, the longest first.
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        with without_kernels(), patched(), evaluating(self._model), whole_rows():
+            for start in range(0, len(order), self._batch_size):
+                chosen = order[start : start + self._batch_size]
+                scores = self._scores([rows[number] for number in chosen], [counts[number] for number in chosen])
+                for number, score in zip(chosen, scores, strict=True):
+                    found[number] = score
+        return found
+
+    def _scores(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
+        """Score the last `counts` tokens of each row."""
+        width = max(map(len, rows)) - 1
+        tokens = mx.array([row[:-1] + [0] * (width + 1 - len(row)) for row in rows], mx.int32)
+        backbone, head = self._split.backbone, self._split.head
+        outputs = self._model(tokens) if backbone is None or head is None else backbone(tokens)
+        scores = []
+        for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            part = outputs[number, len(row) - 1 - count : len(row) - 1]
+            logits = (part if head is None else head(part)).astype(mx.float32)
+            targets = mx.array(row[len(row) - count :], mx.int32)
+            of_targets = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0] - mx.logsumexp(logits, axis=-1)
+            scores.append((of_targets.sum(), (logits.argmax(axis=-1) == targets).all()))
+        mx.eval(scores)
+        return [(total.item(), greedy.item()) for total, greedy in scores]  # type: ignore[misc]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each whole text, in windows of `max_length` tokens."""
+        totals = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            parts = [(None, *make_disjoint_window(window)) for window in windows]
+            totals.append(sum(score for score, _ in self._loglikelihood_tokens(parts)))
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the answer to each prompt, always of the likeliest tokens, up to the first of its stop texts."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            options = request.args[1]
+            if options.get("do_sample") and options.get("temperature", 1.0) != 0:
+                raise UserError("--tasks: one of them draws its answers at random, and only likeliest ones are given.")
+            groups[min(options.get("max_gen_toks", _ANSWER_TOKENS), self.max_length - 1)].append(number)
+        answers = [""] * len(requests)
+        for most, numbers in groups.items():
+            prompts = [self.tok_encode(requests[number].args[0])[most - self.max_length :] for number in numbers]
+            texts = answer_all(self._model, self.tokenizer, prompts, max_tokens=most)
+            for number, text in zip(numbers, texts, strict=True):
+                answers[number] = _until(text, requests[number].args[1].get("until") or [])
+        return answers
+
+
+def _until(text: str, stops: str | list[str]) -> str:
+    """Return the text before the first of the stop texts."""
+    for stop in [stops] if isinstance(stops, str) else stops:
+        text = text.split(stop)[0] if stop else text
+    return text
+
+
+def named_tasks(names: Sequence[str], include_path: str | None = None) -> tuple[list[str], TaskManager]:
+    """Return the tasks, groups and tags that the names or patterns stand for, and lm-eval's manager of them.
+
+    Raises:
+        UserError: A name stands for none.
+    """
+    manager = TaskManager(include_path=include_path)
+    for name in names:
+        if not manager.match_tasks([name]):
+            raise UserError(
+                f"--tasks: {name!r} is no task of lm-eval{nearest(name, list(manager.all_tasks))}; `lm-eval ls tasks` "
+                "lists them, and --include-path names a folder with your own."
+            )
+    return manager.match_tasks(list(names)), manager
+
+
+def put_tasks(model: HarnessModel, tasks: list[str], manager: TaskManager, **options: Any) -> tuple[dict, str]:
+    """Put tasks to a model.
+
+    Args:
+        model: The model.
+        tasks: The tasks of named_tasks().
+        manager: The manager of named_tasks().
+        options: Further arguments of `lm_eval.simple_evaluate`, such as num_fewshot.
+
+    Returns:
+        The figures of each task, by its name, and lm-eval's table of them.
+
+    Raises:
+        UserError: The data of a task cannot be loaded.
+    """
+    try:
+        found = simple_evaluate(model=model, tasks=tasks, task_manager=manager, **options)
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"--tasks: the data of a task cannot be loaded: {first_line(error)}") from error
+    return found["results"], make_table(found)

@@ -1,0 +1,136 @@
+"""Opens data that is read in order and never held whole: a JSONL file, or a data set that Hugging Face streams.
+
+A stream is read some rows at a time. Each reading returns the place after it, from which another process continues
+with the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import UserError, first_line
+from .sources import load_hugging_face, parsed_line
+
+# A place in a stream, as JSON values; None is its beginning.
+Place = Any
+
+
+class RowStream(Protocol):
+    """Rows that are read in order.
+
+    Attributes:
+        name: what messages call the stream.
+    """
+
+    name: str
+
+    def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
+        """Return up to `count` rows from a place, each with its source, and the place after them.
+
+        There are fewer than `count` rows only at the end of the data.
+        """
+
+
+class JsonLines:
+    """A JSONL file as a stream. A place is the number of bytes and of lines before it.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UserError: the file cannot be read; while rows are read, it names the file and line of a bad one.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self.name = path, str(path)
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
+
+    def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
+        offset, number = place or (0, 0)
+        rows: list[tuple[str, Any]] = []
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            while len(rows) < count and (raw := file.readline()):
+                offset, number = offset + len(raw), number + 1
+                source = f"{self._path}:{number}"
+                row = parsed_line(raw, source, first=number == 1)
+                if row is not None:
+                    rows.append((source, row[0]))
+        return rows, [offset, number]
+
+
+@dataclass
+class StreamedDataset:
+    """A data set that the datasets library streams. A place is the library's own state, with the number of rows.
+
+    Args:
+        name: what messages call the stream.
+        path: the data set's name on the hub, or its folder.
+        split: the split.
+        options: further arguments of `datasets.load_dataset`.
+    """
+
+    name: str
+    path: str
+    split: str
+    options: dict[str, Any]
+    # The rows from the place at which the last reading ended, so that a stream is not opened again for each reading.
+    _open: tuple[Place, Any, Iterator[Any]] | None = field(default=None, repr=False)
+
+    def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
+        """Return up to `count` rows from a place, as RowStream.read does."""
+        dataset, rows = self._at(place)
+        self._open = None
+        start = 0 if place is None else place["rows"]
+        found: list[Any] = []
+        try:
+            found.extend(islice(rows, count))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.name} row {start + len(found)}: cannot be read: {first_line(error)}; the data are damaged, "
+                "incomplete or out of reach."
+            ) from error
+        after = {"rows": start + len(found), "state": dataset.state_dict()}
+        self._open = (after, dataset, rows)
+        return [(f"{self.name} row {number}", row) for number, row in enumerate(found, start)], after
+
+    def _at(self, place: Place) -> tuple[Any, Iterator[Any]]:
+        """Return the data set and its rows from a place."""
+        if self._open is not None and place is not None and self._open[0] == place:
+            return self._open[1:]
+        dataset = load_hugging_face(self.path, self.split, self.options, streaming=True)[self.split]
+        if place is not None:
+            dataset.load_state_dict(place["state"])
+        return dataset, iter(dataset)
+
+
+def hugging_face_streams(
+    name: str, split: str | None = None, options: dict[str, Any] | None = None
+) -> dict[str, StreamedDataset]:
+    """Open a data set of the Hugging Face hub, or a folder that the datasets library reads, as streams.
+
+    Args:
+        name: the data set's name on the hub, or its folder.
+        split: one split; None opens all splits.
+        options: further arguments of `datasets.load_dataset`.
+
+    Returns:
+        The stream of each split, by the split's name.
+
+    Raises:
+        UserError: there is no such data set, split or option, or `split` is a part of one.
+    """
+    if split is not None and "[" in split:
+        raise UserError(
+            f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
+            "val_batches: 0 for no validation."
+        )
+    found = load_hugging_face(name, split, options or {}, streaming=True)
+    return {key: StreamedDataset(f"{name} [{key}]", name, key, options or {}) for key in found}

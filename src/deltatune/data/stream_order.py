@@ -1,0 +1,120 @@
+"""Decides the order of training on a stream: each window of rows is shuffled and cut into batches by itself.
+
+The order depends on the data, the options and the seed alone. A continued run reads the window again in which it
+stopped, so the state holds its place in the data, and no examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ..errors import UserError
+from .batch import Batch, bucket_widths
+from .example import Example
+from .example_stream import ExampleStream, Window
+from .order import BatchOrder
+
+
+@dataclass
+class _Part:
+    """A window, its number from 0, the pass over the data that it belongs to, and its batches."""
+
+    window: Window
+    number: int
+    epoch: int
+    order: BatchOrder
+    batches: Iterator[Batch]
+    length: int
+    # The number of batches that were taken.
+    step: int
+
+
+class StreamOrder:
+    """An endless iterator of batches from a stream, one window after the other; the data starts again at its end.
+
+    A window's batches are those of a BatchOrder over its examples, so that rows are sorted by padded width, packed and
+    shared between ranks in the same way. Every rank reads the whole stream.
+
+    Args:
+        stream: the examples.
+        first: the first window, which is read already.
+        order: makes the BatchOrder of a window's examples, for this rank.
+        max_seq_length: the largest number of positions in a row.
+    """
+
+    def __init__(
+        self,
+        stream: ExampleStream,
+        first: Window,
+        order: Callable[[Sequence[Example]], BatchOrder],
+        max_seq_length: int,
+    ):
+        self._stream, self._order, self._max_seq_length = stream, order, max_seq_length
+        self._part = self._begin(first, 0, 0)
+
+    @property
+    def window_rows(self) -> int:
+        """The number of rows that are read at a time."""
+        return self._stream.rows
+
+    @property
+    def widths(self) -> list[int]:
+        """The widths T that a batch can have, ascending; which of them will come is not known."""
+        return bucket_widths(self._max_seq_length)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._part.step >= self._part.length:
+            self._part = self._next_part()
+        batch = next(self._part.batches)
+        self._part.step += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Return the place in the data, as JSON values from which `restore` continues with the same batches."""
+        part = self._part
+        return {
+            "epoch": part.epoch,
+            "window": part.number,
+            "step": part.step,
+            "place": part.window.place,
+            "window data": part.order.digest,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the place that `state()` returned.
+
+        Raises:
+            UserError: the rows at that place are not the ones that they were.
+        """
+        part = self._part
+        if (part.number, part.window.place) == (state["window"], state["place"]):
+            window = part.window
+        else:
+            window = self._stream.window(state["place"])
+        found = self._begin(window, state["window"], state["epoch"], state["step"]) if window.examples else None
+        if found is None or found.order.digest != state["window data"]:
+            raise UserError(
+                f"resume: {self._stream.source.name} has other rows where the run stopped than it had there, so the "
+                "run cannot go on; give the same data, or start anew without --resume."
+            )
+        self._part = found
+
+    def _next_part(self) -> _Part:
+        """Read the next window that has an example."""
+        number, epoch, window = self._part.number, self._part.epoch, self._part.window
+        while True:
+            window = self._stream.window(window.after)
+            number, epoch = number + 1, epoch + (window.place is None)
+            if window.examples:
+                return self._begin(window, number, epoch)
+
+    def _begin(self, window: Window, number: int, epoch: int, step: int = 0) -> _Part:
+        order = self._order(window.examples)
+        batches = islice(order.epoch(number), step, None)
+        return _Part(window, number, epoch, order, batches, order.batches_per_epoch, step)

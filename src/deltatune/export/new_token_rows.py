@@ -1,0 +1,178 @@
+"""Writes rows for new tokens as PEFT's `trainable_token_indices`, and reads them back.
+
+Both sides train such rows alone and keep them beside the table: here as rows behind the old ones, in PEFT as values
+that replace the rows of given indices of a table that was resized before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UserError
+from ..lora.new_rows import add_rows, grown_tables
+from ..lora.weights import dense_rows, is_quantized
+from .module_names import TransformersNames, short
+
+OPTION = "trainable_token_indices"
+_ROWS = ".token_adapter.trainable_tokens_delta"
+# PEFT saves whole tables too where it sees that the base was resized: `save_embedding_layers` is "auto" by default.
+_WHOLE_TABLES = (".token_adapter.base_layer.weight", ".base_layer.weight", ".weight")
+_TABLES = ("embed_tokens", "lm_head")
+
+
+def to_peft_rows(
+    model: nn.Module, names: TransformersNames, root: str
+) -> tuple[dict[str, mx.array], dict[str, list[int]], list[str]]:
+    """Convert the rows for new tokens of a model.
+
+    Args:
+        model: a model, with or without such rows.
+        names: the names that transformers gives to its modules.
+        root: what PEFT puts before the path of a module.
+
+    Returns:
+        The tensors by PEFT's names, the content of `trainable_token_indices`, and sentences for the user.
+
+    Raises:
+        UserError: the head has a bias, for which PEFT has no such rows.
+    """
+    tensors: dict[str, mx.array] = {}
+    indices: dict[str, list[int]] = {}
+    rows = 0
+    for path, table in grown_tables(model).items():
+        if "new_bias" in table:
+            raise UserError(
+                f"{path}: the adapter has new entries of a bias, for which PEFT has no form. Write a full checkpoint "
+                "with --to merged."
+            )
+        module, rows = names.place(path).module, table.rows
+        tensors[f"{root}.{module}{_ROWS}"] = table.new_rows
+        indices[short(module)] = list(range(table.old_rows, rows))
+    if not indices:
+        return {}, {}, []
+    note = (
+        f"The adapter has rows for {len(next(iter(indices.values())))} new tokens: call "
+        f"model.resize_token_embeddings({rows}) before PeftModel.from_pretrained, and take the tokenizer of the run."
+    )
+    return tensors, indices, [note]
+
+
+def take_rows(
+    tensors: dict[str, mx.array],
+    config: Mapping[str, Any],
+    places: Mapping[tuple[str, str | None, str | None], str],
+    modules: Mapping[str, nn.Module],
+    where: Path,
+) -> dict[str, mx.array]:
+    """Take the rows for new tokens, and tables that PEFT saved whole with them, out of the tensors of an adapter.
+
+    Args:
+        tensors: the tensors of a PEFT adapter, from which those of tables of tokens are removed.
+        config: the content of its adapter_config.json.
+        places: paths of MLX by (short path of transformers, None, None).
+        modules: the modules of the model by path.
+        where: the adapter's folder, for messages.
+
+    Returns:
+        The rows behind the last row of each table, by paths of MLX.
+
+    Raises:
+        UserError: the rows belong to tokens that the model has already, or to one of two tables only.
+    """
+    given = config.get(OPTION)
+    if not given:
+        return {}
+    indices = given if isinstance(given, dict) else {"embed_tokens": given}
+    by_key = {_key(name, _ROWS): tensors.pop(name) for name in list(tensors) if name.endswith(_ROWS)}
+    if "embed_tokens" in by_key and ("lm_head", None, None) not in places:
+        # PEFT may save the rows of a head that is tied to the embedding a second time.
+        head = by_key.pop("lm_head", by_key["embed_tokens"])
+        if not mx.array_equal(head, by_key["embed_tokens"]).item():
+            raise UserError(
+                f"adapter {where}: the model's head is tied to its embedding, and the adapter has other new rows for "
+                "each. Merge it with PEFT (merge_and_unload) instead."
+            )
+    tables = {key: path for key in _TABLES if (path := places.get((key, None, None))) is not None}
+    if by_key.keys() != tables.keys():
+        raise UserError(
+            f"adapter {where}: {OPTION} is {given!r}, and the adapter has new rows of "
+            f"{' and '.join(by_key) or 'no table'}; expected {' and '.join(tables)}."
+        )
+    found = {
+        path: _sorted_rows(by_key[key], _indices(indices, key), modules[path], key, where)
+        for key, path in tables.items()
+    }
+    for name in [name for name in tensors if name.endswith(_WHOLE_TABLES)]:
+        _drop_whole_table(name, tensors, places, modules, where)
+    return found
+
+
+def _key(name: str, ending: str) -> str:
+    """The short path of the module to which the tensor `name` with this ending belongs."""
+    return short(name.removesuffix(ending).removeprefix("base_model.").removeprefix("model."))
+
+
+def _indices(given: Mapping[str, list[int]], key: str) -> list[int]:
+    """The indices of the table `key`, which PEFT finds by the end of its path."""
+    return next((value for name, value in given.items() if f".{name}".endswith(f".{key}")), [])
+
+
+def _sorted_rows(rows: mx.array, indices: list[int], table: nn.Module, key: str, where: Path) -> mx.array:
+    """The rows in the order of their tokens. UserError unless these follow the last token of the table."""
+    first = table["weight"].shape[0]
+    if sorted(indices) != list(range(first, first + len(rows))):
+        raise UserError(
+            f"adapter {where}: {OPTION} of {key} is {indices}; an adapter of MLX has rows for new tokens alone, whose "
+            f"indices start at {first} here. Merge it with PEFT (merge_and_unload) instead."
+        )
+    order = sorted(range(len(indices)), key=lambda position: indices[position])
+    return rows[mx.array(order)].astype(mx.float32)
+
+
+def _drop_whole_table(
+    name: str,
+    tensors: dict[str, mx.array],
+    places: Mapping[tuple[str, str | None, str | None], str],
+    modules: Mapping[str, nn.Module],
+    where: Path,
+) -> None:
+    """Remove a table that PEFT saved whole, after a look whether its old rows are the model's own."""
+    ending = next(ending for ending in _WHOLE_TABLES if name.endswith(ending))
+    key = _key(name, ending)
+    if key not in _TABLES:
+        return
+    table = modules.get(places.get((key, None, None)) or places["embed_tokens", None, None])
+    assert table is not None
+    if is_quantized(table):
+        raise UserError(
+            f"adapter {where}: {name} is a whole table, and the model's is quantised, so that the two cannot be "
+            "compared. Save the adapter with save_pretrained(..., save_embedding_layers=False)."
+        )
+    own = dense_rows(table)
+    if not mx.array_equal(tensors[name][: len(own)].astype(own.dtype), own).item():
+        raise UserError(
+            f"adapter {where}: the old rows of {name} are not the model's; an adapter of MLX leaves them as they are. "
+            "Merge it with PEFT (merge_and_unload) instead."
+        )
+    del tensors[name]
+
+
+def install_rows(model: nn.Module, rows: Mapping[str, mx.array]) -> None:
+    """Add rows for new tokens to the tables of `model`, by path.
+
+    Raises:
+        UserError: a table cannot have new rows, or its rows are of another width.
+    """
+    add_rows(model, {path: len(values) for path, values in rows.items()})
+    for path, table in grown_tables(model).items():
+        if rows[path].shape != table.new_rows.shape:
+            raise UserError(
+                f"{path}: the adapter's rows for new tokens have {rows[path].shape[1]} columns, the model's "
+                f"{table.new_rows.shape[1]}; it is for another model."
+            )
+        table.new_rows = rows[path]

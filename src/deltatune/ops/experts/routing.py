@@ -1,0 +1,94 @@
+"""Computes the load-balancing loss and the z-loss of a mixture's routers, from sums over tokens that each layer makes.
+
+With E experts, f_e is the number of times that a token chose expert e, and P_e the sum of the probabilities that the
+routers gave it, both divided by the number of rows: tokens times layers, as in transformers' load_balancing_loss_func.
+    load-balancing loss = E * sum over e of f_e P_e,
+    z-loss = mean over the rows of (log of the sum over e of exp(logit_e)) squared.
+The first is k, the number of experts that a token chooses, where the experts are used equally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .. import pieces, side_outputs
+
+
+class _Watch(NamedTuple):
+    """How routers are watched: which tokens count, [B, T] bool, and whether the sums get gradients."""
+
+    real: mx.array
+    trained: bool
+
+
+_watch: ContextVar[_Watch | None] = ContextVar("how routers are watched", default=None)
+
+
+@contextmanager
+def watching(lengths: mx.array, width: int, *, trained: bool) -> Iterator[None]:
+    """Within the context, routers add their sums to the side outputs, where those are collected.
+
+    The context must enclose the whole call of mx.value_and_grad, since checkpointed layers run again in the backward
+    pass.
+
+    Args:
+        lengths: the number of real tokens of each row, [B] integers; those behind them are padding and do not count.
+        width: the number T of tokens of every row.
+        trained: whether the sums have gradients; without, they cost nothing in the backward pass.
+    """
+    token = _watch.set(_Watch(mx.arange(width) < lengths[:, None], trained))
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def watched() -> bool:
+    """Whether the sums of routers are collected now."""
+    return _watch.get() is not None and side_outputs.wanted()
+
+
+def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
+    """Add the sums of one router, [2 E + 2] fp32, to the side outputs.
+
+    They are the choices of each expert, the probabilities of each, the squares for the z-loss, and the rows.
+
+    Args:
+        logits: what the router computed for each token, [..., E]: the whole batch, or the piece that runs.
+        indices: the experts that it chose, [..., k].
+        sigmoid: whether its probabilities are sigmoids divided by their sum (arXiv 2412.19437, eq. 17 to 20), and not a
+            softmax.
+    """
+    watch = _watch.get()
+    assert watch is not None
+    span = pieces.span()
+    real = (watch.real if span is None else watch.real[:, slice(*span)]).reshape(-1, 1)
+    logits = logits.reshape(-1, logits.shape[-1]).astype(mx.float32)
+    if not watch.trained:
+        logits = mx.stop_gradient(logits)
+    if sigmoid:
+        probabilities = mx.sigmoid(logits)
+        probabilities = probabilities / (probabilities.sum(axis=-1, keepdims=True) + 1e-20)
+    else:
+        probabilities = mx.softmax(logits, axis=-1)
+    flat = mx.stop_gradient(indices).reshape(-1, indices.shape[-1])
+    choices = mx.put_along_axis(mx.zeros(logits.shape), flat, mx.array(1.0), axis=-1)
+    squares = mx.logsumexp(logits, axis=-1, keepdims=True).square()
+    sums = [mx.where(real, each, 0.0).sum(axis=0) for each in (choices, probabilities, squares)]
+    side_outputs.add([mx.concatenate([*sums, real.sum(axis=0).astype(mx.float32)])])
+
+
+def losses(sums: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    """Return the load-balancing loss and the z-loss of all routers, given the sums of each; 0 without a real token.
+
+    Source: arXiv 2101.03961, eq. 4 to 6 (load balancing); arXiv 2202.08906, eq. 5 (z-loss).
+    """
+    total = sum(sums[1:], start=sums[0])
+    experts = total.size // 2 - 1
+    means = total / mx.maximum(total[-1], 1.0)
+    return experts * (means[:experts] * means[experts : 2 * experts]).sum(), means[-2]

@@ -1,0 +1,39 @@
+"""Carries arrays that a layer computes beside its output through checkpoints and pieces, to whoever collects them.
+
+MLX gives an array that leaves a custom function by another way than its outputs no gradient. So a checkpoint collects
+the arrays of its layer, returns them as outputs, and adds them again outside. A row in pieces adds their sums over its
+pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import mlx.core as mx
+
+_collected: ContextVar[list[mx.array] | None] = ContextVar("side outputs", default=None)
+
+
+def wanted() -> bool:
+    """Whether somebody collects the arrays of add()."""
+    return _collected.get() is not None
+
+
+def add(arrays: list[mx.array]) -> None:
+    """Add floating-point arrays to those that are collected; nothing happens if nobody collects."""
+    collected = _collected.get()
+    if collected is not None:
+        collected += arrays
+
+
+@contextmanager
+def collecting(wanted: bool = True) -> Iterator[list[mx.array]]:
+    """Within the context, collect what add() is given in the list that the context yields; nothing if not `wanted`."""
+    collected: list[mx.array] = []
+    token = _collected.set(collected if wanted else None)
+    try:
+        yield collected
+    finally:
+        _collected.reset(token)

@@ -1,0 +1,166 @@
+"""Samples of a run: the answers to `sample_prompts`, which the model gives before, during and after training.
+
+An answer takes the likeliest token at every step and draws no random number. It changes nothing that training reads, so
+a run with samples computes the same bits as one without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from ..config import TrainConfig
+from ..data.row_formats import ASSISTANT, Features, Messages, RowFormats, join_text_parts, tools_of
+from ..data.sources import jsonl
+from ..errors import UserError
+from ..models.answer import answer_one
+from ..models.generate import conversation_tokens, prompt_tokens
+from ..models.vision.split import has_vision
+from ..models.vocabulary import check_prompt
+from .distributed import World
+from .ending import Ending
+from .evaluate import inferring
+from .state import Progress
+
+_REMEDY = "change this entry of sample_prompts"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to answer.
+
+    Attributes:
+        text: What the report shows.
+        tokens: What the model reads.
+    """
+
+    text: str
+    tokens: Sequence[int]
+
+
+class Samples:
+    """Answers the prompts of `config.sample_prompts` with the model that is trained.
+
+    Args:
+        model: The model.
+        tokenizer: mlx-lm's wrapper of its tokenizer.
+        config: The options of the run.
+        plain_text: Whether the training data is plain text. Then a prompt is continued as it stands; otherwise it is
+            the message of a user, if the tokenizer has a chat template.
+
+    Raises:
+        UserError: A prompt cannot be read, or not by this model.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, config: TrainConfig, *, plain_text: bool = False):
+        self._model, self._tokenizer, self._config, self._plain = model, tokenizer, config, plain_text
+        if config.sample_prompts and has_vision(model):
+            raise UserError(
+                "sample_prompts: a model that is trained on images is not asked during training; leave it out."
+            )
+        self.prompts = [prompt for number in range(len(config.sample_prompts)) for prompt in self._entry(number)]
+        for number, prompt in enumerate(self.prompts, 1):
+            source = f"sample_prompts: prompt {number}"
+            if not prompt.tokens:
+                raise UserError(f"{source}: no token is left of it; {_REMEDY}.")
+            if len(prompt.tokens) > config.max_seq_length:
+                raise UserError(
+                    f"{source}: it has {len(prompt.tokens):,} tokens, and max_seq_length is "
+                    f"{config.max_seq_length:,}; shorten it."
+                )
+            check_prompt(model, tokenizer, prompt.tokens, source)
+
+    def are_due(self, progress: Progress, *, last: bool) -> bool:
+        """Return whether the prompts are to be answered now; `last` says that the run ends here."""
+        at, every = progress.iteration, self._config.steps_per_sample or self._config.steps_per_eval
+        return bool(self.prompts) and progress.sampled != at and (last or at % every == 0)
+
+    def answers(self, ended: Callable[[], bool]) -> list[dict[str, str]] | None:
+        """Answer every prompt.
+
+        Args:
+            ended: Is called after each token; True ends the generation.
+
+        Returns:
+            The `prompt` and the `answer` of each, or None if `ended` ended it.
+        """
+        found = []
+        with inferring(self._model):
+            for prompt in self.prompts:
+                answer = answer_one(
+                    self._model, self._tokenizer, prompt.tokens, max_tokens=self._config.sample_max_tokens, ended=ended
+                )
+                if answer is None:
+                    return None
+                found.append({"prompt": prompt.text, "answer": answer})
+        return found
+
+    def on_main(self, world: World, ending: Ending) -> list[dict[str, str]] | None:
+        """Return answers() on rank 0 and an empty list elsewhere; None if a lone process was asked to stop.
+
+        Every rank must call it, and waits for rank 0.
+        """
+
+        def ended() -> bool:
+            ending.check()
+            return ending.stop.asked and world.size == 1
+
+        found: list[list[dict[str, str]] | None] = []
+        world.do_on_main(lambda: found.append(self.answers(ended)), "answer sample_prompts")
+        return found[0] if found else []
+
+    def _entry(self, number: int) -> list[Prompt]:
+        """Return the prompt of an entry, or those of the file that it names."""
+        entry = self._config.sample_prompts[number]
+        if entry.endswith(".jsonl"):
+            rows = [self._row(row, source) for source, row in jsonl(Path(entry).expanduser()).rows()]
+            if not rows:
+                raise UserError(f"{entry}: no row in it; expected a prompt in each row.")
+            return rows
+        if self._plain:
+            return [Prompt(entry, self._tokenizer.encode(entry))]
+        return [Prompt(entry, prompt_tokens(self._tokenizer, entry, refused=f"{_REMEDY}: {entry!r}"))]
+
+    def _row(self, row: Any, source: str) -> Prompt:
+        """Return the prompt of a row: what comes before its last answer."""
+        named = {name: getattr(self._config, f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
+        features = Features(**{name: key for name, key in named.items() if key is not None})
+        question = row.get(features.prompt) if isinstance(row, Mapping) else None
+        if isinstance(question, str) and question.strip():
+            messages: Messages | None = [{"role": "user", "content": question}]
+        else:
+            formats = RowFormats(Features(chat=features.prompt) if isinstance(question, list) else features)
+            messages = formats.messages(row, source)
+        if messages is None:
+            text = RowFormats(features).text(row, source).text
+            return Prompt(text, self._tokenizer.encode(text))
+        while messages and messages[-1]["role"] == ASSISTANT:
+            messages = messages[:-1]
+        return self._conversation(join_text_parts(messages, source), tools_of(row, source), source)
+
+    def _conversation(self, messages: Messages, tools: list[Any] | None, source: str) -> Prompt:
+        if not messages:
+            raise UserError(f"{source}: no message before the answer; expected one to answer.")
+        if not self._tokenizer.has_chat_template:
+            raise UserError(
+                f"{source}: the model's tokenizer has no chat template, which a prompt or chat needs; give rows of "
+                'the form {"text": ...}.'
+            )
+        options: dict[str, Any] = {} if tools is None else {"tools": tools}
+        tokens = conversation_tokens(
+            self._tokenizer, messages, f"change {source}", add_generation_prompt=True, **options
+        )
+        return Prompt(_written(messages), tokens)
+
+
+def _written(messages: Messages) -> str:
+    """Return a conversation as a reader of the report sees it: one message alone, or each behind its role."""
+    texts = [message.get("content") or json.dumps(message.get("tool_calls")) for message in messages]
+    if len(messages) == 1:
+        return texts[0]
+    return "\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))

@@ -1,0 +1,70 @@
+"""mlx_lm.server, started as the guide says, answers with the adapter that `--to mlx` wrote."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import mlx.core as mx
+import mlx_lm
+from mlx.utils import tree_map
+
+from deltatune.cli import main
+from deltatune.config import LoraConfig
+from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.models.load import load_model
+
+PROMPT, TOKENS = "the quick brown", 8
+PATIENCE = 60.0
+
+
+def test_the_server_answers_with_the_adapter(tiny_checkpoint, tmp_path):
+    base = str(tiny_checkpoint("qwen3_5"))
+    model, _ = load_model(tiny_checkpoint("qwen3_5"))
+    convert_to_lora(model, LoraConfig(rank=4))
+    mx.random.seed(7)
+    model.update(tree_map(lambda array: array + 0.1 * mx.random.normal(array.shape), model.trainable_parameters()))
+    save_adapters(model, tmp_path / "adapter", {})
+    shared = str(tmp_path / "to-share")
+    words = ["export", "--to", "mlx", "--model", base, "--adapter-path", str(tmp_path / "adapter")]
+    assert main([*words, "--save-path", shared]) == 0
+    plain, adapted = (
+        mlx_lm.generate(*mlx_lm.load(base, adapter_path=path), prompt=PROMPT, max_tokens=TOKENS)
+        for path in (None, shared)
+    )
+    assert plain != adapted
+    assert answer(["--model", base, "--adapter-path", shared]) == adapted
+
+
+def answer(words: list[str]) -> str:
+    """Start mlx_lm.server with these words, and return what it makes of PROMPT."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "mlx_lm", "server", *words, "--port", port]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        content = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json.dumps(content).encode(),
+            {"Content-Type": "application/json"},
+        )
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+                    return json.loads(reply.read())["choices"][0]["text"]
+            except urllib.error.URLError:
+                if server.poll() is not None or time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+    finally:
+        server.kill()
+        said = server.communicate()[0]
+        print(said)

@@ -1,0 +1,236 @@
+"""`--grad-checkpoint auto` checkpoints as few layers as the memory allows, and a continued run checkpoints the same."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+
+import deltatune  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.errors import UserError
+from deltatune.machine import backend
+from deltatune.plan import fit
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.checkpoints import SHARE, Order, choose, order_of
+from deltatune.plan.device_limits import DeviceLimits
+from deltatune.plan.forecast import Forecast, Moment, forecast_step
+from deltatune.plan.process_memory import LayoutError
+from deltatune.plan.search import Largest
+from deltatune.plan.traced_step import blank_batch
+from deltatune.train import state
+from deltatune.train.distributed import World
+from deltatune.train.optimizer import build_optimizer
+from deltatune.train.setup import prepare, training
+from deltatune.train.step import Step
+
+on_cpu = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
+LAYERS, HIDDEN, LENGTH = 3, 128, 192
+
+
+def limits(size, buffers=None):
+    return DeviceLimits(buffers, None if size is None else int(size), "a test", "a test")
+
+
+def forecast(size, buffers):
+    return Forecast(1, 1, 1, Moment(int(buffers), "", []), Moment(int(size), "", []))
+
+
+CURVES = {
+    "a straight line": lambda kept: 100 + 50 * kept,
+    "attention, then recurrent layers": lambda kept: 100 + 10 * min(kept, 6) + 40 * max(kept - 6, 0),
+    "a plateau": lambda kept: max(300, 100 + 30 * kept),
+    "layers of two sizes in turn": lambda kept: 100 + 50 * kept + 20 * (kept % 2),
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("by", ["bytes", "buffers"])
+def test_the_fewest_layers_with_few_plans(curve, by):
+    order, peak = Order([0], [*range(1, 25)]), CURVES[curve]
+    for limit in range(50, 1400, 37):
+        tried = []
+
+        def attempt(layers, tried=tried):
+            assert layers[0] == 0
+            tried.append(25 - len(layers))
+            return forecast(*((peak(tried[-1]), 1) if by == "bytes" else (1, peak(tried[-1]))))
+
+        choice = choose(attempt, order, limits(limit / SHARE + 1) if by == "bytes" else limits(None, limit))
+        kept = choice.of - choice.again
+        assert len(tried) <= 6
+        assert len(set(tried)) == len(tried)
+        assert choice.forecast == forecast(*((peak(kept), 1) if by == "bytes" else (1, peak(kept))))
+        best = max((number for number in range(25) if peak(number) <= limit), default=0)
+        # After six plans the largest number that fits is taken, which may be short of the best.
+        assert kept == best or (len(tried) == 6 and best - 3 <= kept < best), (limit, tried)
+
+
+def test_attention_is_checkpointed_last_and_frozen_layers_always(tiny_model):
+    model = tiny_model("qwen3_5", num_hidden_layers=6, full_attention_interval=3)
+    prepare(model, TrainConfig(num_layers=-1))
+    assert order_of(model) == Order([], [0, 1, 3, 4, 2, 5])
+    assert order_of(model).but(3) == [0, 1, 3]
+    assert [order_of(model).but(kept) for kept in (0, 6)] == [[*range(6)], []]
+    model = tiny_model("qwen3_5", num_hidden_layers=6, full_attention_interval=3)
+    prepare(model, TrainConfig(num_layers=3))
+    assert order_of(model) == Order([0, 1, 2], [3, 4, 5])
+    assert order_of(model).but(2) == [0, 1, 2, 3]
+    # A gradient of the embedding passes all layers.
+    model.language_model.model.embed_tokens.unfreeze()
+    assert order_of(model) == Order([], [0, 1, 3, 4, 2, 5])
+
+
+def counted(model, config, before, layers):
+    """The peak of the second step by MLX's own count."""
+    with training(model, config, compare=False, checkpointed_layers=layers) as trained:
+        model.train()
+        optimizer = build_optimizer(config)
+        step, batch = Step(model, optimizer, trained.loss, World()), blank_batch(1, LENGTH, False)
+        for _ in range(2):
+            mx.reset_peak_memory()
+            loss, weight, gradients = step.micro_batch(batch, step.zeros())
+            mx.eval(loss, weight, gradients)
+            norm = step.update(gradients, loss, weight)
+            del gradients
+            mx.eval(model.trainable_parameters(), optimizer.state, norm)
+        return mx.get_peak_memory() - before
+
+
+@on_cpu
+@pytest.mark.usefixtures("waiting_queue")
+def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(tiny_model):
+    gc.collect()
+    before = mx.get_active_memory()
+    model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=3, hidden_size=HIDDEN)
+    config = TrainConfig(num_layers=-1, grad_checkpoint="auto", lora_parameters=LoraConfig(rank=4), optimizer="adamw")
+    prepare(model, config)
+    mx.eval(model.parameters())
+    layout, order = ArrayLayout.measured(), order_of(model)
+
+    made = {}
+
+    def attempt(layers):
+        if tuple(layers) not in made:
+            made[tuple(layers)] = plan(layers)
+        return made[tuple(layers)]
+
+    def plan(layers):
+        return forecast_step(model, config, 1, LENGTH, layout, checkpointed_layers=layers)
+
+    least, most = (attempt(order.but(kept)).bytes.amount for kept in (0, LAYERS))
+    limit = (least + most) / 2
+    choice = choose(attempt, order, limits(limit / SHARE))
+    kept = choice.of - choice.again
+    assert 0 < kept < LAYERS
+    peak, over = (counted(model, config, before, layers) for layers in (choice.layers, order.but(kept + 1)))
+    print(kept, f"limit {limit / 1e6:.2f} MB", f"counted {peak / 1e6:.2f}, one more kept {over / 1e6:.2f}")
+    assert peak <= limit < over
+    assert choice.forecast.bytes.amount == pytest.approx(peak, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=3, full_attention_interval=3)
+
+
+@pytest.fixture
+def options(tmp_path, checkpoint):
+    data = tmp_path / "data"
+    data.mkdir()
+    line = json.dumps({"prompt": "the quick brown fox", "completion": "jumps over"})
+    (data / "train.jsonl").write_text((line + "\n") * 4)
+    return ["--model", checkpoint, "--data", data, "--batch-size", 4, "--max-seq-length", 64, "--rank", 2]
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """limited(bytes): gives the device this limit."""
+    return lambda size: monkeypatch.setattr(fit, "device_limits", lambda: limits(size))
+
+
+def chosen(text):
+    found = re.search(r"Checkpoints \(auto\): (\d) of 3 layers are computed again in the backward pass", text)
+    assert found, text
+    return int(found[1])
+
+
+def need(text):
+    return float(re.search(r"(?:need|Peak memory:) ([\d.]+) MB", text)[1]) * 1e6
+
+
+def test_train_says_and_saves_its_choice_and_resumes_with_it(run, options, limited, tmp_path, monkeypatch):
+    monkeypatch.setattr(fit, "largest", lambda *_, **__: Largest(1, more=False))
+    limited(10**12)
+    code, said, err = run("plan", *options, "--grad-checkpoint", "auto")
+    assert (code, chosen(said)) == (0, 0), err
+    limited(0.9 * need(said) / SHARE)
+    (tmp_path / "run.yaml").write_text("grad_checkpoint: auto\n")
+    arguments = ["train", *options, "-c", tmp_path / "run.yaml", "--adapter-path"]
+    parts, whole = (tmp_path / name for name in ("parts", "whole"))
+    for folder, iters in ((parts, 1), (whole, 2)):
+        code, said, err = run(*arguments, folder, "--iters", iters)
+        assert (code, chosen(said)) == (0, 1), err
+        assert state.peek(state.state_path(folder)).checkpointed_layers == [0]
+    # There would now be room to keep every layer.
+    limited(10**12)
+    code, said, err = run(*arguments, parts, "--iters", 2, "--resume")
+    assert (code, chosen(said)) == (0, 1), err
+    assert state.peek(state.state_path(parts)).checkpointed_layers == [0]
+    assert (parts / "adapters.safetensors").read_bytes() == (whole / "adapters.safetensors").read_bytes()
+
+
+def test_too_little_memory_checkpoints_all_and_is_refused(run, options, limited, tmp_path):
+    limited(1_000_000)
+    code, _, err = run("train", *options, "--adapter-path", tmp_path / "out", "--iters", 1, "--grad-checkpoint", "auto")
+    assert code == 2
+    assert "does not fit" in err
+    assert "with --grad-checkpoint" not in err
+    assert "Traceback" not in err
+
+
+def test_an_mlx_that_cannot_be_planned_for_checkpoints_all(run, options, monkeypatch, tmp_path):
+    def unknown():
+        raise LayoutError("the inputs of an array were not found")
+
+    monkeypatch.setattr(fit.ArrayLayout, "measured", unknown)
+    out = tmp_path / "out"
+    code, said, err = run("train", *options, "--adapter-path", out, "--iters", 1, "--grad-checkpoint", "auto")
+    assert code == 0, err
+    assert "Plan: none" in said
+    assert "Checkpoints (auto): 3 of 3 layers" in said
+    assert state.peek(state.state_path(out)).checkpointed_layers == [0, 1, 2]
+
+
+def test_every_rank_checkpoints_what_the_one_with_least_memory_needs(tiny_model, monkeypatch):
+    model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(num_layers=-1, grad_checkpoint="auto")
+    prepare(model, config)
+    tried = []
+    monkeypatch.setattr(fit, "shape", lambda run: (1, 1))
+    monkeypatch.setattr(fit, "_step", lambda *given: tried.append(list(given[-1])) or forecast(1, 1))
+
+    class Ranks:
+        largest = staticmethod(lambda number: 3.0)
+
+    class Started:
+        splits, world = None, Ranks()
+
+    Started.model, Started.config = model, config
+    choice = fit._choice(Started, limits(10**9), None)
+    assert choice.layers == [0, 1, 2]
+    assert tried == [[], [0, 1, 2]]
+
+
+@pytest.mark.bad_input("`Trainer` with `grad_checkpoint: auto` and no plan")
+def test_auto_without_a_plan_is_refused(tiny_model):
+    model, config = tiny_model("qwen3_5"), TrainConfig(num_layers=-1, grad_checkpoint="auto")
+    with (
+        pytest.raises(UserError, match=r"Give Trainer\.run the checkpointed_layers of"),
+        training(model, config, compare=False),
+    ):
+        pass

@@ -1,0 +1,184 @@
+"""Tests the answers that a run reports while it trains, and that they change nothing else of it."""
+
+import json
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from deltatune.commands.generate import GenerateOptions, generate
+from deltatune.config import TrainConfig
+from deltatune.data import Splits
+from deltatune.errors import UserError
+from deltatune.models.load import load
+from deltatune.train import StoppedError
+from deltatune.train.report import read_metrics as read_records
+from deltatune.train.report import sample_tables
+from deltatune.train.samples import Samples
+from deltatune.train.state import Progress
+from killed_runs import result
+
+PROMPT = "question 3 dog dog"
+
+
+def sampled(folder):
+    records, damaged = read_records(folder / "metrics.jsonl")
+    assert damaged == 0
+    return {record["iteration"]: record["samples"] for record in records if "samples" in record}
+
+
+def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, checkpoint, screen_text):
+    """The samples come before the step is compiled, inside accumulations, and beside dropout and checkpoints."""
+    prompts = [PROMPT, "answer?"]
+    samples = {"sample_prompts": prompts, "steps_per_sample": 1, "sample_max_tokens": 5}
+    shared = {"grad_checkpoint": True, "iters": 4, "lr_schedule": None, "learning_rate": 0.05}
+    for name, options in (("plain", {}), ("sampled", samples)):
+        make_trainer(adapter_path=str(tmp_path / name), **shared, **options).run()
+    plain, with_samples = result(tmp_path / "plain"), result(tmp_path / "sampled")
+    with_samples["metrics"] = [record for record in with_samples["metrics"] if "samples" not in record]
+    assert plain == with_samples
+    found = sampled(tmp_path / "sampled")
+    assert sorted(found) == [0, 1, 2, 3, 4]
+    # The last answers are those of the adapter that was written.
+    for prompt, sample in zip(prompts, found[4], strict=True):
+        asked = {"adapter_path": str(tmp_path / "sampled"), "max_tokens": 5, "verbose": False}
+        assert sample == {"prompt": prompt, "answer": generate(GenerateOptions(str(checkpoint), prompt, **asked))}
+    assert found[0] != found[4]
+    assert f"Iter 4, sample 1: {PROMPT} -> " in screen_text.text()
+    page = (tmp_path / "sampled" / "report.html").read_text()
+    assert "Sample 2: all 5 answers" in page
+    assert PROMPT in page
+
+
+def test_a_stopped_run_has_the_samples_of_one_that_was_not(make_trainer, tmp_path, read_metrics):
+    options = {"sample_prompts": [PROMPT], "steps_per_sample": 1, "sample_max_tokens": 4, "iters": 2}
+    make_trainer(adapter_path=str(tmp_path / "straight"), **options).run()
+    trainer = make_trainer(**options)
+    answer = trainer._samples.answers
+
+    def stopping(ended):
+        if trainer.progress.iteration == 1:
+            trainer._ending.stop.asked = True
+        return answer(ended)
+
+    trainer._samples.answers = stopping
+    with pytest.raises(StoppedError):
+        trainer.run()
+    assert sorted(sampled(tmp_path / "out")) == [0]
+    make_trainer(resume=True, **options).run()
+    assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    return load(checkpoint)
+
+
+@pytest.fixture
+def samples(loaded):
+    """samples(*prompts, plain_text=..., **options) reads the prompts."""
+
+    def make(*prompts, plain_text=False, tokenizer=loaded.tokenizer, **options):
+        config = TrainConfig(sample_prompts=list(map(str, prompts)), **options)
+        return Samples(loaded.model, tokenizer, config, plain_text=plain_text)
+
+    return make
+
+
+def test_prompts_are_asked_as_the_training_data_are(samples, loaded, tmp_path):
+    tokenizer = loaded.tokenizer
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why"}]
+
+    def rendered(messages):
+        return tokenizer.encode(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+            add_special_tokens=False,
+        )
+
+    (asked,) = samples("why").prompts
+    assert asked.tokens == rendered(chat[1:])
+    (continued,) = samples("why", plain_text=True).prompts
+    assert continued.tokens == tokenizer.encode("why")
+    file = tmp_path / "prompts.jsonl"
+    answer = {"role": "assistant", "content": "so"}
+    rows = [{"prompt": "why"}, {"messages": [*chat, answer]}, {"prompt": chat}, {"text": "why"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = samples(file).prompts
+    assert [prompt.tokens for prompt in read] == [
+        asked.tokens, rendered(chat), rendered(chat), continued.tokens,
+    ]  # fmt: skip
+    assert [prompt.text for prompt in read] == ["why", *["system: be brief\nuser: why"] * 2, "why"]
+
+
+def test_samples_are_due_at_their_interval_and_at_the_end(samples):
+    every = samples("x", steps_per_sample=3)
+    due = [n for n in range(9) if every.are_due(Progress(iteration=n), last=n == 8)]
+    assert due == [0, 3, 6, 8]
+    assert not every.are_due(Progress(iteration=3, sampled=3), last=True)
+    assert samples("x", steps_per_eval=4).are_due(Progress(iteration=4), last=False)
+    assert not samples().are_due(Progress(iteration=0), last=True)
+
+
+WRONG = {
+    "a file that is missing": ("none.jsonl", {}, "none.jsonl: cannot be read"),
+    "a file without a row": ("empty.jsonl", {}, "no row in it; expected a prompt in each row"),
+    "a file with a row of no known format": ("odd.jsonl", {}, r"odd.jsonl:1: no known format"),
+    "a chat of an answer alone": ("answer.jsonl", {}, r"answer.jsonl:1: no message before the answer"),
+    "a prompt longer than max_seq_length": ("dog " * 40, {"max_seq_length": 16}, r"prompt 1: it has \d+ tokens, and"),
+}
+
+
+@pytest.mark.bad_input("`sample_prompts`: {what}")
+@pytest.mark.parametrize("what", WRONG)
+def test_prompts_that_cannot_be_asked(samples, tmp_path, monkeypatch, what):
+    monkeypatch.chdir(tmp_path)
+    for name, row in {"odd": {"promt": "x"}, "answer": {"messages": [{"role": "assistant", "content": "x"}]}}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    prompt, options, message = WRONG[what]
+    with pytest.raises(UserError, match=message):
+        samples(prompt, **options)
+
+
+@pytest.mark.bad_input("`sample_prompts`: a chat for a tokenizer without a chat template")
+def test_chats_need_a_template(samples, loaded, tmp_path):
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "x"}))
+    bare = SimpleNamespace(has_chat_template=False, encode=loaded.tokenizer.encode)
+    with pytest.raises(UserError, match=r"chat.jsonl:1: the model's tokenizer has no chat template"):
+        samples(tmp_path / "chat.jsonl", tokenizer=bare)
+    (prompt,) = samples("why", tokenizer=bare).prompts
+    assert prompt.tokens == loaded.tokenizer.encode("why")
+
+
+def test_no_random_number_is_drawn_and_the_modes_stay(samples, loaded):
+    asked = samples("why", sample_max_tokens=2)
+    loaded.model.train()
+    mx.random.seed(3)
+    expected = mx.random.uniform(shape=(4,)).tolist()
+    mx.random.seed(3)
+    asked.answers(lambda: False)
+    assert mx.random.uniform(shape=(4,)).tolist() == expected
+    assert all(module.training for module in loaded.model.modules())
+    assert asked.answers(lambda: True) is None
+
+
+def test_tables_show_the_first_and_the_last_answer():
+    def records(count):
+        return [{"iteration": n, "samples": [{"prompt": "p", "answer": f"a{n}"}]} for n in range(count)]
+
+    (two,) = sample_tables(records(2))
+    assert (two.note, list(two.rows)) == ("p", [(0, "a0"), (1, "a1")])
+    ends, every = sample_tables([{"iteration": 0, "train_loss": 1.0}, *records(3)])
+    assert (list(ends.rows), every.folded, len(every.rows)) == ([(0, "a0"), (2, "a2")], True, 3)
+    assert sample_tables([]) == []
+
+
+def test_plain_text_is_noticed(loaded, tmp_path):
+    from deltatune.data.datasets import load_datasets
+
+    for rows, plain in (([{"text": "a dog"}], True), ([{"text": "a dog"}, {"prompt": "x", "completion": "y"}], False)):
+        for name in ("train", "valid"):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        splits = load_datasets(TrainConfig(data=str(tmp_path), batch_size=1), loaded.tokenizer)
+        assert splits.plain_text is plain
+    assert Splits().plain_text is False

@@ -1,0 +1,69 @@
+"""Tests runs on streamed data: killed and resumed they end with the same bits, and a bad row costs nothing trained."""
+
+import shutil
+
+import pytest
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.data.datasets import load_datasets
+from deltatune.errors import UserError
+from deltatune.models.load import load
+from deltatune.plan.fit import shape
+from deltatune.train.setup import ready
+from killed_runs import result
+
+# 44 rows of training data are windows of 12, 12, 12 and 8, so 8 iterations of 4 rows end in the third one.
+STREAMED = {"streaming": True, "shuffle_buffer": 10}
+
+
+@pytest.fixture
+def streamed(options, checkpoint, make_trainer):
+    """streamed(**changes) returns the Trainer of a streamed run."""
+
+    def make(**changes):
+        values = options | STREAMED | changes
+        config = TrainConfig(**values | {"lora_parameters": LoraConfig(**values["lora_parameters"])})
+        return make_trainer(splits=load_datasets(config, load(checkpoint).tokenizer), **STREAMED | changes)
+
+    return make
+
+
+def test_a_resumed_stream_ends_with_the_same_bits(streamed, tmp_path, screen_text):
+    """It stops in the second window of packed rows, inside an accumulation, and continues into the third."""
+    streamed(adapter_path=str(tmp_path / "straight"), pack=True, iters=8).run()
+    streamed(pack=True, iters=5).run()
+    trainer = streamed(resume=True, pack=True, iters=8)
+    trainer.run()
+    said = screen_text.text()
+    assert "Resuming after iteration 5 of 8" in said
+    assert "12 rows are read and shuffled at a time" in said
+    ours, theirs = result(tmp_path / "out"), result(tmp_path / "straight")
+    same = {name for name in theirs if name != "metrics"} & ours.keys()
+    assert {name for name in same if ours[name] != theirs[name]} == set()
+    assert {"adapters.safetensors", "optimizer/step"} <= same
+    assert trainer._train_order.state()["window"] >= 2
+
+
+@pytest.mark.bad_input("`streaming`: a row that cannot be trained on, met during training")
+def test_a_bad_row_costs_nothing_that_was_trained(streamed, data_folder, tmp_path, screen_text):
+    data = tmp_path / "data"
+    shutil.copytree(data_folder, data)
+    lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
+    (data / "train.jsonl").write_text("".join([*lines[:15], "{\n", *lines[16:]]))
+    straight = {"adapter_path": str(tmp_path / "straight")}
+    streamed(iters=5, **straight).run()
+    with pytest.raises(UserError, match=r"train.jsonl:16: not JSON"):
+        streamed(data=str(data), iters=5, save_every=100).run()
+    # Three batches are the first window; the last of them waits in an accumulation, which starts again.
+    (data / "train.jsonl").write_text("".join(lines))
+    streamed(data=str(data), iters=5, save_every=100, resume=True).run()
+    assert "Resuming after iteration 2 of 5" in screen_text.text()
+    name = "adapters.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_a_stream_is_planned_for_its_longest_row(options, tmp_path):
+    config = TrainConfig(**options | STREAMED | {"lora_parameters": LoraConfig(rank=2), "max_seq_length": 96})
+    run = ready(config, lazy=True)
+    assert shape(run) == (4, 96)
+    assert run.splits.train
