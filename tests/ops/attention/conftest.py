@@ -21,11 +21,6 @@ def case_named() -> Callable:
 
 
 @pytest.fixture
-def make_case() -> type:
-    return oracle.Case
-
-
-@pytest.fixture
 def differentiate() -> Callable:
     return oracle.differentiate
 
