@@ -1,10 +1,5 @@
 """Fills memory with NaN, so that an element of a result which is never written shows."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 
 

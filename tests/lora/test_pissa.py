@@ -1,10 +1,5 @@
 """PiSSA: its start, its gradients, and that what is saved works on the original base."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

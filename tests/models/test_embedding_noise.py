@@ -1,10 +1,5 @@
 """NEFTune's noise: its size, where it is, and where it is not."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

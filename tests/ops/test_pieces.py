@@ -12,7 +12,10 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.ops import pieces
+from deltatune.ops.attention import attention
+from deltatune.ops.known_masks import MaskRule, remember
 from deltatune.ops.pieces import Carry
+from deltatune.patches import whole_rows
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import mean_loss_and_gradients
 from model_gradients import relative_errors
@@ -120,42 +123,24 @@ def test_gradients_are_those_of_whole_rows(family, options, tiny_model, monkeypa
         assert relative_errors(expected, gradients)[0] < bound, bounds
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
-def test_large_states_are_computed_again_with_the_same_bits(family, tiny_model, monkeypatch):
-    model, config = made(tiny_model, family, dropout=0.1, pack=True)
-    again, runs = pieces._Row._handed_on, []
-
-    def noted(row, *arguments):
-        runs.append(row.carry.states)
-        return again(row, *arguments)
-
-    monkeypatch.setattr(pieces._Row, "_handed_on", noted)
-    losses, gradients = [], []
-    for share, expected in ((1e9, set()), (0, {2 if family == "qwen3_5" else 4})):
-        monkeypatch.setattr(pieces, "MOST_STATES", share)
-        runs.clear()
-        loss, found_here, _ = found(model, config, batch(packed=True), CUTS[2], monkeypatch)
-        assert set(runs) - {None} == expected
-        losses.append(loss)
-        gradients.append(found_here)
-    assert losses[0] == losses[1]
-    assert all(mx.array_equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
-    assert gradients[0]
-
-
 def test_packed_documents_start_anew_in_pieces(tiny_model, monkeypatch):
     model, config = made(tiny_model, "qwen3_5", pack=True)
     loss, expected, _ = found(model, config, batch(packed=True), None, monkeypatch)
     bound = rounding_bound(model, config, batch(packed=True), expected, monkeypatch)
     for bounds in CUTS:
         value, gradients, calls = found(model, config, batch(packed=True), bounds, monkeypatch)
-        assert len(calls) == 3
+        assert len(calls) == 4
         assert value == pytest.approx(loss, rel=bound)
         assert relative_errors(expected, gradients)[0] < bound, bounds
     # The bound tells documents that start anew from documents that do not.
-    monkeypatch.setattr(pieces, "_restarted", lambda states, *_: list(states))
-    _, gradients, _ = found(model, config, batch(packed=True), CUTS[1], monkeypatch)
-    assert relative_errors(expected, gradients)[0] > 10 * bound
+    for module, name, defect in (
+        (pieces, "_restarted", lambda states, *_: list(states)),
+        (whole_rows, "attention", lambda *arrays, segments=None, **options: attention(*arrays, **options)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, defect)
+            _, gradients, _ = found(model, config, batch(packed=True), CUTS[1], monkeypatch)
+        assert relative_errors(expected, gradients)[0] > 10 * bound, name
 
 
 def test_dropout_draws_the_same_numbers_in_both_passes(tiny_model, monkeypatch):
@@ -188,6 +173,11 @@ def test_short_rows_and_bounds():
     assert len(long) - 1 == pieces.MOST_PIECES
 
 
+def ruled(window):
+    """A mask of a packed batch."""
+    return remember(mx.ones((1, 1, 4, 4), mx.bool_), MaskRule(window, mx.zeros((1, 4), mx.int32)))
+
+
 @pytest.mark.parametrize(
     ("carry", "options", "fits"),
     [
@@ -199,6 +189,9 @@ def test_short_rows_and_bounds():
         (Carry(), {"mask": mx.ones((4, 4))}, False),
         (Carry(), {"mask": "causal", "positions": mx.arange(4)}, False),
         (None, {}, False),
+        (Carry(), {"mask": ruled(None)}, True),
+        (Carry(), {"mask": ruled(3)}, False),
+        (Carry(packed=False), {"mask": ruled(None)}, False),
     ],
 )
 def test_only_calls_that_a_piece_can_be_given_are_divided(carry, options, fits):

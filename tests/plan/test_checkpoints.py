@@ -1,14 +1,9 @@
 """`--grad-checkpoint auto` checkpoints as few layers as the memory allows, and a continued run checkpoints the same."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

@@ -1,12 +1,7 @@
 """A step on preferences takes the memory of a supervised one with the same tokens, as planned and as counted."""
 
-from __future__ import annotations
-
 import gc
 
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import pytest
 

@@ -1,10 +1,5 @@
 """Moments in 8 bits: the codes, the step, the saved state, and what a plan counts."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.optimizers
 import numpy as np

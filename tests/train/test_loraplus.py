@@ -1,10 +1,5 @@
 """LoRA+: B matrices train with their own learning rate, under every optimizer, and nothing else changes."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

@@ -1,10 +1,5 @@
 """The load-balancing loss and the z-loss of routers: their values, their gradients, and what they leave alone."""
 
-from __future__ import annotations
-
-import deltatune  # noqa: F401
-
-# isort: split
 import contextlib
 
 import mlx.core as mx

@@ -130,6 +130,15 @@ def test_options_that_matter_are_named_and_free_ones_are_not():
     assert "seed" not in message
 
 
+def test_an_option_that_a_run_did_not_have_yet_had_its_default():
+    now = state.fingerprint(TrainConfig())
+    saved = {key: value for key, value in now.items() if key != "loraplus_lr_ratio"}
+    saved["lora_parameters"] = {key: value for key, value in now["lora_parameters"].items() if key != "init"}
+    state.compare(Path("x"), saved, now)
+    with pytest.raises(UserError, match="lora_parameters: was"):
+        state.compare(Path("x"), saved, state.fingerprint(TrainConfig(lora_parameters=LoraConfig(init="pissa"))))
+
+
 def test_every_option_is_either_free_or_part_of_the_identity():
     names = set(TrainConfig.__dataclass_fields__)
     assert names >= state.FREE_OPTIONS

@@ -30,4 +30,8 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
 def _carry(layer: LayerInfo, cache: object) -> Carry | None:
     if layer.kind == "delta" and type(cache) is ArraysCache:
         return Carry(len(cache.cache))
-    return Carry() if layer.kind == "attention" and type(cache) is KVCache else None
+    if layer.kind != "attention" or type(cache) is not KVCache:
+        return None
+    # The patch of latent attention serves whole rows alone.
+    latent = any(name.startswith("kv_a_proj") for module in layer.module.modules() for name in module.children())
+    return Carry(packed=not latent)

@@ -3,9 +3,8 @@ as long as the row.
 
 A layer hands from piece to piece what it keeps in its cache while it decodes: a recurrence its states, attention its
 keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept for the
-backward pass are the layer's input and the states between the pieces; keys and values, and large states, are computed
-again. The backward pass takes the pieces from last to first, computes each one again, and adds up the gradients of the
-weights in fp32.
+backward pass are the layer's input and the states between the pieces. The backward pass takes the pieces from last to
+first, computes each one again, and adds up the gradients of the weights in fp32.
 """
 
 from __future__ import annotations
@@ -22,15 +21,13 @@ import mlx.nn as nn
 from ..machine import backend
 from . import segments, side_outputs
 from .functional import holding, is_floating, trainable, undisturbed
+from .known_masks import rule_of
 from .random_state import drawing_from, get_key, set_key
 
 # The size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
 # A row of more pieces has longer ones, since each piece makes the graph of a step larger.
 MOST_PIECES = 32
-# States are kept if they take at most this share of the layer's input. Larger ones are computed again for one layer at
-# a time, by its projections, convolution and recurrence, which for a wide MLP are a small part of the layer.
-MOST_STATES = 1 / 6
 
 _span: ContextVar[tuple[int, int] | None] = ContextVar("the piece of its row that a layer runs on", default=None)
 
@@ -98,9 +95,11 @@ class Carry:
 
     Args:
         states: how many states a recurrent layer has; None for attention, which has keys and values.
+        packed: whether a piece of attention can be told which documents its keys belong to.
     """
 
     states: int | None = None
+    packed: bool = True
 
     @property
     def arrays(self) -> int:
@@ -138,7 +137,8 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
     """Return x and the options for a call of in_pieces(), or None for a call that cannot be made in pieces.
 
     The layer must take x [B, T, D] first, and then at most a mask that a piece can be given as well: none or, for
-    attention, "causal". A layer that attends without a mask sees later tokens, which no piece can.
+    attention, "causal", also within the documents of a packed row. A layer that attends without a mask sees later
+    tokens, which no piece can.
 
     Args:
         carry: what the layer hands on, if that is known.
@@ -148,6 +148,9 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
     options = {name: value for name, value in rest if value is not None}
     if carry is None or not isinstance(x, mx.array) or x.ndim != 3 or not is_floating(x):
         return None, {}
+    rule = rule_of(options["mask"]) if carry.packed and isinstance(options.get("mask"), mx.array) else None
+    if rule is not None and rule.window is None and rule.segments is not None:
+        options["mask"] = "causal"
     plain = all(isinstance(value, str) for value in options.values())
     fits = plain and options == ({"mask": "causal"} if carry.states is None else {})
     return (x, options) if fits else (None, {})
@@ -203,10 +206,7 @@ class _Row:
         return (self.carry.states or 0) * (len(self.spans) - 1)
 
     def forward(self, key: mx.array, *given: mx.array) -> list[mx.array]:
-        """Return y, for a recurrence the states after each piece but the last, and the layer's side outputs.
-
-        Numbers stand for states that are too large to keep.
-        """
+        """Return y, for a recurrence the states after each piece but the last, and the layer's side outputs."""
         *parameters, x = given
         keys = mx.random.split(key, len(self.spans))
         ys: list[mx.array] = []
@@ -224,8 +224,6 @@ class _Row:
             before = cache.following
             if self.carry.states is not None and stop < x.shape[1]:
                 saved += before
-        if sum(state.nbytes for state in saved) > MOST_STATES * x.nbytes:
-            saved = [mx.zeros(())] * len(saved)
         return [mx.concatenate(ys, axis=1), *saved, *aside]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -242,8 +240,8 @@ class _Row:
         # The gradients of what each piece hands on, so far.
         d_handed: list[list[mx.array]] = [[] for _ in self.spans]
         with undisturbed(self.module):
-            if self.carry.states is None or saved[0].ndim == 0:
-                saved = self._handed_on(keys, documents, parameters, x)
+            if self.carry.states is None:
+                saved = self._keys_and_values(keys, documents, parameters, x)
             for number in reversed(range(len(self.spans))):
                 arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
                 # Those of attention are sums in fp32. The last piece has none.
@@ -275,7 +273,9 @@ class _Row:
             cache = KeysAndValues(start, before or None)
         else:
             cache = States(_restarted(before, documents, start) if before else [None] * self.carry.states)
-        own = None if documents is None else documents[:, start:stop]
+        # Queries of attention see keys of earlier pieces, whose documents are needed as well.
+        first = 0 if before and self.carry.states is None else start
+        own = None if documents is None else documents[:, first:stop]
         token = _span.set((start, stop))
         try:
             with holding(self.module, self.paths, parameters), segments.segments(own), drawing_from(keys[number]):
@@ -289,23 +289,17 @@ class _Row:
             )
         return y, cache
 
-    def _handed_on(
+    def _keys_and_values(
         self, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array
     ) -> list[mx.array]:
-        """Compute again what all pieces but the last hand on. MLX is lazy: nothing else of the layer is computed.
-
-        That are the states after each piece, or the keys and values of all of them.
-        """
+        """Compute the keys and values of all pieces but the last again. MLX is lazy: nothing else is computed."""
         found: list[list[mx.array]] = []
         for number, (start, stop) in enumerate(self.spans[:-1]):
-            rows, before = x[:, start:stop], []
+            rows = x[:, start:stop]
             if found:
                 rows = mx.depends([rows], found[-1])[0]
-                before = found[-1] if self.carry.states is not None else []
-            _, cache = self._run(number, keys, documents, parameters, rows, before)
+            _, cache = self._run(number, keys, documents, parameters, rows, [])
             found.append(cache.handed)
-        if self.carry.states is not None:
-            return list(chain.from_iterable(found))
         return [mx.concatenate(list(parts), axis=2) for parts in zip(*found, strict=True)]
 
     def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..ops import segments
+from ..ops import pieces, segments
 from ..ops.attention import attention
 from ..ops.functional import is_floating, promoted
 from ..ops.known_masks import MaskRule, remember, rule_of
@@ -145,7 +145,9 @@ def _is_usual(mask: Any, queries: tuple[int, ...], keys: int) -> bool:
 
 def _attend(upstream: Function, arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> mx.array:
     if mask is None or isinstance(mask, str):
-        return attention(*arrays, scale=scale, causal=mask is not None, sinks=sinks)
+        # A piece of a packed row has no mask of its own.
+        documents = segments.current() if mask is not None and pieces.running() else None
+        return attention(*arrays, scale=scale, causal=mask is not None, segments=documents, sinks=sinks)
     rule = rule_of(mask)
     if rule is not None and arrays[0].shape[2] == arrays[1].shape[2]:
         # The second run of a checkpoint has segments of its own, which make it wait for its cotangents.

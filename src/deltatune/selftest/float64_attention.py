@@ -73,5 +73,5 @@ def _visible(queries: int, keys: int, causal: bool, segments: np.ndarray | None,
     if window is not None:
         visible = visible & (key > place - window)
     if segments is not None:
-        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+        visible = visible & (segments[:, None, keys - queries :, None] == segments[:, None, None, :])
     return visible

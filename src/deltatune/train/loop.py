@@ -303,10 +303,13 @@ class Trainer:
         """Return the next batch; if a stream has a row that cannot be trained on, the state is saved first."""
         try:
             return next(self._train_order)
-        except UserError:
+        except UserError as error:
             self._ending.in_order()
             self._saving.save_last_update()
-            raise
+            raise UserError(
+                f"{error} The state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}; "
+                "mend the data and give --resume."
+            ) from error
 
     def _advance(self, batch: Batch) -> Advance:
         """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks."""

@@ -261,7 +261,10 @@ def peek(path: Path) -> Progress | None:
 def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a UserError that names every entry in which the run saved in `path` and this one differ."""
     # An option that did not exist yet when the run was saved had what is now its default.
-    saved = {key: value for key, value in fingerprint(TrainConfig()).items() if key in now} | saved
+    defaults = fingerprint(TrainConfig())
+    saved = {key: value for key, value in defaults.items() if key in now} | saved
+    if isinstance(saved.get("lora_parameters"), dict):
+        saved["lora_parameters"] = defaults["lora_parameters"] | saved["lora_parameters"]
     changed = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if changed:
         lines = "".join(f"\n  {key}: was {saved.get(key)!r}, now {now.get(key)!r}" for key in changed)

@@ -1,7 +1,5 @@
 """Gives the tests of attention the cases of oracle.py, and its functions that run and measure an implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +18,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def case_named() -> Callable:
     return {case.name: case for case in oracle.CASES}.__getitem__
-
-
-@pytest.fixture
-def make_case() -> type:
-    return oracle.Case
 
 
 @pytest.fixture

@@ -1,13 +1,8 @@
 """The cases of the tests of attention, how an implementation runs one, and its errors against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
 import numpy as np
 
@@ -93,6 +88,7 @@ CASES = [
     Case("a window, fewer queries", window=20, queries=33, keys=90),
     Case("segments", segments="long", batch=2),
     Case("segments of one token", segments="single tokens", batch=2),
+    Case("segments, fewer queries", segments="long", batch=2, queries=33, keys=90),
     Case("segments and a window", segments="long", window=5),
     Case("sinks", with_sinks=True, heads=(4, 2)),
     Case("sinks, and rows that see nothing", with_sinks=True, queries=60, keys=31),

@@ -37,8 +37,8 @@ def arguments(**changes) -> dict:
         ({"segments": mx.zeros((2, 5))}, "segments must be integers, got mlx.core.float32"),
         ({"segments": mx.zeros((1, 5), mx.int32)}, r"segments must have shape \[2, 5\], got \[1, 5\]"),
         (
-            {"segments": mx.zeros((2, 5), mx.int32), "q": mx.zeros((2, 4, 3, 8))},
-            "segments need as many queries as keys, got 3 and 5",
+            {"segments": mx.zeros((2, 5), mx.int32), "q": mx.zeros((2, 4, 6, 8))},
+            "segments need no more queries than keys, got 6 and 5",
         ),
         ({"sinks": mx.zeros((2,))}, r"sinks must have shape \[4\], got \[2\]"),
         ({"mask": mx.zeros((5, 5), mx.int32)}, "mask must be bool, float32, float16 or bfloat16, got mlx.core.int32"),

@@ -108,7 +108,7 @@ static void multiply(const Product& p) {
 
 inline unsigned shared_place(threadgroup const void* p) { return (unsigned)((const char*)p - host::arena.start); }
 
-inline void gate_start(unsigned gate, int count) {
+inline void mbarrier_init(unsigned gate, int count) {
   hopper::gate_at(gate) = hopper::Gate{count, count, 0, 0};
   hopper::copy_count = 0;
   hopper::looks = 0;
@@ -116,17 +116,17 @@ inline void gate_start(unsigned gate, int count) {
   memset(hopper::queued, 0, sizeof hopper::queued);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }
-inline void gates_started() {}
-inline void gate_pass(unsigned gate) {
+inline void mbarriers_started() {}
+inline void mbarrier_arrive(unsigned gate) {
   hopper::Gate& found = hopper::gate_at(gate);
   if (--found.pending < 0) hopper::fail("a gate that more pass than it counts");
   hopper::look(found);
 }
-inline void gate_expect(unsigned gate, unsigned bytes) {
+inline void mbarrier_expect(unsigned gate, unsigned bytes) {
   hopper::gate_at(gate).bytes += (int)bytes;
-  gate_pass(gate);
+  mbarrier_arrive(gate);
 }
-inline void gate_wait(unsigned gate, int round) {
+inline void mbarrier_wait(unsigned gate, int round) {
   while ((hopper::gate_at(gate).rounds & 1) == (round & 1)) hopper::go_on();
 }
 template <typename P>
@@ -137,7 +137,7 @@ inline void copy_tile(unsigned to, P from, unsigned bytes, unsigned gate) {
   hopper::copies[hopper::copy_count++] = hopper::Copy{to, bytes, gate, (const char*)from};
 }
 template <int THREADS>
-inline void meet() {
+inline void named_barrier() {
   const int round = hopper::meetings;
   if (++hopper::met == THREADS) {
     hopper::met = 0;
@@ -150,10 +150,10 @@ template <int COUNT>
 inline void more_registers() {}
 template <int COUNT>
 inline void fewer_registers() {}
-inline int alike(int x) { return x; }
-inline unsigned afresh(unsigned x) { return x; }
+inline int uniform(int x) { return x; }
+inline unsigned opaque(unsigned x) { return x; }
 template <typename T, int COUNT>
-inline void settle(T (&)[COUNT]) {}
+inline void register_fence(T (&)[COUNT]) {}
 
 inline float power_of_two(float x) { return exp2f(x); }
 template <typename In>

@@ -72,7 +72,7 @@ METAL = {
         "with_sinks": True,
         "batch": 2,
     },
-    "segments": {"queries": 70, "segments": "long", "with_sinks": True, "heads": (2, 1)},
+    "segments, fewer queries": {"queries": 40, "keys": 70, "segments": "long", "heads": (2, 1), "batch": 2},
     "large logits": {"queries": 64, "logits": 20.0},
 }
 
@@ -102,7 +102,9 @@ def test_metal_under_watch(make, run, oracle):
 
 ON_HOPPER = {
     "narrow, all of it": {
-        "queries": 300,
+        "queries": 170,
+        "keys": 300,
+        "batch": 2,
         "size": 64,
         "heads": (2, 1),
         "segments": "long",
@@ -141,8 +143,8 @@ DEFECTS = {
 HOPPER_DEFECTS = {
     "a mask off by one": ("to = i + ahead() + 1;", "to = i + ahead();"),
     "one buffer for two weights": ("% 2 * 16384", "% 1 * 16384"),
-    "a barrier left out": ("    meet<256>();\n    weigh_with", "    weigh_with"),
-    "operands let go too early": ("products_wait<0>();\n    settle(results[b]);", "settle(results[b]);"),
+    "a barrier left out": ("    named_barrier<256>();\n    multiply_by_weights", "    multiply_by_weights"),
+    "operands released early": ("products_wait<0>();\n    register_fence(results[b]);", "register_fence(results[b]);"),
     "results that are not scaled": ("results[i] *= factors[own_side(i)];", ""),
     "another swizzle": ("((c ^ r) & 7) * 8, from", "(c & 7) * 8, from"),
     "the other panel": ("panel = HEIGHT * 128, stages = Memory::stages;", "panel = 4096, stages = Memory::stages;"),

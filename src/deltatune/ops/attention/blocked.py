@@ -184,7 +184,7 @@ class _Part:
         queries: Arrays with a row per query, [b, h, G, Tq, any], where G query heads read one key head.
         k, v: [b, h, 1, Tk, any] in fp32.
         sinks: [h, G].
-        segments: [b, 1, 1, T].
+        segments: [b, 1, 1, Tk].
         mask: [b, h, G, Tq, Tk], of which any axis may be 1.
     """
 
@@ -274,7 +274,8 @@ class _Part:
         if self.options.window is not None and windowed:
             found.append(keys > position - self.options.window)
         if self.segments is not None:
-            of_rows, of_keys = (self.segments[..., a:b] for a, b in (block[:2], block[2:]))
+            of_rows = self.segments[..., block.first + ahead : block.last + ahead]
+            of_keys = self.segments[..., block.low + start : block.high]
             found.append(of_rows[..., :, None] == of_keys[..., None, :])
         if not found:
             return None, start

@@ -10,7 +10,7 @@ from math import e, log2
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Launch, Outputs, Values, numbers
+from ..kernels.launch import ABSENT, Arrays, Launch, Outputs, Values, numbers
 
 # A block computes TILE queries by TILE keys with GROUPS groups of 32 lanes, and loads PIECE columns of an operand at a
 # time.
@@ -37,7 +37,7 @@ class FusedOptions:
 
 @dataclass(frozen=True)
 class Operands:
-    """The arrays of a call: q, k, v, the sinks [Hq] in fp32, and the bounds of each position's segment [B, T]."""
+    """The arrays of a call: q, k, v, the sinks [Hq] in fp32, and the bounds of each key's segment [B, Tk]."""
 
     q: mx.array
     k: mx.array
@@ -60,7 +60,7 @@ def forward(options: FusedOptions, x: Operands, machine: str) -> Launch:
     """Return the launch that writes y and, for each row, the log2 of the sum of 2^score [B, Hq, Tq]."""
     batch, heads, queries, _ = x.q.shape
     outputs: Outputs = {"y": ((batch, heads, queries, x.sizes[1]), x.q.dtype), "sums": (x.q.shape[:3], mx.float32)}
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "numbers": _numbers(options, x)} | x.named()
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "numbers": factors(options.scale)} | x.named()
     arguments = ("q", "k", "v", "numbers", _or(x.sinks, "sinks"), *span_arguments(x), *outputs)
     more: Values = {"WITH_SINKS": options.with_sinks}
     return _launch("attention_forward", options, x, machine, inputs, outputs, arguments, _tiles(queries), more)
@@ -107,7 +107,7 @@ def _gradients(
 ) -> Launch:
     read = dict(zip(("dy", "sums", "delta"), given, strict=True))
     spans = {name: value for name, value in x.named().items() if name != "sinks"}
-    inputs = spans | read | {"numbers": _numbers(options, x)}
+    inputs = spans | read | {"numbers": factors(options.scale)}
     arguments = ("q", "k", "v", *read, "numbers", *span_arguments(x), *outputs)
     return _launch(name, options, x, machine, inputs, outputs, arguments, tiles, {})
 
@@ -152,13 +152,13 @@ def _tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def _numbers(options: FusedOptions, x: Operands) -> mx.array:
+def factors(scale: float) -> mx.array:
     """Return the factor of the scores, which are exponents of 2, and the factor of dq and dk."""
-    return numbers(options.scale * LOG2E, options.scale)
+    return numbers(scale * LOG2E, scale)
 
 
 def _or(array: mx.array | None, name: str) -> str:
-    return "Nothing{}" if array is None else name
+    return ABSENT if array is None else name
 
 
 def span_arguments(x: Operands) -> tuple[str, str]:

@@ -11,14 +11,13 @@ import mlx.core as mx
 
 from ...machine import backend, nvidia
 from ..functional import refuse_second_derivative, without_vmap
-from ..kernels.launch import Launch
+from ..kernels.launch import Execute, Launch
 from . import fused, hopper
 from .blocked import NO_SECOND_DERIVATIVE, NO_VMAP
 from .fused import FusedOptions, Operands
 
 # The machines that have kernels: Apple's GPUs, NVIDIA's, and NVIDIA's Hopper, which also has kernels of its own.
 MACHINES = ("metal", "cuda", "hopper")
-Execute = Callable[[Launch], list[mx.array]]
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
 _LN2 = log(2.0)

@@ -5,22 +5,20 @@ The kernels are in ops/kernels/attention_hopper.h, which explains their outputs;
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Launch, Outputs, Values, numbers
-from .fused import LOG2E, WIDEST, FusedOptions, Operands, span_arguments
+from ..kernels.launch import ABSENT, Arrays, Execute, Launch, Outputs, Values
+from .fused import WIDEST, FusedOptions, Operands, factors, span_arguments
 
-Execute = Callable[[Launch], list[mx.array]]
 # The queries of a block; the rows of a packed tile; the groups of 32 threads in a block, and in one of the kernel that
 # packs.
 ROWS, TILE, GROUPS, PACK_GROUPS = 128, 64, 12, 8
 # The widest heads for which a block takes 128 keys at a time.
 _NARROW = 128
-# The bytes that a block may have, and those that its gates and the alignment of its memory take.
-_MOST, _GATES = 227 * 1024, 192 + 1024
+# The bytes that a block may have, and those that its barriers and the alignment of its memory take.
+_MOST, _BARRIERS = 227 * 1024, 192 + 1024
 
 
 def unsupported(options: FusedOptions, q: mx.array, v: mx.array) -> str | None:
@@ -42,7 +40,7 @@ def forward(options: FusedOptions, x: Operands, execute: Execute) -> tuple[mx.ar
         "sums": ((batch, heads, _padded(queries)), mx.float32),
     }
     inputs = packed(x, key_tile(*x.sizes), execute) | ({} if x.sinks is None else {"sinks": x.sinks})
-    arguments = ("q", "k", "v", "numbers", "Nothing{}" if x.sinks is None else "sinks")
+    arguments = ("q", "k", "v", "numbers", ABSENT if x.sinks is None else "sinks")
     y, sums = execute(_launch("forward", options, x, inputs, outputs, arguments, {"WITH_SINKS": options.with_sinks}))
     return y, sums
 
@@ -79,6 +77,8 @@ def packed(x: Operands, height: int, execute: Execute, dy: mx.array | None = Non
         outputs["delta"] = (of_queries, mx.float32)
     matrices = (batch * heads * of_queries[2] * (1 if dy is None else 2), 2 * batch * key_heads * of_keys[2])
     values: Values = {"In": x.q.dtype, "D": size, "DV": x.sizes[1], "HEIGHT": height, "GRADIENTS": dy is not None}
+    # Without dy, the kernel has neither these two inputs nor the two outputs for them.
+    absent = (ABSENT, ABSENT) if dy is None else ()
     launch = Launch(
         name="attention_hopper_pack",
         memory="HopperPackMemory",
@@ -90,8 +90,7 @@ def packed(x: Operands, height: int, execute: Execute, dy: mx.array | None = Non
         blocks=(sum(matrices) // TILE, 1, 1),
         bytes=16,
         groups=PACK_GROUPS,
-        arguments=("q", "k", "v", *(("Nothing{}",) * 2 if dy is None else ("dy", "y")), *outputs)
-        + (("Nothing{}",) * 2 if dy is None else ()),
+        arguments=("q", "k", "v", *(absent or ("dy", "y")), *outputs, *absent),
         sizes=("q_shape[0] * q_shape[1]", "k_shape[0] * k_shape[1]", "q_shape[2]", "k_shape[2]"),
     )
     return {name.removeprefix("packed_"): x for name, x in zip(outputs, execute(launch), strict=True)}
@@ -113,7 +112,7 @@ def _launch(
     own = {"starts": x.starts, "ends": x.ends}
     inputs = inputs | {name: value for name, value in own.items() if value is not None}
     inputs |= {
-        "numbers": numbers(options.scale * LOG2E, options.scale),
+        "numbers": factors(options.scale),
         "lengths": _lengths(heads, key_heads, queries, keys),
     }
     on_keys = name == "keys"
@@ -153,18 +152,18 @@ def shared_bytes(name: str, size: int, value_size: int) -> int:
     # The rows that a block keeps throughout; narrow ones are in registers.
     own = 0 if name != "keys" and max(key, value) <= 2 * _NARROW else ROWS * key
     if name == "forward":
-        return own + _stages(own, height * (key + value)) * height * (key + value) + _GATES
+        return own + _stages(own, height * (key + value)) * height * (key + value) + _BARRIERS
     if name == "keys":
         own = height * (key + value) + 2 * TILE * TILE * 4
-        return own + _stages(own, TILE * (key + value)) * TILE * (key + value) + _GATES
+        return own + _stages(own, TILE * (key + value)) * TILE * (key + value) + _BARRIERS
     own += ROWS * value if own else 0
     stages = _stages(own, TILE * (key + value))
-    return own + (stages * (key + value) if stages > 1 else 2 * key + value) * TILE + _GATES
+    return own + (stages * (key + value) if stages > 1 else 2 * key + value) * TILE + _BARRIERS
 
 
 def _stages(taken: int, stage: int) -> int:
     """Return how many stages of `stage` bytes fit in addition to `taken` bytes, at most 4."""
-    return min(4, (_MOST - _GATES - taken) // stage)
+    return min(4, (_MOST - _BARRIERS - taken) // stage)
 
 
 def _padded(length: int) -> int:

@@ -34,7 +34,8 @@ def attention(
         v: Values [B, Hk, Tk, Dv]. Dv may differ from D.
         scale: The factor of the scores, usually D^-0.5.
         causal: Whether a query sees no later key. The last query has the position of the last key.
-        segments: [B, T] integers that never decrease along T, where Tq = Tk = T. A query sees only its own segment.
+        segments: [B, Tk] integers that never decrease along Tk, where Tq is at most Tk. A query sees only the segment
+            of the key at whose position it is.
         window: The number of keys that a query sees at most, its own position included. It needs `causal`.
         sinks: [Hq], the scores of one more key, which every query sees and whose value is 0.
         mask: Further keys to hide, in a shape that broadcasts to [B, Hq, Tq, Tk]: booleans, of which True may be seen,
@@ -93,8 +94,8 @@ def _check(
         got = "causal=False" if window >= 1 else str(window)
         raise ValueError(f"attention: window must be 1 or more and needs causal=True, got {got}")
     if segments is not None:
-        if queries != keys:
-            raise ValueError(f"attention: segments need as many queries as keys, got {queries} and {keys}")
+        if queries > keys:
+            raise ValueError(f"attention: segments need no more queries than keys, got {queries} and {keys}")
         _check_shape("segments", segments, (batch, keys))
         if not mx.issubdtype(segments.dtype, mx.integer):
             raise ValueError(f"attention: segments must be integers, got {segments.dtype}")

@@ -10,18 +10,15 @@ from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Launch, Outputs
+from ..kernels.launch import ABSENT, Arrays, Launch, Outputs, Values
 from .tiling import Tiling, padded
 
-_Values = dict[str, int | bool | mx.Dtype]
 # The compile-time values that every kernel but prepare takes first, and those that prepare takes.
 BASE_VALUES = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED")
 SCAN_MEMORY_VALUES = ("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "UNSTAGED")
 # The outputs of `prepare`.
 PREPARED = ("solve", "scores", "factors")
-# What a kernel is passed in place of an input that the call leaves out.
-_ABSENT = "Nothing{}"
 # The kernel's argument after `initial`: whether it is a state, and not the array of `no_initial_state`.
 _HAS_INITIAL_STATE = "initial_shape[3] == DK"
 
@@ -54,8 +51,8 @@ def no_initial_state() -> mx.array:
 
 
 @lru_cache(maxsize=256)
-def _values(tiling: Tiling, names: tuple[str, ...], groups: int, slice_rows: int) -> _Values:
-    values: _Values = {
+def _values(tiling: Tiling, names: tuple[str, ...], groups: int, slice_rows: int) -> Values:
+    values: Values = {
         "In": tiling.dtype,
         "C": tiling.chunk,
         "DK": tiling.key_size,
@@ -77,7 +74,7 @@ def _values(tiling: Tiling, names: tuple[str, ...], groups: int, slice_rows: int
 @cache
 def _call_arguments(inputs: tuple[str, ...], present: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[str, ...]:
     """Return the text of a kernel's arguments: all its inputs, of which `present` are there, and its outputs."""
-    texts = {name: (name if name in present else _ABSENT) for name in inputs}
+    texts = {name: (name if name in present else ABSENT) for name in inputs}
     if "initial" in texts:
         texts["initial"] += f", {_HAS_INITIAL_STATE}"
     return (*texts.values(), *outputs)

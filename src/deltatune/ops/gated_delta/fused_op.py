@@ -10,13 +10,12 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..functional import refuse_second_derivative, without_vmap
-from ..kernels.launch import Launch
+from ..kernels.launch import Execute, Launch
 from . import fused, fused_channel
 from .fused import KernelInputs
 from .tiling import Shape, Tiling, choose_channel_tiling, choose_tiling
 from .transforms import NO_SECOND_DERIVATIVE
 
-Execute = Callable[[Launch], list[mx.array]]
 # (shape, dtype, masked=, segmented=, per_channel=) -> the tiling of a call, None where no kernel supports it.
 TilingOfCall = Callable[..., Tiling | None]
 _Arrays = tuple[mx.array, ...]

@@ -3,8 +3,8 @@
 // step's scores. Each group holds 16 columns of every PIECE columns of the results, for all rows of the block.
 
 // Which keys a query sees, and which queries see a key. Each is an interval whose ends never decrease with the
-// position, so that the first and the last row of a tile tell which other tiles it meets. `starts` and `ends` [B, T]
-// are the bounds of each position's segment.
+// position, so that the first and the last row of a tile tell which other tiles it meets. `starts` and `ends`
+// [B, keys] are the bounds of each key's segment, and query i belongs to that of key ahead + i.
 template <bool CAUSAL, int WINDOW, bool SEGMENTED, typename P>
 struct Seen {
   int queries, keys;
@@ -16,14 +16,14 @@ struct Seen {
     const int i = query < queries ? query : queries - 1;
     int from = 0;
     if (WINDOW && i + ahead() - WINDOW + 1 > from) from = i + ahead() - WINDOW + 1;
-    if (SEGMENTED && starts[row + i] > from) from = starts[row + i];
+    if (SEGMENTED && starts[row + ahead() + i] > from) from = starts[row + ahead() + i];
     return from;
   }
   inline int high(int query) const {
     const int i = query < queries ? query : queries - 1;
     int to = keys;
     if (CAUSAL && i + ahead() + 1 < to) to = i + ahead() + 1;
-    if (SEGMENTED && ends[row + i] < to) to = ends[row + i];
+    if (SEGMENTED && ends[row + ahead() + i] < to) to = ends[row + ahead() + i];
     return to < 0 ? 0 : to;
   }
   // The queries first(j) to last(j) - 1 see key j.
@@ -31,14 +31,14 @@ struct Seen {
     const int j = key < keys ? key : keys - 1;
     int from = 0;
     if (CAUSAL && j - ahead() > from) from = j - ahead();
-    if (SEGMENTED && starts[row + j] > from) from = starts[row + j];
+    if (SEGMENTED && starts[row + j] - ahead() > from) from = starts[row + j] - ahead();
     return from;
   }
   inline int last(int key) const {
     const int j = key < keys ? key : keys - 1;
     int to = queries;
     if (WINDOW && j - ahead() + WINDOW < to) to = j - ahead() + WINDOW;
-    if (SEGMENTED && ends[row + j] < to) to = ends[row + j];
+    if (SEGMENTED && ends[row + j] - ahead() < to) to = ends[row + j] - ahead();
     return to < 0 ? 0 : to;
   }
 };
@@ -183,7 +183,7 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
   threadgroup float* largest = reinterpret_cast<threadgroup float*>(memory + Memory::numbers);
   threadgroup float* halves = largest + 64;
   threadgroup float* half_sums = largest + 128;
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * queries};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * keys};
   // The last rows see the most keys under causality, so their blocks start first.
   const int row = ((queries + 31) / 32 - 1 - at.x) * 32;
   const long head = (long)at.z * heads + at.y, key_head = (long)at.z * key_heads + at.y / (heads / key_heads);
@@ -325,7 +325,7 @@ inline void attention_queries(Place at, threadgroup char* memory, int heads, int
                               PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends, GLOBAL In* dq) {
   constexpr int columns = pieces_of(D, PIECE);
   Staging<In, PIECE> staging{memory, 0};
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * queries};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * keys};
   const int row = ((queries + 31) / 32 - 1 - at.x) * 32;
   const long head = (long)at.z * heads + at.y, key_head = (long)at.z * key_heads + at.y / (heads / key_heads);
   const auto own_q = q + head * queries * D;
@@ -361,7 +361,7 @@ inline void attention_keys(Place at, threadgroup char* memory, int heads, int ke
                            GLOBAL In* dv) {
   constexpr int columns = pieces_of(D, PIECE), value_columns = pieces_of(DV, PIECE);
   Staging<In, PIECE> staging{memory, 0};
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * queries};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * keys};
   const int key = at.x * 32, each = heads / key_heads;
   const long key_head = (long)at.z * key_heads + at.y;
   const auto own_k = k + key_head * keys * D;

@@ -64,7 +64,7 @@ inline void clear_floats(thread float (&x)[COUNT]) {
 // Sets d [64, N] to a b^T over SIZE columns. a_panel and b_panel are the bytes between panels of 64 columns.
 template <typename In, int N, int SIZE>
 inline void multiply_rows(thread float (&d)[N / 2], unsigned a, int a_panel, unsigned b, int b_panel) {
-  const unsigned left_place = afresh((a & 0x3ffff) >> 4), right_place = afresh((b & 0x3ffff) >> 4);
+  const unsigned left_place = opaque((a & 0x3ffff) >> 4), right_place = opaque((b & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
   for (int k = 0; k < SIZE / 16; ++k)
     Products<In, N>::rows(d, rows_operand(left_place + (k / 4 * a_panel + k % 4 * 32) / 16),
@@ -72,7 +72,7 @@ inline void multiply_rows(thread float (&d)[N / 2], unsigned a, int a_panel, uns
 }
 template <typename In, int N, int SIZE>
 inline void multiply_held(thread float (&d)[N / 2], const thread unsigned (&a)[SIZE / 4], unsigned b, int b_panel) {
-  const unsigned place = afresh((b & 0x3ffff) >> 4);
+  const unsigned place = opaque((b & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
   for (int k = 0; k < SIZE / 16; ++k)
     Products<In, N>::held_rows(d, a + 4 * k, rows_operand(place + (k / 4 * b_panel + k % 4 * 32) / 16), k > 0);
@@ -89,7 +89,7 @@ inline void hold_rows(thread unsigned (&to)[SIZE / 4], P tile, Place at) {
 // Adds a b over ROWS rows of b to d [64, N], with a in registers.
 template <typename In, int N, int ROWS>
 inline void add_columns(thread float (&d)[N / 2], const thread unsigned (&a)[ROWS / 4], unsigned b, int panel) {
-  const unsigned place = afresh((b & 0x3ffff) >> 4);
+  const unsigned place = opaque((b & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
   for (int k = 0; k < ROWS / 16; ++k) Products<In, N>::columns(d, a + 4 * k, columns_operand(place + k * 128, panel));
 }
@@ -184,13 +184,13 @@ struct HopperForwardMemory {
   static constexpr constant int keys = in_registers ? 0 : 128 * panels(D) * 2;
   static constexpr constant int stages = stages_beside(keys, key + value);
   static constexpr constant int values = keys + stages * key;
-  static constexpr constant int gates = values + stages * value;
-  static constexpr constant int bytes = gates + 192 + 1024;
+  static constexpr constant int barriers = values + stages * value;
+  static constexpr constant int bytes = barriers + 192 + 1024;
 };
 
-// The gates of a block: one for the arrival of the operand that stays, and for each of up to four stages one for the
+// The barriers of a block: one for the arrival of the operand that stays, and for each of up to four stages one for the
 // arrival of keys, one for that of values, and one each for when they are no longer needed.
-struct HopperGates {
+struct HopperBarriers {
   unsigned place;
   inline unsigned own() const { return place; }
   inline unsigned keys(int stage) const { return place + 8 + 8 * stage; }
@@ -199,17 +199,17 @@ struct HopperGates {
   inline unsigned values_read(int stage) const { return place + 104 + 8 * stage; }
   inline void start(Place at) const {
     if (at.index == 0) {
-      for (int i = 0; i < 9; ++i) gate_start(place + 8 * i, 1);
-      for (int i = 9; i < 17; ++i) gate_start(place + 8 * i, 8);
-      gates_started();
+      for (int i = 0; i < 9; ++i) mbarrier_init(place + 8 * i, 1);
+      for (int i = 9; i < 17; ++i) mbarrier_init(place + 8 * i, 8);
+      mbarriers_started();
     }
     barrier();
   }
 };
-// Signals a gate once for a group of lanes, when all of them have come here.
-inline void let_go(unsigned gate, Place at) {
+// Signals an mbarrier once for a group of lanes, when all of them have come here.
+inline void release(unsigned mbarrier, Place at) {
   group_barrier();
-  if (at.lane == 0) gate_pass(gate);
+  if (at.lane == 0) mbarrier_arrive(mbarrier);
 }
 
 // What the two rows of a lane see (low and high), and what all 64 rows of the tile see.
@@ -218,7 +218,7 @@ struct Rows {
   inline bool whole_tile(int from, int to) const { return from >= all_low && to <= all_high; }
 };
 template <int COUNT>
-inline void hide(thread float (&scores)[COUNT], int column, const thread Rows& rows, Place at) {
+inline void mask_scores(thread float (&scores)[COUNT], int column, const thread Rows& rows, Place at) {
   if (rows.whole_tile(column, column + COUNT * 2)) return;
   DELTATUNE_UNROLL
   for (int i = 0; i < COUNT; ++i) {
@@ -230,8 +230,8 @@ inline void hide(thread float (&scores)[COUNT], int column, const thread Rows& r
 // Replaces scores by 2^(score - the row's largest score), and adds them to `totals`. Results from earlier tiles must be
 // multiplied by `factors`.
 template <int COUNT>
-inline void soften(thread float (&scores)[COUNT], thread float* largest, thread float* totals, thread float* factors,
-                   float scale) {
+inline void softmax_step(thread float (&scores)[COUNT], thread float* largest, thread float* totals,
+                         thread float* factors, float scale) {
   float most[2] = {largest[0], largest[1]};
   DELTATUNE_UNROLL
   for (int i = 0; i < COUNT; ++i) most[own_side(i)] = scores[i] > most[own_side(i)] ? scores[i] : most[own_side(i)];
@@ -253,22 +253,22 @@ inline void soften(thread float (&scores)[COUNT], thread float* largest, thread 
 
 // Loads the tiles of the forward pass.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PK, typename PV>
-inline void bring_forward(Room room, HopperGates gates, PQ q, PK k, PV v, int first, int last) {
+inline void load_forward(Room room, HopperBarriers barriers, PQ q, PK k, PV v, int first, int last) {
   using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
   if (!Memory::in_registers) {
-    gate_expect(gates.own(), Memory::keys);
-    copy_tile(room.place, q, Memory::keys, gates.own());
+    mbarrier_expect(barriers.own(), Memory::keys);
+    copy_tile(room.place, q, Memory::keys, barriers.own());
   }
   for (int tile = last - 1, step = 0; tile >= first; --tile, ++step) {
     const int stage = step % Memory::stages, round = step / Memory::stages;
-    if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
-    gate_expect(gates.keys(stage), Memory::key);
+    if (round > 0) mbarrier_wait(barriers.keys_read(stage), round - 1);
+    mbarrier_expect(barriers.keys(stage), Memory::key);
     copy_tile(room.place + Memory::keys + stage * Memory::key, k + (long)tile * HEIGHT * panels(D), Memory::key,
-              gates.keys(stage));
-    if (round > 0) gate_wait(gates.values_read(stage), round - 1);
-    gate_expect(gates.values(stage), Memory::value);
+              barriers.keys(stage));
+    if (round > 0) mbarrier_wait(barriers.values_read(stage), round - 1);
+    mbarrier_expect(barriers.values(stage), Memory::value);
     copy_tile(room.place + Memory::values + stage * Memory::value, v + (long)tile * HEIGHT * panels(DV), Memory::value,
-              gates.values(stage));
+              barriers.values(stage));
   }
 }
 
@@ -280,8 +280,8 @@ template <bool HELD> struct RowsTimes {
     multiply_rows<In, N, SIZE>(d, own, 8192, b, panel);
   }
   template <int SIZE, int COUNT, typename P>
-  static inline void take(thread unsigned (&)[COUNT], P, HopperGates gates, Place) {
-    gate_wait(gates.own(), 0);
+  static inline void take(thread unsigned (&)[COUNT], P, HopperBarriers barriers, Place) {
+    mbarrier_wait(barriers.own(), 0);
   }
 };
 template <> struct RowsTimes<true> {
@@ -291,18 +291,18 @@ template <> struct RowsTimes<true> {
     multiply_held<In, N, SIZE>(d, own, b, panel);
   }
   template <int SIZE, typename P>
-  static inline void take(thread unsigned (&to)[SIZE / 4], P tile, HopperGates, Place at) {
+  static inline void take(thread unsigned (&to)[SIZE / 4], P tile, HopperBarriers, Place at) {
     hold_rows<SIZE>(to, tile, at);
-    settle(to);
+    register_fence(to);
   }
 };
 
 // Computes the results of 64 rows over the block's tiles `last - 1` down to `first`. These rows see only the tiles
 // own_first to own_last - 1, and skip the others.
 template <typename In, int D, int DV, int HEIGHT, typename PQ>
-inline void attend(Room room, HopperGates gates, PQ q, thread float (&results)[panels(DV) / 2], thread float* largest,
-                   thread float* totals, const thread Rows& rows, float scale, int first, int last, int own_first,
-                   int own_last, Place at) {
+inline void attend(Room room, HopperBarriers barriers, PQ q, thread float (&results)[panels(DV) / 2],
+                   thread float* largest, thread float* totals, const thread Rows& rows, float scale, int first,
+                   int last, int own_first, int own_last, Place at) {
   using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
   constexpr int N = HEIGHT, panel = HEIGHT * 128, stages = Memory::stages;
   const unsigned own = room.place + (at.group / 4 - 1) * 64 * panels(D) * 2;
@@ -312,10 +312,10 @@ inline void attend(Room room, HopperGates gates, PQ q, thread float (&results)[p
   int step = 0, tile = last - 1;
   const auto skip = [&](int to) {
     for (; tile >= to; --tile, ++step) {
-      gate_wait(gates.keys(step % stages), step / stages);
-      let_go(gates.keys_read(step % stages), at);
-      gate_wait(gates.values(step % stages), step / stages);
-      let_go(gates.values_read(step % stages), at);
+      mbarrier_wait(barriers.keys(step % stages), step / stages);
+      release(barriers.keys_read(step % stages), at);
+      mbarrier_wait(barriers.values(step % stages), step / stages);
+      release(barriers.values_read(step % stages), at);
     }
   };
   const auto multiply = [&](int number) {
@@ -328,50 +328,50 @@ inline void attend(Room room, HopperGates gates, PQ q, thread float (&results)[p
                                    panel);
     products_sent();
   };
-  RowsTimes<Memory::in_registers>::template take<panels(D)>(own_rows, q, gates, at);
+  RowsTimes<Memory::in_registers>::template take<panels(D)>(own_rows, q, barriers, at);
   skip(own_last > first ? own_last : first);
   if (tile >= own_first) {
-    gate_wait(gates.keys(step % stages), step / stages);
-    settle(scores);
+    mbarrier_wait(barriers.keys(step % stages), step / stages);
+    register_fence(scores);
     products_start();
     multiply(step);
     products_wait<0>();
-    settle(scores);
-    let_go(gates.keys_read(step % stages), at);
-    hide(scores, tile * HEIGHT, rows, at);
-    soften(scores, largest, totals, factors, scale);
+    register_fence(scores);
+    release(barriers.keys_read(step % stages), at);
+    mask_scores(scores, tile * HEIGHT, rows, at);
+    softmax_step(scores, largest, totals, factors, scale);
     pack_rows<In>(weights, scores);
     for (; tile > own_first; --tile, ++step) {
       const int next = step + 1;
-      gate_wait(gates.keys(next % stages), next / stages);
-      settle(scores);
-      settle(results);
-      settle(weights);
+      mbarrier_wait(barriers.keys(next % stages), next / stages);
+      register_fence(scores);
+      register_fence(results);
+      register_fence(weights);
       products_start();
       multiply(next);
-      gate_wait(gates.values(step % stages), step / stages);
+      mbarrier_wait(barriers.values(step % stages), step / stages);
       products_start();
       add(step);
       products_wait<1>();
-      settle(scores);
-      let_go(gates.keys_read(next % stages), at);
-      hide(scores, (tile - 1) * HEIGHT, rows, at);
-      soften(scores, largest, totals, factors, scale);
+      register_fence(scores);
+      release(barriers.keys_read(next % stages), at);
+      mask_scores(scores, (tile - 1) * HEIGHT, rows, at);
+      softmax_step(scores, largest, totals, factors, scale);
       products_wait<0>();
-      settle(results);
-      let_go(gates.values_read(step % stages), at);
+      register_fence(results);
+      release(barriers.values_read(step % stages), at);
       DELTATUNE_UNROLL
       for (int i = 0; i < panels(DV) / 2; ++i) results[i] *= factors[own_side(i)];
       pack_rows<In>(weights, scores);
     }
-    gate_wait(gates.values(step % stages), step / stages);
-    settle(results);
-    settle(weights);
+    mbarrier_wait(barriers.values(step % stages), step / stages);
+    register_fence(results);
+    register_fence(weights);
     products_start();
     add(step);
     products_wait<0>();
-    settle(results);
-    let_go(gates.values_read(step % stages), at);
+    register_fence(results);
+    release(barriers.values_read(step % stages), at);
     --tile, ++step;
   }
   skip(first);
@@ -386,20 +386,20 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
                                      GLOBAL float* sums) {
   using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
   const Room room = room_of(memory);
-  const HopperGates gates{room.place + Memory::gates};
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const HopperBarriers barriers{room.place + Memory::barriers};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * keys};
   const int tiles = (queries + 127) / 128, row = (tiles - 1 - at.z) * 128;
   const long head = (long)at.y * heads + at.x, key_head = (long)at.y * key_heads + at.x / (heads / key_heads);
-  const int first = alike(seen.low(row) / HEIGHT), end = alike((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
+  const int first = uniform(seen.low(row) / HEIGHT), end = uniform((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
   const int last = end > first ? end : first;
-  gates.start(at);
-  at.group = alike(at.group);
+  barriers.start(at);
+  at.group = uniform(at.group);
   if (at.group < 4) {
     fewer_registers<24>();
     if (at.index == 0)
-      bring_forward<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + row) * panels(D),
-                                       k + key_head * whole(keys, 128) * panels(D),
-                                       v + key_head * whole(keys, 128) * panels(DV), first, last);
+      load_forward<In, D, DV, HEIGHT>(room, barriers, q + (head * tiles * 128 + row) * panels(D),
+                                      k + key_head * whole(keys, 128) * panels(D),
+                                      v + key_head * whole(keys, 128) * panels(DV), first, last);
     return;
   }
   more_registers<240>();
@@ -409,13 +409,13 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
     rows.low[side] = seen.low(top + own_row(at, side));
     rows.high[side] = seen.high(top + own_row(at, side));
   }
-  rows.all_low = alike(seen.low(top + 63));
-  rows.all_high = alike(seen.high(top));
-  const int own_first = alike(seen.low(top) / HEIGHT), own_end = alike((seen.high(top + 63) + HEIGHT - 1) / HEIGHT);
+  rows.all_low = uniform(seen.low(top + 63));
+  rows.all_high = uniform(seen.high(top));
+  const int own_first = uniform(seen.low(top) / HEIGHT), own_end = uniform((seen.high(top + 63) + HEIGHT - 1) / HEIGHT);
   float results[panels(DV) / 2], largest[2] = {-INFINITY, -INFINITY}, totals[2] = {0.0f, 0.0f};
   clear_floats(results);
   const float scale = numbers[0];
-  attend<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + top) * panels(D), results, largest, totals, rows,
+  attend<In, D, DV, HEIGHT>(room, barriers, q + (head * tiles * 128 + top) * panels(D), results, largest, totals, rows,
                             scale, first, last, own_first, own_end < last ? own_end : last, at);
   float factors[2];
   DELTATUNE_UNROLL
@@ -446,37 +446,37 @@ struct HopperQueriesMemory {
   static constexpr constant int both = stages_beside(keys, key + value);
   static constexpr constant int stages = both > 1 ? both : 2, value_stages = both > 1 ? both : 1;
   static constexpr constant int values = keys + stages * key;
-  static constexpr constant int gates = values + value_stages * value;
-  static constexpr constant int bytes = gates + 192 + 1024;
+  static constexpr constant int barriers = values + value_stages * value;
+  static constexpr constant int bytes = barriers + 192 + 1024;
 };
 
 // Loads the tiles of the kernel that computes dq.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD, typename PK, typename PV>
-inline void bring_keys(Room room, HopperGates gates, PQ q, PD dy, PK k, PV v, int first, int last) {
+inline void load_keys(Room room, HopperBarriers barriers, PQ q, PD dy, PK k, PV v, int first, int last) {
   using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
   if (!Memory::in_registers) {
-    gate_expect(gates.own(), Memory::keys);
-    copy_tile(room.place, q, Memory::own, gates.own());
-    copy_tile(room.place + Memory::own, dy, Memory::keys - Memory::own, gates.own());
+    mbarrier_expect(barriers.own(), Memory::keys);
+    copy_tile(room.place, q, Memory::own, barriers.own());
+    copy_tile(room.place + Memory::own, dy, Memory::keys - Memory::own, barriers.own());
   }
   for (int tile = last - 1, step = 0; tile >= first; --tile, ++step) {
     const int stage = step % Memory::stages, round = step / Memory::stages;
-    if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
-    gate_expect(gates.keys(stage), Memory::key);
+    if (round > 0) mbarrier_wait(barriers.keys_read(stage), round - 1);
+    mbarrier_expect(barriers.keys(stage), Memory::key);
     copy_tile(room.place + Memory::keys + stage * Memory::key, k + (long)tile * HEIGHT * panels(D), Memory::key,
-              gates.keys(stage));
+              barriers.keys(stage));
     const int other = step % Memory::value_stages, turn = step / Memory::value_stages;
-    if (turn > 0) gate_wait(gates.values_read(other), turn - 1);
-    gate_expect(gates.values(other), Memory::value);
+    if (turn > 0) mbarrier_wait(barriers.values_read(other), turn - 1);
+    mbarrier_expect(barriers.values(other), Memory::value);
     copy_tile(room.place + Memory::values + other * Memory::value, v + (long)tile * HEIGHT * panels(DV), Memory::value,
-              gates.values(other));
+              barriers.values(other));
   }
 }
 
 // Computes dq of 64 rows in the manner of `attend`: while the products of one tile run, the gradients of the scores of
 // the next are computed.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
-inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread float (&results)[panels(D) / 2],
+inline void add_gradients(Room room, HopperBarriers barriers, PQ q, PD dy, thread float (&results)[panels(D) / 2],
                           const thread Rows& rows, const thread float* sums, const thread float* deltas, float scale,
                           int first, int last, int own_first, int own_last, Place at) {
   using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
@@ -490,21 +490,21 @@ inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread floa
   int step = 0, tile = last - 1;
   const auto skip = [&](int to) {
     for (; tile >= to; --tile, ++step) {
-      gate_wait(gates.keys(step % stages), step / stages);
-      let_go(gates.keys_read(step % stages), at);
-      gate_wait(gates.values(step % value_stages), step / value_stages);
-      let_go(gates.values_read(step % value_stages), at);
+      mbarrier_wait(barriers.keys(step % stages), step / stages);
+      release(barriers.keys_read(step % stages), at);
+      mbarrier_wait(barriers.values(step % value_stages), step / value_stages);
+      release(barriers.values_read(step % value_stages), at);
     }
   };
   // `differentiate` replaces scores by weights, and `weigh` the products of dy and v by the scores' gradients.
   const auto differentiate = [&](int column) {
-    hide(scores, column, rows, at);
+    mask_scores(scores, column, rows, at);
     DELTATUNE_UNROLL
     for (int i = 0; i < N / 2; ++i) scores[i] = power_of_two(scores[i] * scale - sums[own_side(i)]);
   };
   const auto weigh = [&](int number) {
-    settle(products);
-    let_go(gates.values_read(number % value_stages), at);
+    register_fence(products);
+    release(barriers.values_read(number % value_stages), at);
     DELTATUNE_UNROLL
     for (int i = 0; i < N / 2; ++i) products[i] = scores[i] * (products[i] - deltas[own_side(i)]);
   };
@@ -517,34 +517,34 @@ inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread floa
     Times::template of<In, N, panels(DV)>(products, own_gradients, gradient,
                                           room.place + Memory::values + number % value_stages * Memory::value, panel);
   };
-  Times::template take<panels(D)>(own_rows, q, gates, at);
-  Times::template take<panels(DV)>(own_gradients, dy, gates, at);
+  Times::template take<panels(D)>(own_rows, q, barriers, at);
+  Times::template take<panels(DV)>(own_gradients, dy, barriers, at);
   skip(own_last > first ? own_last : first);
   if (tile >= own_first) {
-    gate_wait(gates.keys(step % stages), step / stages);
-    gate_wait(gates.values(step % value_stages), step / value_stages);
-    settle(scores);
-    settle(products);
+    mbarrier_wait(barriers.keys(step % stages), step / stages);
+    mbarrier_wait(barriers.values(step % value_stages), step / value_stages);
+    register_fence(scores);
+    register_fence(products);
     products_start();
     multiply(step);
     multiply_gradients(step);
     products_sent();
     products_wait<0>();
-    settle(scores);
+    register_fence(scores);
     differentiate(tile * HEIGHT);
     weigh(step);
     pack_rows<In>(gradients, products);
     for (; tile > own_first; --tile, ++step) {
       const int next = step + 1;
-      gate_wait(gates.keys(next % stages), next / stages);
-      settle(scores);
-      settle(products);
-      settle(results);
-      settle(gradients);
+      mbarrier_wait(barriers.keys(next % stages), next / stages);
+      register_fence(scores);
+      register_fence(products);
+      register_fence(results);
+      register_fence(gradients);
       products_start();
       multiply(next);
       products_sent();
-      gate_wait(gates.values(next % value_stages), next / value_stages);
+      mbarrier_wait(barriers.values(next % value_stages), next / value_stages);
       products_start();
       multiply_gradients(next);
       products_sent();
@@ -552,23 +552,23 @@ inline void add_gradients(Room room, HopperGates gates, PQ q, PD dy, thread floa
       add_columns<In, panels(D), N>(results, gradients, room.place + Memory::keys + step % stages * Memory::key, panel);
       products_sent();
       products_wait<2>();
-      settle(scores);
+      register_fence(scores);
       differentiate((tile - 1) * HEIGHT);
       products_wait<1>();
       weigh(next);
       products_wait<0>();
-      settle(results);
-      let_go(gates.keys_read(step % stages), at);
+      register_fence(results);
+      release(barriers.keys_read(step % stages), at);
       pack_rows<In>(gradients, products);
     }
-    settle(results);
-    settle(gradients);
+    register_fence(results);
+    register_fence(gradients);
     products_start();
     add_columns<In, panels(D), N>(results, gradients, room.place + Memory::keys + step % stages * Memory::key, panel);
     products_sent();
     products_wait<0>();
-    settle(results);
-    let_go(gates.keys_read(step % stages), at);
+    register_fence(results);
+    release(barriers.keys_read(step % stages), at);
     --tile, ++step;
   }
   skip(first);
@@ -582,21 +582,21 @@ inline void attention_hopper_queries(Place at, threadgroup char* memory, int hea
                                      PI ends, GLOBAL In* dq) {
   using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
   const Room room = room_of(memory);
-  const HopperGates gates{room.place + Memory::gates};
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const HopperBarriers barriers{room.place + Memory::barriers};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * keys};
   const int tiles = (queries + 127) / 128, row = (tiles - 1 - at.z) * 128;
   const long head = (long)at.y * heads + at.x, key_head = (long)at.y * key_heads + at.x / (heads / key_heads);
-  const int first = alike(seen.low(row) / HEIGHT), end = alike((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
+  const int first = uniform(seen.low(row) / HEIGHT), end = uniform((seen.high(row + 127) + HEIGHT - 1) / HEIGHT);
   const int last = end > first ? end : first;
-  gates.start(at);
-  at.group = alike(at.group);
+  barriers.start(at);
+  at.group = uniform(at.group);
   if (at.group < 4) {
     fewer_registers<24>();
     if (at.index == 0)
-      bring_keys<In, D, DV, HEIGHT>(room, gates, q + (head * tiles * 128 + row) * panels(D),
-                                    dy + (head * tiles * 128 + row) * panels(DV),
-                                    k + key_head * whole(keys, 128) * panels(D),
-                                    v + key_head * whole(keys, 128) * panels(DV), first, last);
+      load_keys<In, D, DV, HEIGHT>(room, barriers, q + (head * tiles * 128 + row) * panels(D),
+                                   dy + (head * tiles * 128 + row) * panels(DV),
+                                   k + key_head * whole(keys, 128) * panels(D),
+                                   v + key_head * whole(keys, 128) * panels(DV), first, last);
     return;
   }
   more_registers<240>();
@@ -610,13 +610,13 @@ inline void attention_hopper_queries(Place at, threadgroup char* memory, int hea
     own_sums[side] = sums[head * tiles * 128 + i];
     own_deltas[side] = delta[head * tiles * 128 + i];
   }
-  rows.all_low = alike(seen.low(top + 63));
-  rows.all_high = alike(seen.high(top));
-  const int own_first = alike(seen.low(top) / HEIGHT), own_end = alike((seen.high(top + 63) + HEIGHT - 1) / HEIGHT);
+  rows.all_low = uniform(seen.low(top + 63));
+  rows.all_high = uniform(seen.high(top));
+  const int own_first = uniform(seen.low(top) / HEIGHT), own_end = uniform((seen.high(top + 63) + HEIGHT - 1) / HEIGHT);
   float results[panels(D) / 2];
   clear_floats(results);
   const long from = head * tiles * 128 + top;
-  add_gradients<In, D, DV, HEIGHT>(room, gates, q + from * panels(D), dy + from * panels(DV), results, rows, own_sums,
+  add_gradients<In, D, DV, HEIGHT>(room, barriers, q + from * panels(D), dy + from * panels(DV), results, rows, own_sums,
                                    own_deltas, numbers[0], first, last, own_first, own_end < last ? own_end : last, at);
   const float factors[2] = {numbers[1], numbers[1]};
   write_own<In, D>(results, dq + head * queries * D, top, queries, factors, at);
@@ -634,8 +634,8 @@ struct HopperKeysMemory {
   static constexpr constant int queries = exchange + 2 * 64 * 64 * 4;
   static constexpr constant int stages = stages_beside(queries, query + gradient);
   static constexpr constant int gradients = queries + stages * query;
-  static constexpr constant int gates = gradients + stages * gradient;
-  static constexpr constant int bytes = gates + 192 + 1024;
+  static constexpr constant int barriers = gradients + stages * gradient;
+  static constexpr constant int bytes = barriers + 192 + 1024;
 };
 
 // The steps of a block: `count` tiles of queries from number `first` on, for each of the heads that read its keys.
@@ -650,35 +650,35 @@ struct HopperSteps {
 
 // Loads the tiles of the kernel that computes dk and dv.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
-inline void bring_queries(Room room, HopperGates gates, PQ q, PD dy, HopperSteps steps) {
+inline void load_queries(Room room, HopperBarriers barriers, PQ q, PD dy, HopperSteps steps) {
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
   for (int step = 0; step < steps.all(); ++step) {
     const int stage = step % Memory::stages, round = step / Memory::stages;
     const long row = steps.row(step);
-    if (round > 0) gate_wait(gates.keys_read(stage), round - 1);
-    gate_expect(gates.keys(stage), Memory::query);
+    if (round > 0) mbarrier_wait(barriers.keys_read(stage), round - 1);
+    mbarrier_expect(barriers.keys(stage), Memory::query);
     copy_tile(room.place + Memory::queries + stage * Memory::query, q + row * panels(D), Memory::query,
-              gates.keys(stage));
-    if (round > 0) gate_wait(gates.values_read(stage), round - 1);
-    gate_expect(gates.values(stage), Memory::gradient);
+              barriers.keys(stage));
+    if (round > 0) mbarrier_wait(barriers.values_read(stage), round - 1);
+    mbarrier_expect(barriers.values(stage), Memory::gradient);
     copy_tile(room.place + Memory::gradients + stage * Memory::gradient, dy + row * panels(DV), Memory::gradient,
-              gates.values(stage));
+              barriers.values(stage));
   }
 }
 // Loads the numbers of the queries that are a lane's columns: two of every eight.
 template <typename P>
-inline void look_up(thread float (&to)[16], P from, Place at) {
+inline void load_row_numbers(thread float (&to)[16], P from, Place at) {
   DELTATUNE_UNROLL
   for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + at.lane % 4 * 2);
 }
 
-// Passes the weights of 64 keys from one group of warps to the other, whose lanes hold the same elements: hand_over
-// writes them, and weigh_with multiplies by them.
-inline void hand_over(threadgroup float* room, const thread float (&x)[32], Place at) {
+// Passes the weights of 64 keys from one group of warps to the other, whose lanes hold the same elements: pass_weights
+// writes them, and multiply_by_weights multiplies by them.
+inline void pass_weights(threadgroup float* room, const thread float (&x)[32], Place at) {
   DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) put_four(room + (i * 128 + at.index % 128) * 4, x + 4 * i);
 }
-inline void weigh_with(thread float (&x)[32], threadgroup const float* room, Place at) {
+inline void multiply_by_weights(thread float (&x)[32], threadgroup const float* room, Place at) {
   DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) {
     float weights[4];
@@ -690,11 +690,11 @@ inline void weigh_with(thread float (&x)[32], threadgroup const float* room, Pla
 // Computes dv: the weights [keys, queries] from k and q are handed over, then multiplied with dy. A unit of the work is
 // a tile of queries with 64 keys. While the products of one unit run, the weights of the next are computed.
 template <typename In, int D, int DV, int HEIGHT, typename PL>
-inline void add_values(Room room, HopperGates gates, thread float (&results)[HEIGHT / 64][panels(DV) / 2],
+inline void add_values(Room room, HopperBarriers barriers, thread float (&results)[HEIGHT / 64][panels(DV) / 2],
                        const thread Rows* rows, float scale, PL sums, HopperSteps steps, Place at) {
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
   constexpr int blocks = HEIGHT / 64, stages = Memory::stages;
-  float scores[32], looked_up[16];
+  float scores[32], row_numbers[16];
   unsigned weights[16];
   const auto multiply = [&](int step, int b) {
     multiply_rows<In, 64, panels(D)>(scores, room.place + b * Memory::block, 8192,
@@ -707,40 +707,40 @@ inline void add_values(Room room, HopperGates gates, thread float (&results)[HEI
     products_sent();
   };
   const auto weigh = [&](int step, int b) {
-    hide(scores, steps.tile(step) * 64, rows[b], at);
+    mask_scores(scores, steps.tile(step) * 64, rows[b], at);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 32; ++i) scores[i] = power_of_two(scores[i] * scale - looked_up[i / 4 * 2 + (i & 1)]);
-    if (b + 1 == blocks) let_go(gates.keys_read(step % stages), at);
-    hand_over(room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), scores, at);
-    meet<256>();
+    for (int i = 0; i < 32; ++i) scores[i] = power_of_two(scores[i] * scale - row_numbers[i / 4 * 2 + (i & 1)]);
+    if (b + 1 == blocks) release(barriers.keys_read(step % stages), at);
+    pass_weights(room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), scores, at);
+    named_barrier<256>();
   };
   const auto go_on = [&](int step, int b) {
     const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
-    if (next_block == 0) gate_wait(gates.keys(next % stages), next / stages);
-    if (b == 0) gate_wait(gates.values(step % stages), step / stages);
-    settle(scores);
-    settle(results[b]);
-    settle(weights);
+    if (next_block == 0) mbarrier_wait(barriers.keys(next % stages), next / stages);
+    if (b == 0) mbarrier_wait(barriers.values(step % stages), step / stages);
+    register_fence(scores);
+    register_fence(results[b]);
+    register_fence(weights);
     products_start();
     multiply(next, next_block);
     add(step, b);
-    if (next_block == 0) look_up(looked_up, sums + steps.row(next), at);
+    if (next_block == 0) load_row_numbers(row_numbers, sums + steps.row(next), at);
     products_wait<1>();
-    settle(scores);
+    register_fence(scores);
     weigh(next, next_block);
     products_wait<0>();
-    settle(results[b]);
-    if (b + 1 == blocks) let_go(gates.values_read(step % stages), at);
+    register_fence(results[b]);
+    if (b + 1 == blocks) release(barriers.values_read(step % stages), at);
     pack_rows<In>(weights, scores);
   };
   if (steps.all() == 0) return;
-  gate_wait(gates.keys(0), 0);
-  settle(scores);
+  mbarrier_wait(barriers.keys(0), 0);
+  register_fence(scores);
   products_start();
   multiply(0, 0);
-  look_up(looked_up, sums + steps.row(0), at);
+  load_row_numbers(row_numbers, sums + steps.row(0), at);
   products_wait<0>();
-  settle(scores);
+  register_fence(scores);
   weigh(0, 0);
   pack_rows<In>(weights, scores);
   const int end = steps.all() - 1;
@@ -750,23 +750,23 @@ inline void add_values(Room room, HopperGates gates, thread float (&results)[HEI
   }
   DELTATUNE_UNROLL
   for (int b = 0; b + 1 < blocks; ++b) go_on(end, b);
-  if (blocks == 1) gate_wait(gates.values(end % stages), end / stages);
-  settle(results[blocks - 1]);
-  settle(weights);
+  if (blocks == 1) mbarrier_wait(barriers.values(end % stages), end / stages);
+  register_fence(results[blocks - 1]);
+  register_fence(weights);
   products_start();
   add(end, blocks - 1);
   products_wait<0>();
-  settle(results[blocks - 1]);
+  register_fence(results[blocks - 1]);
 }
 
 // Computes dk: the products [keys, queries] of v and dy are multiplied by the weights from the other group, then with
 // q.
 template <typename In, int D, int DV, int HEIGHT, typename PL>
-inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGHT / 64][panels(D) / 2],
-                       PL delta, HopperSteps steps, Place at) {
+inline void add_keys(Room room, HopperBarriers barriers, thread float (&results)[HEIGHT / 64][panels(D) / 2],
+                     PL delta, HopperSteps steps, Place at) {
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
   constexpr int blocks = HEIGHT / 64, stages = Memory::stages;
-  float products[32], looked_up[16];
+  float products[32], row_numbers[16];
   unsigned gradients[16];
   const auto multiply = [&](int step, int b) {
     multiply_rows<In, 64, panels(DV)>(products, room.place + Memory::own + b * Memory::value_block, 8192,
@@ -780,38 +780,38 @@ inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGH
   };
   const auto weigh = [&](int step, int b) {
     DELTATUNE_UNROLL
-    for (int i = 0; i < 32; ++i) products[i] -= looked_up[i / 4 * 2 + (i & 1)];
-    if (b + 1 == blocks) let_go(gates.values_read(step % stages), at);
-    meet<256>();
-    weigh_with(products, room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), at);
+    for (int i = 0; i < 32; ++i) products[i] -= row_numbers[i / 4 * 2 + (i & 1)];
+    if (b + 1 == blocks) release(barriers.values_read(step % stages), at);
+    named_barrier<256>();
+    multiply_by_weights(products, room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), at);
   };
   const auto go_on = [&](int step, int b) {
     const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
-    if (next_block == 0) gate_wait(gates.values(next % stages), next / stages);
-    if (b == 0) gate_wait(gates.keys(step % stages), step / stages);
-    settle(products);
-    settle(results[b]);
-    settle(gradients);
+    if (next_block == 0) mbarrier_wait(barriers.values(next % stages), next / stages);
+    if (b == 0) mbarrier_wait(barriers.keys(step % stages), step / stages);
+    register_fence(products);
+    register_fence(results[b]);
+    register_fence(gradients);
     products_start();
     multiply(next, next_block);
     add(step, b);
-    if (next_block == 0) look_up(looked_up, delta + steps.row(next), at);
+    if (next_block == 0) load_row_numbers(row_numbers, delta + steps.row(next), at);
     products_wait<1>();
-    settle(products);
+    register_fence(products);
     weigh(next, next_block);
     products_wait<0>();
-    settle(results[b]);
-    if (b + 1 == blocks) let_go(gates.keys_read(step % stages), at);
+    register_fence(results[b]);
+    if (b + 1 == blocks) release(barriers.keys_read(step % stages), at);
     pack_rows<In>(gradients, products);
   };
   if (steps.all() == 0) return;
-  gate_wait(gates.values(0), 0);
-  settle(products);
+  mbarrier_wait(barriers.values(0), 0);
+  register_fence(products);
   products_start();
   multiply(0, 0);
-  look_up(looked_up, delta + steps.row(0), at);
+  load_row_numbers(row_numbers, delta + steps.row(0), at);
   products_wait<0>();
-  settle(products);
+  register_fence(products);
   weigh(0, 0);
   pack_rows<In>(gradients, products);
   const int end = steps.all() - 1;
@@ -821,13 +821,13 @@ inline void add_keys(Room room, HopperGates gates, thread float (&results)[HEIGH
   }
   DELTATUNE_UNROLL
   for (int b = 0; b + 1 < blocks; ++b) go_on(end, b);
-  if (blocks == 1) gate_wait(gates.keys(end % stages), end / stages);
-  settle(results[blocks - 1]);
-  settle(gradients);
+  if (blocks == 1) mbarrier_wait(barriers.keys(end % stages), end / stages);
+  register_fence(results[blocks - 1]);
+  register_fence(gradients);
   products_start();
   add(end, blocks - 1);
   products_wait<0>();
-  settle(results[blocks - 1]);
+  register_fence(results[blocks - 1]);
 }
 
 // Computes dk and dv, as attention_keys does, from packed operands. The grid is (key heads, rows of the batch, tiles of
@@ -840,27 +840,27 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
   constexpr int blocks = HEIGHT / 64;
   const Room room = room_of(memory);
-  const HopperGates gates{room.place + Memory::gates};
-  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * queries};
+  const HopperBarriers barriers{room.place + Memory::barriers};
+  const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.y * keys};
   const int key = at.z * HEIGHT, each = heads / key_heads;
   const long key_head = (long)at.y * key_heads + at.x, head = (long)at.y * heads + (long)at.x * each;
-  const int first = alike(seen.first(key) / 64), end = alike((seen.last(key + HEIGHT - 1) + 63) / 64);
+  const int first = uniform(seen.first(key) / 64), end = uniform((seen.last(key + HEIGHT - 1) + 63) / 64);
   const HopperSteps steps{first, end > first ? end - first : 0, each, whole(queries, 128), head};
-  gates.start(at);
-  at.group = alike(at.group);
+  barriers.start(at);
+  at.group = uniform(at.group);
   if (at.group < 4) {
     fewer_registers<24>();
     if (at.index == 0) {
-      gate_expect(gates.own(), Memory::exchange);
+      mbarrier_expect(barriers.own(), Memory::exchange);
       const long row = key_head * whole(keys, 128) + key;
-      copy_tile(room.place, k + row * panels(D), Memory::own, gates.own());
-      copy_tile(room.place + Memory::own, v + row * panels(DV), Memory::own_value, gates.own());
-      bring_queries<In, D, DV, HEIGHT>(room, gates, q, dy, steps);
+      copy_tile(room.place, k + row * panels(D), Memory::own, barriers.own());
+      copy_tile(room.place + Memory::own, v + row * panels(DV), Memory::own_value, barriers.own());
+      load_queries<In, D, DV, HEIGHT>(room, barriers, q, dy, steps);
     }
     return;
   }
   more_registers<240>();
-  gate_wait(gates.own(), 0);
+  mbarrier_wait(barriers.own(), 0);
   if (at.group < 8) {
     Rows rows[blocks];
     for (int b = 0; b < blocks; ++b) {
@@ -868,12 +868,12 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
         rows[b].low[side] = seen.first(key + b * 64 + own_row(at, side));
         rows[b].high[side] = seen.last(key + b * 64 + own_row(at, side));
       }
-      rows[b].all_low = alike(seen.first(key + b * 64 + 63));
-      rows[b].all_high = alike(seen.last(key + b * 64));
+      rows[b].all_low = uniform(seen.first(key + b * 64 + 63));
+      rows[b].all_high = uniform(seen.last(key + b * 64));
     }
     float results[blocks][panels(DV) / 2];
     for (int b = 0; b < blocks; ++b) clear_floats(results[b]);
-    add_values<In, D, DV, HEIGHT>(room, gates, results, rows, numbers[0], sums, steps, at);
+    add_values<In, D, DV, HEIGHT>(room, barriers, results, rows, numbers[0], sums, steps, at);
     const float factors[2] = {1.0f, 1.0f};
     DELTATUNE_UNROLL
     for (int b = 0; b < blocks; ++b)
@@ -881,7 +881,7 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
   } else {
     float results[blocks][panels(D) / 2];
     for (int b = 0; b < blocks; ++b) clear_floats(results[b]);
-    add_keys<In, D, DV, HEIGHT>(room, gates, results, delta, steps, at);
+    add_keys<In, D, DV, HEIGHT>(room, barriers, results, delta, steps, at);
     const float factors[2] = {numbers[1], numbers[1]};
     DELTATUNE_UNROLL
     for (int b = 0; b < blocks; ++b)

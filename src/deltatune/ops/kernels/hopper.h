@@ -1,36 +1,36 @@
 // What Hopper has in addition to cuda.h: products of 64 rows by a group of four warps, which read their operands from
-// shared memory and run asynchronously (wgmma), and copies that signal a barrier (mbarrier) when they arrive. A gate is
-// such a barrier. tests/ops/kernels/hopper_host.h stands in for this file on a CPU.
+// shared memory and run asynchronously (wgmma), and copies that signal a barrier in shared memory (mbarrier) when they
+// arrive. tests/ops/kernels/hopper_host.h stands in for this file on a CPU.
 // A tile of an operand is cut into panels of 64 columns, 128 bytes per row. The position of each of the eight 16-byte
 // pieces of a row depends on the row's number modulo 8 (the 128-byte swizzle). A tile's address is a multiple of 1024.
 
 // The address in shared memory by which barriers and operands are named.
 inline unsigned shared_place(const void* p) { return shared_address(p); }
 
-inline void gate_start(unsigned gate, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(gate), "r"(count) : "memory");
+inline void mbarrier_init(unsigned mbarrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(mbarrier), "r"(count) : "memory");
 }
-inline void gates_started() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-inline void gate_expect(unsigned gate, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(gate), "r"(bytes) : "memory");
+inline void mbarriers_started() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+inline void mbarrier_expect(unsigned mbarrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(mbarrier), "r"(bytes) : "memory");
 }
-inline void gate_pass(unsigned gate) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(gate) : "memory");
+inline void mbarrier_arrive(unsigned mbarrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(mbarrier) : "memory");
 }
-// Waits until the gate's round number `round` is over; rounds count from 0.
-inline void gate_wait(unsigned gate, int round) {
+// Waits until the mbarrier's round number `round` is over; rounds count from 0.
+inline void mbarrier_wait(unsigned mbarrier, int round) {
   asm volatile(
       "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\n"
-      "DONE:\n}" :: "r"(gate), "r"(round & 1) : "memory");
+      "DONE:\n}" :: "r"(mbarrier), "r"(round & 1) : "memory");
 }
 template <typename T>
-inline void copy_tile(unsigned to, const T* from, unsigned bytes, unsigned gate) {
+inline void copy_tile(unsigned to, const T* from, unsigned bytes, unsigned mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(gate) : "memory");
+               :: "r"(to), "l"(from), "r"(bytes), "r"(mbarrier) : "memory");
 }
 // A barrier of this number of threads of the block.
 template <int THREADS>
-inline void meet() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
+inline void named_barrier() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
 
 template <int COUNT>
 inline void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
@@ -89,17 +89,17 @@ inline void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :
 
 // Tells the compiler that a product may read or write these registers until here.
 template <int COUNT>
-inline void settle(float (&x)[COUNT]) {
+inline void register_fence(float (&x)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(x[i]) :: "memory");
 }
 template <int COUNT>
-inline void settle(unsigned (&x)[COUNT]) {
+inline void register_fence(unsigned (&x)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(x[i]) :: "memory");
 }
 // Returns a value that is equal on all lanes of a group, so that the compiler knows that it is.
-inline int alike(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // The descriptors of an operand: rows_operand where a product sums over its columns, columns_operand where it sums over
 // its rows and the next 64 columns are `panel` bytes further. `place` is its address in units of 16 bytes.
@@ -111,7 +111,7 @@ inline unsigned long long columns_operand(unsigned place, int panel) {
 }
 // Returns x in a way that hides where it came from. The compiler then keeps no values derived from x, whose registers
 // the products need.
-inline unsigned afresh(unsigned x) {
+inline unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }

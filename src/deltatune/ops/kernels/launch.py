@@ -6,6 +6,7 @@ that reserve shared memory and call the body with its compile-time values; the t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -27,6 +28,9 @@ PLACE = (
     "(int)threadgroup_position_in_grid.z, (int)thread_index_in_threadgroup, (int)simdgroup_index_in_threadgroup, "
     "(int)thread_index_in_simdgroup};\n"
 )
+
+# What a kernel is passed in place of an array that the call does not have.
+ABSENT = "Nothing{}"
 
 Arrays = dict[str, mx.array]
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
@@ -78,6 +82,10 @@ class Launch:
         threads = self.groups * 32 if self.name.startswith(HOPPER) else 0
         kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
+
+
+# Runs a launch: Launch.run on a GPU, or the host machine in tests.
+Execute = Callable[[Launch], list[mx.array]]
 
 
 def launched(

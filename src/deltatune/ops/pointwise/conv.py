@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..causal_conv import causal_conv
-from ..kernels.launch import Outputs
+from ..kernels.launch import ABSENT, Outputs
 from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
@@ -70,7 +70,7 @@ def _plain(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> A
 @cache
 def _passes(segmented: bool) -> Passes:
     names = ("x", "weight", "segments")[: 2 + segmented]
-    first = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else "Nothing{}")
+    first = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else ABSENT)
 
     def launch(name: str, arrays: Arrays, more: dict[str, mx.array], out: str, rows: int) -> Pass:
         """Describe the launch of the kernel body `name`, whose output `out` is [B, rows, C]."""

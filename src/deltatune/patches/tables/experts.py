@@ -49,7 +49,7 @@ class DeferredExperts:
     """
 
     def __init__(self, run: Callable[[mx.array | None], mx.array], indices: mx.array, width: int, dtype: mx.Dtype):
-        self._run, self._indices = run, indices
+        self._run = run
         self.shape, self.dtype = (*indices.shape, width), dtype
         self._array: mx.array | None = None
 

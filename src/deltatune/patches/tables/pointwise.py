@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from ...machine import backend
 from ...ops.pointwise import conv, norms, silu
-from ..patch_record import Function, Patch
+from ..patch_record import Function, Patch, describe_difference
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
 
@@ -65,8 +65,7 @@ def _silu(upstream: Function) -> Function:
 
 def _is_silu(upstream: Function, _ours: Function) -> str | None:
     x = mx.random.normal((2, 8), key=mx.random.key(0))
-    worst = float(mx.abs(upstream(x) - x * mx.sigmoid(x)).max())
-    return None if worst < 1e-5 else f"on a small case it differs from x sigmoid(x) by {worst:.1e}."
+    return describe_difference([upstream(x)], [x * mx.sigmoid(x)], 1e-5, "x sigmoid(x)")
 
 
 def _swiglu(upstream: Function) -> Function:
@@ -99,8 +98,7 @@ def _gated_norm(upstream: Function) -> Function:
 
 def _is_swiglu(upstream: Function, _ours: Function) -> str | None:
     gate, x = (mx.random.normal((2, 8), key=mx.random.key(i)) for i in range(2))
-    worst = float(mx.abs(upstream(gate, x) - gate * mx.sigmoid(gate) * x).max())
-    return None if worst < 1e-5 else f"on a small case it differs from silu(gate) x by {worst:.1e}."
+    return describe_difference([upstream(gate, x)], [gate * mx.sigmoid(gate) * x], 1e-5, "silu(gate) x")
 
 
 _RECORD: dict[str, Any] = {

@@ -1,0 +1,48 @@
+"""The losses of routers equal what transformers computes on the same model and the same padded rows. Live."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_peft import TOKENS, saved, theirs_loaded
+
+from deltatune.data.batch import Batch
+from deltatune.models.load import load_model
+from deltatune.patches import patched
+from deltatune.train.routers import RouterLosses, real_lengths
+from deltatune.train.step import arrays, full_loss, mean_loss_and_gradients
+
+pytestmark = [
+    pytest.mark.oracle,
+    # Raised inside transformers.
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
+]
+
+LENGTHS = (19, 11)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_the_load_balancing_loss_is_that_of_transformers(tmp_path, family):
+    import torch
+
+    theirs, mlx = saved(tmp_path, family)
+    mask = (np.arange(TOKENS.shape[1]) < np.array(LENGTHS)[:, None]).astype(np.int64)
+    given = {"input_ids": torch.from_numpy(TOKENS), "attention_mask": torch.from_numpy(mask)}
+    with torch.no_grad():
+        expected = theirs_loaded(theirs)(**given, output_router_logits=True, use_cache=False).aux_loss.item()
+    model, _ = load_model(mlx)
+    model.train()
+    tokens, weights = TOKENS.astype(np.int32), mask.astype(np.float32)
+    batch = Batch(tokens, tokens, weights, None, (("x",),) * 2, tuple((length,) for length in LENGTHS))
+    with patched(model):
+        *_, figures = mean_loss_and_gradients(
+            model,
+            full_loss(model),
+            arrays(batch),
+            routers=RouterLosses(0.0, 0.0),
+            lengths=real_lengths(batch),
+        )
+        mx.eval(figures)
+    (value, _), (count, _) = figures.tolist()
+    assert value / count == pytest.approx(expected, rel=1e-5)
