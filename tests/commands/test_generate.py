@@ -8,9 +8,9 @@ import pytest
 
 from deltatune.commands import generate
 from deltatune.commands.generate import GenerateOptions
+from deltatune.data.prompts import prompt_tokens
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
-from deltatune.models.generate import prompt_tokens
 from deltatune.models.load import load
 
 RECURSION = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
@@ -87,7 +87,7 @@ def test_a_prompt_from_standard_input_is_utf8_whatever_the_terminal_is(monkeypat
         ("--top-k", "512", "--top-k: expected at most 511, since the model has 512 tokens; got 512"),
         ("--extra-eos-token", "<|nope|>", "'<|nope|>' is no token of this model, and no token's number"),
         ("--extra-eos-token", "512", "'512' is no token of this model, and no token's number"),
-        ("--chat-template-config", '{"tools": 3}', "chat template refuses the prompt"),
+        ("--chat-template-config", '{"tools": 3}', "chat template refuses this conversation"),
     ],
 )
 def test_what_depends_on_the_model_is_refused_by_name(run, flag, value, message):
@@ -103,7 +103,9 @@ def test_what_depends_on_the_model_is_refused_by_name(run, flag, value, message)
 def test_a_template_that_raises_is_one_message(body):
     tokenizer = load(MODEL).tokenizer
     tokenizer.chat_template = body
-    with pytest.raises(UserError, match="the model's chat template refuses the prompt"):
+    with pytest.raises(
+        UserError, match="the model's chat template, line 1, (refuses this conversation|calls itself without end)"
+    ):
         prompt_tokens(tokenizer, "hello")
 
 

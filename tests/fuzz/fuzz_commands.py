@@ -84,7 +84,8 @@ class Commands:
             variables = {"HOME": str(self.home / "home"), "DELTATUNE_CACHE": str(self.home / "cache")}
             variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
             variables |= {"DELTATUNE_THREADS": "1", "WANDB_MODE": "offline", "TMPDIR": str(self.temporary)}
-            variables |= {"PYTHONDONTWRITEBYTECODE": "1"}
+            # PyTorch, where it is installed, makes a folder of its own in /tmp.
+            variables |= {"PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.temporary)}
             self._process = subprocess.Popen(
                 [sys.executable, str(WORKER)],
                 stdin=subprocess.PIPE,

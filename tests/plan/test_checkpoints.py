@@ -125,7 +125,9 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
     assert 0 < kept < LAYERS
     peak, over = (counted(model, config, before, layers) for layers in (choice.layers, order.but(kept + 1)))
     print(kept, f"limit {limit / 1e6:.2f} MB", f"counted {peak / 1e6:.2f}, one more kept {over / 1e6:.2f}")
-    assert peak <= limit < over
+    # The share that is left free is for what a plan does not know.
+    assert peak <= limit / SHARE
+    assert over > limit
     assert choice.forecast.bytes.amount == pytest.approx(peak, rel=0.05)
 
 

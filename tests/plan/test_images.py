@@ -135,7 +135,7 @@ def options(tiny_vision_checkpoint, folder, tmp_path):
 
 def test_plan_and_train_say_what_images_need(options, monkeypatch, capsys):
     monkeypatch.setattr(fit, "device_limits", lambda: DeviceLimits(None, 12_000_000, "a test", "a test"))
-    monkeypatch.setattr(search, "_PLANS", 2)
+    monkeypatch.setattr(search, "_PLANS", 1)
     assert cli.main(["plan", *options]) == 0
     text = capsys.readouterr().out
     assert re.search(r"Step: 2 x 64 = 128 tokens", text), text

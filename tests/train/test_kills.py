@@ -68,7 +68,7 @@ def of_kind(options, request, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_points_the_run_ends_with_the_same_bits(of_kind, kind, tmp_path, request):
-    wanted = request.config.getoption("--kills") or 2
+    wanted = request.config.getoption("--kills") or 1
     values, file = of_kind(kind), tmp_path / "run.yaml"
 
     def configured(name):

@@ -142,8 +142,9 @@ def generate(options: GenerateOptions) -> str:
     """
     import mlx.core as mx
 
+    from ..data.prompts import prompt_tokens
     from ..data.vision.videos import repeat_video_tokens, video_texts
-    from ..models.generate import Sampling, prompt_tokens, stream
+    from ..models.generate import Sampling, stream
     from ..models.vision.generate import stream_with_images, stream_with_videos
     from ..models.vision.split import vision_spec
     from ..models.vocabulary import check_prompt
@@ -151,8 +152,7 @@ def generate(options: GenerateOptions) -> str:
 
     if options.seed is not None:
         mx.random.seed(options.seed)
-    template_options = _template_options(options.chat_template_config)
-    media = _first_media(options)
+    template_options, media = _template_options(options.chat_template_config), _first_media(options)
     prompt = _prompt(options.prompt)
     trusted = options.trust_remote_code
     loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)

@@ -258,11 +258,7 @@ class _Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = self._options if thinking is None else self._options | {"enable_thinking": thinking}
-        text = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
-        )
-        if len(text) > LARGEST_TEXT:
-            raise RefusalError(f"the model's chat template writes {len(text):,} characters for this conversation.")
+        text = self.text(messages, tools, options | {"add_generation_prompt": prompt})
         if not self.marks.blocks or prompt:
             return text, []
         # apply_chat_template gives the spans as tokens alone, of a tokenizer with a vocabulary.
@@ -278,9 +274,18 @@ class _Template:
             raise RefusalError("the chat template's generation blocks do not fit its text; use --no-mask-prompt.")
         return text, spans[0]
 
+    def text(self, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
+        """Return the text of a conversation."""
+        text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        if len(text) > LARGEST_TEXT:
+            raise RefusalError(f"the model's chat template writes {len(text):,} characters for this conversation.")
+        return text
+
     def rows(self, request: dict[str, Any]) -> list[Any]:
-        """Return the rows of a conversation; without `turns`, one row that counts as a whole."""
+        """Return the rows of a conversation; without `turns`, one row that counts as a whole, or not with `options`."""
         messages, tools = request["messages"], request["tools"]
+        if "options" in request:
+            return [(self.text(messages, tools, self._options | request["options"]), [], len(messages))]
 
         # A turn is looked for in several rows, but rendered once.
         @functools.cache

@@ -110,6 +110,29 @@ class Renderer:
             raise rows
         return rows
 
+    def text(self, messages: list[dict[str, Any]], *, tools: Any = None, **options: Any) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: the messages, each with its role.
+            tools: the tools that the template may name.
+            options: further arguments of transformers' apply_chat_template, and variables for the template.
+
+        Raises:
+            UserError: the template does not render it.
+        """
+        if self.writes_by_itself:
+            try:
+                return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+            except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+                raise UserError(f"the model's chat template refuses this conversation: {reason(error)}") from error
+        name = self._setup(tools)
+        request = {"template": name, "messages": messages, "tools": tools, "options": options}
+        (reply,) = _answers({name: self._setups[name]}, [request])
+        if "error" in reply:
+            raise UserError(reply["error"])
+        return reply["rows"][0][0]
+
     def _chunk(self, chunk: list[Item], requests: list[dict[str, Any]]) -> list[Rendered]:
         """Return a chunk with its rows. This runs in several threads at once."""
         names = {request["template"] for request in requests}
@@ -129,7 +152,17 @@ class Renderer:
 
     def _request(self, conversation: Conversation) -> dict[str, Any]:
         """Return what a process is asked for a conversation."""
-        template = self._inner.get_chat_template(None, conversation.tools)
+        return {
+            "template": self._setup(conversation.tools),
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "turns": conversation.turns,
+            "every_turn": conversation.every_turn,
+        }
+
+    def _setup(self, tools: Any) -> str:
+        """Return the name of what a process has to know of the template for conversations with these tools."""
+        template = self._inner.get_chat_template(None, tools)
         if template not in self._names:
             setup = {
                 "template": template,
@@ -139,13 +172,7 @@ class Renderer:
             }
             name = hashlib.blake2b(json.dumps(setup).encode(), digest_size=16).hexdigest()
             self._setups[name], self._names[template] = setup, name
-        return {
-            "template": self._names[template],
-            "messages": conversation.messages,
-            "tools": conversation.tools,
-            "turns": conversation.turns,
-            "every_turn": conversation.every_turn,
-        }
+        return self._names[template]
 
     def _marks(self, blocks: bool) -> dict[str, Any]:
         """Return the fields of Marks."""

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..data.prompts import prompt_tokens
 from ..layers import describe
 from ..models.answer import answer_all
-from ..models.generate import prompt_tokens
 from ..models.load import Loaded
 from ..train.announce import layer_summary
 from . import flow, task

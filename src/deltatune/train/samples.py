@@ -15,11 +15,11 @@ from typing import Any
 import mlx.nn as nn
 
 from ..config import TrainConfig
+from ..data.prompts import conversation_tokens, prompt_tokens
 from ..data.row_formats import ASSISTANT, Features, Messages, RowFormats, join_text_parts, tools_of
 from ..data.sources import jsonl
 from ..errors import UserError
 from ..models.answer import answer_one
-from ..models.generate import conversation_tokens, prompt_tokens
 from ..models.vision.split import has_vision
 from ..models.vocabulary import check_prompt
 from .distributed import World
