@@ -104,7 +104,7 @@ def test_a_template_that_raises_is_one_message(body):
     tokenizer = load(MODEL).tokenizer
     tokenizer.chat_template = body
     with pytest.raises(
-        UserError, match="the model's chat template, line 1, (refuses this conversation|calls itself without end)"
+        UserError, match=r"the model's chat template, line 1, (refuses this conversation|calls itself without end)"
     ):
         prompt_tokens(tokenizer, "hello")
 
