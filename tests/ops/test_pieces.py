@@ -102,10 +102,11 @@ def rounding_bound(model, config, arrays, expected, monkeypatch):
     [
         ("qwen3_5", {}),
         ("qwen3_5", {"tune": "dora"}),
-        ("qwen3_5", {"bits": 4}),
-        ("qwen3_5", {"tune": "full"}),
-        ("qwen3_5_moe", {}),
-        ("qwen3_next", {"tune": "full"}),
+        # The bound of these is not nearer with another BLAS's kernels than that of the others.
+        pytest.param("qwen3_5", {"bits": 4}, marks=pytest.mark.any_blas),
+        pytest.param("qwen3_5", {"tune": "full"}, marks=pytest.mark.any_blas),
+        pytest.param("qwen3_5_moe", {}, marks=pytest.mark.any_blas),
+        pytest.param("qwen3_next", {"tune": "full"}, marks=pytest.mark.any_blas),
         ("kimi_linear", {}),
         ("olmo_hybrid", {}),
         ("bailing", {}),

@@ -234,6 +234,7 @@ print(dict(whole_rows.served()))
 """
 
 
+@pytest.mark.any_blas
 def test_models_that_are_imported_later_are_reached():
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
