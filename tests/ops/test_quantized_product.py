@@ -96,6 +96,21 @@ def test_gradients_of_scales_and_biases_are_those_of_mlx():
         assert relative_error(ours, np.array(theirs)) < 1e-5
 
 
+def test_gradients_of_scales_do_not_close_over_the_rows(monkeypatch):
+    """mx.vjp walks through all that a closed-over array was computed from: the whole step, for each product."""
+    packing = PACKINGS["affine4"]
+    arrays, (x, dy), differentiate, closed = quantized_matrix(packing), drawn(True), mx.vjp, []
+
+    def watched(inner, primals, cotangents):
+        closed.append([cell.cell_contents for cell in inner.__closure__ or ()])
+        return differentiate(inner, primals, cotangents)
+
+    monkeypatch.setattr(mx, "vjp", watched)
+    differentiate(lambda x: [product(x, arrays, packing)], [x], [dy])
+    shapes = [item.shape for cells in closed for item in cells if isinstance(item, mx.array)]
+    assert closed and x.shape not in shapes
+
+
 def test_compiled_checkpointed_and_twice_differentiated():
     packing, (x, _) = PACKINGS["affine4"], drawn(True)
     arrays = quantized_matrix(packing)

@@ -75,8 +75,9 @@ def packed_product(
         dx = _times(dy, w, stored, quantization, not quantization.transpose)
         rest = [mx.zeros_like(array) for array in stored]
         if is_floating(stored[0]):
-            # MLX is lazy: these gradients are computed only if something uses them.
-            _, rest = mx.vjp(lambda *stored: [forward(x, w, *stored)], stored, [dy])
+            # MLX is lazy: these gradients are computed only if something uses them. x is an argument, because mx.vjp
+            # walks through everything that an array which is none was computed from.
+            _, (_, *rest) = mx.vjp(lambda x, *stored: [forward(x, w, *stored)], [x, *stored], [dy])
         return [dx.astype(x.dtype), mx.zeros_like(w), *rest]
 
     function: Any = mx.custom_function(forward)

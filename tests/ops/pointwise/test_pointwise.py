@@ -133,6 +133,28 @@ def test_compiled_and_checkpointed(execute):
     assert mx.array_equal(again, expected[0])
 
 
+@pytest.mark.parametrize("name", ["conv of documents", "gates"])
+def test_gradients_of_parameters_close_over_no_array(name, execute, monkeypatch):
+    """mx.vjp walks through all that a closed-over array was computed from: the whole step, for each piece of a row."""
+    function, _, shapes = CASES[name]
+    arrays, differentiate, closed = draw(*shapes), mx.vjp, []
+
+    def watched(inner, primals, cotangents):
+        closed.append([cell.cell_contents for cell in inner.__closure__ or ()])
+        return differentiate(inner, primals, cotangents)
+
+    monkeypatch.setattr(mx, "vjp", watched)
+    outputs = function(*arrays, execute=execute)
+    ones = [mx.ones_like(y) for y in (outputs if isinstance(outputs, tuple) else [outputs])]
+
+    def listed(*given):
+        result = function(*given, execute=execute)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    differentiate(listed, arrays, ones)
+    assert closed and not [item for cells in closed for item in cells if isinstance(item, (mx.array, list, tuple))]
+
+
 def test_no_second_derivative(execute):
     (x,) = draw((2, 64))
     with pytest.raises(NotImplementedError, match="swiglu has no second derivative"):

@@ -88,8 +88,8 @@ def _passes(segmented: bool) -> Passes:
         return launch("conv_silu_backward", (x, *others), {"dy": dy.astype(x.dtype)}, "dx", x.shape[1])
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
-        x, weight, *segments = primals
-        return mx.vjp(lambda given: list(_plain(x, given, *segments)), [weight], list(cotangents))[1]
+        # x is an argument: mx.vjp walks through everything that an array which is none was computed from.
+        return mx.vjp(lambda *arrays: list(_plain(*arrays)), list(primals), list(cotangents))[1][1:2]
 
     name = "conv and silu of documents" if segmented else "conv and silu"
     return Passes(name, forward, backward, _plain, parameters, fixed=int(segmented))

@@ -107,8 +107,9 @@ def _passes(heads: int, largest_beta: float) -> Passes:
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         a, _, A_log, dt_bias = primals
         a, d = a.reshape(-1, heads), cotangents[0].reshape(-1, heads).astype(mx.float32)
-        _, gradients = mx.vjp(lambda A_log, dt_bias: [log_gate(A_log, a, dt_bias)], [A_log, dt_bias], [d])
-        return gradients
+        # a is an argument: mx.vjp walks through everything that an array which is none was computed from.
+        _, (d_A_log, _, d_dt_bias) = mx.vjp(lambda *arrays: [log_gate(*arrays)], [A_log, a, dt_bias], [d])
+        return [d_A_log, d_dt_bias]
 
     def plain(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Arrays:
         shape = (-1, heads)
