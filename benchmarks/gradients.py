@@ -8,7 +8,6 @@ rounding to bf16 costs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -50,22 +49,15 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
     model = trainers.mlx_model(shape)
     import mlx.core as mx
 
-    from deltatune.config import LoraConfig
-    from deltatune.layers import describe
+    from deltatune.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
-    from deltatune.machine.compiling import without_kernels
-    from deltatune.ops.checkpoint import checkpointed
-    from deltatune.patches import patched
-    from deltatune.train.setup import choose_loss
+    from deltatune.train.setup import training
     from deltatune.train.step import arrays, mean_loss_and_gradients
 
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
     _draw_adapters(model)
-    with ExitStack() as stack:
-        stack.enter_context(without_kernels())
-        stack.enter_context(patched(model))
-        stack.enter_context(checkpointed([layer.module for layer in describe(model)]))
-        loss, _ = choose_loss(model)
+    with training(model, TrainConfig(grad_checkpoint=True), compare=False) as trained:
+        loss = trained.loss
         model.train()
         step: Callable = mx.compile(lambda batch: mean_loss_and_gradients(model, loss, batch), inputs=[model.state])
         _, _, gradients = step(arrays(trainers.batch_of(rows)))

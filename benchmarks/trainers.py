@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,30 +142,21 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     import mlx.core as mx
 
     from deltatune.config import LoraConfig, TrainConfig
-    from deltatune.layers import describe
     from deltatune.lora import convert_to_lora
     from deltatune.machine.backend import cache_to_keep
-    from deltatune.machine.compiling import without_kernels
-    from deltatune.ops.checkpoint import checkpointed
     from deltatune.ops.random_state import get_key
-    from deltatune.patches import patched
     from deltatune.train.distributed import World
     from deltatune.train.optimizer import build_optimizer
-    from deltatune.train.setup import choose_loss
+    from deltatune.train.setup import training
     from deltatune.train.step import Step
 
-    config = TrainConfig(optimizer="adamw", learning_rate=RATE)
+    config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=checkpoint)
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
     batch = batch_of(shape.rows())
-    with ExitStack() as stack:
-        stack.enter_context(without_kernels())
-        stack.enter_context(patched(model))
-        if checkpoint:
-            stack.enter_context(checkpointed([layer.module for layer in describe(model)]))
-        loss, _ = choose_loss(model)
+    with training(model, config, compare=False) as trained:
         model.train()
         optimizer = build_optimizer(config)
-        whole = Step(model, optimizer, loss, World())
+        whole = Step(model, optimizer, trained.loss, World())
         mx.eval(model.parameters(), optimizer.state)
 
         def step() -> float:

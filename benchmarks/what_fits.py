@@ -4,9 +4,10 @@ usage: python benchmarks/what_fits.py [--shapes 0.8B 9B] [--bits 0 4] [--devices
        python benchmarks/what_fits.py --auto --devices cuda --memories 24 --tokens 2048 8192 32768
 
 Each plan is that of `deltatune plan`, of the graph that the device would build (pretended.py), for one row, LoRA r=8 on
-every linear and AdamW. Memory grows with the length in a straight line: the table has the line through the two lengths,
-and for each memory the length at which the line meets what MLX may use of it. A Mac lends its GPU two thirds of its
-memory up to 36 GB and three quarters above; of an NVIDIA GPU, 1 GB is left to CUDA.
+every linear and AdamW. Memory grows with the length in a straight line: the table has for each memory the length at
+which the line through the plans of the two lengths meets what MLX may use of it, and in brackets that line, in GB and
+KB a token. A GPU with more memory cuts rows into larger pieces, so each memory has a line of its own. A Mac lends its
+GPU two thirds of its memory up to 36 GB and three quarters above; of an NVIDIA GPU, 1 GB is left to CUDA.
 
 With --auto, the plans are those that `--grad-checkpoint auto` makes for each memory and length, and the table says how
 many layers are kept whole.
@@ -29,6 +30,7 @@ from mlx.utils import tree_map_with_path
 
 import processes
 from deltatune.config import LoraConfig, TrainConfig
+from deltatune.machine import backend
 from deltatune.models.load import new_model
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import choose, order_of
@@ -77,11 +79,16 @@ def prepared(shape: Shape, bits: int, checkpoint: bool | str) -> tuple[nn.Module
     return model, config, ArrayLayout.measured()
 
 
-def plans(shape: Shape, bits: int, device: str, lengths: list[int]) -> list[Forecast]:
-    """The plans of one row of each length."""
-    with pretended(device):
+def cell(shape: Shape, bits: int, device: str, memory: int, lengths: list[int]) -> str:
+    """The longest row that fits the memory, and the line through the plans of one row of each length."""
+    limit = int(usable(device, memory))
+    with pretended(device), patch.object(backend, "gpu_memory", lambda: limit):
         model, config, layout = prepared(shape, bits, True)
-        return [forecast_step(model, config, 1, length, layout) for length in lengths]
+        first, second = (forecast_step(model, config, 1, length, layout).bytes.amount for length in lengths)
+    rise = (second - first) / (lengths[1] - lengths[0])
+    start = second - rise * lengths[1]
+    tokens = min(LONGEST, (limit - start) / rise) // 1024 * 1024
+    return f"{tokens:,.0f} ({start / 1e9:.1f} + {rise / 1e3:.0f})" if tokens > 0 else "-"
 
 
 def print_choices(shape: Shape, bits: int, device: str, memories: Sequence[int], lengths: list[int]) -> None:
@@ -126,19 +133,11 @@ def main() -> None:
                 print_choices(SHAPES[name], bits, device, memories, arguments.tokens)
             continue
         heads = " | ".join(f"{memory} GB" for memory in memories)
-        print(f"| {device} | GB and KB a token | {heads} |\n" + "|---" * (2 + len(memories)) + "|")
-        for name in arguments.shapes:
+        print(f"| {device} | {heads} |\n" + "|---" * (1 + len(memories)) + "|")
+        for name, bits in product(arguments.shapes, arguments.bits):
             shape = replace(SHAPES[name], layers=arguments.layers or SHAPES[name].layers)
-            for bits in arguments.bits:
-                first, second = plans(shape, bits, device, arguments.tokens)
-                rise = (second.bytes.amount - first.bytes.amount) / (second.length - first.length)
-                start = second.bytes.amount - rise * second.length
-                fits = [(usable(device, memory) - start) / rise for memory in memories]
-                cells = " | ".join(
-                    f"{min(LONGEST, tokens) // 1024 * 1024:,.0f}" if tokens > 0 else "-" for tokens in fits
-                )
-                print(f"| {name}, {bits or 16} bits | {start / 1e9:.1f} + {rise / 1e3:.0f} | {cells} |", flush=True)
-        print()
+            cells = [cell(shape, bits, device, memory, arguments.tokens) for memory in memories]
+            print(f"| {name}, {bits or 16} bits | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -63,3 +63,13 @@ def test_freed_memory_is_kept_between_iterations_on_nvidia_gpus_alone(device, ke
     monkeypatch.setattr(backend, "device", lambda: device)
     monkeypatch.setattr(backend.mx, "device_info", lambda: {"total_memory": 80})
     assert backend.cache_to_keep() == kept
+
+
+@pytest.mark.parametrize(("device", "found"), [("cpu", 0), ("metal", 60), ("cuda", 80)])
+def test_memory_of_a_gpu(device, found, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    info = {"total_memory": 80, "max_recommended_working_set_size": 60}
+    monkeypatch.setattr(backend.mx, "device_info", lambda: info)
+    assert backend.gpu_memory() == found
+    monkeypatch.setattr(backend.mx, "device_info", dict)
+    assert backend.gpu_memory() == 0

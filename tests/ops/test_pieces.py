@@ -161,8 +161,17 @@ def test_dropout_draws_the_same_numbers_in_both_passes(tiny_model, monkeypatch):
     assert abs(whole - losses[1]) > 1e-4, "dropout of 0.3 drops something, and whole rows draw other numbers"
 
 
+def test_a_gpu_with_more_memory_has_larger_pieces(monkeypatch):
+    smallest = pieces.PIECE_BYTES[backend.device()]
+    for memory, size in ((0, smallest), (smallest, smallest), (10_000 * smallest, 10_000 * smallest // 2048)):
+        monkeypatch.setattr(backend, "gpu_memory", lambda memory=memory: memory)
+        assert pieces.piece_bytes() == size
+        tokens = size // (4 * 64)
+        assert len(pieces.bounds_of(mx.zeros((1, 3 * tokens, 64)))) == 4
+
+
 def test_short_rows_and_bounds():
-    tokens = pieces.PIECE_BYTES[backend.device()] // (4 * 64)
+    tokens = pieces.piece_bytes() // (4 * 64)
     for length in (1, tokens, 2 * tokens - 1):
         assert pieces.bounds_of(mx.zeros((1, length, 64))) == [0, length]
     bounds = pieces.bounds_of(mx.zeros((1, 2 * tokens + 5, 64)))

@@ -33,7 +33,13 @@ def cache_to_keep() -> int:
     It is a quarter of the memory on NVIDIA GPUs, else 0. Without this cache, allocating every buffer from the CUDA
     driver again took a quarter of a training step (docs/log.md).
     """
-    return int(mx.device_info().get("total_memory", 0)) // 4 if device() == "cuda" else 0
+    return gpu_memory() // 4 if device() == "cuda" else 0
+
+
+def gpu_memory() -> int:
+    """Return the bytes of memory that MLX may use of the default GPU, or 0 on a CPU and where they are not known."""
+    name = {"cuda": "total_memory", "metal": "max_recommended_working_set_size"}.get(device())
+    return int(mx.device_info().get(name, 0)) if name else 0
 
 
 def gated_delta_candidates() -> tuple[tuple[str, ...], str]:

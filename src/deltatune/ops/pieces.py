@@ -24,8 +24,10 @@ from .functional import holding, is_floating, trainable, undisturbed
 from .known_masks import rule_of
 from .random_state import drawing_from, get_key, set_key
 
-# The size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
+# The smallest size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
+# A GPU with more memory than this many smallest pieces has larger ones, since a piece is launched on its own.
+PIECES_IN_MEMORY = 2048
 # A row of more pieces has longer ones, since each piece makes the graph of a step larger.
 MOST_PIECES = 32
 
@@ -117,13 +119,18 @@ def span() -> tuple[int, int] | None:
     return _span.get()
 
 
+def piece_bytes() -> int:
+    """Return the size of a piece of the layer's input on this device."""
+    return max(PIECE_BYTES[backend.device()], backend.gpu_memory() // PIECES_IN_MEMORY)
+
+
 def bounds_of(x: mx.array) -> list[int]:
     """Return where the pieces of x [B, T, D] begin and end: [0, T] for a row that is not worth cutting.
 
-    A row is cut from two pieces of PIECE_BYTES on, into pieces of nearly equal length.
+    A row is cut from two pieces of piece_bytes() on, into pieces of nearly equal length.
     """
     batch, length, width = x.shape
-    tokens = max(1, PIECE_BYTES[backend.device()] // (batch * width * x.dtype.size))
+    tokens = max(1, piece_bytes() // (batch * width * x.dtype.size))
     pieces = min(MOST_PIECES, length // tokens)
     if pieces < 2:
         return [0, length]

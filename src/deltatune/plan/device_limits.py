@@ -41,14 +41,12 @@ def device_limits() -> DeviceLimits:
     if device == "cpu":
         size, why = _main_memory()
         return DeviceLimits(None, size, f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
-    info = mx.device_info()
     if device == "metal":
-        buffers = int(info.get("resource_limit", METAL_BUFFERS))
-        wired = int(info["max_recommended_working_set_size"])
-        return DeviceLimits(buffers, wired, "the GPU's resource limit", "the GPU's recommended working set")
-    total = info.get("total_memory")
+        buffers = int(mx.device_info().get("resource_limit", METAL_BUFFERS))
+        why = "the GPU's recommended working set"
+        return DeviceLimits(buffers, backend.gpu_memory() or None, "the GPU's resource limit", why)
     why = f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}"
-    return DeviceLimits(None, int(total) if total else None, why, "the GPU's memory")
+    return DeviceLimits(None, backend.gpu_memory() or None, why, "the GPU's memory")
 
 
 def _main_memory() -> tuple[int | None, str]:

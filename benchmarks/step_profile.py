@@ -1,0 +1,100 @@
+"""Shows where the time of a training step goes on an NVIDIA GPU: by kernel, and by the CUDA calls of the CPU.
+
+usage: python benchmarks/step_profile.py [--shape 0.8B] [--checkpoint] [--batch 2] [--tokens 2048] [--steps 3]
+
+PyTorch's profiler records what MLX launches, so PyTorch with CUDA must be installed beside MLX. The table of kernels
+gives how often each runs in a step, its time and its share; the table of calls gives the time that the CPU spent in
+each. "GPU busy" is the sum of the kernels' times, and it is compared with the time of a step without the profiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import processes
+import trainers
+from machine import heading
+
+
+def recorded(trainer: Any, steps: int) -> list[dict[str, Any]]:
+    """Run some steps under PyTorch's profiler and return the complete events of its trace."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            trainer.step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def short(name: str) -> str:
+    """Return a kernel's name without its parameters and name spaces, at most 90 characters long."""
+    name = re.sub(r"mlx::core::|cu::|\(anonymous namespace\)::|void ", "", name)
+    return name[:90]
+
+
+def table(title: str, events: list[dict[str, Any]], steps: int, rows: int) -> float:
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in events:
+        times[short(event["name"])] += event["dur"]
+        counts[short(event["name"])] += 1
+    whole = sum(times.values()) / steps / 1e3
+    print(f"\n{title}: {sum(counts.values()) / steps:,.0f} a step, {whole:.1f} ms a step")
+    print("| ms a step | count a step | us each | name |\n|---|---|---|---|")
+    for name, time_ in times.most_common(rows):
+        print(f"| {time_ / steps / 1e3:.2f} | {counts[name] / steps:.0f} | {time_ / counts[name]:.1f} | `{name}` |")
+    return whole
+
+
+def main() -> None:
+    parser = processes.parser(__doc__)
+    parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
+    parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=25)
+    options = parser.parse_args()
+    changes = {name: getattr(options, name) for name in ("batch", "tokens", "layers") if getattr(options, name)}
+    shape = replace(trainers.SHAPES[options.shape], **changes)
+    torch.cuda.init()
+    print(f"{heading()}\n{shape}", flush=True)
+    with trainers.deltatune(shape, checkpoint=options.checkpoint) as trainer:
+        for _ in range(3):
+            trainer.step()
+        trainer.reset_peak()
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            trainer.step()
+            times.append(time.perf_counter() - start)
+        step = statistics.median(times)
+        peak = trainer.peak() or 0
+        events = recorded(trainer, options.steps)
+    rate = shape.batch * shape.tokens / step
+    print(f"{step * 1e3:.1f} ms a step, {rate:,.0f} tokens/s, peak {peak / 1e9:.2f} GB")
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    busy = table("GPU busy", kernels, options.steps, options.rows)
+    table("Calls of the CPU", calls, options.steps, options.rows)
+    print(f"\nGPU busy {busy:.1f} of {step * 1e3:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
