@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +20,11 @@ from deltatune.ops.cross_entropy import linear_cross_entropy, linear_token_losse
 from deltatune.ops.kernels.launch import VOCABULARY, Launch, header
 from deltatune.ops.pointwise import vocabulary_loss
 from deltatune.ops.pointwise.vocabulary_loss import apart, exact_losses, vocabulary_losses
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.graph import all_nodes, read
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from pretended import pretended
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 # Half a last place of the dtype; and fp32's, twice, of exponents of 2 down to -126, which is as much of the result.
@@ -244,3 +251,26 @@ def test_other_devices_use_mlxs_operations(launches, monkeypatch):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         loss_and_gradients(HEADS["trained"](), 5, 1.0)
     assert launches == []
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
+def test_a_plan_for_an_nvidia_gpu_has_no_fp32_logits():
+    rows, vocabulary = 80, 1024
+    head = nn.Linear(16, vocabulary).freeze()
+    head.set_dtype(mx.bfloat16)
+    hidden, layout = mx.zeros((rows, 16), mx.bfloat16), ArrayLayout.measured()
+
+    def wide_logits():
+        """The fp32 arrays of the logits' size in the graph of a loss and its gradient."""
+
+        def loss(hidden):
+            return linear_cross_entropy(head, hidden, mx.zeros((rows,), mx.int32), mx.ones((rows,)))[0]
+
+        value, gradient = mx.value_and_grad(loss)(hidden)
+        nodes = all_nodes(read(layout, [value, gradient], set()))
+        return [node for node in nodes if node.shape == (rows, vocabulary) and node.item_size == 4]
+
+    assert wide_logits()
+    with pretended("cuda"):
+        assert not wide_logits()
+    vocabulary_loss._passes_trial.cache_clear()
