@@ -16,6 +16,8 @@ import mlx.nn as nn
 
 from ..machine import backend
 from .functional import holding, trainable
+from .pointwise import vocabulary_loss
+from .pointwise.vocabulary_loss import vocabulary_losses
 from .random_state import drawing_from, get_key
 
 # A chunk's fp32 logits take CHUNK_BYTES, or what FEWEST_TOKENS tokens take if that is more (a few rows would read the
@@ -188,9 +190,7 @@ def _values(run, bounds, parameters, hidden, targets, weights):
         rows = hidden[start:stop]
         if losses:
             rows = mx.depends([rows], [losses[-1]])[0]
-        logits = run(parameters, rows).astype(mx.float32)
-        chosen = mx.take_along_axis(logits, targets[start:stop, None], axis=-1).squeeze(-1)
-        losses.append(mx.logsumexp(logits, axis=-1) - chosen)
+        losses.append(_losses(run(parameters, rows), targets[start:stop]))
     token_losses = mx.concatenate(losses)
     return (token_losses * weights).sum(), token_losses
 
@@ -205,7 +205,11 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
         *parameters, rows = differentiated
         # Without parameters, the weights multiply the gradient of `rows` instead, which is narrower than the logits.
         scale = weights[start:stop] if parameters else None
-        loss, losses, _ = _chunk_loss(run(parameters, rows), targets[start:stop], scale)
+        logits = run(parameters, rows)
+        if vocabulary_loss.serves(logits):
+            losses = vocabulary_losses(logits, targets[start:stop])
+            return (losses if scale is None else losses * scale).sum(), losses
+        loss, losses, _ = _chunk_loss(logits, targets[start:stop], scale)
         return loss, losses
 
     losses: list[mx.array] = []
@@ -225,6 +229,15 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
         losses.append(chunk_losses)
     token_losses = mx.concatenate(losses)
     return (token_losses * weights).sum(), token_losses, d_rows, d_parameters
+
+
+def _losses(logits, targets):
+    """Return the losses of a chunk's tokens [n], without a gradient."""
+    if vocabulary_loss.serves(logits):
+        return vocabulary_losses(logits, targets)
+    logits = logits.astype(mx.float32)
+    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
+    return mx.logsumexp(logits, axis=-1) - chosen
 
 
 def _chunk_forward(logits, targets, weights):

@@ -406,6 +406,7 @@ inline float exp(float x) { return expf(x); }
 inline float log(float x) { return logf(x); }
 inline float exp2(float x) { return exp2f(x); }
 inline float log2(float x) { return log2f(x); }
+inline float fmax(float x, float y) { return fmaxf(x, y); }
 inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 inline float sqrt(float x) { return sqrtf(x); }
 template <typename To, typename From>

@@ -23,6 +23,7 @@ from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, sw
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
+from deltatune.ops.pointwise.vocabulary_loss import vocabulary_losses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 
@@ -79,6 +80,7 @@ def passes(dtype: mx.Dtype) -> None:
     rows, index = x.reshape(40, 64), mx.arange(40)
     mx.eval(take_rows(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
     mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,))] * 4))
+    gradients(lambda logits: [vocabulary_losses(logits, index)], rows)
     for weights in (None, mx.ones((20, 2))):
         mx.eval(sum_rows(rows, index.reshape(20, 2), weights, execute=Pass.run))
 

@@ -491,17 +491,19 @@ struct alignas(16) Eight {
   T x[8];
 };
 template <typename T>
-inline void take(float (&to)[8], const T* from, long at) {
-  Eight<T> found;
-  from += at * 8;
-  if (aligned16(from)) {
-    found = *reinterpret_cast<const Eight<T>*>(from);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) found.x[i] = from[i];
-  }
+inline void take_aligned(float (&to)[8], const T* from, long at) {
+  const Eight<T> found = *reinterpret_cast<const Eight<T>*>(from + at * 8);
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(found.x[i]);
+}
+template <typename T>
+inline void take(float (&to)[8], const T* from, long at) {
+  if (aligned16(from + at * 8)) {
+    take_aligned(to, from, at);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from[at * 8 + i]);
+  }
 }
 template <typename T>
 inline void give(T* to, long at, const float (&from)[8]) {

@@ -20,6 +20,7 @@ from . import cubin
 FOLDER = files(__package__)
 GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
 ATTENTION = ("attention.h",)
+VOCABULARY = ("vocabulary_loss.h",)
 # Kernels whose groups of warps share out a multiprocessor's registers among them.
 HOPPER = "attention_hopper"
 # Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
@@ -140,6 +141,8 @@ def _bodies(name: str) -> tuple[str, ...]:
     """Return the files that hold the body `name` and what it calls."""
     if name.startswith("expert"):
         return ("expert_product.h",)
+    if name.startswith("vocabulary"):
+        return VOCABULARY
     if name.startswith("attention"):
         return ("hopper.h", *ATTENTION, "attention_hopper.h") if name.startswith(HOPPER) else ATTENTION
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]

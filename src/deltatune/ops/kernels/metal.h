@@ -105,6 +105,15 @@ template <typename T>
 inline void take(thread float (&to)[8], const device T* from, long at) {
   for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from[at * 8 + i]);
 }
+// Does the same as take, where the array starts on 16 bytes.
+template <typename T>
+inline void take_aligned(thread float (&to)[8], const device T* from, long at) {
+  take(to, from, at);
+}
+// Whether an address is a multiple of 16, where that matters to take_aligned and to give.
+inline bool aligned16(const device void*) {
+  return true;
+}
 template <typename T>
 inline void give(device T* to, long at, const thread float (&from)[8]) {
   for (int i = 0; i < 8; ++i) to[at * 8 + i] = static_cast<T>(from[i]);
