@@ -26,7 +26,7 @@ from deltatune.machine import backend
 from deltatune.ops import trial
 from deltatune.ops.cross_entropy import _chunk_loss
 from deltatune.ops.pointwise import vocabulary_loss
-from deltatune.ops.pointwise.vocabulary_loss import apart, exact_losses, vocabulary_losses
+from deltatune.ops.pointwise.vocabulary_loss import split_at_targets, exact_losses, vocabulary_losses
 from deltatune.selftest.measure import poison
 from machine import heading
 
@@ -69,7 +69,7 @@ def check_errors() -> bool:
             cotangents = mx.random.normal((rows,), key=mx.random.key(1))
             poison(list(by_kernels(logits, targets, cotangents)))
             losses, gradients = by_kernels(logits, targets, cotangents)
-            found = [np.array(losses), *apart(np.array(gradients.astype(mx.float32)), targets)]
+            found = [np.array(losses), *split_at_targets(np.array(gradients.astype(mx.float32)), targets)]
             exact = exact_losses(logits, targets, cotangents)
             errors = [trial.relative_error(one, other) for one, other in zip(found, exact, strict=True)]
             within = max(errors) <= bound

@@ -19,7 +19,7 @@ from deltatune.ops import cross_entropy
 from deltatune.ops.cross_entropy import linear_cross_entropy, linear_token_losses
 from deltatune.ops.kernels.launch import VOCABULARY, Launch, header
 from deltatune.ops.pointwise import vocabulary_loss
-from deltatune.ops.pointwise.vocabulary_loss import apart, exact_losses, vocabulary_losses
+from deltatune.ops.pointwise.vocabulary_loss import split_at_targets, exact_losses, vocabulary_losses
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import all_nodes, read
 
@@ -53,7 +53,7 @@ def check(logits, targets, cotangents, execute):
     assert (losses.dtype, gradients.dtype) == (mx.float32, logits.dtype)
     expected, *exact = exact_losses(logits, targets, cotangents)
     np.testing.assert_allclose(np.array(losses), expected, rtol=FP32, atol=FP32)
-    found = apart(np.array(gradients.astype(mx.float32), np.float64), targets)
+    found = split_at_targets(np.array(gradients.astype(mx.float32), np.float64), targets)
     smallest, relative = 2.0**-24 if logits.dtype == mx.float16 else 1e-36, FP32 + ROUNDING[logits.dtype]
     # A target's gradient is the difference of a probability from 1, and has the probability's error.
     np.testing.assert_allclose(found[0], exact[0], rtol=relative, atol=smallest + 2.0**-21)

@@ -87,11 +87,11 @@ def _error(vocabulary: int, dtype: mx.Dtype, execute: Execute) -> float:
     targets = mx.arange(9) * (vocabulary // 9)
     losses, gradients = mx.vjp(lambda x: vocabulary_losses(x, targets, execute=execute), [logits], [cotangents])
     exact = exact_losses(logits, targets, cotangents)
-    return trial.largest_error([*losses, *apart(np.array(gradients[0].astype(mx.float32)), targets)], exact)
+    return trial.largest_error([*losses, *split_at_targets(np.array(gradients[0].astype(mx.float32)), targets)], exact)
 
 
 def exact_losses(logits: mx.array, targets: mx.array, cotangents: mx.array) -> list[np.ndarray]:
-    """Return the losses in float64, and the gradients of the logits as `apart` returns them."""
+    """Return the losses in float64, and the gradients of the logits as `split_at_targets` returns them."""
     wide = np.array(logits.astype(mx.float32), np.float64)
     chosen = np.arange(len(wide)), np.array(targets)
     wide -= wide.max(axis=-1, keepdims=True)
@@ -100,10 +100,10 @@ def exact_losses(logits: mx.array, targets: mx.array, cotangents: mx.array) -> l
     gradients = exponentials / sums
     gradients[chosen] -= 1
     gradients *= np.array(cotangents, np.float64)[:, None]
-    return [np.log(sums[:, 0]) - wide[chosen], *apart(gradients, targets)]
+    return [np.log(sums[:, 0]) - wide[chosen], *split_at_targets(gradients, targets)]
 
 
-def apart(gradients: np.ndarray, targets: mx.array) -> list[np.ndarray]:
+def split_at_targets(gradients: np.ndarray, targets: mx.array) -> list[np.ndarray]:
     """Return the targets' gradients, and all gradients with zeros there: the others are far smaller than a target's."""
     chosen, others = (np.arange(len(gradients)), np.array(targets)), gradients.copy()
     others[chosen] = 0
