@@ -26,7 +26,7 @@ from deltatune.machine import backend
 from deltatune.ops import trial
 from deltatune.ops.cross_entropy import _chunk_loss
 from deltatune.ops.pointwise import vocabulary_loss
-from deltatune.ops.pointwise.vocabulary_loss import split_at_targets, exact_losses, vocabulary_losses
+from deltatune.ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
 from deltatune.selftest.measure import poison
 from machine import heading
 

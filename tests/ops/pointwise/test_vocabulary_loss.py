@@ -19,7 +19,7 @@ from deltatune.ops import cross_entropy
 from deltatune.ops.cross_entropy import linear_cross_entropy, linear_token_losses
 from deltatune.ops.kernels.launch import VOCABULARY, Launch, header
 from deltatune.ops.pointwise import vocabulary_loss
-from deltatune.ops.pointwise.vocabulary_loss import split_at_targets, exact_losses, vocabulary_losses
+from deltatune.ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import all_nodes, read
 
