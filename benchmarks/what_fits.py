@@ -6,8 +6,9 @@ usage: python benchmarks/what_fits.py [--shapes 0.8B 9B] [--bits 0 4] [--devices
 Each plan is that of `deltatune plan`, of the graph that the device would build (pretended.py), for one row, LoRA r=8 on
 every linear and AdamW. Memory grows with the length in a straight line: the table has for each memory the length at
 which the line through the plans of the two lengths meets what MLX may use of it, and in brackets that line, in GB and
-KB a token. A GPU with more memory cuts rows into larger pieces, so each memory has a line of its own. A Mac lends its
-GPU two thirds of its memory up to 36 GB and three quarters above; of an NVIDIA GPU, 1 GB is left to CUDA.
+KB a token. NVIDIA GPUs with more memory cut rows into larger pieces, so each memory has a line of its own, and --tokens
+must be lengths of several pieces. A Mac lends its GPU two thirds of its memory up to 36 GB and three quarters above; of
+an NVIDIA GPU, 1 GB is left to CUDA.
 
 With --auto, the plans are those that `--grad-checkpoint auto` makes for each memory and length, and the table says how
 many layers are kept whole.

@@ -161,13 +161,15 @@ def test_dropout_draws_the_same_numbers_in_both_passes(tiny_model, monkeypatch):
     assert abs(whole - losses[1]) > 1e-4, "dropout of 0.3 drops something, and whole rows draw other numbers"
 
 
-def test_a_gpu_with_more_memory_has_larger_pieces(monkeypatch):
-    smallest = pieces.PIECE_BYTES[backend.device()]
-    for memory, size in ((0, smallest), (smallest, smallest), (10_000 * smallest, 10_000 * smallest // 2048)):
-        monkeypatch.setattr(backend, "gpu_memory", lambda memory=memory: memory)
-        assert pieces.piece_bytes() == size
-        tokens = size // (4 * 64)
-        assert len(pieces.bounds_of(mx.zeros((1, 3 * tokens, 64)))) == 4
+def test_an_nvidia_gpu_with_more_memory_has_larger_pieces(monkeypatch):
+    for device, smallest in pieces.PIECE_BYTES.items():
+        largest = 10_000 * smallest // 2048 if device == "cuda" else smallest
+        for memory, size in ((0, smallest), (smallest, smallest), (10_000 * smallest, largest)):
+            monkeypatch.setattr(backend, "device", lambda device=device: device)
+            monkeypatch.setattr(backend, "gpu_memory", lambda memory=memory: memory)
+            assert pieces.piece_bytes() == size
+            tokens = size // (4 * 64)
+            assert len(pieces.bounds_of(mx.zeros((1, 3 * tokens, 64)))) == 4
 
 
 def test_short_rows_and_bounds():

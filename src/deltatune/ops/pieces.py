@@ -26,7 +26,7 @@ from .random_state import drawing_from, get_key, set_key
 
 # The smallest size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
-# A GPU with more memory than this many smallest pieces has larger ones, since a piece is launched on its own.
+# An NVIDIA GPU with more memory than this many smallest pieces has larger ones: launching pieces takes time.
 PIECES_IN_MEMORY = 2048
 # A row of more pieces has longer ones, since each piece makes the graph of a step larger.
 MOST_PIECES = 32
@@ -121,7 +121,8 @@ def span() -> tuple[int, int] | None:
 
 def piece_bytes() -> int:
     """Return the size of a piece of the layer's input on this device."""
-    return max(PIECE_BYTES[backend.device()], backend.gpu_memory() // PIECES_IN_MEMORY)
+    device = backend.device()
+    return max(PIECE_BYTES[device], backend.gpu_memory() // PIECES_IN_MEMORY if device == "cuda" else 0)
 
 
 def bounds_of(x: mx.array) -> list[int]:
