@@ -72,9 +72,8 @@ def columns_product(left: mx.array, right: mx.array, scale: float = 1.0, *, exec
         if not serves("columns", wide, narrow, rank, across):
             return _mlx_product(scale, left.T, right)
         execute = Launch.run
-    return LowRankKernel("columns", wide.dtype, rank, _lines(wide.shape[-1], rank), across)(
-        narrow, wide, scale, execute
-    )
+    kernel = LowRankKernel("columns", wide.dtype, rank, _lines(wide.shape[-1], rank), across)
+    return kernel(narrow, wide, scale, execute)
 
 
 @dataclass(frozen=True)

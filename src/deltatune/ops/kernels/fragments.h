@@ -4,8 +4,8 @@
 // and t, its place among the four lanes of a row.
 
 // Adds to sums [16, 8] the product of left [16, 16] and right [16, 8]. A lane has the rows g and g + 8 of left, at the
-// columns 2 t and 2 t + 1 (registers 0 and 1) and eight further on (2 and 3); column g of right, at the same eight rows;
-// and the columns 2 t and 2 t + 1 of the sums, in row g (0 and 1) and in row g + 8 (2 and 3).
+// columns 2 t and 2 t + 1 (registers 0 and 1) and eight further on (2 and 3); column g of right, at the rows
+// of the same numbers; and the columns 2 t and 2 t + 1 of the sums, in row g (0 and 1) and in row g + 8 (2 and 3).
 template <typename In> struct Fragments;
 #define DELTATUNE_FRAGMENTS(In, TYPE) \
   template <> struct Fragments<In> { \
@@ -19,7 +19,8 @@ template <typename In> struct Fragments;
 DELTATUNE_FRAGMENTS(bf16, "bf16")
 DELTATUNE_FRAGMENTS(__half, "f16")
 
-// Transposes a matrix [8, 8] of which a lane holds row g at the columns 2 t and 2 t + 1: it gets column g at these rows.
+// Transposes a matrix [8, 8] of which a lane holds row g at the columns 2 t and 2 t + 1: it gets column g at these
+// rows.
 inline unsigned across_lanes(unsigned pair) {
   unsigned r;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));

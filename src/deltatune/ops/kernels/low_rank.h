@@ -24,8 +24,8 @@ inline void keep_sums(threadgroup float* all, const thread float (&sums)[4], int
     all[(group * LINES + line) * line_floats(RANK) + tile * 8 + (lane & 3) * 2 + (e & 1)] = sums[e];
   }
 }
-// Writes factor times the sums of all groups: `there` of the block's lines, as [lines, RANK] or, if ACROSS, as
-// [RANK, lines]; `lines` is their number in the whole result.
+// Writes factor times the sums of all groups to the result: [lines, RANK] or, if ACROSS, [RANK, lines]. The block's
+// lines start at line `from` of it.
 template <typename In, int RANK, int LINES, int GROUPS, bool ACROSS>
 inline void write_sums(threadgroup const float* all, float factor, int lines, int from, GLOBAL In* out, int index) {
   for (int i = index; i < LINES * RANK; i += GROUPS * 32) {
@@ -68,8 +68,9 @@ inline void add_along_rows(thread float (&sums)[LINES / 16][rank_tiles(RANK)][4]
           DELTATUNE_UNROLL
           for (int i = 0; i < 4; ++i) {
             const int k = start + part * 32 + (g >> 1) * 8 + i * 2 + (g & 1), column = n * 8 + t * 2;
+            const int there = k < inputs ? RANK - column : 0;
             unsigned pair[1];
-            load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)k * RANK + column, k < inputs ? RANK - column : 0);
+            load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)k * RANK + column, there);
             right[part][n][i] = pair[0];
           }
         }
