@@ -7,13 +7,13 @@ Parameters are named and shaped as in mlx_lm.tuner: lora_a [in, r], lora_b [r, o
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
+from ..ops.low_rank import columns_product, rows_product
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
 from .weights import dense_weight, input_size, is_quantized
 
@@ -62,9 +62,9 @@ def _project_down(x: mx.array, a: mx.array) -> list[mx.array]:
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         (x, a), (dx, d_low_rank) = primals, cotangents
-        return [mx.addmm(dx, d_low_rank, a.T), _weight_gradient(1.0, x, d_low_rank)]
+        return [mx.addmm(dx, d_low_rank, a.T), columns_product(x, d_low_rank)]
 
-    function: Any = mx.custom_function(lambda x, a: [x, x @ a])
+    function: Any = mx.custom_function(lambda x, a: [x, rows_product(x, a)])
     function.vjp(backward)
     return function(x, a)
 
@@ -74,31 +74,11 @@ def _add_up_projection(scale: float, y: mx.array, low_rank: mx.array, b: mx.arra
 
     def backward(primals: Any, dy: mx.array, _output: mx.array) -> list[mx.array]:
         _, low_rank, b = primals
-        return [dy, _scaled_product(scale, dy, b.T), _weight_gradient(scale, low_rank, dy)]
+        return [dy, rows_product(dy, b, scale, transpose=True), columns_product(low_rank, dy, scale)]
 
     function: Any = mx.custom_function(lambda y, low_rank, b: mx.addmm(y, low_rank, b, alpha=scale))
     function.vjp(backward)
     return function(y, low_rank.astype(y.dtype), b.astype(y.dtype))
-
-
-def _weight_gradient(scale: float, inputs: mx.array, d_outputs: mx.array) -> mx.array:
-    """Return scale * inputs^T d_outputs, summed over all leading axes."""
-    return _scaled_product(scale, inputs.reshape(-1, inputs.shape[-1]).T, d_outputs.reshape(-1, d_outputs.shape[-1]))
-
-
-def _scaled_product(scale: float, left: mx.array, right: mx.array) -> mx.array:
-    """Return scale * left right, on a GPU in one launch: the time of many small products is that of their launches."""
-    if scale == 1.0:
-        return left @ right
-    if backend.device() == "cpu":
-        return scale * (left @ right)
-    return mx.addmm(_zeros(right.shape[-1], left.dtype), left, right, alpha=scale)
-
-
-@cache
-def _zeros(size: int, dtype: mx.Dtype) -> mx.array:
-    # mx.zeros would be an operation, which every compiled function that uses the array would run again.
-    return mx.array([0.0] * size, dtype)
 
 
 def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:

@@ -44,8 +44,8 @@ class CubinKernel:
         source: The text between the kernel's braces, which may read the shape of input NAME as NAME_shape.
         header: The text before the kernel.
         shared_memory: Bytes of shared memory per block.
-        threads: Threads per block, for a kernel whose groups share out registers among them; else 0, and the compiler
-            gives a thread what it asks for.
+        threads: Threads per block, for a kernel whose groups share out registers among them or that has many threads;
+            else 0, and the compiler gives a thread what it asks for.
     """
 
     name: str

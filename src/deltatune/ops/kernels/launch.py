@@ -23,6 +23,8 @@ ATTENTION = ("attention.h",)
 VOCABULARY = ("vocabulary_loss.h",)
 # Kernels whose groups of warps share out a multiprocessor's registers among them.
 HOPPER = "attention_hopper"
+# The start of the names of LoRA's kernels, whose blocks have so many threads that the compiler must know their number.
+LOW_RANK = "low_rank"
 # Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
 PLACE = (
     "const Place at{(int)threadgroup_position_in_grid.x, (int)threadgroup_position_in_grid.y, "
@@ -80,7 +82,7 @@ class Launch:
     def run(self) -> list[mx.array]:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
         names = tuple(self.inputs), tuple(self.outputs)
-        threads = self.groups * 32 if self.name.startswith(HOPPER) else 0
+        threads = self.groups * 32 if self.name.startswith((HOPPER, LOW_RANK)) else 0
         kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
@@ -143,6 +145,8 @@ def _bodies(name: str) -> tuple[str, ...]:
         return ("expert_product.h",)
     if name.startswith("vocabulary"):
         return VOCABULARY
+    if name.startswith(LOW_RANK):
+        return ("fragments.h", "low_rank.h")
     if name.startswith("attention"):
         return ("hopper.h", *ATTENTION, "attention_hopper.h") if name.startswith(HOPPER) else ATTENTION
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
