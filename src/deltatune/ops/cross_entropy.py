@@ -201,15 +201,18 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
     These are d_hidden, a list of the chunks' [n, D], and d_parameters in fp32.
     """
 
+    # Without parameters, the weights multiply the gradient of `rows` instead, which is narrower than the logits.
+    weighted = bool(parameters)
+
     def chunk(differentiated, start, stop):
+        nonlocal weighted
         *parameters, rows = differentiated
-        # Without parameters, the weights multiply the gradient of `rows` instead, which is narrower than the logits.
-        scale = weights[start:stop] if parameters else None
         logits = run(parameters, rows)
         if vocabulary_loss.serves(logits):
+            weighted = True  # The kernel multiplies by the weights at no cost.
             losses = vocabulary_losses(logits, targets[start:stop])
-            return (losses if scale is None else losses * scale).sum(), losses
-        loss, losses, _ = _chunk_loss(logits, targets[start:stop], scale)
+            return (losses * weights[start:stop]).sum(), losses
+        loss, losses, _ = _chunk_loss(logits, targets[start:stop], weights[start:stop] if weighted else None)
         return loss, losses
 
     losses: list[mx.array] = []
@@ -225,7 +228,7 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
             d_parameters = [total + part for total, part in zip(d_parameters, chunk_d_parameters, strict=True)]
         else:
             d_parameters = chunk_d_parameters
-        d_rows.append(d if parameters else (d * weights[start:stop, None]).astype(d.dtype))
+        d_rows.append(d if weighted else (d * weights[start:stop, None]).astype(d.dtype))
         losses.append(chunk_losses)
     token_losses = mx.concatenate(losses)
     return (token_losses * weights).sum(), token_losses, d_rows, d_parameters

@@ -235,9 +235,11 @@ inline bool together(const GLOBAL S* segments, long start, int from, int t) {
 // Loads the taps of eight channels from weight [channels, TAPS].
 template <int TAPS, typename W>
 inline void take_taps(thread float (&to)[TAPS][8], W weight, int piece) {
+  float found[TAPS][8];
   DELTATUNE_UNROLL
-  for (int j = 0; j < TAPS; ++j)
-    for (int i = 0; i < 8; ++i) to[j][i] = static_cast<float>(weight[(piece * 8 + i) * TAPS + j]);
+  for (int n = 0; n < TAPS; ++n) take(found[n], weight, (long)piece * TAPS + n);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8 * TAPS; ++i) to[i % TAPS][i / TAPS] = found[i / 8][i % 8];
 }
 // Moves the rows of a window one up; the last is to be written next.
 template <int TAPS>
