@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
 import mlx.core as mx
 
 # In MLX's words.

@@ -276,6 +276,20 @@ def test_names_in_the_tokenizer_config_stay_inside(damaged, key, value):
     refused(f"tokenizer_config.json: {key}", load, path, trust_remote_code=True)
 
 
+@pytest.mark.parametrize("template", [0, ["{{ messages }}"], {"default": 1}, [{"name": "default"}]])
+def test_a_chat_template_that_is_no_text_is_refused(damaged, template):
+    path = damaged()
+    rewrite(path / "tokenizer_config.json", chat_template=template)
+    refused("tokenizer_config.json: chat_template must be text", load, path)
+
+
+@pytest.mark.parametrize("template", [{"default": "{{ 1 }}"}, [{"name": "default", "template": "{{ 1 }}"}]])
+def test_chat_templates_with_names_are_read(damaged, template):
+    path = damaged()
+    rewrite(path / "tokenizer_config.json", chat_template=template)
+    assert load(path).tokenizer.has_chat_template
+
+
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('')\nclass Tokenizer: pass\n"
 
 

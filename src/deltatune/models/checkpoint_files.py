@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..lora.tensor_files import Header, read_header
+from ..values import short
 
 # Which tensor stands in which file, for checkpoints of several files.
 INDEX = "model.safetensors.index.json"
@@ -127,7 +128,22 @@ def check_tokenizer(path: Path) -> None:
     for key in ("chat_template_type", "tool_parser_type"):
         if config.get(key) is not None and not str(config[key]).isidentifier():
             raise UserError(f"{config_path}: {key} {config[key]!r} is not the name of a parser or template.")
+    _check_chat_template(config.get("chat_template"), config_path)
     _check_code(config, str(config_path))
+
+
+def _check_chat_template(template: Any, config_path: Path) -> None:
+    """Check that a chat template is text, or several named texts: {name: text} or [{"name": ..., "template": ...}]."""
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    for entry in entries if template is not None else []:
+        named = entry if isinstance(entry, dict) else {}
+        if not isinstance(named.get("name"), str) or not isinstance(named.get("template"), str):
+            raise UserError(
+                f"{config_path}: chat_template must be text, or several texts with names, got {short(entry)}. "
+                "Take the file of the original model."
+            )
 
 
 def _check_code(config: dict[str, Any], where: str) -> None:

@@ -81,7 +81,8 @@ def expert_block(
     layout = _layout(projections, *flat.shape)
     block = _Block(projections, activation, layout, scores is not None)
     weights = mx.ones(flat.size, x.dtype) if scores is None else scores.reshape(-1)
-    weights = mx.where(in_range.reshape(-1), weights, _constant(math.nan, weights.dtype))
+    # A slice, because mlx 0.32.0 writes a constant of one element into compiled kernels as text, and "nan" is none.
+    weights = mx.where(in_range.reshape(-1), weights, _nan(weights.dtype)[:1])
     routing = layout.sort(flat)
     arrays = [array for projection in projections for array in projection.arguments()]
     y = block.function(len(routing))(rows, weights, *routing, *arrays)
@@ -92,6 +93,11 @@ def expert_block(
 def _constant(value: float, dtype: mx.Dtype) -> mx.array:
     """An array shared by all layers and traces, each of which would otherwise keep a buffer of its own."""
     return mx.array(value, dtype)
+
+
+@cache
+def _nan(dtype: mx.Dtype) -> mx.array:
+    return mx.array([math.nan] * 2, dtype)
 
 
 class _Block:
