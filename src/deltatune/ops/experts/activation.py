@@ -20,7 +20,8 @@ _ONE, _LOG2_E, _LOWEST, _HIGHEST = (mx.array(value) for value in (1.0, 1.4426950
 # ln 2 in two parts, of which the first times an integer below 2^9 is exact in fp32.
 _LN2_HIGH, _LN2_LOW = mx.array(0.693359375), mx.array(-2.12194440e-4)
 # Adding this number to x rounds x to an integer, which is then in the lowest bits; subtracting it gives the integer.
-_ROUNDING = mx.array(1.5 * 2.0**23)
+# It is 2^23 to 2^24, a multiple of 2^9, and short: mlx 0.31.2 writes six digits of a constant into compiled kernels.
+_ROUNDING = mx.array(1.28e7)
 _MANTISSA_BITS = mx.array(23, mx.int32)
 _COEFFICIENTS = tuple(mx.array(value) for value in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2))
 
