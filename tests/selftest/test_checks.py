@@ -17,7 +17,7 @@ from deltatune.machine import backend
 from deltatune.ops import verdicts
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
-from deltatune.ops.kernels.launch import header
+from deltatune.ops.kernels.launch import FOLDER, VOCABULARY, header
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (
@@ -26,6 +26,7 @@ from deltatune.selftest import (
     examined,
     experts,
     gated_delta,
+    losses_and_adapters,
     measure,
     pointwise,
     replays,
@@ -151,6 +152,33 @@ def test_rows_and_joins(host_folder):
     machine = HostMachine(host_folder, header("metal", BODIES))
     assert pointwise.rows_and_joins(True, machine.run).status == PASSED
     assert pointwise.rows_and_joins(True, lambda launch: [x * 1.001 for x in machine.run(launch)]).status == FAILED
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
+def test_vocabulary_loss(dtype, host_folder):
+    machine = HostMachine(host_folder, header("metal", VOCABULARY))
+    assert losses_and_adapters.vocabulary(dtype, True, machine.run).status == PASSED
+
+    def wrong(launch):
+        return [array * 1.02 if launch.name.endswith("gradients") else array for array in machine.run(launch)]
+
+    found = losses_and_adapters.vocabulary(dtype, True, wrong)
+    assert found.status == FAILED
+    assert found.worst.endswith("gradients")
+
+
+def test_lora_products(host_folder):
+    words = (Path(__file__).parents[1] / "ops" / "kernels" / "fragments_host.h").read_text()
+    text = header("metal", ()) + words + (FOLDER / "low_rank.h").read_text()
+    machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True)
+    assert losses_and_adapters.low_rank(True, machine.run).status == PASSED
+
+    def wrong(launch):
+        return [array * 1.02 if launch.name.endswith("columns") else array for array in machine.run(launch)]
+
+    found = losses_and_adapters.low_rank(True, wrong)
+    assert found.status == FAILED
+    assert found.worst in ("gradient of A", "gradient of B")
 
 
 def test_a_control_fails_where_the_patches_do_not_reach(monkeypatch):

@@ -6,7 +6,19 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from . import attention, controls, demonstration, examined, experts, gated_delta, pointwise, replays, times, training
+from . import (
+    attention,
+    controls,
+    demonstration,
+    examined,
+    experts,
+    gated_delta,
+    losses_and_adapters,
+    pointwise,
+    replays,
+    times,
+    training,
+)
 from .outcome import Check
 from .times import Timing
 
@@ -21,6 +33,7 @@ def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[t
     yield "Attention against float64", attention.checks(quick)
     yield "Experts against float64", experts.checks(quick)
     yield "Passes around the recurrence against float64", pointwise.checks(quick)
+    yield "The vocabulary loss and LoRA's products against float64", losses_and_adapters.checks(quick)
     yield "What upstream does alone", controls.checks(quick)
     yield "gated_delta forward and backward: time and memory", times.checks(quick, timings)
     yield "Thirty steps against transformers and PEFT", replays.checks(quick)

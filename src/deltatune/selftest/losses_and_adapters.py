@@ -1,0 +1,84 @@
+"""Compares the kernels of the vocabulary loss and of LoRA's narrow products with float64, at the sizes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+from ..machine import backend
+from ..ops.kernels.launch import Execute, Launch
+from ..ops.low_rank import columns_product, rows_product
+from ..ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
+from .measure import as_float64, poison, relative_norm
+from .outcome import Check, Outcome, compared_with_bounds, not_run
+from .pointwise import BOUNDS
+
+_ON_CUDA = "these kernels are for CUDA; MLX's operations serve here"
+
+
+def vocabulary(dtype: mx.Dtype, quick: bool, execute: Execute = Launch.run) -> Outcome:
+    """Compare the losses of some tokens, and the gradients of their logits; NaN fills the output memory beforehand."""
+    tokens, size = (9, 1001) if quick else (64, 248_320)
+    keys = mx.random.split(mx.random.key(4), 3)
+    logits = (3 * mx.random.normal((tokens, size), key=keys[0])).astype(dtype)
+    targets = mx.random.randint(0, size, (tokens,), key=keys[1])
+    cotangents = mx.random.normal((tokens,), key=keys[2])
+
+    def run() -> list[mx.array]:
+        losses, gradients = mx.vjp(
+            lambda logits: [vocabulary_losses(logits, targets, execute=execute)], [logits], [cotangents]
+        )
+        results = [*losses, *gradients]
+        mx.eval(results)
+        return results
+
+    poison(run())
+    losses, gradients = run()
+    found = [as_float64(losses), *split_at_targets(as_float64(gradients), targets)]
+    return _compared(
+        ("losses", "targets' gradients", "other gradients"), found, exact_losses(logits, targets, cotangents), dtype
+    )
+
+
+def low_rank(quick: bool, execute: Execute | None = None) -> Outcome:
+    """Compare LoRA's four narrow products in bf16; NaN fills the output memory beforehand."""
+    rows, width, rank = (70, 136, 5) if quick else (4096, 3584, 8)
+    keys = mx.random.split(mx.random.key(6), 4)
+    shapes = ((rows, width), (width, rank), (rank, width), (rows, rank))
+    x, a, b, d = (mx.random.normal(shape, key=key).astype(mx.bfloat16) for shape, key in zip(shapes, keys, strict=True))
+
+    def run() -> list[mx.array]:
+        results = [
+            rows_product(x, a, 0.5, execute=execute),
+            rows_product(x, b, 0.5, transpose=True, execute=execute),
+            columns_product(x, d, 0.5, execute=execute),
+            columns_product(d, x, 0.5, execute=execute),
+        ]
+        mx.eval(results)
+        return results
+
+    poison(run())
+    found = [as_float64(each) for each in run()]
+    x64, a64, b64, d64 = (as_float64(each) for each in (x, a, b, d))
+    exact = [0.5 * product for product in (x64 @ a64, x64 @ b64.T, x64.T @ d64, d64.T @ x64)]
+    return _compared(("x A", "gradient of x A", "gradient of A", "gradient of B"), found, exact, mx.bfloat16)
+
+
+def _compared(names: tuple[str, ...], found: list[np.ndarray], exact: list[np.ndarray], dtype: mx.Dtype) -> Outcome:
+    errors = {name: relative_norm(one, truth) for name, one, truth in zip(names, found, exact, strict=True)}
+    return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[dtype]))
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """The vocabulary loss in fp32 and in bf16, and LoRA's products."""
+    for dtype in BOUNDS:
+        name = f"vocabulary loss, {'fp32' if dtype == mx.float32 else 'bf16'}"
+        yield Check(name, partial(_on_cuda, partial(vocabulary, dtype, quick)))
+    yield Check("LoRA's narrow products, bf16", partial(_on_cuda, partial(low_rank, quick)))
+
+
+def _on_cuda(run: Callable[[], Outcome]) -> Outcome:
+    return run() if backend.device() == "cuda" else not_run(_ON_CUDA)
