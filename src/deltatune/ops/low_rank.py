@@ -1,7 +1,8 @@
 """LoRA's products with a result that is as narrow as the rank: h = x A, and the gradients of h, A and B.
 
-Their time on a GPU is that of reading x once. On NVIDIA GPUs cuBLAS takes several times as long, in two launches, so
-two kernels compute them there (kernels/low_rank.h). Elsewhere, and for other dtypes and sizes, MLX's products serve.
+Their time on a GPU is that of reading x once. On NVIDIA GPUs two kernels compute them, in one launch each
+(kernels/low_rank.h): cuBLAS takes as long, but in two launches, which MLX records as a graph of their own, and a step
+waits for that. Elsewhere, and for other dtypes and sizes, MLX's products serve.
 """
 
 from __future__ import annotations
