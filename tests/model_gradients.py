@@ -7,7 +7,11 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
+
+# Four layers round about this often between a weight and the loss and back. Roundings add up like the root of that.
+ROUNDINGS = 500
 
 
 def next_token_loss(logits: mx.array, rows: mx.array) -> mx.array:
@@ -30,6 +34,27 @@ def relative_errors(expected: dict[str, mx.array], actual: dict[str, mx.array]) 
     pairs = [(_norm(expected[name] - actual[name]), _norm(expected[name])) for name in expected]
     total = math.hypot(*(d for d, _ in pairs)) / math.hypot(*(g for _, g in pairs))
     return total, max(d / g for d, g in pairs if g > 1e-9)
+
+
+def rounding_bound(
+    model: nn.Module, gradients_of_model: Callable[[], dict[str, mx.array]], expected: dict[str, mx.array]
+) -> float:
+    """How far two gradients may differ that round differently: what one rounding does, as often as they round.
+
+    The change of the gradients with every parameter changed by up to 2**-20 of itself tells what one rounding does.
+    It is far above the rounding of either run, so that it belongs to the model and not to this machine.
+    """
+    parameters = dict(tree_flatten(model.parameters()))
+    drawn = np.random.default_rng(1)
+    changed = {
+        name: array * mx.array((1 + 2**-20 * drawn.uniform(-1, 1, array.shape)).astype(np.float32))
+        for name, array in parameters.items()
+        if array.dtype == mx.float32
+    }
+    model.load_weights(list(changed.items()), strict=False)
+    found = gradients_of_model()
+    model.load_weights([(name, parameters[name]) for name in changed], strict=False)
+    return relative_errors(expected, found)[0] * 2**-4 * ROUNDINGS**0.5
 
 
 def _norm(array: mx.array) -> float:

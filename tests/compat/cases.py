@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from packaging.version import Version
 
 from deltatune.models.vision.split import _COMPARED_SHAPES, _COUNTS_SEVERAL_IMAGES, _example, vision_spec
+from model_gradients import rounding_bound
 
 TEXT = ("qwen3_5", "qwen3_5_moe")
 VISION = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -64,6 +65,11 @@ def error(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> float:
     assert all(mx.all(mx.isfinite(array)).item() for array in actual.values())
     difference = math.hypot(*(_norm(expected[name] - actual[name]) for name in expected))
     return difference / math.hypot(*(_norm(array) for array in expected.values()))
+
+
+def bound(model: nn.Module, expected: dict[str, mx.array], rows: mx.array, **more: Any) -> float:
+    """The largest error() between two gradients of the model that round differently; `expected` is one of them."""
+    return rounding_bound(model, lambda: gradients(model, rows, **more)[1], expected)
 
 
 def _norm(array: mx.array) -> float:

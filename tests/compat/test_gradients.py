@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from cases import MOE, TEXT, VISION, error, gradients, images, tokens
+from cases import MOE, TEXT, VISION, bound, error, gradients, images, tokens
 
 from deltatune import patches
 from deltatune.machine.environment import GATED_DELTA
@@ -13,8 +13,6 @@ from deltatune.patches import patched
 from deltatune.patches.tables import mlx_vlm_vision
 
 pytestmark = pytest.mark.compat
-# Chunks and loop round differently: 2.0e-5 is the most that was measured over all sets.
-TOLERANCE = 5e-5
 
 
 @pytest.fixture
@@ -36,10 +34,11 @@ def test_text(tiny_model, record_property, request, monkeypatch, family):
         loss, actual = gradients(model, rows)
     request.getfixturevalue("loop")
     expected_loss, expected = gradients(model, rows)
+    allowed = bound(model, expected, rows)
     found = error(expected, actual)
     record_property("error", found)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert found < TOLERANCE
+    assert found < allowed
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -56,12 +55,14 @@ def test_images(tiny_vision_model, record_property, request, monkeypatch, family
         monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
         with patched():
             expected_loss, expected = gradients(model, rows, **more)
+            allowed = bound(model, expected, rows, **more)
     else:
         expected_loss, expected = gradients(model, rows, **more)
+        allowed = bound(model, expected, rows, **more)
     found = error(expected, actual)
     record_property("error", found)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert found < TOLERANCE
+    assert found < allowed
 
 
 @pytest.mark.parametrize("family", MOE)
@@ -73,4 +74,5 @@ def test_the_naive_operator_agrees(tiny_vision_model, monkeypatch, family):
         _, actual = gradients(model, rows, **more)
         monkeypatch.setenv(GATED_DELTA, "naive")
         _, expected = gradients(model, rows, **more)
-    assert error(expected, actual) < TOLERANCE
+        allowed = bound(model, expected, rows, **more)
+    assert error(expected, actual) < allowed

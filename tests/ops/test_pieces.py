@@ -18,13 +18,11 @@ from deltatune.ops.pieces import Carry
 from deltatune.patches import whole_rows
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import mean_loss_and_gradients
-from model_gradients import relative_errors
+from model_gradients import relative_errors, rounding_bound
 
 B, T = 2, 200
 # A piece of one token, pieces within a chunk of gated delta, and pieces of whole chunks.
 CUTS = ([0, 100, T], [0, 64, 128, 192, T], [0, 1, 70, 199, T])
-# Four layers round about this often between a weight and the loss and back. Roundings add up like the root of that.
-ROUNDINGS = 500
 
 
 @contextmanager
@@ -78,23 +76,9 @@ def found(model, config, arrays, bounds, monkeypatch):
     return loss.item(), dict(tree_flatten(gradients)), calls
 
 
-def rounding_bound(model, config, arrays, expected, monkeypatch):
-    """How far two gradients may differ that round differently: what one rounding does, as often as they round.
-
-    The change of the gradients with every parameter changed by up to 2**-20 of itself tells what one rounding does.
-    It is far above the rounding of either run, so that it belongs to the model and not to this machine.
-    """
-    parameters = dict(tree_flatten(model.parameters()))
-    drawn = np.random.default_rng(1)
-    changed = {
-        name: array * mx.array((1 + 2**-20 * drawn.uniform(-1, 1, array.shape)).astype(np.float32))
-        for name, array in parameters.items()
-        if array.dtype == mx.float32
-    }
-    model.load_weights(list(changed.items()), strict=False)
-    _, gradients, _ = found(model, config, arrays, None, monkeypatch)
-    model.load_weights([(name, parameters[name]) for name in changed], strict=False)
-    return relative_errors(expected, gradients)[0] * 2**-4 * ROUNDINGS**0.5
+def bound_of(model, config, arrays, expected, monkeypatch):
+    """How far gradients in pieces may be from those of whole rows."""
+    return rounding_bound(model, lambda: found(model, config, arrays, None, monkeypatch)[1], expected)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +100,7 @@ def test_gradients_are_those_of_whole_rows(family, options, tiny_model, monkeypa
     model, config = made(tiny_model, family, **options)
     loss, expected, calls = found(model, config, batch(), None, monkeypatch)
     assert not calls
-    bound = rounding_bound(model, config, batch(), expected, monkeypatch)
+    bound = bound_of(model, config, batch(), expected, monkeypatch)
     for bounds in CUTS:
         value, gradients, calls = found(model, config, batch(), bounds, monkeypatch)
         assert value == pytest.approx(loss, rel=bound)
@@ -127,7 +111,7 @@ def test_gradients_are_those_of_whole_rows(family, options, tiny_model, monkeypa
 def test_packed_documents_start_anew_in_pieces(tiny_model, monkeypatch):
     model, config = made(tiny_model, "qwen3_5", pack=True)
     loss, expected, _ = found(model, config, batch(packed=True), None, monkeypatch)
-    bound = rounding_bound(model, config, batch(packed=True), expected, monkeypatch)
+    bound = bound_of(model, config, batch(packed=True), expected, monkeypatch)
     for bounds in CUTS:
         value, gradients, calls = found(model, config, batch(packed=True), bounds, monkeypatch)
         assert len(calls) == 4
@@ -220,7 +204,7 @@ def test_a_layer_that_keeps_nothing_is_refused():
 def test_a_trainable_layer_can_be_compiled_in_pieces(tiny_model, monkeypatch):
     model, config = made(tiny_model, "qwen3_5")
     _, expected, _ = found(model, config, batch(), CUTS[0], monkeypatch)
-    bound = rounding_bound(model, config, batch(), expected, monkeypatch)
+    bound = bound_of(model, config, batch(), expected, monkeypatch)
     with cut(CUTS[0], monkeypatch), training(model, config, compare=False) as trained:
         model.train()
 
