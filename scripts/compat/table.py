@@ -22,8 +22,8 @@ _SECTIONS = {
     ),
     "test_gradients": (
         "Gradients against the recurrence token by token",
-        "The patched model against the unpatched one, every parameter. They may differ by what rounding does, which is "
-        "told by how the gradients change when every parameter changes by a millionth.",
+        "The patched model against the unpatched one, every parameter. They may differ by what rounding does in the "
+        "model.",
     ),
     "test_inference": (
         "Inference with and without the patches",
