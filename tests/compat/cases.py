@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ from mlx.utils import tree_flatten
 from packaging.version import Version
 
 from deltatune.models.vision.split import _COMPARED_SHAPES, _COUNTS_SEVERAL_IMAGES, _example, vision_spec
-from model_gradients import rounding_bound
+from model_gradients import relative_errors, rounding_bound
 
 TEXT = ("qwen3_5", "qwen3_5_moe")
 VISION = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -61,16 +60,10 @@ def gradients(model: nn.Module, rows: mx.array, **more: Any) -> tuple[float, dic
 
 def error(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> float:
     """Size of the difference of two gradients over the size of the first."""
-    assert expected.keys() == actual.keys()
     assert all(mx.all(mx.isfinite(array)).item() for array in actual.values())
-    difference = math.hypot(*(_norm(expected[name] - actual[name]) for name in expected))
-    return difference / math.hypot(*(_norm(array) for array in expected.values()))
+    return relative_errors(expected, actual)[0]
 
 
 def bound(model: nn.Module, expected: dict[str, mx.array], rows: mx.array, **more: Any) -> float:
     """The largest error() between two gradients of the model that round differently; `expected` is one of them."""
     return rounding_bound(model, lambda: gradients(model, rows, **more)[1], expected)
-
-
-def _norm(array: mx.array) -> float:
-    return mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from ..machine import backend
 from ..ops.kernels.launch import Execute, Launch
 from ..ops.low_rank import columns_product, rows_product
 from ..ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
 from .measure import as_float64, poison, relative_norm
-from .outcome import Check, Outcome, compared_with_bounds, not_run
-from .pointwise import BOUNDS
-
-_ON_CUDA = "these kernels are for CUDA; MLX's operations serve here"
+from .outcome import Check, Outcome, compared_with_bounds
+from .pointwise import BOUNDS, on_cuda
 
 
 def vocabulary(dtype: mx.Dtype, quick: bool, execute: Execute = Launch.run) -> Outcome:
@@ -76,9 +73,5 @@ def checks(quick: bool) -> Iterator[Check]:
     """The vocabulary loss in fp32 and in bf16, and LoRA's products."""
     for dtype in BOUNDS:
         name = f"vocabulary loss, {'fp32' if dtype == mx.float32 else 'bf16'}"
-        yield Check(name, partial(_on_cuda, partial(vocabulary, dtype, quick)))
-    yield Check("LoRA's narrow products, bf16", partial(_on_cuda, partial(low_rank, quick)))
-
-
-def _on_cuda(run: Callable[[], Outcome]) -> Outcome:
-    return run() if backend.device() == "cuda" else not_run(_ON_CUDA)
+        yield Check(name, partial(on_cuda, partial(vocabulary, dtype, quick)))
+    yield Check("LoRA's narrow products, bf16", partial(on_cuda, partial(low_rank, quick)))

@@ -178,7 +178,7 @@ def adam(quick: bool) -> Outcome:
     return compared_with_bounds(errors, dict.fromkeys(exact, BOUNDS[mx.float32]))
 
 
-_ON_CUDA = "these passes are for CUDA; MLX's operations serve here"
+_ON_CUDA = "these kernels are for CUDA; MLX's operations serve here"
 
 
 def checks(quick: bool) -> Iterator[Check]:
@@ -186,10 +186,11 @@ def checks(quick: bool) -> Iterator[Check]:
     for case in cases(quick):
         for dtype in BOUNDS:
             name = f"passes: {case.name}, {'fp32' if dtype == mx.float32 else 'bf16'}"
-            yield Check(name, partial(_on_cuda, partial(compare, case, dtype)))
-    yield Check("passes: rows and joins", partial(_on_cuda, partial(rows_and_joins, quick)))
-    yield Check("passes: AdamW", partial(_on_cuda, partial(adam, quick)))
+            yield Check(name, partial(on_cuda, partial(compare, case, dtype)))
+    yield Check("passes: rows and joins", partial(on_cuda, partial(rows_and_joins, quick)))
+    yield Check("passes: AdamW", partial(on_cuda, partial(adam, quick)))
 
 
-def _on_cuda(run: Callable[[], Outcome]) -> Outcome:
+def on_cuda(run: Callable[[], Outcome]) -> Outcome:
+    """Run a check of kernels that only CUDA has."""
     return run() if backend.device() == "cuda" else not_run(_ON_CUDA)
