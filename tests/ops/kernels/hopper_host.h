@@ -18,12 +18,18 @@ struct Product {
   unsigned long long left, right;
   float (*value)(unsigned short);
 };
-enum : int { most_copies = 256, most_products = 256 };
+enum : int { most_copies = 16384, most_products = 256, most_sends = 8 };
 static Gate gates[host::threadgroup_limit / 8];
 static Copy copies[most_copies];
 static int copy_count, met, meetings;
 // Looks at gates since one of them last moved on: past so many, none will.
 static long looks;
+struct Send {
+  char* to;
+  unsigned from, bytes;
+};
+static Send sends[host::most_lanes][most_sends];
+static int send_count[host::most_lanes];
 enum : long { most_looks = 300000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
@@ -69,10 +75,23 @@ static unsigned short element(unsigned place) {
 }
 static unsigned first_place(unsigned long long operand) { return (unsigned)(operand & 0x3fff) << 4; }
 static unsigned field(unsigned long long operand, int bit) { return (unsigned)(operand >> bit & 0x3fff) << 4; }
+// Whether an operand is of cores, whose elements are not swizzled.
+static bool has_cores(unsigned long long operand) { return operand >> 62 == 0; }
+static unsigned short plain_element(unsigned place) {
+  unsigned short x;
+  memcpy(&x, memory_at(place), 2);
+  return x;
+}
 static unsigned short along_rows(unsigned long long operand, int row, int k) {
+  if (has_cores(operand))
+    return plain_element(first_place(operand) + k / 8 * field(operand, 16) + row / 8 * field(operand, 32) +
+                         row % 8 * 16 + k % 8 * 2);
   return element(first_place(operand) + row / 8 * field(operand, 32) + row % 8 * 128 + k * 2);
 }
 static unsigned short along_columns(unsigned long long operand, int k, int column) {
+  if (has_cores(operand))
+    return plain_element(first_place(operand) + k / 8 * field(operand, 16) + column / 8 * field(operand, 32) +
+                         k % 8 * 16 + column % 8 * 2);
   return element(first_place(operand) + column / 64 * field(operand, 16) + k / 8 * field(operand, 32) + k % 8 * 128 +
                  column % 64 * 2);
 }
@@ -106,6 +125,7 @@ static void multiply(const Product& p) {
 
 }  // namespace hopper
 
+using bf16 = bfloat16_t;
 inline unsigned shared_place(threadgroup const void* p) { return (unsigned)((const char*)p - host::arena.start); }
 
 inline void mbarrier_init(unsigned gate, int count) {
@@ -114,6 +134,7 @@ inline void mbarrier_init(unsigned gate, int count) {
   hopper::looks = 0;
   hopper::met = 0;
   memset(hopper::queued, 0, sizeof hopper::queued);
+  memset(hopper::send_count, 0, sizeof hopper::send_count);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }
 inline void mbarriers_started() {}
@@ -136,6 +157,76 @@ inline void copy_tile(unsigned to, P from, unsigned bytes, unsigned gate) {
   memset(hopper::memory_at(to), 0xff, bytes);
   hopper::copies[hopper::copy_count++] = hopper::Copy{to, bytes, gate, (const char*)from};
 }
+// A piece arrives like any copy, but it is the thread that signals, as often as it says that its pieces are sent.
+template <typename P>
+inline void copy_piece(unsigned to, P from, bool live, unsigned gate) {
+  if (to % 16 || (live && (uintptr_t)from % 16)) hopper::fail("a piece that is not aligned to 16 bytes");
+  if (!live) {
+    memset(hopper::memory_at(to), 0, 16);
+    return;
+  }
+  if (hopper::copy_count == hopper::most_copies) hopper::fail("too many copies");
+  memset(hopper::memory_at(to), 0xff, 16);
+  hopper::copies[hopper::copy_count++] = hopper::Copy{to, 16, gate, (const char*)from};
+  hopper::gate_at(gate).bytes += 16;
+}
+inline void pieces_sent(unsigned gate) { mbarrier_arrive(gate); }
+template <typename P>
+inline bool aligned16(P p) { return (uintptr_t)p % 16 == 0; }
+// A block leaves shared memory when its lane waits for that.
+template <typename P>
+inline void send_block(P to, unsigned from, unsigned bytes) {
+  const int me = host::current;
+  if ((uintptr_t)to % 16 || from % 16 || bytes % 16) hopper::fail("a block that is not of whole pieces of 16 bytes");
+  if (hopper::send_count[me] == hopper::most_sends) hopper::fail("too many blocks sent");
+  hopper::sends[me][hopper::send_count[me]++] = hopper::Send{(char*)to, from, bytes};
+}
+inline void blocks_read() {
+  const int me = host::current;
+  for (int i = 0; i < hopper::send_count[me]; ++i)
+    memcpy(hopper::sends[me][i].to, hopper::memory_at(hopper::sends[me][i].from), hopper::sends[me][i].bytes);
+  hopper::send_count[me] = 0;
+}
+inline void blocks_arrived() { blocks_read(); }
+
+inline unsigned bits_of(float x) {
+  unsigned bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float float_of(unsigned bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+template <bool TURNED, typename P>
+inline void each_of_fragment(P matrix, int stride, unsigned* r, int lane, bool put) {
+  for (int i = 0; i < 4; ++i)
+    for (int side = 0; side < 2; ++side) {
+      const int row = lane / 4 + i % 2 * 8, column = lane % 4 * 2 + side + i / 2 * 8;
+      char* at = (char*)(matrix + (TURNED ? column * stride + row : row * stride + column));
+      unsigned short bits = (unsigned short)(r[i] >> 16 * side);
+      if (put) {
+        memcpy(at, &bits, 2);
+      } else {
+        memcpy(&bits, at, 2);
+        r[i] = (r[i] & (side ? 0xffffu : 0xffff0000u)) | (unsigned)bits << 16 * side;
+      }
+    }
+}
+template <typename P>
+inline void put_fragment(P to, int stride, const unsigned* r, int lane) {
+  each_of_fragment<false>(to, stride, (unsigned*)r, lane, true);
+}
+template <typename P>
+inline void put_turned_fragment(P to, int stride, const unsigned* r, int lane) {
+  each_of_fragment<true>(to, stride, (unsigned*)r, lane, true);
+}
+template <typename P>
+inline void get_turned_fragment(unsigned* r, P from, int stride, int lane) {
+  each_of_fragment<true>(from, stride, r, lane, false);
+}
+
 template <int THREADS>
 inline void named_barrier() {
   const int round = hopper::meetings;
@@ -210,6 +301,10 @@ inline unsigned long long rows_operand(unsigned place) {
 inline unsigned long long columns_operand(unsigned place, int panel) {
   return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
+inline unsigned long long cores_operand(unsigned place, int summed, int kept) {
+  return (unsigned long long)place | ((unsigned long long)(summed >> 4) << 16) |
+         ((unsigned long long)(kept >> 4) << 32);
+}
 template <typename In, int N>
 struct Products {
   static float value(unsigned short bits) {
@@ -228,7 +323,7 @@ struct Products {
   static void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) {
     queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 0, d, a, 0, b, value});
   }
-  static void columns(float* d, const unsigned* a, unsigned long long b) {
-    queue(hopper::Product{N, hopper::sent[host::current], 1, 1, 1, d, a, 0, b, value});
+  static void columns(float* d, const unsigned* a, unsigned long long b, int onto = 1) {
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 1, d, a, 0, b, value});
   }
 };

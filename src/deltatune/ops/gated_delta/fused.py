@@ -51,7 +51,7 @@ def no_initial_state() -> mx.array:
 
 
 @lru_cache(maxsize=256)
-def _values(tiling: Tiling, names: tuple[str, ...], groups: int, slice_rows: int) -> Values:
+def _values(tiling: Tiling, names: tuple[str, ...], groups: int, slice_rows: int, stages: int) -> Values:
     values: Values = {
         "In": tiling.dtype,
         "C": tiling.chunk,
@@ -61,7 +61,7 @@ def _values(tiling: Tiling, names: tuple[str, ...], groups: int, slice_rows: int
         "HK": tiling.key_heads,
         "HV": tiling.value_heads,
         "GROUPS": groups,
-        "STAGES": tiling.stages,
+        "STAGES": stages,
         "SPLIT": tiling.split,
         "OVERLAY": tiling.overlay,
         "UNSTAGED": tiling.unstaged,
@@ -92,6 +92,7 @@ def make_launch(
     groups: int,
     values: tuple[str, ...],
     slice_rows: int | None = None,
+    stages: int | None = None,
 ) -> Launch:
     """Return the launch of the kernel gated_delta_`name`.
 
@@ -106,6 +107,7 @@ def make_launch(
         groups: Groups of 32 lanes per block.
         values: The kernel's compile-time values, in its order.
         slice_rows: The value of SLICE; by default that of the scans.
+        stages: The value of STAGES; by default that of the tiling.
     """
     struct, memory_order, size = memory
     return Launch(
@@ -113,7 +115,7 @@ def make_launch(
         memory=struct,
         inputs=inputs,
         outputs=outputs,
-        values=_values(tiling, values, groups, slice_rows or tiling.slice),
+        values=_values(tiling, values, groups, slice_rows or tiling.slice, stages or tiling.stages),
         order=values,
         memory_order=memory_order,
         blocks=blocks,

@@ -11,19 +11,6 @@ inline constexpr int panels(int size) {
   return whole(size, 64);
 }
 
-// The start of a block's shared memory, rounded up to a multiple of 1024: as a pointer, and as an address (place).
-struct Room {
-  threadgroup char* memory;
-  unsigned place;
-  inline threadgroup float* floats(int offset) const {
-    return reinterpret_cast<threadgroup float*>(memory + offset);
-  }
-};
-inline Room room_of(threadgroup char* memory) {
-  const unsigned place = shared_place(memory), start = (place + 1023) & ~1023u;
-  return Room{memory + (start - place), start};
-}
-
 // The rows and columns of a lane's elements of a 64-row result: two rows, eight apart, and two of every eight columns.
 inline int own_row(Place at, int side) {
   return at.group % 4 * 16 + at.lane / 4 + side * 8;
@@ -53,12 +40,6 @@ inline constexpr bool held(int size, int value_size) {
 // How many stages of `stage` bytes, at most 4, fit in addition to `taken` bytes and what all kernels need.
 inline constexpr int stages_beside(int taken, int stage) {
   return (232448 - 1216 - taken) / stage < 4 ? (232448 - 1216 - taken) / stage : 4;
-}
-
-template <int COUNT>
-inline void clear_floats(thread float (&x)[COUNT]) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < COUNT; ++i) x[i] = 0.0f;
 }
 
 // Sets d [64, N] to a b^T over SIZE columns. a_panel and b_panel are the bytes between panels of 64 columns.
@@ -206,12 +187,6 @@ struct HopperBarriers {
     barrier();
   }
 };
-// Signals an mbarrier once for a group of lanes, when all of them have come here.
-inline void release(unsigned mbarrier, Place at) {
-  group_barrier();
-  if (at.lane == 0) mbarrier_arrive(mbarrier);
-}
-
 // What the two rows of a lane see (low and high), and what all 64 rows of the tile see.
 struct Rows {
   int low[2], high[2], all_low, all_high;

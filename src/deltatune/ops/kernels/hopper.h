@@ -81,6 +81,48 @@ inline void put_piece(In* to, const In* from, bool live) {
   *reinterpret_cast<uint4*>(to) = found;
 }
 
+
+// Copies 16 bytes of an input, aligned to 16 bytes, to shared memory, or zeros if they are not live. A thread's pieces
+// signal the mbarrier once when all of them have arrived. The products that read them follow a fence (copies_fence).
+template <typename T>
+inline void copy_piece(unsigned to, const T* from, bool live, unsigned) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+inline void pieces_sent(unsigned mbarrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(mbarrier) : "memory");
+}
+// Copies a block of shared memory to device memory. The lane that sends it calls blocks_read before the memory is
+// written again, and blocks_arrived before the kernel ends.
+template <typename T>
+inline void send_block(T* to, unsigned from, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;"
+               :: "l"(to), "r"(from), "r"(bytes) : "memory");
+}
+inline void blocks_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+inline void blocks_arrived() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+inline unsigned bits_of(float x) { return __float_as_uint(x); }
+inline float float_of(unsigned bits) { return __uint_as_float(bits); }
+
+// A fragment is a lane's part of a left operand [16, 16] of a product: four pairs, those of rows g and g + 8 and
+// columns 2 t and 2 t + 1, then eight columns further (lane 4 g + t). put_fragment writes it to a matrix in shared
+// memory, whose rows are `stride` apart. put_turned_fragment writes its transpose, and get_turned_fragment reads one.
+inline void put_fragment(bf16* to, int stride, const unsigned* r, int lane) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+               :: "r"(shared_address(to + ((lane & 7) + (lane & 8)) * stride + ((lane & 16) >> 1))), "r"(r[0]),
+                  "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+inline void put_turned_fragment(bf16* to, int stride, const unsigned* r, int lane) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               :: "r"(shared_address(to + ((lane & 7) + ((lane & 16) >> 1)) * stride + (lane & 8))), "r"(r[0]),
+                  "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+inline void get_turned_fragment(unsigned* r, const bf16* from, int stride, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(from + ((lane & 7) + ((lane & 16) >> 1)) * stride + (lane & 8))) : "memory");
+}
+
 // Products run from products_sent to products_wait. products_start follows the last write to their registers.
 inline void products_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 inline void products_sent() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -109,6 +151,12 @@ inline unsigned long long rows_operand(unsigned place) {
 inline unsigned long long columns_operand(unsigned place, int panel) {
   return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
+// The descriptor of an operand of cores, 8 x 8 matrices of 128 bytes each. The next core of the dimension over which a
+// product sums is `summed` bytes further, and the next core of its other dimension `kept` bytes.
+inline unsigned long long cores_operand(unsigned place, int summed, int kept) {
+  return (unsigned long long)place | ((unsigned long long)(summed >> 4) << 16) |
+         ((unsigned long long)(kept >> 4) << 32);
+}
 // Returns x in a way that hides where it came from. The compiler then keeps no values derived from x, whose registers
 // the products need.
 inline unsigned opaque(unsigned x) {
@@ -117,16 +165,22 @@ inline unsigned opaque(unsigned x) {
 }
 
 // Products with results d [64, N]. `rows` and `held_rows` set d to a b^T over 16 columns, or add it if `onto`, with a
-// in shared memory or in registers. `columns` adds a b over 16 rows of b, with a in registers.
+// in shared memory or in registers. `columns` does so with a b over 16 rows of b, with a in registers.
 template <typename In, int N> struct Products;
 #define DELTATUNE_FLOATS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
                               "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define DELTATUNE_FLOATS_32(i) DELTATUNE_FLOATS_8(i), DELTATUNE_FLOATS_8(i + 8), DELTATUNE_FLOATS_8(i + 16), \
+#define DELTATUNE_FLOATS_16 DELTATUNE_FLOATS_8(0)
+#define DELTATUNE_FLOATS_32 DELTATUNE_FLOATS_8(0), DELTATUNE_FLOATS_8(8)
+#define DELTATUNE_FLOATS_48 DELTATUNE_FLOATS_8(0), DELTATUNE_FLOATS_8(8), DELTATUNE_FLOATS_8(16)
+#define DELTATUNE_FLOATS_OF_32(i) DELTATUNE_FLOATS_8(i), DELTATUNE_FLOATS_8(i + 8), DELTATUNE_FLOATS_8(i + 16), \
                                DELTATUNE_FLOATS_8(i + 24)
-#define DELTATUNE_FLOATS_64 DELTATUNE_FLOATS_32(0)
-#define DELTATUNE_FLOATS_128 DELTATUNE_FLOATS_64, DELTATUNE_FLOATS_32(32)
-#define DELTATUNE_FLOATS_192 DELTATUNE_FLOATS_128, DELTATUNE_FLOATS_32(64)
-#define DELTATUNE_FLOATS_256 DELTATUNE_FLOATS_192, DELTATUNE_FLOATS_32(96)
+#define DELTATUNE_FLOATS_64 DELTATUNE_FLOATS_OF_32(0)
+#define DELTATUNE_FLOATS_128 DELTATUNE_FLOATS_64, DELTATUNE_FLOATS_OF_32(32)
+#define DELTATUNE_FLOATS_192 DELTATUNE_FLOATS_128, DELTATUNE_FLOATS_OF_32(64)
+#define DELTATUNE_FLOATS_256 DELTATUNE_FLOATS_192, DELTATUNE_FLOATS_OF_32(96)
+#define DELTATUNE_PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define DELTATUNE_PLACES_32 DELTATUNE_PLACES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define DELTATUNE_PLACES_48 DELTATUNE_PLACES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define DELTATUNE_PLACES_64 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
     "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -153,13 +207,16 @@ template <typename In, int N> struct Products;
                    ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", onto, 1, 1, 0;\n}" \
                    : DELTATUNE_FLOATS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(onto)); \
     } \
-    static inline void columns(float* d, const unsigned* a, unsigned long long b) { \
-      asm volatile("{\n.reg .pred onto;\nsetp.eq.u32 onto, 1, 1;\n" \
+    static inline void columns(float* d, const unsigned* a, unsigned long long b, int onto = 1) { \
+      asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P5 ", 0;\n" \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, {%" #P0 \
                    ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", onto, 1, 1, 1;\n}" \
-                   : DELTATUNE_FLOATS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+                   : DELTATUNE_FLOATS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(onto)); \
     } \
   };
+DELTATUNE_PRODUCTS(bf16, "bf16", 16, 8, 9, 10, 11, 12, 13)
+DELTATUNE_PRODUCTS(bf16, "bf16", 32, 16, 17, 18, 19, 20, 21)
+DELTATUNE_PRODUCTS(bf16, "bf16", 48, 24, 25, 26, 27, 28, 29)
 DELTATUNE_PRODUCTS(bf16, "bf16", 64, 32, 33, 34, 35, 36, 37)
 DELTATUNE_PRODUCTS(bf16, "bf16", 128, 64, 65, 66, 67, 68, 69)
 DELTATUNE_PRODUCTS(bf16, "bf16", 192, 96, 97, 98, 99, 100, 101)

@@ -19,10 +19,12 @@ from . import cubin
 
 FOLDER = files(__package__)
 GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
+GATED_DELTA_HOPPER = ("hopper.h", "teams.h", "gated_delta.h", "gated_delta_hopper.h")
 ATTENTION = ("attention.h",)
 VOCABULARY = ("vocabulary_loss.h",)
-# Kernels whose groups of warps share out a multiprocessor's registers among them.
+# The starts of the names of kernels whose groups of warps share out a multiprocessor's registers among them.
 HOPPER = "attention_hopper"
+TEAMS = (HOPPER, "gated_delta_hopper_scan", "gated_delta_hopper_reverse")
 # The start of the names of LoRA's kernels, whose blocks have so many threads that the compiler must know their number.
 LOW_RANK = "low_rank"
 # Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
@@ -82,7 +84,7 @@ class Launch:
     def run(self) -> list[mx.array]:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
         names = tuple(self.inputs), tuple(self.outputs)
-        threads = self.groups * 32 if self.name.startswith((HOPPER, LOW_RANK)) else 0
+        threads = self.groups * 32 if self.name.startswith((*TEAMS, LOW_RANK)) else 0
         kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
@@ -148,7 +150,9 @@ def _bodies(name: str) -> tuple[str, ...]:
     if name.startswith(LOW_RANK):
         return ("fragments.h", "low_rank.h")
     if name.startswith("attention"):
-        return ("hopper.h", *ATTENTION, "attention_hopper.h") if name.startswith(HOPPER) else ATTENTION
+        return ("hopper.h", "teams.h", *ATTENTION, "attention_hopper.h") if name.startswith(HOPPER) else ATTENTION
+    if name.startswith("gated_delta_hopper"):
+        return GATED_DELTA_HOPPER
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
 
 

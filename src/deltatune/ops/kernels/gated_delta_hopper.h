@@ -1,0 +1,572 @@
+// The two scans of gated_delta.h on Hopper, for bf16, chunks of 64 positions, and heads of whole 64 columns; and the
+// prepare kernel, which writes Z and P in the form that they read. The formulas are those of gated_delta.h.
+//
+// A group of four warps (a team) holds 64 rows of a state in its registers, transposed as everything that it computes
+// of a chunk: rows of DV by positions or by keys. Each result is in registers in the form of the next product's left
+// operand, so that the chain from chunk to chunk needs no shared memory. Another team only loads the next chunks.
+// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h).
+//
+// Matrices that the kernels hand to one another consist of cores: 8 x 8 matrices of bf16, 128 bytes each. A group of
+// lanes writes a core at once from its registers, and the tensor cores multiply with cores as they are. States have
+// their cores in rows, [DV / 8, DK / 8]. So have u and R [DV / 8, 8]: all high parts, then all low parts, then for each
+// 16 rows the tails of the state, 16 bytes a lane (put_tails).
+// Z and P of a chunk are in a grid of 8 x 12 cores. The high part of core (I, J) of the lower triangle is at (I, J).
+// Its low part is at (J, I + 4), above the triangle. Either way the distances between neighbours are constant, as the
+// tensor cores want them. Products take 32 positions at a time, so the 16 x 16 tiles (0, 1) and (2, 3) are zeros.
+
+enum CoreSizes : int { core_bytes = 128, core_row = 12 * core_bytes, triangle_bytes = 8 * core_row };
+inline constexpr int core_high(int i, int j) {
+  return i * core_row + j * core_bytes;
+}
+inline constexpr int core_low(int i, int j) {
+  return j * core_row + (i + 4) * core_bytes;
+}
+
+// Splits pairs of fp32 numbers into pairs of high and of low parts.
+inline unsigned high_pair(float first, float second) {
+  return PairOf<bf16>::of(first, second);
+}
+inline float first_of(unsigned pair) {
+  return float_of(pair << 16);
+}
+inline float second_of(unsigned pair) {
+  return float_of(pair & 0xffff0000u);
+}
+inline unsigned low_pair(float first, float second, unsigned high) {
+  return PairOf<bf16>::of(first - first_of(high), second - second_of(high));
+}
+template <int COUNT>
+inline void split_pairs(thread unsigned (&high)[COUNT / 2], thread unsigned (&low)[COUNT / 2],
+                        const thread float (&x)[COUNT]) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < COUNT / 2; ++i) {
+    high[i] = high_pair(x[2 * i], x[2 * i + 1]);
+    low[i] = low_pair(x[2 * i], x[2 * i + 1], high[i]);
+  }
+}
+
+// Writes the elements (i, j) and (i, j + 1) of a triangle, j even.
+inline void put_core_pair(GLOBAL bf16* to, int i, int j, float first, float second) {
+  const int within = i % 8 * 8 + j % 8;
+  const unsigned high = high_pair(first, second);
+  put_pair(to + core_high(i / 8, j / 8) / 2 + within, high);
+  put_pair(to + core_low(i / 8, j / 8) / 2 + within, low_pair(first, second, high));
+}
+// How the prepare kernel writes P and Z, as CoreTriangles.
+struct CoreTriangles {
+  GLOBAL bf16* solve;
+  GLOBAL bf16* scores;
+  inline CoreTriangles of_chunk(long chunk) const {
+    return CoreTriangles{solve + chunk * (triangle_bytes / 2), scores + chunk * (triangle_bytes / 2)};
+  }
+  inline void put_scores(int a, int b, const thread Tile& tile, int lane) const {
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 8; e += 2)
+      put_core_pair(scores, 16 * a + tile_row(e, lane), 16 * b + tile_column(e, lane), tile.get(e), tile.get(e + 1));
+  }
+  template <int GROUPS, typename Z>
+  inline void put_solve(Z z, Place at) const {
+    for (int tile = at.group; tile < 12; tile += GROUPS) {
+      if (tile >= 10) {
+        put_zeros(tile == 10 ? 0 : 2, at.lane);
+        continue;
+      }
+      const int a = tile < 1 ? 0 : tile < 3 ? 1 : tile < 6 ? 2 : 3, b = tile - a * (a + 1) / 2;
+      DELTATUNE_UNROLL
+      for (int core = 0; core < 4; ++core) {
+        const int i = core / 2 * 8 + at.lane / 4, j = core % 2 * 8 + at.lane % 4 * 2;
+        const int from = packed_offset(a) + i * packed_stride(a) + b * 16 + j;
+        put_core_pair(solve, 16 * a + i, 16 * b + j, z.get(from), z.get(from + 1));
+      }
+    }
+  }
+  // Writes zeros to tile (a, a + 1) of both.
+  inline void put_zeros(int a, int lane) const {
+    for (int core = 0; core < 4; ++core) {
+      const int i = 16 * a + core / 2 * 8 + lane / 4, j = 16 * (a + 1) + core % 2 * 8 + lane % 4 * 2;
+      put_core_pair(solve, i, j, 0.0f, 0.0f);
+      put_core_pair(scores, i, j, 0.0f, 0.0f);
+    }
+  }
+};
+
+// Computes what gated_delta_prepare does.
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED, typename PQ,
+          typename PK, typename PL, typename PB, typename PM, typename PZ>
+inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
+                                       PM mask, PZ segments, GLOBAL In* solve, GLOBAL In* scores,
+                                       GLOBAL float* factors) {
+  prepare_chunk<In, C, DK, HK, HV, GROUPS, UNSTAGED, MASKED, SEGMENTED>(
+      at, memory, length, q, k, log_g, beta, mask, segments, CoreTriangles{solve, scores}, factors);
+}
+
+// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z and P, rows of V or dY with
+// padding, and the factors.
+template <int DK, int SLICE, int STAGES>
+struct HopperScanMemory {
+  static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, scores = solve + triangle_bytes;
+  static constexpr constant int values = scores + triangle_bytes, factors = values + 64 * (SLICE + 8) * 2;
+  static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
+  static constexpr constant int barriers = STAGES * stage;
+  static constexpr constant int bytes = barriers + 64 + 1024;
+};
+
+// The mbarriers of a scan: a stage has arrived, and it is no longer needed.
+struct ScanBarriers {
+  unsigned place;
+  inline unsigned here(int stage) const { return place + 8 * stage; }
+  inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
+  template <int STAGES>
+  inline void start(int computing, Place at) const {
+    if (at.index == 0) {
+      for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
+      for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), computing);
+      mbarriers_started();
+    }
+    barrier();
+  }
+};
+
+// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, or to rows with
+// padding. Rows that are not live become zeros.
+template <int COLUMNS, bool SWIZZLED, typename P, typename Live>
+inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live live, unsigned mbarrier, int index) {
+  constexpr int pieces = COLUMNS / 8, step = 128 / pieces;
+  const int c = index % pieces, first = index / pieces;
+  const bool aligned = aligned16(from);
+  DELTATUNE_UNROLL
+  for (int r = first; r < 64; r += step) {
+    threadgroup bf16* place =
+        SWIZZLED ? to + c / 8 * 4096 + r * 64 + ((c ^ r) & 7) * 8 : to + r * (COLUMNS + 8) + c * 8;
+    const bool on = live(r);
+    if (aligned) copy_piece(shared_place(place), from + (on ? (long)r * row_stride + c * 8 : 0), on, mbarrier);
+    else put_piece(place, from + (on ? (long)r * row_stride + c * 8 : 0), on);
+  }
+  if (!aligned) copies_fence();
+}
+
+// Loads chunk after chunk. REVERSE begins with the last one.
+template <typename In, int DK, int DV, int SLICE, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename PQ,
+          typename PK, typename PV, typename PM, typename PS, typename PF>
+inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, PQ q, PK k, PV values, PM mask,
+                        PS solve, PS scores, PF factors) {
+  using Memory = HopperScanMemory<DK, SLICE, STAGES>;
+  const int chunks = (length + 63) / 64;
+  const long head = (long)at.z * HV + at.y;
+  for (int step = 0; step < chunks; ++step) {
+    const int n = REVERSE ? chunks - 1 - step : step, stage = step % STAGES;
+    const long chunk = head * chunks + n, row = (long)at.z * length + n * 64;
+    const long key = (row * HK + at.y / (HV / HK)) * DK;
+    if (step >= STAGES) mbarrier_wait(barriers.read(stage), step / STAGES - 1);
+    const auto live = alive<MASKED>(mask, at.z, n * 64, length);
+    threadgroup char* memory = room.memory + stage * Memory::stage;
+    const unsigned mbarrier = barriers.here(stage), to = room.place + stage * Memory::stage;
+    if (at.index == 0) {
+      mbarrier_expect(mbarrier, 2 * triangle_bytes + 3 * 64 * 4);
+      copy_tile(to + Memory::solve, solve + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
+      copy_tile(to + Memory::scores, scores + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
+      copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
+    }
+    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
+                             at.index);
+    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
+                             at.index);
+    copy_positions<SLICE, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
+                                 values + (row * HV + at.y) * DV + at.x * SLICE, HV * DV, live, mbarrier, at.index);
+    pieces_sent(mbarrier);
+  }
+}
+
+// Products of a team. Rows of a state times the transpose of 64 positions of K or Q: d [64, 64] = a b^T, or added.
+// Results by positions are two of 32 positions each, for the tensor cores skip half of a triangle so.
+template <int DK>
+inline void times_positions(thread float (&d)[32], const thread unsigned (&a)[DK / 4], unsigned b, bool onto) {
+  const unsigned place = opaque((b & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int m = 0; m < DK / 16; ++m) {
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side)
+      Products<bf16, 32>::held_rows(d + 16 * side, a + 4 * m,
+                                    rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16), onto || m > 0);
+  }
+}
+// Adds rows by positions times K or Q to rows of a state [64, DK].
+template <int DK>
+inline void add_by_keys(thread float (&d)[DK / 2], const thread unsigned (&a)[16], unsigned b) {
+  const unsigned place = opaque((b & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j)
+    Products<bf16, DK>::columns(d, a + 4 * j, columns_operand(place + j * 128, 8192));
+}
+// Adds rows by positions [64, 64] times the transpose of a triangle (positions j to positions i >= j) or, unless
+// TURNED, times itself (positions i to positions j <= i); or sets d to it, unless `onto`. LOW takes the triangle's low
+// parts.
+template <bool TURNED, bool LOW>
+inline void add_times_cores(thread float (&d)[32], const thread unsigned (&a)[16], unsigned triangle,
+                            bool onto = true) {
+  constexpr int summed = TURNED == LOW ? core_row : core_bytes, kept = TURNED == LOW ? core_bytes : core_row;
+  const unsigned place = opaque((triangle & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n) {
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      if (TURNED ? n > 2 * side + 1 : n < 2 * side) continue;
+      const int i = TURNED ? 4 * side : 2 * n, j = TURNED ? 2 * n : 4 * side;
+      const unsigned long long b = cores_operand(place + (LOW ? core_low(i, j) : core_high(i, j)) / 16, summed, kept);
+      const bool added = onto || n > (TURNED ? 0 : 2 * side);
+      if (TURNED) Products<bf16, 32>::held_rows(d + 16 * side, a + 4 * n, b, added);
+      else Products<bf16, 32>::columns(d + 16 * side, a + 4 * n, b, added);
+    }
+  }
+}
+// Adds (high + low) times a triangle, the smallest products first. Low times low is left out, as in cuda.h.
+template <bool TURNED>
+inline void add_times_triangle(thread float (&d)[32], const thread unsigned (&high)[16],
+                               const thread unsigned (&low)[16], unsigned triangle) {
+  add_times_cores<TURNED, true>(d, high, triangle);
+  add_times_cores<TURNED, false>(d, low, triangle);
+  add_times_cores<TURNED, false>(d, high, triangle);
+}
+
+// The position of element i of a team's result [64, 64], and a factor of each position.
+inline int position_of(int i, int lane) {
+  return i / 4 * 8 + lane % 4 * 2 + (i & 1);
+}
+// Calls use(i, factors) for each pair of elements 2 i and 2 i + 1 of such a result, with the factors of their positions:
+// G, E and beta of the first, then of the second.
+struct Factors {
+  float before[2], after[2], rate[2];
+};
+template <typename Use>
+inline void each_pair(threadgroup const float* factors, int lane, Use use) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 8; ++j) {
+    Factors f;
+    get_two(f.before, factors + j * 8 + lane % 4 * 2);
+    get_two(f.after, factors + 64 + j * 8 + lane % 4 * 2);
+    get_two(f.rate, factors + 128 + j * 8 + lane % 4 * 2);
+    use(2 * j, f);
+    use(2 * j + 1, f);
+  }
+}
+inline void split_pair(thread unsigned& high, thread unsigned& low, float first, float second) {
+  high = high_pair(first, second);
+  low = low_pair(first, second, high);
+}
+
+// Writes a group's left operands, 16 rows by 16 COUNT columns, as cores from `to` on. The next row of cores is `row`
+// elements further.
+template <int COUNT>
+inline void put_rows(GLOBAL bf16* to, int row, const thread unsigned* operands, int lane) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 4 * COUNT; ++i)
+    put_pair(to + (i & 1) * row + (i / 4 * 2 + (i >> 1 & 1)) * 64 + 2 * lane, operands[i]);
+}
+// Writes 16 rows of u or R in both parts; the low parts are `plane` elements further.
+inline void put_both_parts(GLOBAL bf16* to, int plane, const thread float (&x)[32], int lane) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    unsigned high[4], low[4];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) split_pair(high[i], low[i], x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
+    put_rows<1>(to + j * 128, 8 * 64, high, lane);
+    put_rows<1>(to + plane + j * 128, 8 * 64, low, lane);
+  }
+}
+// Writes, for each element of 16 rows of a state, the two bits that follow those of its bf16 (metal.h explains them): a
+// lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
+template <int DK>
+inline void put_tails(GLOBAL bf16* to, const thread float (&state)[DK / 2], int lane) {
+  DELTATUNE_UNROLL
+  for (int m = 0; m < DK / 16; m += 2) {
+    unsigned tails = 0;
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 16; ++e)
+      tails |= (bits_of(state[8 * m + e]) >> 14 & 3) << (e / 8 * 16 + (e & 1) * 8 + 6 - e % 8 / 2 * 2);
+    put_pair(to + lane * 8 + m, tails);
+  }
+}
+// Writes the group's 16 columns of rows of y or dv, by way of the shared rows of v or dy.
+template <int SLICE>
+inline void write_positions(threadgroup bf16* rows, const thread unsigned (&x)[16], GLOBAL bf16* to, long row_stride,
+                            int left, int lane) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j) put_turned_fragment(rows + 16 * j * (SLICE + 8), SLICE + 8, x + 4 * j, lane);
+  group_barrier();
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int row = i * 16 + lane / 2, column = lane % 2 * 8;
+    if (row < left) put_piece(to + row * row_stride + column, rows + row * (SLICE + 8) + column, true);
+  }
+}
+
+template <int DK, int DV, typename P>
+inline void load_rows(thread float (&state)[DK / 2], P from, bool there, long head, int row, int lane) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < DK / 2; ++i) {
+    const int r = row + lane / 4 + (i >> 1 & 1) * 8;
+    state[i] = there ? from[(head * DV + r) * DK + position_of(i, lane)] : 0.0f;
+  }
+}
+template <int DK, int DV>
+inline void store_rows(const thread float (&state)[DK / 2], GLOBAL float* to, long head, int row, int lane) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < DK / 2; ++i) {
+    const int r = row + lane / 4 + (i >> 1 & 1) * 8;
+    to[(head * DV + r) * DK + position_of(i, lane)] = state[i];
+  }
+}
+
+// Where a group of lanes writes: 16 rows of the states of one head. Row is the first of them.
+template <int DK, int DV>
+struct OwnRows {
+  int row;
+  long head, chunks;
+  GLOBAL bf16* states;
+  GLOBAL bf16* parts;
+  inline GLOBAL bf16* state(int n) const { return states + ((head * chunks + n) * DV + row) * DK; }
+  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
+  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
+  inline void save_state(int n, const thread unsigned (&rows)[DK / 4], const thread float (&exact)[DK / 2],
+                         int lane) const {
+    put_rows<DK / 16>(state(n), DK * 8, rows, lane);
+    put_tails<DK>(chunk(n) + DV * 128 + row * 16, exact, lane);
+  }
+  inline void save_chunk(int n, const thread float (&x)[32], int lane) const {
+    put_both_parts(chunk(n) + row * 64, DV * 64, x, lane);
+  }
+};
+
+// The forward scan, with the arguments and results of gated_delta_scan. A block does SLICE rows of one state, 64 per
+// team; the grid is (slices of DV, HV, B). While products run, a team writes what the last ones gave.
+template <typename In, int DK, int DV, int SLICE, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
+          typename PV, typename PM, typename PI, typename PS, typename PF>
+inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int length, PQ q, PK k, PV v, PM mask,
+                                    PI initial, bool has_initial, PS solve, PS scores, PF all_factors, GLOBAL In* y,
+                                    GLOBAL In* states, GLOBAL float* u, GLOBAL float* last) {
+  using Memory = HopperScanMemory<DK, SLICE, STAGES>;
+  const Room room = room_of(shared);
+  const ScanBarriers barriers{room.place + Memory::barriers};
+  const int chunks = (length + 63) / 64;
+  barriers.template start<STAGES>(SLICE / 16, at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    load_chunks<In, DK, DV, SLICE, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve,
+                                                                  scores, all_factors);
+    return;
+  }
+  const int lane = at.lane, strip = at.group - 4;
+  const long head = (long)at.z * HV + at.y;
+  const OwnRows<DK, DV> own{at.x * SLICE + strip * 16, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+  float state[DK / 2], x[32], out[32];
+  unsigned rows[DK / 4], high[16], low[16], pairs[16];
+  load_rows<DK, DV>(state, initial, has_initial, head, own.row, lane);
+  // Starts K S^T of chunk n.
+  const auto start = [&](int n) {
+    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
+    copies_fence();
+    DELTATUNE_UNROLL
+    for (int i = 0; i < DK / 4; ++i) rows[i] = high_pair(state[2 * i], state[2 * i + 1]);
+    register_fence(rows);
+    register_fence(x);
+    products_start();
+    times_positions<DK>(x, rows, room.place + n % STAGES * Memory::stage + Memory::k, false);
+    products_sent();
+  };
+  start(0);
+  products_wait<0>();
+  register_fence(x);
+  for (int n = 0; n < chunks; ++n) {
+    const unsigned stage = room.place + n % STAGES * Memory::stage;
+    threadgroup char* memory = room.memory + n % STAGES * Memory::stage;
+    threadgroup const float* factors = reinterpret_cast<threadgroup const float*>(memory + Memory::factors);
+    threadgroup bf16* values = reinterpret_cast<threadgroup bf16*>(memory + Memory::values) + strip * 16;
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 4; ++j) get_turned_fragment(pairs + 4 * j, values + 16 * j * (SLICE + 8), SLICE + 8, lane);
+    // x becomes r, then u.
+    each_pair(factors, lane, [&](int i, Factors f) {
+      x[2 * i] = first_of(pairs[i]) - f.before[0] * x[2 * i];
+      x[2 * i + 1] = second_of(pairs[i]) - f.before[1] * x[2 * i + 1];
+      split_pair(high[i], low[i], -f.rate[0] * x[2 * i], -f.rate[1] * x[2 * i + 1]);
+    });
+    register_fence(x);
+    register_fence(out);
+    register_fence(high);
+    register_fence(low);
+    products_start();
+    add_times_triangle<true>(x, high, low, stage + Memory::solve);
+    products_sent();
+    times_positions<DK>(out, rows, stage + Memory::q, false);
+    products_sent();
+    own.save_state(n, rows, state, lane);
+    const float total = factors[63];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < DK / 2; ++i) state[i] *= total;
+    products_wait<1>();
+    register_fence(x);
+    each_pair(factors, lane, [&](int i, Factors f) {
+      split_pair(high[i], low[i], f.after[0] * (f.rate[0] * x[2 * i]), f.after[1] * (f.rate[1] * x[2 * i + 1]));
+    });
+    register_fence(state);
+    register_fence(high);
+    register_fence(low);
+    products_start();
+    add_by_keys<DK>(state, low, stage + Memory::k);
+    add_by_keys<DK>(state, high, stage + Memory::k);
+    products_sent();
+    own.save_chunk(n, x, lane);
+    products_wait<1>();
+    register_fence(out);
+    unsigned rated_high[16], rated_low[16];
+    each_pair(factors, lane, [&](int i, Factors f) {
+      out[2 * i] *= f.before[0];
+      out[2 * i + 1] *= f.before[1];
+      split_pair(rated_high[i], rated_low[i], f.rate[0] * x[2 * i], f.rate[1] * x[2 * i + 1]);
+    });
+    register_fence(out);
+    register_fence(rated_high);
+    register_fence(rated_low);
+    products_start();
+    add_times_triangle<true>(out, rated_high, rated_low, stage + Memory::scores);
+    products_sent();
+    products_wait<1>();
+    register_fence(state);
+    if (n + 1 < chunks) {
+      start(n + 1);
+      products_wait<1>();
+    } else {
+      products_wait<0>();
+    }
+    register_fence(out);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) pairs[i] = high_pair(out[2 * i], out[2 * i + 1]);
+    write_positions<SLICE>(values, pairs, y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
+                           length - n * 64, lane);
+    release(barriers.read(n % STAGES), at);
+    products_wait<0>();
+    register_fence(x);
+  }
+  store_rows<DK, DV>(state, last, head, own.row, lane);
+}
+
+// The reverse scan, with the arguments and results of gated_delta_reverse. Blocks and teams are those of the forward
+// scan. What dY adds to a chunk is computed while the gradient of the state before it becomes ready.
+template <typename In, int DK, int DV, int SLICE, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
+          typename PY, typename PM, typename PE, typename PS, typename PF>
+inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int length, PQ q, PK k, PY dy, PM mask,
+                                       PE d_last, PS solve, PS scores, PF all_factors, GLOBAL In* d_states,
+                                       GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial) {
+  using Memory = HopperScanMemory<DK, SLICE, STAGES>;
+  const Room room = room_of(shared);
+  const ScanBarriers barriers{room.place + Memory::barriers};
+  const int chunks = (length + 63) / 64;
+  barriers.template start<STAGES>(SLICE / 16, at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    load_chunks<In, DK, DV, SLICE, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve,
+                                                                 scores, all_factors);
+    return;
+  }
+  const int lane = at.lane, strip = at.group - 4;
+  const long head = (long)at.z * HV + at.y;
+  const OwnRows<DK, DV> own{at.x * SLICE + strip * 16, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
+  float state[DK / 2], x[32], part[32];
+  unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
+  load_rows<DK, DV>(state, d_last, true, head, own.row, lane);
+  const auto get_gradients = [&](int step) {
+    threadgroup bf16* from =
+        reinterpret_cast<threadgroup bf16*>(room.memory + step % STAGES * Memory::stage + Memory::values) + strip * 16;
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 4; ++j) get_turned_fragment(gradients + 4 * j, from + 16 * j * (SLICE + 8), SLICE + 8, lane);
+  };
+  // Starts P^T dY of a step's chunk.
+  const auto start_part = [&](int step) {
+    mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
+    copies_fence();
+    get_gradients(step);
+    register_fence(part);
+    register_fence(gradients);
+    products_start();
+    add_times_cores<false, true>(part, gradients, room.place + step % STAGES * Memory::stage + Memory::scores, false);
+    add_times_cores<false, false>(part, gradients, room.place + step % STAGES * Memory::stage + Memory::scores);
+    products_sent();
+  };
+  // Computes K dS^T while the gradient of the state is written.
+  const auto start = [&](int step) {
+    split_pairs(rows, low_rows, state);
+    register_fence(rows);
+    register_fence(low_rows);
+    register_fence(x);
+    products_start();
+    times_positions<DK>(x, low_rows, room.place + step % STAGES * Memory::stage + Memory::k, false);
+    times_positions<DK>(x, rows, room.place + step % STAGES * Memory::stage + Memory::k, true);
+    products_sent();
+    own.save_state(chunks - 1 - step, rows, state, lane);
+    products_wait<0>();
+    register_fence(x);
+  };
+  start_part(0);
+  products_wait<0>();
+  register_fence(part);
+  start(0);
+  for (int step = 0; step < chunks; ++step) {
+    const int n = chunks - 1 - step;
+    const unsigned stage = room.place + step % STAGES * Memory::stage;
+    threadgroup char* memory = room.memory + step % STAGES * Memory::stage;
+    threadgroup const float* factors = reinterpret_cast<threadgroup const float*>(memory + Memory::factors);
+    get_gradients(step);
+    // x becomes w, then R; gradients become G dY.
+    each_pair(factors, lane, [&](int i, Factors f) {
+      x[2 * i] = f.after[0] * x[2 * i] + part[2 * i];
+      x[2 * i + 1] = f.after[1] * x[2 * i + 1] + part[2 * i + 1];
+      split_pair(high[i], low[i], -f.rate[0] * x[2 * i], -f.rate[1] * x[2 * i + 1]);
+    });
+    register_fence(x);
+    register_fence(high);
+    register_fence(low);
+    products_start();
+    add_times_triangle<false>(x, high, low, stage + Memory::solve);
+    products_sent();
+    each_pair(factors, lane, [&](int i, Factors f) {
+      gradients[i] = high_pair(f.before[0] * first_of(gradients[i]), f.before[1] * second_of(gradients[i]));
+    });
+    const float total = factors[63];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < DK / 2; ++i) state[i] *= total;
+    register_fence(state);
+    register_fence(gradients);
+    products_start();
+    add_by_keys<DK>(state, gradients, stage + Memory::q);
+    products_sent();
+    products_wait<1>();
+    register_fence(x);
+    unsigned end_high[16], end_low[16];
+    each_pair(factors, lane, [&](int i, Factors f) {
+      split_pair(end_high[i], end_low[i], -f.before[0] * (f.rate[0] * x[2 * i]),
+                 -f.before[1] * (f.rate[1] * x[2 * i + 1]));
+    });
+    register_fence(end_high);
+    register_fence(end_low);
+    products_start();
+    add_by_keys<DK>(state, end_low, stage + Memory::k);
+    add_by_keys<DK>(state, end_high, stage + Memory::k);
+    products_sent();
+    own.save_chunk(n, x, lane);
+    each_pair(factors, lane,
+              [&](int i, Factors f) { high[i] = high_pair(f.rate[0] * x[2 * i], f.rate[1] * x[2 * i + 1]); });
+    write_positions<SLICE>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values) + strip * 16, high,
+                           dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64,
+                           lane);
+    // The products with G dY are over, so that its registers are free.
+    products_wait<1>();
+    register_fence(gradients);
+    // No branch while products run: the compiler would wait for each of them. So the last chunk's are started twice.
+    start_part(step + 1 < chunks ? step + 1 : step);
+    products_wait<0>();
+    register_fence(state);
+    register_fence(part);
+    release(barriers.read(step % STAGES), at);
+    if (step + 1 < chunks) start(step + 1);
+  }
+  store_rows<DK, DV>(state, d_initial, head, own.row, lane);
+}
