@@ -18,16 +18,25 @@ struct Product {
   unsigned long long left, right;
   float (*value)(unsigned short);
 };
-enum : int { most_copies = 256, most_products = 256 };
+// 16 bytes that a lane copies by itself.
+struct Piece {
+  unsigned to;
+  const char* from;
+  int group;
+  bool live;
+};
+enum : int { most_copies = 256, most_products = 256, most_pieces = 256, most_barriers = 16 };
 static Gate gates[host::threadgroup_limit / 8];
 static Copy copies[most_copies];
-static int copy_count, met, meetings;
+static int copy_count, met[most_barriers], meetings[most_barriers];
 // Looks at gates since one of them last moved on: past so many, none will.
 static long looks;
 enum : long { most_looks = 300000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
 static unsigned published[host::most_lanes][4];
+static Piece pieces[host::most_lanes][most_pieces];
+static int pieces_on_way[host::most_lanes], sets_sent[host::most_lanes];
 
 static char* memory_at(unsigned place) {
   return host::arena.start + place;
@@ -112,7 +121,9 @@ inline void mbarrier_init(unsigned gate, int count) {
   hopper::gate_at(gate) = hopper::Gate{count, count, 0, 0};
   hopper::copy_count = 0;
   hopper::looks = 0;
-  hopper::met = 0;
+  memset(hopper::met, 0, sizeof hopper::met);
+  memset(hopper::pieces_on_way, 0, sizeof hopper::pieces_on_way);
+  memset(hopper::sets_sent, 0, sizeof hopper::sets_sent);
   memset(hopper::queued, 0, sizeof hopper::queued);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }
@@ -136,16 +147,56 @@ inline void copy_tile(unsigned to, P from, unsigned bytes, unsigned gate) {
   memset(hopper::memory_at(to), 0xff, bytes);
   hopper::copies[hopper::copy_count++] = hopper::Copy{to, bytes, gate, (const char*)from};
 }
-template <int THREADS>
+template <int THREADS, int NUMBER = 1>
 inline void named_barrier() {
-  const int round = hopper::meetings;
-  if (++hopper::met == THREADS) {
-    hopper::met = 0;
-    ++hopper::meetings;
+  const int round = hopper::meetings[NUMBER];
+  if (++hopper::met[NUMBER] == THREADS) {
+    hopper::met[NUMBER] = 0;
+    ++hopper::meetings[NUMBER];
     hopper::looks = 0;
   }
-  while (hopper::meetings == round) hopper::go_on();
+  while (hopper::meetings[NUMBER] == round) hopper::go_on();
 }
+template <typename P>
+inline void copy_piece(unsigned to, P from, bool live, bool) {
+  const int me = host::current;
+  if (to % 16) hopper::fail("a piece that does not start on 16 bytes");
+  if (hopper::pieces_on_way[me] == hopper::most_pieces) hopper::fail("too many pieces");
+  memset(hopper::memory_at(to), 0xff, 16);
+  hopper::pieces[me][hopper::pieces_on_way[me]++] = hopper::Piece{to, (const char*)from, hopper::sets_sent[me], live};
+}
+inline void pieces_sent() { ++hopper::sets_sent[host::current]; }
+template <int LEFT>
+inline void pieces_wait() {
+  const int me = host::current, upto = hopper::sets_sent[me] - LEFT, count = hopper::pieces_on_way[me];
+  int done = 0;
+  for (; done < count && hopper::pieces[me][done].group < upto; ++done) {
+    const hopper::Piece& piece = hopper::pieces[me][done];
+    if (piece.live) memcpy(hopper::memory_at(piece.to), piece.from, 16);
+    else memset(hopper::memory_at(piece.to), 0, 16);
+  }
+  for (int i = done; i < count; ++i) hopper::pieces[me][i - done] = hopper::pieces[me][i];
+  hopper::pieces_on_way[me] -= done;
+}
+// Loads elements (row, 2 c) and (row, 2 c + 1) of each part, or of its transpose, with row = lane / 4 and c = lane % 4.
+inline void load_parts_of(unsigned (&r)[4], unsigned place, bool turned) {
+  const int me = host::current, lane = host::lane_id(), first = me - lane;
+  hopper::published[me][0] = place;
+  host::meet_group(4);
+  for (int i = 0; i < 4; ++i) {
+    unsigned short pair[2];
+    for (int j = 0; j < 2; ++j) {
+      const int own = lane / 4, other = lane % 4 * 2 + j, row = turned ? other : own, column = turned ? own : other;
+      memcpy(&pair[j], hopper::memory_at(hopper::published[first + 8 * i + row][0] + 2 * column), 2);
+    }
+    r[i] = pair[0] | (unsigned)pair[1] << 16;
+  }
+  host::meet_group(5);
+}
+inline void load_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, false); }
+inline void load_turned_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, true); }
+inline float float_of(unsigned bits) { return as_type<float>(bits); }
+
 template <int COUNT>
 inline void more_registers() {}
 template <int COUNT>
