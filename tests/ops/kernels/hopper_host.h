@@ -18,22 +18,25 @@ struct Product {
   unsigned long long left, right;
   float (*value)(unsigned short);
 };
-enum : int { most_copies = 16384, most_products = 256, most_sends = 8 };
+// 16 bytes that a lane copies by itself.
+struct Piece {
+  unsigned to;
+  const char* from;
+  int group;
+  bool live;
+};
+enum : int { most_copies = 16384, most_products = 256, most_pieces = 256, most_barriers = 16 };
 static Gate gates[host::threadgroup_limit / 8];
 static Copy copies[most_copies];
-static int copy_count, met, meetings;
+static int copy_count, met[most_barriers], meetings[most_barriers];
 // Looks at gates since one of them last moved on: past so many, none will.
 static long looks;
-struct Send {
-  char* to;
-  unsigned from, bytes;
-};
-static Send sends[host::most_lanes][most_sends];
-static int send_count[host::most_lanes];
 enum : long { most_looks = 300000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
 static unsigned published[host::most_lanes][4];
+static Piece pieces[host::most_lanes][most_pieces];
+static int pieces_on_way[host::most_lanes], sets_sent[host::most_lanes];
 
 static char* memory_at(unsigned place) {
   return host::arena.start + place;
@@ -132,9 +135,10 @@ inline void mbarrier_init(unsigned gate, int count) {
   hopper::gate_at(gate) = hopper::Gate{count, count, 0, 0};
   hopper::copy_count = 0;
   hopper::looks = 0;
-  hopper::met = 0;
+  memset(hopper::met, 0, sizeof hopper::met);
+  memset(hopper::pieces_on_way, 0, sizeof hopper::pieces_on_way);
+  memset(hopper::sets_sent, 0, sizeof hopper::sets_sent);
   memset(hopper::queued, 0, sizeof hopper::queued);
-  memset(hopper::send_count, 0, sizeof hopper::send_count);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }
 inline void mbarriers_started() {}
@@ -159,7 +163,7 @@ inline void copy_tile(unsigned to, P from, unsigned bytes, unsigned gate) {
 }
 // A piece arrives like any copy, but it is the thread that signals, as often as it says that its pieces are sent.
 template <typename P>
-inline void copy_piece(unsigned to, P from, bool live, unsigned gate) {
+inline void copy_signalled_piece(unsigned to, P from, bool live, unsigned gate) {
   if (to % 16 || (live && (uintptr_t)from % 16)) hopper::fail("a piece that is not aligned to 16 bytes");
   if (!live) {
     memset(hopper::memory_at(to), 0, 16);
@@ -170,73 +174,75 @@ inline void copy_piece(unsigned to, P from, bool live, unsigned gate) {
   hopper::copies[hopper::copy_count++] = hopper::Copy{to, 16, gate, (const char*)from};
   hopper::gate_at(gate).bytes += 16;
 }
-inline void pieces_sent(unsigned gate) { mbarrier_arrive(gate); }
+inline void signalled_pieces_sent(unsigned gate) { mbarrier_arrive(gate); }
 template <typename P>
 inline bool aligned16(P p) { return (uintptr_t)p % 16 == 0; }
-// A block leaves shared memory when its lane waits for that.
-template <typename P>
-inline void send_block(P to, unsigned from, unsigned bytes) {
-  const int me = host::current;
-  if ((uintptr_t)to % 16 || from % 16 || bytes % 16) hopper::fail("a block that is not of whole pieces of 16 bytes");
-  if (hopper::send_count[me] == hopper::most_sends) hopper::fail("too many blocks sent");
-  hopper::sends[me][hopper::send_count[me]++] = hopper::Send{(char*)to, from, bytes};
-}
-inline void blocks_read() {
-  const int me = host::current;
-  for (int i = 0; i < hopper::send_count[me]; ++i)
-    memcpy(hopper::sends[me][i].to, hopper::memory_at(hopper::sends[me][i].from), hopper::sends[me][i].bytes);
-  hopper::send_count[me] = 0;
-}
-inline void blocks_arrived() { blocks_read(); }
-
 inline unsigned bits_of(float x) {
   unsigned bits;
   memcpy(&bits, &x, 4);
   return bits;
 }
-inline float float_of(unsigned bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-template <bool TURNED, typename P>
-inline void each_of_fragment(P matrix, int stride, unsigned* r, int lane, bool put) {
-  for (int i = 0; i < 4; ++i)
-    for (int side = 0; side < 2; ++side) {
-      const int row = lane / 4 + i % 2 * 8, column = lane % 4 * 2 + side + i / 2 * 8;
-      char* at = (char*)(matrix + (TURNED ? column * stride + row : row * stride + column));
-      unsigned short bits = (unsigned short)(r[i] >> 16 * side);
-      if (put) {
-        memcpy(at, &bits, 2);
-      } else {
-        memcpy(&bits, at, 2);
-        r[i] = (r[i] & (side ? 0xffffu : 0xffff0000u)) | (unsigned)bits << 16 * side;
-      }
-    }
-}
-template <typename P>
-inline void put_fragment(P to, int stride, const unsigned* r, int lane) {
-  each_of_fragment<false>(to, stride, (unsigned*)r, lane, true);
-}
-template <typename P>
-inline void put_turned_fragment(P to, int stride, const unsigned* r, int lane) {
-  each_of_fragment<true>(to, stride, (unsigned*)r, lane, true);
-}
-template <typename P>
-inline void get_turned_fragment(unsigned* r, P from, int stride, int lane) {
-  each_of_fragment<true>(from, stride, r, lane, false);
-}
-
-template <int THREADS>
+template <int THREADS, int NUMBER = 1>
 inline void named_barrier() {
-  const int round = hopper::meetings;
-  if (++hopper::met == THREADS) {
-    hopper::met = 0;
-    ++hopper::meetings;
+  const int round = hopper::meetings[NUMBER];
+  if (++hopper::met[NUMBER] == THREADS) {
+    hopper::met[NUMBER] = 0;
+    ++hopper::meetings[NUMBER];
     hopper::looks = 0;
   }
-  while (hopper::meetings == round) hopper::go_on();
+  while (hopper::meetings[NUMBER] == round) hopper::go_on();
 }
+template <typename P>
+inline void copy_piece(unsigned to, P from, bool live, bool) {
+  const int me = host::current;
+  if (to % 16) hopper::fail("a piece that does not start on 16 bytes");
+  if (hopper::pieces_on_way[me] == hopper::most_pieces) hopper::fail("too many pieces");
+  memset(hopper::memory_at(to), 0xff, 16);
+  hopper::pieces[me][hopper::pieces_on_way[me]++] = hopper::Piece{to, (const char*)from, hopper::sets_sent[me], live};
+}
+inline void pieces_sent() { ++hopper::sets_sent[host::current]; }
+template <int LEFT>
+inline void pieces_wait() {
+  const int me = host::current, upto = hopper::sets_sent[me] - LEFT, count = hopper::pieces_on_way[me];
+  int done = 0;
+  for (; done < count && hopper::pieces[me][done].group < upto; ++done) {
+    const hopper::Piece& piece = hopper::pieces[me][done];
+    if (piece.live) memcpy(hopper::memory_at(piece.to), piece.from, 16);
+    else memset(hopper::memory_at(piece.to), 0, 16);
+  }
+  for (int i = done; i < count; ++i) hopper::pieces[me][i - done] = hopper::pieces[me][i];
+  hopper::pieces_on_way[me] -= done;
+}
+// Loads elements (row, 2 c) and (row, 2 c + 1) of each part, or of its transpose, with row = lane / 4 and c = lane % 4.
+inline void load_parts_of(unsigned (&r)[4], unsigned place, bool turned) {
+  const int me = host::current, lane = host::lane_id(), first = me - lane;
+  hopper::published[me][0] = place;
+  host::meet_group(4);
+  for (int i = 0; i < 4; ++i) {
+    unsigned short pair[2];
+    for (int j = 0; j < 2; ++j) {
+      const int own = lane / 4, other = lane % 4 * 2 + j, row = turned ? other : own, column = turned ? own : other;
+      memcpy(&pair[j], hopper::memory_at(hopper::published[first + 8 * i + row][0] + 2 * column), 2);
+    }
+    r[i] = pair[0] | (unsigned)pair[1] << 16;
+  }
+  host::meet_group(5);
+}
+inline void put_turned_parts(unsigned place, const unsigned* r) {
+  const int me = host::current, lane = host::lane_id(), first = me - lane;
+  hopper::published[me][0] = place;
+  host::meet_group(5);
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const unsigned short bits = (unsigned short)(r[i] >> 16 * j);
+      memcpy(hopper::memory_at(hopper::published[first + 8 * i + lane % 4 * 2 + j][0] + 2 * (lane / 4)), &bits, 2);
+    }
+  host::meet_group(6);
+}
+inline void load_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, false); }
+inline void load_turned_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, true); }
+inline float float_of(unsigned bits) { return as_type<float>(bits); }
+
 template <int COUNT>
 inline void more_registers() {}
 template <int COUNT>

@@ -19,7 +19,7 @@ TEXT = header("metal", ("attention.h",))
 HOPPER = (
     header("metal", ())
     + (Path(__file__).parent / "hopper_host.h").read_text()
-    + (FOLDER / "teams.h").read_text()
+    + (FOLDER / "hopper_tiles.h").read_text()
     + (FOLDER / "attention.h").read_text()
     + (FOLDER / "attention_hopper.h").read_text()
 )

@@ -72,7 +72,7 @@ def _values(tiling: Tiling, names: tuple[str, ...], groups: int, slice_rows: int
 
 
 @cache
-def _call_arguments(inputs: tuple[str, ...], present: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[str, ...]:
+def call_arguments(inputs: tuple[str, ...], present: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[str, ...]:
     """Return the text of a kernel's arguments: all its inputs, of which `present` are there, and its outputs."""
     texts = {name: (name if name in present else ABSENT) for name in inputs}
     if "initial" in texts:
@@ -121,7 +121,7 @@ def make_launch(
         blocks=blocks,
         bytes=size,
         groups=groups,
-        arguments=_call_arguments(input_names, tuple(inputs), tuple(outputs)),
+        arguments=call_arguments(input_names, tuple(inputs), tuple(outputs)),
     )
 
 
@@ -195,6 +195,16 @@ def reverse(tiling: Tiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_l
     return _scan("reverse", tiling, names, inputs, reverse_outputs(tiling, x))
 
 
+def gradient_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
+    """Return the outputs of every gradient kernel: dq, dk, and d_log_g and d_beta in fp32."""
+    return {
+        "dq": (x.q.shape, tiling.dtype),
+        "dk": (x.k.shape, tiling.dtype),
+        "d_log_g": (x.log_g.shape, mx.float32),
+        "d_beta": (x.beta.shape, mx.float32),
+    }
+
+
 def gradients_of(
     name: str, tiling: Tiling, x: KernelInputs, scanned: Arrays, memory: str, values: tuple[str, ...]
 ) -> Launch:
@@ -206,12 +216,7 @@ def gradients_of(
         tiling,
         (*names, *scanned),
         x.named(*names) | scanned,
-        {
-            "dq": (x.q.shape, tiling.dtype),
-            "dk": (x.k.shape, tiling.dtype),
-            "d_log_g": (x.log_g.shape, mx.float32),
-            "d_beta": (x.beta.shape, mx.float32),
-        },
+        gradient_outputs(tiling, x),
         memory=(memory, ("In", "C", "DK", "SLICE", "STAGES", *further), tiling.gradient_bytes),
         blocks=(tiling.chunks, tiling.key_heads, tiling.batch),
         groups=tiling.gradient_groups,

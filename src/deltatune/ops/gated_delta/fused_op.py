@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...machine import backend
 from ..functional import refuse_second_derivative, without_vmap
 from ..kernels.launch import Execute, Launch
-from . import fused, fused_channel
+from . import fused, fused_channel, hopper_gradients
 from .fused import KernelInputs
 from .tiling import Shape, Tiling, choose_channel_tiling, choose_tiling
 from .transforms import NO_SECOND_DERIVATIVE
@@ -132,7 +132,9 @@ def _differentiable(
         d_states, d_right, dv, d_initial = execute(kernels.reverse(tiling, x, prepared, dy, d_last))
         scanned = {"factors": prepared["factors"], "states": states, "d_states": d_states, "u": u}
         scanned |= {"d_right": d_right, "dy": dy}
-        dq, dk, d_log_g, d_beta = execute(kernels.gradients(tiling, x, scanned))
+        on_hopper = not per_channel and hopper_gradients.serves(tiling)
+        by: Any = hopper_gradients if on_hopper else kernels
+        dq, dk, d_log_g, d_beta = execute(by.gradients(tiling, x, scanned))
         return (dq, dk, dv, d_log_g, d_beta, d_initial)[:floats]
 
     # These have no vmap rule: MLX would map the graph inside them too, whose custom kernels have none (without_vmap).

@@ -11,27 +11,6 @@ inline constexpr int panels(int size) {
   return whole(size, 64);
 }
 
-// The rows and columns of a lane's elements of a 64-row result: two rows, eight apart, and two of every eight columns.
-inline int own_row(Place at, int side) {
-  return at.group % 4 * 16 + at.lane / 4 + side * 8;
-}
-inline int own_column(Place at, int i) {
-  return i / 4 * 8 + at.lane % 4 * 2 + (i & 1);
-}
-inline constexpr int own_side(int i) {
-  return (i >> 1) & 1;
-}
-inline float quad_sum(float x) {
-  x += lane_exchange(x, 1);
-  return x + lane_exchange(x, 2);
-}
-inline float quad_max(float x) {
-  const float other = lane_exchange(x, 1);
-  x = x > other ? x : other;
-  const float far = lane_exchange(x, 2);
-  return x > far ? x : far;
-}
-
 // Whether the rows that a block keeps are in registers. Products then read half as much from shared memory, which
 // limits their speed where rows are short.
 inline constexpr bool held(int size, int value_size) {
@@ -40,45 +19,6 @@ inline constexpr bool held(int size, int value_size) {
 // How many stages of `stage` bytes, at most 4, fit in addition to `taken` bytes and what all kernels need.
 inline constexpr int stages_beside(int taken, int stage) {
   return (232448 - 1216 - taken) / stage < 4 ? (232448 - 1216 - taken) / stage : 4;
-}
-
-// Sets d [64, N] to a b^T over SIZE columns. a_panel and b_panel are the bytes between panels of 64 columns.
-template <typename In, int N, int SIZE>
-inline void multiply_rows(thread float (&d)[N / 2], unsigned a, int a_panel, unsigned b, int b_panel) {
-  const unsigned left_place = opaque((a & 0x3ffff) >> 4), right_place = opaque((b & 0x3ffff) >> 4);
-  DELTATUNE_UNROLL
-  for (int k = 0; k < SIZE / 16; ++k)
-    Products<In, N>::rows(d, rows_operand(left_place + (k / 4 * a_panel + k % 4 * 32) / 16),
-                          rows_operand(right_place + (k / 4 * b_panel + k % 4 * 32) / 16), k > 0);
-}
-template <typename In, int N, int SIZE>
-inline void multiply_held(thread float (&d)[N / 2], const thread unsigned (&a)[SIZE / 4], unsigned b, int b_panel) {
-  const unsigned place = opaque((b & 0x3ffff) >> 4);
-  DELTATUNE_UNROLL
-  for (int k = 0; k < SIZE / 16; ++k)
-    Products<In, N>::held_rows(d, a + 4 * k, rows_operand(place + (k / 4 * b_panel + k % 4 * 32) / 16), k > 0);
-}
-// Loads the 64 rows of a group of warps from a packed tile into registers, for multiply_held.
-template <int SIZE, typename P>
-inline void hold_rows(thread unsigned (&to)[SIZE / 4], P tile, Place at) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < SIZE / 4; ++i) {
-    const int row = own_row(at, i & 1), piece = i / 4 * 2 + (i >> 1 & 1);
-    to[i] = get_pair(tile + piece / 8 * 4096 + row * 64 + ((piece ^ row) & 7) * 8 + at.lane % 4 * 2);
-  }
-}
-// Adds a b over ROWS rows of b to d [64, N], with a in registers.
-template <typename In, int N, int ROWS>
-inline void add_columns(thread float (&d)[N / 2], const thread unsigned (&a)[ROWS / 4], unsigned b, int panel) {
-  const unsigned place = opaque((b & 0x3ffff) >> 4);
-  DELTATUNE_UNROLL
-  for (int k = 0; k < ROWS / 16; ++k) Products<In, N>::columns(d, a + 4 * k, columns_operand(place + k * 128, panel));
-}
-// Rounds a result to the left operand of the next product.
-template <typename In, int COUNT>
-inline void pack_rows(thread unsigned (&to)[COUNT / 2], const thread float (&from)[COUNT]) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < COUNT / 2; ++i) to[i] = PairOf<In>::of(from[2 * i], from[2 * i + 1]);
 }
 
 // Writes the rows of a result, each times its factor.

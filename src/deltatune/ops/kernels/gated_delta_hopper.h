@@ -139,7 +139,7 @@ inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live l
     threadgroup bf16* place =
         SWIZZLED ? to + c / 8 * 4096 + r * 64 + ((c ^ r) & 7) * 8 : to + r * (COLUMNS + 8) + c * 8;
     const bool on = live(r);
-    if (aligned) copy_piece(shared_place(place), from + (on ? (long)r * row_stride + c * 8 : 0), on, mbarrier);
+    if (aligned) copy_signalled_piece(shared_place(place), from + (on ? (long)r * row_stride + c * 8 : 0), on, mbarrier);
     else put_piece(place, from + (on ? (long)r * row_stride + c * 8 : 0), on);
   }
   if (!aligned) copies_fence();
@@ -173,7 +173,7 @@ inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, 
                              at.index);
     copy_positions<SLICE, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
                                  values + (row * HV + at.y) * DV + at.x * SLICE, HV * DV, live, mbarrier, at.index);
-    pieces_sent(mbarrier);
+    signalled_pieces_sent(mbarrier);
   }
 }
 
@@ -286,12 +286,28 @@ inline void put_tails(GLOBAL bf16* to, const thread float (&state)[DK / 2], int 
     put_pair(to + lane * 8 + m, tails);
   }
 }
+// The address that a lane names to load or store the transpose of 16 positions, from 16 j on, of a group's 16 columns.
+template <int SLICE>
+inline unsigned turned_place(threadgroup const bf16* rows, int j, int lane) {
+  return shared_place(rows + (16 * j + (lane & 7) + ((lane & 16) >> 1)) * (SLICE + 8) + (lane & 8));
+}
+// Loads the transpose of a group's 16 columns of v or dy, as left operands.
+template <int SLICE>
+inline void load_turned(thread unsigned (&to)[16], threadgroup const bf16* rows, int lane) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    unsigned part[4];
+    load_turned_parts(part, turned_place<SLICE>(rows, j, lane));
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) to[4 * j + i] = part[i];
+  }
+}
 // Writes the group's 16 columns of rows of y or dv, by way of the shared rows of v or dy.
 template <int SLICE>
 inline void write_positions(threadgroup bf16* rows, const thread unsigned (&x)[16], GLOBAL bf16* to, long row_stride,
                             int left, int lane) {
   DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) put_turned_fragment(rows + 16 * j * (SLICE + 8), SLICE + 8, x + 4 * j, lane);
+  for (int j = 0; j < 4; ++j) put_turned_parts(turned_place<SLICE>(rows, j, lane), x + 4 * j);
   group_barrier();
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -381,8 +397,7 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int leng
     threadgroup char* memory = room.memory + n % STAGES * Memory::stage;
     threadgroup const float* factors = reinterpret_cast<threadgroup const float*>(memory + Memory::factors);
     threadgroup bf16* values = reinterpret_cast<threadgroup bf16*>(memory + Memory::values) + strip * 16;
-    DELTATUNE_UNROLL
-    for (int j = 0; j < 4; ++j) get_turned_fragment(pairs + 4 * j, values + 16 * j * (SLICE + 8), SLICE + 8, lane);
+    load_turned<SLICE>(pairs, values, lane);
     // x becomes r, then u.
     each_pair(factors, lane, [&](int i, Factors f) {
       x[2 * i] = first_of(pairs[i]) - f.before[0] * x[2 * i];
@@ -476,8 +491,7 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
   const auto get_gradients = [&](int step) {
     threadgroup bf16* from =
         reinterpret_cast<threadgroup bf16*>(room.memory + step % STAGES * Memory::stage + Memory::values) + strip * 16;
-    DELTATUNE_UNROLL
-    for (int j = 0; j < 4; ++j) get_turned_fragment(gradients + 4 * j, from + 16 * j * (SLICE + 8), SLICE + 8, lane);
+    load_turned<SLICE>(gradients, from, lane);
   };
   // Starts P^T dY of a step's chunk.
   const auto start_part = [&](int step) {

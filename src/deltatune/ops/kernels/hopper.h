@@ -28,9 +28,9 @@ inline void copy_tile(unsigned to, const T* from, unsigned bytes, unsigned mbarr
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "r"(bytes), "r"(mbarrier) : "memory");
 }
-// A barrier of this number of threads of the block.
-template <int THREADS>
-inline void named_barrier() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
+// A barrier of this number of threads of the block; barriers that may be waited for at once have different numbers.
+template <int THREADS, int NUMBER = 1>
+inline void named_barrier() { asm volatile("bar.sync %0, %1;" :: "n"(NUMBER), "n"(THREADS) : "memory"); }
 
 template <int COUNT>
 inline void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
@@ -81,47 +81,55 @@ inline void put_piece(In* to, const In* from, bool live) {
   *reinterpret_cast<uint4*>(to) = found;
 }
 
+// Copies 16 bytes of a row of an input into a tile, or zeros if the row is not live. What a thread copied until
+// pieces_sent is there after pieces_wait, when at most LEFT such sets are still on their way.
+template <typename In>
+inline void copy_piece(unsigned to, const In* from, bool live, bool aligned) {
+  if (aligned) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
+  } else {
+    uint4 found = make_uint4(0, 0, 0, 0);
+    if (live) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) reinterpret_cast<In*>(&found)[i] = from[i];
+    }
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(to), "r"(found.x), "r"(found.y), "r"(found.z), "r"(found.w) : "memory");
+  }
+}
+inline void pieces_sent() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+inline void pieces_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 
+// Loads a left operand of 16 rows and columns, in four parts of 8 x 8: lanes 8 i to 8 i + 7 name the addresses of the
+// rows of part i. load_turned_parts loads the transpose of each part.
+inline void load_parts(unsigned (&r)[4], unsigned place) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(place) : "memory");
+}
+inline void load_turned_parts(unsigned (&r)[4], unsigned place) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(place) : "memory");
+}
+// The fp32 number of these bits.
+inline float float_of(unsigned bits) { return __uint_as_float(bits); }
+// Writes the transpose of each part of such an operand.
+inline void put_turned_parts(unsigned place, const unsigned* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               :: "r"(place), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
 // Copies 16 bytes of an input, aligned to 16 bytes, to shared memory, or zeros if they are not live. A thread's pieces
 // signal the mbarrier once when all of them have arrived. The products that read them follow a fence (copies_fence).
 template <typename T>
-inline void copy_piece(unsigned to, const T* from, bool live, unsigned) {
+inline void copy_signalled_piece(unsigned to, const T* from, bool live, unsigned) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
 }
-inline void pieces_sent(unsigned mbarrier) {
+inline void signalled_pieces_sent(unsigned mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(mbarrier) : "memory");
 }
-// Copies a block of shared memory to device memory. The lane that sends it calls blocks_read before the memory is
-// written again, and blocks_arrived before the kernel ends.
-template <typename T>
-inline void send_block(T* to, unsigned from, unsigned bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;"
-               :: "l"(to), "r"(from), "r"(bytes) : "memory");
-}
-inline void blocks_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-inline void blocks_arrived() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 inline unsigned bits_of(float x) { return __float_as_uint(x); }
-inline float float_of(unsigned bits) { return __uint_as_float(bits); }
 
-// A fragment is a lane's part of a left operand [16, 16] of a product: four pairs, those of rows g and g + 8 and
-// columns 2 t and 2 t + 1, then eight columns further (lane 4 g + t). put_fragment writes it to a matrix in shared
-// memory, whose rows are `stride` apart. put_turned_fragment writes its transpose, and get_turned_fragment reads one.
-inline void put_fragment(bf16* to, int stride, const unsigned* r, int lane) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-               :: "r"(shared_address(to + ((lane & 7) + (lane & 8)) * stride + ((lane & 16) >> 1))), "r"(r[0]),
-                  "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-inline void put_turned_fragment(bf16* to, int stride, const unsigned* r, int lane) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
-               :: "r"(shared_address(to + ((lane & 7) + ((lane & 16) >> 1)) * stride + (lane & 8))), "r"(r[0]),
-                  "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-inline void get_turned_fragment(unsigned* r, const bf16* from, int stride, int lane) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(from + ((lane & 7) + ((lane & 16) >> 1)) * stride + (lane & 8))) : "memory");
-}
 
 // Products run from products_sent to products_wait. products_start follows the last write to their registers.
 inline void products_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -19,12 +19,11 @@ from . import cubin
 
 FOLDER = files(__package__)
 GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
-GATED_DELTA_HOPPER = ("hopper.h", "teams.h", "gated_delta.h", "gated_delta_hopper.h")
 ATTENTION = ("attention.h",)
 VOCABULARY = ("vocabulary_loss.h",)
-# The starts of the names of kernels whose groups of warps share out a multiprocessor's registers among them.
-HOPPER = "attention_hopper"
-TEAMS = (HOPPER, "gated_delta_hopper_scan", "gated_delta_hopper_reverse")
+HOPPER_WORDS = ("hopper.h", "hopper_tiles.h")
+# In the names of kernels whose groups of warps share out a multiprocessor's registers among them.
+HOPPER = "_hopper_"
 # The start of the names of LoRA's kernels, whose blocks have so many threads that the compiler must know their number.
 LOW_RANK = "low_rank"
 # Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
@@ -84,7 +83,7 @@ class Launch:
     def run(self) -> list[mx.array]:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
         names = tuple(self.inputs), tuple(self.outputs)
-        threads = self.groups * 32 if self.name.startswith((*TEAMS, LOW_RANK)) else 0
+        threads = self.groups * 32 if HOPPER in self.name or self.name.startswith(LOW_RANK) else 0
         kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
@@ -150,9 +149,11 @@ def _bodies(name: str) -> tuple[str, ...]:
     if name.startswith(LOW_RANK):
         return ("fragments.h", "low_rank.h")
     if name.startswith("attention"):
-        return ("hopper.h", "teams.h", *ATTENTION, "attention_hopper.h") if name.startswith(HOPPER) else ATTENTION
-    if name.startswith("gated_delta_hopper"):
-        return GATED_DELTA_HOPPER
+        return (*HOPPER_WORDS, *ATTENTION, "attention_hopper.h") if HOPPER in name else ATTENTION
+    if name == "gated_delta_hopper_gradients":
+        return (*HOPPER_WORDS, *GATED_DELTA[:1], "gated_delta_hopper_gradients.h")
+    if HOPPER in name:
+        return (*HOPPER_WORDS, *GATED_DELTA[:1], "gated_delta_hopper.h")
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
 
 
