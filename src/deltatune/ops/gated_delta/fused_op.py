@@ -11,9 +11,10 @@ import mlx.core as mx
 from ...machine import backend
 from ..functional import refuse_second_derivative, without_vmap
 from ..kernels.launch import Execute, Launch
-from . import fused, fused_channel, hopper_gradients
+from . import fused, fused_channel, fused_hopper
 from .fused import KernelInputs
-from .tiling import Shape, Tiling, choose_channel_tiling, choose_tiling
+from .fused_hopper import HopperTiling, choose_hopper_tiling
+from .tiling import ChannelTiling, Shape, Tiling, choose_channel_tiling, choose_tiling
 from .transforms import NO_SECOND_DERIVATIVE
 
 # (shape, dtype, masked=, segmented=, per_channel=) -> the tiling of a call, None where no kernel supports it.
@@ -78,8 +79,17 @@ def tiling_of(
     machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, per_channel: bool
 ) -> Tiling | None:
     """Return how `machine` divides a call of shape (B, T, Hk, Hv, Dk, Dv); None where its memory cannot hold it."""
-    choose = choose_channel_tiling if per_channel else choose_tiling
-    return choose(machine, shape, dtype, masked=masked, segmented=segmented)
+    options = {"masked": masked, "segmented": segmented}
+    if per_channel:
+        return choose_channel_tiling(machine, shape, dtype, **options)
+    on_hopper = choose_hopper_tiling(shape, dtype, **options) if machine == "cuda" else None
+    return on_hopper or choose_tiling(machine, shape, dtype, **options)
+
+
+def _kernels_of(tiling: Tiling) -> Any:
+    """Return the module with the launches that `tiling` is for."""
+    kinds = {ChannelTiling: fused_channel, HopperTiling: fused_hopper}
+    return kinds.get(type(tiling), fused)
 
 
 def shape_of(k: mx.array, v: mx.array) -> Shape:
@@ -103,7 +113,6 @@ def _differentiable(
     tiling_of_call: TilingOfCall, execute: Execute, stateful: bool, masked: bool, segmented: bool, per_channel: bool
 ) -> _Function:
     """Return f(q, k, v, log_g, beta, state?, mask?, segments?) -> (y, final state, what the backward pass reads)."""
-    kernels: Any = fused_channel if per_channel else fused
     floats = _FLOATS + stateful
     inputs = floats + masked + segmented
     options = {"masked": masked, "segmented": segmented, "per_channel": per_channel}
@@ -119,6 +128,7 @@ def _differentiable(
 
     def run_forward(*arrays: mx.array) -> _Arrays:
         tiling, x = kernel_inputs(arrays)
+        kernels = _kernels_of(tiling)
         prepared = execute(kernels.prepare(tiling, x))
         y, states, u, last = execute(kernels.scan(tiling, x, dict(zip(kernels.PREPARED, prepared, strict=True))))
         return y, last, states, u, *prepared
@@ -126,15 +136,14 @@ def _differentiable(
     def run_backward(*arrays: mx.array) -> _Arrays:
         """Gradients of the floats, from the inputs, dy, the final state's gradient, and what the forward pass saved."""
         tiling, x = kernel_inputs(arrays)
+        kernels = _kernels_of(tiling)
         dy, d_last, states, u, *saved = arrays[inputs:]
         dy, d_last = dy.astype(tiling.dtype), d_last.astype(mx.float32)
         prepared = dict(zip(kernels.PREPARED, saved, strict=True))
         d_states, d_right, dv, d_initial = execute(kernels.reverse(tiling, x, prepared, dy, d_last))
         scanned = {"factors": prepared["factors"], "states": states, "d_states": d_states, "u": u}
         scanned |= {"d_right": d_right, "dy": dy}
-        on_hopper = not per_channel and hopper_gradients.serves(tiling)
-        by: Any = hopper_gradients if on_hopper else kernels
-        dq, dk, d_log_g, d_beta = execute(by.gradients(tiling, x, scanned))
+        dq, dk, d_log_g, d_beta = execute(kernels.gradients(tiling, x, scanned))
         return (dq, dk, dv, d_log_g, d_beta, d_initial)[:floats]
 
     # These have no vmap rule: MLX would map the graph inside them too, whose custom kernels have none (without_vmap).

@@ -7,11 +7,12 @@
 // of these value heads. dk is summed over the value heads in registers, dq and the weights of the pairs in shared memory,
 // so that the products of the weights with q and k are computed once per item.
 
-// The shared memory of a block. Tiles have rows of 128 bytes with the 128-byte swizzle, but those of dy, which have rows
-// of 32 bytes: there the order of the two pieces depends on bit 2 of the row's number.
+// The shared memory of a block. What the scans saved stays in cores (gated_delta_hopper.h). Tiles of q, k and weights
+// have rows of 128 bytes with the 128-byte swizzle, and those of dy rows of 32 bytes, where the order of the two pieces
+// depends on bit 2 of the row's number.
 template <int DV>
 struct HopperGradientMemory {
-  // A stage: 16 rows of DV of each operand. States have two panels of 64 columns; u and R two planes.
+  // A stage: 16 rows of DV of each operand. u and R have two parts.
   static constexpr constant int panel = 2048, state = 0, d_state = 2 * panel, u = 4 * panel, right = 6 * panel;
   static constexpr constant int dy = 8 * panel, tails = 9 * panel, stage = tails + 1024, stages = 5;
   static constexpr constant int q = stages * stage, k = q + 16384;
@@ -44,7 +45,7 @@ struct GradientBarriers {
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int stage = 0; stage < 5; ++stage) {
-        mbarrier_init(arrived(stage), 2);
+        mbarrier_init(arrived(stage), 3);
         mbarrier_init(read(stage), 8);
       }
       mbarrier_init(keys(), 2);
@@ -83,35 +84,37 @@ inline void load_left_turned(thread unsigned (&to)[4], unsigned tile, int row, i
   load_turned_parts(to, piece_place(tile, row + at.lane % 8 + at.lane / 16 * 8, column / 8 + at.lane / 8 % 2));
 }
 
-// Copies rows `first` to `first` + 15 of what the scans saved of a chunk, and their tails. 64 threads call it. All loads
-// of these four arrays are here.
-template <typename In, int DV, typename PT, typename PU>
-inline void load_saved(unsigned stage, PT states, PT d_states, PU u, PU d_right, long chunk, int first, int index) {
+// The address of eight elements of a row of cores, of which two rows follow one another every `groups` cores.
+inline unsigned core_place(unsigned cores, int groups, int row, int group) {
+  return cores + (row / 8 * groups + group) * 128 + row % 8 * 16;
+}
+// Loads the left operand of 16 rows and columns from core `group` on, or the one whose transpose is there.
+inline void load_left_cores(thread unsigned (&to)[4], unsigned cores, int groups, int group, Place at) {
+  load_parts(to, core_place(cores, groups, at.lane % 16, group + at.lane / 16));
+}
+inline void load_left_cores_turned(thread unsigned (&to)[4], unsigned cores, int groups, int group, Place at) {
+  load_turned_parts(to, core_place(cores, groups, at.lane % 8 + at.lane / 16 * 8, group + at.lane / 8 % 2));
+}
+
+// Copies rows `first` to `first` + 15 of what the scans saved of a chunk, and their tails. One thread calls it.
+template <int DV, typename PT, typename PU>
+inline void load_saved(unsigned stage, unsigned mbarrier, PT states, PT d_states, PU u, PU d_right, long chunk,
+                       int first) {
   using Memory = HopperGradientMemory<DV>;
-  constexpr int state_stride = 136, stride = 72;
-  const int piece = index % 16, row = index / 16;
-  const long from = (chunk * DV + first + row) * state_stride + piece * 8;
-  const unsigned panel = stage + piece / 8 * Memory::panel;
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const unsigned to = piece_place(panel, row + 4 * i, piece);
-    copy_piece(to + Memory::state, states + from + i * 4 * state_stride, true, true);
-    copy_piece(to + Memory::d_state, d_states + from + i * 4 * state_stride, true, true);
-  }
-  const int short_piece = index % 8, short_row = index / 8;
-  const auto u_rows = reinterpret_cast<const GLOBAL In*>(u) + (chunk * 2 * DV + first) * stride;
-  const auto right_rows = reinterpret_cast<const GLOBAL In*>(d_right) + (chunk * 2 * DV + first) * stride;
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const int plane = i / 2, r = short_row + i % 2 * 8;
-    const unsigned to = piece_place(stage + plane * Memory::panel, r, short_piece);
-    const int offset = (plane * DV + r) * stride + short_piece * 8;
-    copy_piece(to + Memory::u, u_rows + offset, true, true);
-    copy_piece(to + Memory::right, right_rows + offset, true, true);
-  }
-  // The tails of 16 rows are 32 pieces, one for each lane: those of lanes 0 to 15 in the first plane.
-  const int offset = (index / 16 % 2 * DV + index % 16) * stride + 64;
-  copy_piece(stage + Memory::tails + index * 16, (index < 32 ? u_rows : right_rows) + offset, true, true);
+  constexpr int panel = Memory::panel;
+  const long state = (chunk * DV + first) * 128, part = chunk * DV * 144 + first * 64;
+  const auto u_parts = reinterpret_cast<const GLOBAL bf16*>(u) + part;
+  const auto right_parts = reinterpret_cast<const GLOBAL bf16*>(d_right) + part;
+  mbarrier_expect(mbarrier, 8 * panel + 1024);
+  copy_tile(stage + Memory::state, states + state, 2 * panel, mbarrier);
+  copy_tile(stage + Memory::d_state, d_states + state, 2 * panel, mbarrier);
+  copy_tile(stage + Memory::u, u_parts, panel, mbarrier);
+  copy_tile(stage + Memory::u + panel, u_parts + DV * 64, panel, mbarrier);
+  copy_tile(stage + Memory::right, right_parts, panel, mbarrier);
+  copy_tile(stage + Memory::right + panel, right_parts + DV * 64, panel, mbarrier);
+  // Sixteen rows have 1,024 elements in each part, and 256 in the tails.
+  copy_tile(stage + Memory::tails, u_parts + DV * 128 - first * 48, 512, mbarrier);
+  copy_tile(stage + Memory::tails + 512, right_parts + DV * 128 - first * 48, 512, mbarrier);
 }
 
 // Copies the inputs of all items to shared memory. Two warps do it.
@@ -144,7 +147,9 @@ inline void load_items(Place at, Room room, GradientBarriers barriers, int lengt
       const int hv = item.head * repeats + s / slices, first = s % slices * 16;
       const unsigned to = room.place + stage * Memory::stage;
       if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
-      load_saved<In, DV>(to, states, d_states, u, d_right, ((long)item.row * HV + hv) * chunks + item.n, first, index);
+      if (index == 0)
+        load_saved<DV>(to, barriers.arrived(stage), states, d_states, u, d_right,
+                       ((long)item.row * HV + hv) * chunks + item.n, first);
       const auto dy_rows = dy + (row * HV + hv) * DV + first + index % 2 * 8;
       DELTATUNE_UNROLL
       for (int i = 0; i < 2; ++i) {
@@ -291,15 +296,15 @@ template <typename In, int DV, int PART>
 inline void add_slice(Room room, int stage, int s, thread GradientSums& sums, Place at) {
   using Memory = HopperGradientMemory<DV>;
   using Half = Products<In, 64>;
-  constexpr int own_panel = PART * Memory::panel;
+  constexpr int own_panel = PART * Memory::panel / 2;
   const int warp = at.group % 4;
   const unsigned tile = room.place + stage * Memory::stage;
   unsigned y[4], right[4], right_low[4], u[4], u_low[4];
   load_parts(y, dy_piece_place(tile + Memory::dy, warp * 16 + at.lane % 16, at.lane / 16));
-  load_left_turned(right, tile + Memory::right, 0, warp * 16, at);
-  load_left_turned(right_low, tile + Memory::right + Memory::panel, 0, warp * 16, at);
-  load_left_turned(u, tile + Memory::u, 0, warp * 16, at);
-  load_left_turned(u_low, tile + Memory::u + Memory::panel, 0, warp * 16, at);
+  load_left_cores_turned(right, tile + Memory::right, 8, warp * 2, at);
+  load_left_cores_turned(right_low, tile + Memory::right + Memory::panel, 8, warp * 2, at);
+  load_left_cores_turned(u, tile + Memory::u, 8, warp * 2, at);
+  load_left_cores_turned(u_low, tile + Memory::u + Memory::panel, 8, warp * 2, at);
   if (s % 2 == PART) add_operand_dots(sums.rates, right, right_low, u, u_low);
   register_fence(y);
   register_fence(right);
@@ -312,10 +317,10 @@ inline void add_slice(Room room, int stage, int s, thread GradientSums& sums, Pl
   register_fence(sums.from_end);
   products_start();
   const unsigned rows = opaque((tile & 0x3ffff) / 16);
-  const unsigned long long state = columns_operand(rows + (Memory::state + own_panel) / 16, Memory::panel);
-  const unsigned long long d_state = columns_operand(rows + (Memory::d_state + own_panel) / 16, Memory::panel);
-  const unsigned long long low = columns_operand(rows + (Memory::u + Memory::panel) / 16, Memory::panel);
-  const unsigned long long high = columns_operand(rows + Memory::u / 16, Memory::panel);
+  const unsigned long long state = cores_operand(rows + (Memory::state + own_panel) / 16, 2048, 128);
+  const unsigned long long d_state = cores_operand(rows + (Memory::d_state + own_panel) / 16, 2048, 128);
+  const unsigned long long low = cores_operand(rows + (Memory::u + Memory::panel) / 16, 1024, 128);
+  const unsigned long long high = cores_operand(rows + Memory::u / 16, 1024, 128);
   if (PART == 0) {
     Half::columns(sums.pairs, y, low);
     Half::columns(sums.pairs, y, high);
@@ -336,8 +341,8 @@ inline void add_slice(Room room, int stage, int s, thread GradientSums& sums, Pl
   register_fence(sums.from_right);
   register_fence(sums.from_end);
   unsigned a[4], b[4];
-  load_left(a, tile + Memory::state + own_panel, 0, warp * 16, at);
-  load_left(b, tile + Memory::d_state + own_panel, 0, warp * 16, at);
+  load_left_cores(a, tile + Memory::state, 16, PART * 8 + warp * 2, at);
+  load_left_cores(b, tile + Memory::d_state, 16, PART * 8 + warp * 2, at);
   const auto tails = reinterpret_cast<threadgroup const unsigned short*>(
       room.memory + stage * Memory::stage + Memory::tails + at.lane * 16 + (PART * 4 + warp) * 2);
   sums.dot += kept_products(a, b, tails[0], tails[256]);

@@ -1,6 +1,7 @@
-"""The launches of Hopper's own kernels for one gate per head in bf16: prepare, scan and reverse.
+"""The launches of Hopper's own kernels for one gate per head in bf16.
 
-The kernels are in ops/kernels/gated_delta_hopper.h, which explains how they differ from those of fused.py.
+The kernels are in ops/kernels/gated_delta_hopper.h and gated_delta_hopper_gradients.h, which explain how they differ
+from those of fused.py.
 """
 
 from __future__ import annotations
@@ -11,63 +12,51 @@ from functools import cached_property
 import mlx.core as mx
 
 from ...machine import nvidia
-from ..kernels.launch import Arrays, Launch, Outputs
-from .fused import KernelInputs, make_launch, reverse_outputs, scan_outputs
+from ..kernels.launch import Arrays, Launch, Outputs, Values
+from .fused import PREPARED, KernelInputs, call_arguments, gradient_outputs, make_launch, reverse_outputs, scan_outputs
 from .tiling import Shape, Tiling, choose_tiling
 
 # The positions of a chunk; the bytes of its Z or P; the rows of a state that a team of four groups holds; what a
 # block's barriers and the alignment of its memory take.
 _CHUNK, _TRIANGLE, _TEAM, _BARRIERS = 64, 8 * 12 * 128, 64, 64 + 1024
+# The sizes of heads that the kernels support.
+_KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
+# The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block,
+# those that align it among them, and its groups of 32 threads.
+_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 224_448, 12
+__all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]
 _SCAN_VALUES = ("In", "DK", "DV", "SLICE", "HK", "HV", "STAGES", "MASKED")
 
 
 @dataclass(frozen=True)
 class HopperTiling(Tiling):
-    """The sizes of a call and how Hopper's scans divide it: a block computes `slice` rows of a state, 64 per team.
-
-    `teams_stages` is the number of chunks that a scan's block has in shared memory.
-    """
-
-    team_stages: int = 2
+    """The sizes of a call and how Hopper's kernels divide it: a block of a scan computes 64 rows of a state."""
 
     @property
     def scan_groups(self) -> int:
-        return 4 + self.slice // 16
+        return 4 + _TEAM // 16
 
     @cached_property
     def scan_bytes(self) -> int:
         """Bytes of shared memory per block of either scan."""
-        return _scan_bytes(self.key_size, self.slice, self.team_stages)
+        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * (self.slice + 8) + 12 * _CHUNK
+        return _STAGES * (-(-stage // 1024) * 1024) + _BARRIERS
 
-
-def _scan_bytes(key_size: int, rows: int, stages: int) -> int:
-    stage = 4 * _CHUNK * key_size + 2 * _TRIANGLE + 2 * _CHUNK * (rows + 8) + 12 * _CHUNK
-    return stages * (-(-stage // 1024) * 1024) + _BARRIERS
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of shared memory per block of the gradient kernel."""
+        return _GRADIENT_BYTES
 
 
 def choose_hopper_tiling(shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool) -> HopperTiling | None:
     """Return how Hopper's scans divide a call of shape (B, T, Hk, Hv, Dk, Dv); None where they do not support it."""
-    batch, _, _, value_heads, key_size, value_size = shape
+    *_, key_size, value_size = shape
     other = choose_tiling("cuda", shape, dtype, masked=masked, segmented=segmented)
-    if dtype != mx.bfloat16 or key_size not in (64, 128) or value_size % _TEAM or other is None:
+    if dtype != mx.bfloat16 or key_size != _KEY_SIZE or value_size not in _VALUE_SIZES or other is None:
         return None
-    if other.chunk != _CHUNK or nvidia.generation() != nvidia.HOPPER:
-        return None
-    rows = _slice(batch * value_heads, value_size)
-    stages = next(n for n in (3, 2) if _scan_bytes(key_size, rows, n) <= nvidia.H200.block_bytes)
     sizes = {field.name: getattr(other, field.name) for field in fields(other)}
-    return HopperTiling(**sizes | {"slice": rows, "split": 1, "loaders": 0, "team_stages": stages})
-
-
-def _slice(heads: int, value_size: int) -> int:
-    """Return the rows of a state that a block computes: those with which all blocks are done first."""
-    # A block of two teams takes this many times as long as one of one team (measured on an H200).
-    sizes = [(64, 1.0)] + [(128, 1.6)] * (value_size % 128 == 0)
-
-    def seconds(size: int, block: float) -> float:
-        return -(-heads * value_size // size // nvidia.limits().multiprocessors) * block
-
-    return min(sizes, key=lambda each: seconds(*each))[0]
+    tiling = HopperTiling(**sizes | {"chunk": _CHUNK, "slice": _TEAM, "split": 1, "loaders": 0})
+    return tiling if tiling.fits and nvidia.generation() == nvidia.HOPPER else None
 
 
 def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
@@ -99,7 +88,7 @@ def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs:
         blocks=tiling.scan_blocks,
         groups=tiling.scan_groups,
         values=_SCAN_VALUES,
-        stages=tiling.team_stages,
+        stages=_STAGES,
     )
 
 
@@ -121,3 +110,34 @@ def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, dy: mx.arra
     names = ("q", "k", "dy", "mask", "d_last", *prepared)
     inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last} | prepared
     return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)))
+
+
+def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:
+    """Return the launch of the kernel. Arguments and outputs are those of `fused.gradients`."""
+    names = ("q", "k", "log_g", "mask", "segments")
+    inputs, outputs = x.named(*names) | scanned, gradient_outputs(tiling, x)
+    # One block to a multiprocessor; each takes every so manyth chunk of a key head.
+    blocks = nvidia.limits().multiprocessors
+    values: Values = {
+        "In": tiling.dtype,
+        "DV": tiling.value_size,
+        "HK": tiling.key_heads,
+        "HV": tiling.value_heads,
+        "BLOCKS": blocks,
+        "MASKED": tiling.masked,
+        "SEGMENTED": tiling.segmented,
+    }
+    return Launch(
+        name="gated_delta_hopper_gradients",
+        memory="HopperGradientMemory",
+        inputs=inputs,
+        outputs=outputs,
+        values=values,
+        order=tuple(values),
+        memory_order=("DV",),
+        blocks=(min(blocks, tiling.batch * tiling.chunks * tiling.key_heads), 1, 1),
+        bytes=_GRADIENT_BYTES,
+        groups=_GRADIENT_GROUPS,
+        arguments=call_arguments((*names, *scanned), tuple(inputs), tuple(outputs)),
+        sizes=("q_shape[1]", "q_shape[0]"),
+    )
