@@ -25,12 +25,19 @@ struct Piece {
   int group;
   bool live;
 };
-enum : int { most_copies = 16384, most_products = 256, most_pieces = 256, most_barriers = 16 };
+// A block on its way out of shared memory, which leaves when its lane waits for that.
+struct Send {
+  char* to;
+  unsigned from, bytes;
+};
+enum : int { most_sends = 8, most_copies = 16384, most_products = 256, most_pieces = 256, most_barriers = 16 };
 static Gate gates[host::threadgroup_limit / 8];
 static Copy copies[most_copies];
 static int copy_count, met[most_barriers], meetings[most_barriers];
 // Looks at gates since one of them last moved on: past so many, none will.
 static long looks;
+static Send sends[host::most_lanes][most_sends];
+static int send_count[host::most_lanes];
 enum : long { most_looks = 300000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
@@ -139,6 +146,7 @@ inline void mbarrier_init(unsigned gate, int count) {
   memset(hopper::pieces_on_way, 0, sizeof hopper::pieces_on_way);
   memset(hopper::sets_sent, 0, sizeof hopper::sets_sent);
   memset(hopper::queued, 0, sizeof hopper::queued);
+  memset(hopper::send_count, 0, sizeof hopper::send_count);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }
 inline void mbarriers_started() {}
@@ -228,17 +236,34 @@ inline void load_parts_of(unsigned (&r)[4], unsigned place, bool turned) {
   }
   host::meet_group(5);
 }
-inline void put_turned_parts(unsigned place, const unsigned* r) {
+inline void put_parts_of(unsigned place, const unsigned* r, bool turned) {
   const int me = host::current, lane = host::lane_id(), first = me - lane;
   hopper::published[me][0] = place;
   host::meet_group(5);
   for (int i = 0; i < 4; ++i)
     for (int j = 0; j < 2; ++j) {
       const unsigned short bits = (unsigned short)(r[i] >> 16 * j);
-      memcpy(hopper::memory_at(hopper::published[first + 8 * i + lane % 4 * 2 + j][0] + 2 * (lane / 4)), &bits, 2);
+      const int own = lane / 4, other = lane % 4 * 2 + j, row = turned ? other : own, column = turned ? own : other;
+      memcpy(hopper::memory_at(hopper::published[first + 8 * i + row][0] + 2 * column), &bits, 2);
     }
   host::meet_group(6);
 }
+inline void put_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, false); }
+inline void put_turned_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, true); }
+template <typename P>
+inline void send_block(P to, unsigned from, unsigned bytes) {
+  const int me = host::current;
+  if ((uintptr_t)to % 16 || from % 16 || bytes % 16) hopper::fail("a block that is not of whole pieces of 16 bytes");
+  if (hopper::send_count[me] == hopper::most_sends) hopper::fail("too many blocks sent");
+  hopper::sends[me][hopper::send_count[me]++] = hopper::Send{(char*)to, from, bytes};
+}
+inline void blocks_read() {
+  const int me = host::current;
+  for (int i = 0; i < hopper::send_count[me]; ++i)
+    memcpy(hopper::sends[me][i].to, hopper::memory_at(hopper::sends[me][i].from), hopper::sends[me][i].bytes);
+  hopper::send_count[me] = 0;
+}
+inline void blocks_arrived() { blocks_read(); }
 inline void load_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, false); }
 inline void load_turned_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, true); }
 inline float float_of(unsigned bits) { return as_type<float>(bits); }

@@ -40,7 +40,8 @@ class HopperTiling(Tiling):
     def scan_bytes(self) -> int:
         """Bytes of shared memory per block of either scan."""
         stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * (self.slice + 8) + 12 * _CHUNK
-        return _STAGES * (-(-stage // 1024) * 1024) + _BARRIERS
+        staging = self.slice // 16 * (32 * self.key_size + 512)
+        return _STAGES * (-(-stage // 1024) * 1024) + staging + _BARRIERS
 
     @cached_property
     def gradient_bytes(self) -> int:

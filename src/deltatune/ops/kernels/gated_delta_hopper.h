@@ -101,13 +101,15 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
 }
 
 // The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z and P, rows of V or dY with
-// padding, and the factors.
+// padding, and the factors; then what is on its way out.
 template <int DK, int SLICE, int STAGES>
 struct HopperScanMemory {
   static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, scores = solve + triangle_bytes;
   static constexpr constant int values = scores + triangle_bytes, factors = values + 64 * (SLICE + 8) * 2;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
-  static constexpr constant int barriers = STAGES * stage;
+  // What a group of lanes sends to device memory: 16 rows of a state with their tails, then those of u or R.
+  static constexpr constant int staging = STAGES * stage, strip = 16 * DK * 2 + 512;
+  static constexpr constant int barriers = staging + SLICE / 16 * strip;
   static constexpr constant int bytes = barriers + 64 + 1024;
 };
 
@@ -254,37 +256,17 @@ inline void split_pair(thread unsigned& high, thread unsigned& low, float first,
   low = low_pair(first, second, high);
 }
 
-// Writes a group's left operands, 16 rows by 16 COUNT columns, as cores from `to` on. The next row of cores is `row`
-// elements further.
-template <int COUNT>
-inline void put_rows(GLOBAL bf16* to, int row, const thread unsigned* operands, int lane) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 4 * COUNT; ++i)
-    put_pair(to + (i & 1) * row + (i / 4 * 2 + (i >> 1 & 1)) * 64 + 2 * lane, operands[i]);
+// Writes a left operand, 16 rows by 16 columns, as cores in shared memory. The next row of cores is `row` bytes further.
+inline void put_cores(unsigned to, int row, const thread unsigned* operand, int lane) {
+  put_parts(to + (lane >> 3 & 1) * row + (lane >> 4) * 128 + (lane & 7) * 16, operand);
 }
-// Writes 16 rows of u or R in both parts; the low parts are `plane` elements further.
-inline void put_both_parts(GLOBAL bf16* to, int plane, const thread float (&x)[32], int lane) {
+// Returns, for two tiles of a state, the two bits of each element that follow those of its bf16 (metal.h explains them):
+// a lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
+inline unsigned tails_of(const thread float* x) {
+  unsigned tails = 0;
   DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    unsigned high[4], low[4];
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i) split_pair(high[i], low[i], x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
-    put_rows<1>(to + j * 128, 8 * 64, high, lane);
-    put_rows<1>(to + plane + j * 128, 8 * 64, low, lane);
-  }
-}
-// Writes, for each element of 16 rows of a state, the two bits that follow those of its bf16 (metal.h explains them): a
-// lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
-template <int DK>
-inline void put_tails(GLOBAL bf16* to, const thread float (&state)[DK / 2], int lane) {
-  DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; m += 2) {
-    unsigned tails = 0;
-    DELTATUNE_UNROLL
-    for (int e = 0; e < 16; ++e)
-      tails |= (bits_of(state[8 * m + e]) >> 14 & 3) << (e / 8 * 16 + (e & 1) * 8 + 6 - e % 8 / 2 * 2);
-    put_pair(to + lane * 8 + m, tails);
-  }
+  for (int e = 0; e < 16; ++e) tails |= (bits_of(x[e]) >> 14 & 3) << (e / 8 * 16 + (e & 1) * 8 + 6 - e % 8 / 2 * 2);
+  return tails;
 }
 // The address that a lane names to load or store the transpose of 16 positions, from 16 j on, of a group's 16 columns.
 template <int SLICE>
@@ -333,25 +315,62 @@ inline void store_rows(const thread float (&state)[DK / 2], GLOBAL float* to, lo
   }
 }
 
-// Where a group of lanes writes: 16 rows of the states of one head. Row is the first of them.
+// Where a group of lanes writes: 16 rows of the states of one head, by way of `staged`. A write waits until what was
+// sent before has left shared memory.
 template <int DK, int DV>
 struct OwnRows {
   int row;
   long head, chunks;
   GLOBAL bf16* states;
   GLOBAL bf16* parts;
-  inline GLOBAL bf16* state(int n) const { return states + ((head * chunks + n) * DV + row) * DK; }
+  Room staged;
+  int lane;
+  inline void begin() const {
+    if (lane == 0) blocks_read();
+    group_barrier();
+  }
+  inline void ready() const {
+    copies_fence();
+    group_barrier();
+  }
   // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
   inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
-  inline void save_state(int n, const thread unsigned (&rows)[DK / 4], const thread float (&exact)[DK / 2],
-                         int lane) const {
-    put_rows<DK / 16>(state(n), DK * 8, rows, lane);
-    put_tails<DK>(chunk(n) + DV * 128 + row * 16, exact, lane);
+  inline void save_state(int n, const thread unsigned (&rows)[DK / 4], const thread float (&exact)[DK / 2]) const {
+    begin();
+    DELTATUNE_UNROLL
+    for (int m = 0; m < DK / 16; ++m) put_cores(staged.place + m * 256, DK * 16, rows + 4 * m, lane);
+    DELTATUNE_UNROLL
+    for (int m = 0; m < DK / 16; m += 2)
+      put_pair(staged.memory + DK * 32 + lane * 16 + 2 * m, tails_of(exact + 8 * m));
+    ready();
+    if (lane != 0) return;
+    send_block(states + ((head * chunks + n) * DV + row) * DK, staged.place, DK * 32);
+    send_block(chunk(n) + DV * 128 + row * 16, staged.place + DK * 32, 512);
   }
-  inline void save_chunk(int n, const thread float (&x)[32], int lane) const {
-    put_both_parts(chunk(n) + row * 64, DV * 64, x, lane);
+  inline void save_chunk(int n, const thread float (&x)[32]) const {
+    begin();
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      unsigned high[4], low[4];
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 4; ++i) split_pair(high[i], low[i], x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
+      put_cores(staged.place + j * 256, 1024, high, lane);
+      put_cores(staged.place + 2048 + j * 256, 1024, low, lane);
+    }
+    ready();
+    if (lane != 0) return;
+    send_block(chunk(n) + row * 64, staged.place, 2048);
+    send_block(chunk(n) + DV * 64 + row * 64, staged.place + 2048, 2048);
+  }
+  inline void end() const {
+    if (lane == 0) blocks_arrived();
   }
 };
+template <typename Memory>
+inline Room staging_of(Room room, int strip) {
+  const int from = Memory::staging + strip * Memory::strip;
+  return Room{room.memory + from, room.place + from};
+}
 
 // The forward scan, with the arguments and results of gated_delta_scan. A block does SLICE rows of one state, 64 per
 // team; the grid is (slices of DV, HV, B). While products run, a team writes what the last ones gave.
@@ -373,7 +392,8 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int leng
   }
   const int lane = at.lane, strip = at.group - 4;
   const long head = (long)at.z * HV + at.y;
-  const OwnRows<DK, DV> own{at.x * SLICE + strip * 16, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+  const OwnRows<DK, DV> own{at.x * SLICE + strip * 16, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u),
+                            staging_of<Memory>(room, strip), lane};
   float state[DK / 2], x[32], out[32];
   unsigned rows[DK / 4], high[16], low[16], pairs[16];
   load_rows<DK, DV>(state, initial, has_initial, head, own.row, lane);
@@ -413,7 +433,7 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int leng
     products_sent();
     times_positions<DK>(out, rows, stage + Memory::q, false);
     products_sent();
-    own.save_state(n, rows, state, lane);
+    own.save_state(n, rows, state);
     const float total = factors[63];
     DELTATUNE_UNROLL
     for (int i = 0; i < DK / 2; ++i) state[i] *= total;
@@ -429,7 +449,7 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int leng
     add_by_keys<DK>(state, low, stage + Memory::k);
     add_by_keys<DK>(state, high, stage + Memory::k);
     products_sent();
-    own.save_chunk(n, x, lane);
+    own.save_chunk(n, x);
     products_wait<1>();
     register_fence(out);
     unsigned rated_high[16], rated_low[16];
@@ -461,6 +481,7 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int leng
     products_wait<0>();
     register_fence(x);
   }
+  own.end();
   store_rows<DK, DV>(state, last, head, own.row, lane);
 }
 
@@ -484,7 +505,8 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
   }
   const int lane = at.lane, strip = at.group - 4;
   const long head = (long)at.z * HV + at.y;
-  const OwnRows<DK, DV> own{at.x * SLICE + strip * 16, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
+  const OwnRows<DK, DV> own{at.x * SLICE + strip * 16, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right),
+                            staging_of<Memory>(room, strip), lane};
   float state[DK / 2], x[32], part[32];
   unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
   load_rows<DK, DV>(state, d_last, true, head, own.row, lane);
@@ -515,7 +537,7 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
     times_positions<DK>(x, low_rows, room.place + step % STAGES * Memory::stage + Memory::k, false);
     times_positions<DK>(x, rows, room.place + step % STAGES * Memory::stage + Memory::k, true);
     products_sent();
-    own.save_state(chunks - 1 - step, rows, state, lane);
+    own.save_state(chunks - 1 - step, rows, state);
     products_wait<0>();
     register_fence(x);
   };
@@ -565,7 +587,7 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
     add_by_keys<DK>(state, end_low, stage + Memory::k);
     add_by_keys<DK>(state, end_high, stage + Memory::k);
     products_sent();
-    own.save_chunk(n, x, lane);
+    own.save_chunk(n, x);
     each_pair(factors, lane,
               [&](int i, Factors f) { high[i] = high_pair(f.rate[0] * x[2 * i], f.rate[1] * x[2 * i + 1]); });
     write_positions<SLICE>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values) + strip * 16, high,
@@ -582,5 +604,6 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
     release(barriers.read(step % STAGES), at);
     if (step + 1 < chunks) start(step + 1);
   }
+  own.end();
   store_rows<DK, DV>(state, d_initial, head, own.row, lane);
 }

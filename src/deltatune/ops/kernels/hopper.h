@@ -114,11 +114,25 @@ inline void load_turned_parts(unsigned (&r)[4], unsigned place) {
 }
 // The fp32 number of these bits.
 inline float float_of(unsigned bits) { return __uint_as_float(bits); }
-// Writes the transpose of each part of such an operand.
+// Stores such an operand, or the transpose of each part.
+inline void put_parts(unsigned place, const unsigned* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+               :: "r"(place), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
 inline void put_turned_parts(unsigned place, const unsigned* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                :: "r"(place), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
+// Copies a block of shared memory to device memory. The lane that sends it calls blocks_read before the memory is
+// written again, and blocks_arrived before the kernel ends.
+template <typename T>
+inline void send_block(T* to, unsigned from, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;"
+               :: "l"(to), "r"(from), "r"(bytes) : "memory");
+}
+inline void blocks_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+inline void blocks_arrived() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Copies 16 bytes of an input, aligned to 16 bytes, to shared memory, or zeros if they are not live. A thread's pieces
 // signal the mbarrier once when all of them have arrived. The products that read them follow a fence (copies_fence).
 template <typename T>
