@@ -18,14 +18,14 @@ from .tiling import Shape, Tiling, choose_tiling
 
 # The positions of a chunk; the bytes of its Z or P; the rows of a state that a team of four groups holds; what a
 # block's barriers and the alignment of its memory take.
-_CHUNK, _TRIANGLE, _TEAM, _BARRIERS = 64, 8 * 12 * 128, 64, 64 + 1024
+_CHUNK, _TRIANGLE, _ROWS, _BARRIERS = 64, 8 * 12 * 128, 64, 96 + 1024
 # The sizes of heads that the kernels support.
 _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block,
 # those that align it among them, and its groups of 32 threads.
 _STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 224_448, 12
 __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]
-_SCAN_VALUES = ("In", "DK", "DV", "SLICE", "HK", "HV", "STAGES", "MASKED")
+_SCAN_VALUES = ("In", "DK", "DV", "HK", "HV", "STAGES", "MASKED")
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,13 @@ class HopperTiling(Tiling):
 
     @property
     def scan_groups(self) -> int:
-        return 4 + _TEAM // 16
+        return 12
 
     @cached_property
     def scan_bytes(self) -> int:
         """Bytes of shared memory per block of either scan."""
-        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * (self.slice + 8) + 12 * _CHUNK
-        staging = self.slice // 16 * (32 * self.key_size + 512)
-        return _STAGES * (-(-stage // 1024) * 1024) + staging + _BARRIERS
+        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * (_ROWS + 8) + 12 * _CHUNK
+        return _STAGES * (-(-stage // 1024) * 1024) + 2 * _ROWS * self.key_size + 4 * 512 + _BARRIERS
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -56,7 +55,7 @@ def choose_hopper_tiling(shape: Shape, dtype: mx.Dtype, *, masked: bool, segment
     if dtype != mx.bfloat16 or key_size != _KEY_SIZE or value_size not in _VALUE_SIZES or other is None:
         return None
     sizes = {field.name: getattr(other, field.name) for field in fields(other)}
-    tiling = HopperTiling(**sizes | {"chunk": _CHUNK, "slice": _TEAM, "split": 1, "loaders": 0})
+    tiling = HopperTiling(**sizes | {"chunk": _CHUNK, "slice": _ROWS, "split": 1, "loaders": 0})
     return tiling if tiling.fits and nvidia.generation() == nvidia.HOPPER else None
 
 
@@ -85,7 +84,7 @@ def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs:
         input_names,
         inputs,
         outputs,
-        memory=("HopperScanMemory", ("DK", "SLICE", "STAGES"), tiling.scan_bytes),
+        memory=("HopperScanMemory", ("DK", "STAGES"), tiling.scan_bytes),
         blocks=tiling.scan_blocks,
         groups=tiling.scan_groups,
         values=_SCAN_VALUES,

@@ -1,9 +1,10 @@
 // The two scans of gated_delta.h on Hopper, for bf16, chunks of 64 positions, and heads of whole 64 columns; and the
 // prepare kernel, which writes Z and P in the form that they read. The formulas are those of gated_delta.h.
 //
-// A group of four warps (a team) holds 64 rows of a state in its registers, transposed as everything that it computes
-// of a chunk: rows of DV by positions or by keys. Each result is in registers in the form of the next product's left
-// operand, so that the chain from chunk to chunk needs no shared memory. Another team only loads the next chunks.
+// A block has three teams of four warps. One loads chunks. One goes through the chunks: it holds 64 rows of a state in
+// its registers, transposed as everything that it computes of a chunk: rows of DV by positions or by keys. Each result is
+// in registers in the form of the next product's left operand. It hands each state and each u, in bf16, to the third team,
+// which computes y or dv from them and writes everything to device memory.
 // What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h).
 //
 // Matrices that the kernels hand to one another consist of cores: 8 x 8 matrices of bf16, 128 bytes each. A group of
@@ -100,29 +101,38 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
       at, memory, length, q, k, log_g, beta, mask, segments, CoreTriangles{solve, scores}, factors);
 }
 
-// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z and P, rows of V or dY with
-// padding, and the factors; then what is on its way out.
-template <int DK, int SLICE, int STAGES>
+// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY with padding, P, and
+// the factors; then a state and its tails as cores. When Z and V are read, u or R of the chunk takes their place, and
+// rows of y or dv on their way out take that of P.
+template <int DK, int STAGES>
 struct HopperScanMemory {
-  static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, scores = solve + triangle_bytes;
-  static constexpr constant int values = scores + triangle_bytes, factors = values + 64 * (SLICE + 8) * 2;
+  static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
+  static constexpr constant int scores = values + 64 * 72 * 2, factors = scores + triangle_bytes;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
-  // What a group of lanes sends to device memory: 16 rows of a state with their tails, then those of u or R.
-  static constexpr constant int staging = STAGES * stage, strip = 16 * DK * 2 + 512;
-  static constexpr constant int barriers = staging + SLICE / 16 * strip;
-  static constexpr constant int bytes = barriers + 64 + 1024;
+  static constexpr constant int state = STAGES * stage, tails = state + 64 * DK * 2;
+  static constexpr constant int barriers = tails + 4 * 512;
+  static constexpr constant int bytes = barriers + 96 + 1024;
 };
 
-// The mbarriers of a scan: a stage has arrived, and it is no longer needed.
+// The mbarriers of a scan: a stage has arrived, and it is no longer needed; a state and a chunk's u or R are handed over,
+// and the state has been read.
 struct ScanBarriers {
   unsigned place;
   inline unsigned here(int stage) const { return place + 8 * stage; }
   inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
+  inline unsigned state() const { return place + 64; }
+  inline unsigned state_read() const { return place + 72; }
+  // Two in turn, for the next u may be handed over before this one is waited for.
+  inline unsigned chunk(int step) const { return place + 80 + 8 * (step & 1); }
   template <int STAGES>
-  inline void start(int computing, Place at) const {
+  inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
-      for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), computing);
+      for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), 8);
+      mbarrier_init(state(), 4);
+      mbarrier_init(state_read(), 4);
+      mbarrier_init(chunk(0), 4);
+      mbarrier_init(chunk(1), 4);
       mbarriers_started();
     }
     barrier();
@@ -133,33 +143,42 @@ struct ScanBarriers {
 // padding. Rows that are not live become zeros.
 template <int COLUMNS, bool SWIZZLED, typename P, typename Live>
 inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live live, unsigned mbarrier, int index) {
-  constexpr int pieces = COLUMNS / 8, step = 128 / pieces;
+  constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = SWIZZLED ? 64 : COLUMNS + 8;
   const int c = index % pieces, first = index / pieces;
+  // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
+  threadgroup bf16* place = SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * 8;
+  const auto source = from + first * row_stride + c * 8;
+  if (!Live::masked && live.left >= 64 && aligned16(from)) {
+    const unsigned start = shared_place(place);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 64 / step; ++i)
+      copy_signalled_piece(start + i * step * stride * 2, source + i * step * row_stride, true, mbarrier);
+    return;
+  }
   const bool aligned = aligned16(from);
-  DELTATUNE_UNROLL
-  for (int r = first; r < 64; r += step) {
-    threadgroup bf16* place =
-        SWIZZLED ? to + c / 8 * 4096 + r * 64 + ((c ^ r) & 7) * 8 : to + r * (COLUMNS + 8) + c * 8;
-    const bool on = live(r);
-    if (aligned) copy_signalled_piece(shared_place(place), from + (on ? (long)r * row_stride + c * 8 : 0), on, mbarrier);
-    else put_piece(place, from + (on ? (long)r * row_stride + c * 8 : 0), on);
+  for (int i = 0; i < 64 / step; ++i) {
+    const bool on = live(first + i * step);
+    const auto row = on ? source + i * step * row_stride : from;
+    if (aligned) copy_signalled_piece(shared_place(place + i * step * stride), row, on, mbarrier);
+    else put_piece(place + i * step * stride, row, on);
   }
   if (!aligned) copies_fence();
 }
 
 // Loads chunk after chunk. REVERSE begins with the last one.
-template <typename In, int DK, int DV, int SLICE, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename PQ,
+template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename PQ,
           typename PK, typename PV, typename PM, typename PS, typename PF>
 inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, PQ q, PK k, PV values, PM mask,
                         PS solve, PS scores, PF factors) {
-  using Memory = HopperScanMemory<DK, SLICE, STAGES>;
+  using Memory = HopperScanMemory<DK, STAGES>;
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
+  int stage = 0, use = 0;
   for (int step = 0; step < chunks; ++step) {
-    const int n = REVERSE ? chunks - 1 - step : step, stage = step % STAGES;
+    const int n = REVERSE ? chunks - 1 - step : step;
     const long chunk = head * chunks + n, row = (long)at.z * length + n * 64;
     const long key = (row * HK + at.y / (HV / HK)) * DK;
-    if (step >= STAGES) mbarrier_wait(barriers.read(stage), step / STAGES - 1);
+    if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
     const auto live = alive<MASKED>(mask, at.z, n * 64, length);
     threadgroup char* memory = room.memory + stage * Memory::stage;
     const unsigned mbarrier = barriers.here(stage), to = room.place + stage * Memory::stage;
@@ -171,11 +190,12 @@ inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, 
     }
     copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
                              at.index);
+    copy_positions<64, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
+                              values + (row * HV + at.y) * DV + at.x * 64, HV * DV, live, mbarrier, at.index);
     copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
                              at.index);
-    copy_positions<SLICE, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
-                                 values + (row * HV + at.y) * DV + at.x * SLICE, HV * DV, live, mbarrier, at.index);
     signalled_pieces_sent(mbarrier);
+    if (++stage == STAGES) stage = 0, ++use;
   }
 }
 
@@ -190,6 +210,18 @@ inline void times_positions(thread float (&d)[32], const thread unsigned (&a)[DK
     for (int side = 0; side < 2; ++side)
       Products<bf16, 32>::held_rows(d + 16 * side, a + 4 * m,
                                     rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16), onto || m > 0);
+  }
+}
+// Does so for a state in shared memory, as cores.
+template <int DK>
+inline void state_times_positions(thread float (&d)[32], unsigned state, unsigned b) {
+  const unsigned left_place = opaque((state & 0x3ffff) >> 4), place = opaque((b & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int m = 0; m < DK / 16; ++m) {
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side)
+      Products<bf16, 32>::rows(d + 16 * side, cores_operand(left_place + m * 16, 128, DK * 16),
+                               rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16), m > 0);
   }
 }
 // Adds rows by positions times K or Q to rows of a state [64, DK].
@@ -256,9 +288,13 @@ inline void split_pair(thread unsigned& high, thread unsigned& low, float first,
   low = low_pair(first, second, high);
 }
 
-// Writes a left operand, 16 rows by 16 columns, as cores in shared memory. The next row of cores is `row` bytes further.
+// Writes a left operand, 16 rows by 16 columns, as cores in shared memory, or reads it. The next row of cores is `row`
+// bytes further.
+inline unsigned lane_core(unsigned cores, int row, int lane) {
+  return cores + (lane >> 3 & 1) * row + (lane >> 4) * 128 + (lane & 7) * 16;
+}
 inline void put_cores(unsigned to, int row, const thread unsigned* operand, int lane) {
-  put_parts(to + (lane >> 3 & 1) * row + (lane >> 4) * 128 + (lane & 7) * 16, operand);
+  put_parts(lane_core(to, row, lane), operand);
 }
 // Returns, for two tiles of a state, the two bits of each element that follow those of its bf16 (metal.h explains them):
 // a lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
@@ -268,33 +304,98 @@ inline unsigned tails_of(const thread float* x) {
   for (int e = 0; e < 16; ++e) tails |= (bits_of(x[e]) >> 14 & 3) << (e / 8 * 16 + (e & 1) * 8 + 6 - e % 8 / 2 * 2);
   return tails;
 }
+// Hands a warp's 16 rows of a state and their tails over, when the state before has been read.
+template <typename Memory, int DK>
+inline void hand_state_over(Room room, ScanBarriers barriers, int step, const thread unsigned (&rows)[DK / 4],
+                            const thread float (&exact)[DK / 2], Place at) {
+  const int warp = at.group % 4;
+  if (step > 0) mbarrier_wait(barriers.state_read(), step - 1);
+  DELTATUNE_UNROLL
+  for (int m = 0; m < DK / 16; ++m)
+    put_cores(room.place + Memory::state + warp * 32 * DK + m * 256, DK * 16, rows + 4 * m, at.lane);
+  DELTATUNE_UNROLL
+  for (int m = 0; m < DK / 16; m += 2)
+    put_pair(room.memory + Memory::tails + warp * 512 + at.lane * 16 + 2 * m, tails_of(exact + 8 * m));
+  copies_fence();
+  release(barriers.state(), at);
+}
+// Hands a warp's 16 rows of u or R over, in place of Z and V, which all warps of the team have read.
+template <typename Memory>
+inline void hand_chunk_over(unsigned stage, ScanBarriers barriers, int step, const thread float (&x)[32], Place at) {
+  const unsigned to = stage + Memory::solve + at.group % 4 * 2048;
+  named_barrier<128, 1>();
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    unsigned high[4], low[4];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) split_pair(high[i], low[i], x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
+    put_cores(to + j * 256, 1024, high, at.lane);
+    put_cores(to + 8192 + j * 256, 1024, low, at.lane);
+  }
+  copies_fence();
+  release(barriers.chunk(step), at);
+}
+
+// Where a block writes: 64 rows of the states of one head.
+template <int DK, int DV>
+struct OwnRows {
+  int row;
+  long head, chunks;
+  GLOBAL bf16* states;
+  GLOBAL bf16* parts;
+  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
+  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
+  template <typename Memory>
+  inline void send_state(int n, Room room) const {
+    send_block(states + ((head * chunks + n) * DV + row) * DK, room.place + Memory::state, 64 * DK * 2);
+    send_block(chunk(n) + DV * 128 + row * 16, room.place + Memory::tails, 4 * 512);
+  }
+  template <typename Memory>
+  inline void send_chunk(int n, unsigned stage) const {
+    send_block(chunk(n) + row * 64, stage + Memory::solve, 8192);
+    send_block(chunk(n) + DV * 64 + row * 64, stage + Memory::solve + 8192, 8192);
+  }
+};
+
+// Calls use(i, first, second) for each pair of elements 2 i and 2 i + 1 of a warp's 16 rows of u or R, in shared memory.
+template <typename Memory, typename Use>
+inline void each_pair_of_chunk(unsigned stage, Place at, Use use) {
+  const unsigned from = lane_core(stage + Memory::solve + at.group % 4 * 2048, 1024, at.lane);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    unsigned high[4], low[4];
+    load_parts(high, from + j * 256);
+    load_parts(low, from + 8192 + j * 256);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i)
+      use(4 * j + i, first_of(high[i]) + first_of(low[i]), second_of(high[i]) + second_of(low[i]));
+  }
+}
+
 // The address that a lane names to load or store the transpose of 16 positions, from 16 j on, of a group's 16 columns.
-template <int SLICE>
 inline unsigned turned_place(threadgroup const bf16* rows, int j, int lane) {
-  return shared_place(rows + (16 * j + (lane & 7) + ((lane & 16) >> 1)) * (SLICE + 8) + (lane & 8));
+  return shared_place(rows + (16 * j + (lane & 7) + ((lane & 16) >> 1)) * 72 + (lane & 8));
 }
 // Loads the transpose of a group's 16 columns of v or dy, as left operands.
-template <int SLICE>
 inline void load_turned(thread unsigned (&to)[16], threadgroup const bf16* rows, int lane) {
   DELTATUNE_UNROLL
   for (int j = 0; j < 4; ++j) {
     unsigned part[4];
-    load_turned_parts(part, turned_place<SLICE>(rows, j, lane));
+    load_turned_parts(part, turned_place(rows, j, lane));
     DELTATUNE_UNROLL
     for (int i = 0; i < 4; ++i) to[4 * j + i] = part[i];
   }
 }
-// Writes the group's 16 columns of rows of y or dv, by way of the shared rows of v or dy.
-template <int SLICE>
+// Writes the group's 16 columns of rows of y or dv, by way of shared memory.
 inline void write_positions(threadgroup bf16* rows, const thread unsigned (&x)[16], GLOBAL bf16* to, long row_stride,
                             int left, int lane) {
   DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) put_turned_parts(turned_place<SLICE>(rows, j, lane), x + 4 * j);
+  for (int j = 0; j < 4; ++j) put_turned_parts(turned_place(rows, j, lane), x + 4 * j);
   group_barrier();
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i) {
     const int row = i * 16 + lane / 2, column = lane % 2 * 8;
-    if (row < left) put_piece(to + row * row_stride + column, rows + row * (SLICE + 8) + column, true);
+    if (row < left) put_piece(to + row * row_stride + column, rows + row * 72 + column, true);
   }
 }
 
@@ -315,89 +416,16 @@ inline void store_rows(const thread float (&state)[DK / 2], GLOBAL float* to, lo
   }
 }
 
-// Where a group of lanes writes: 16 rows of the states of one head, by way of `staged`. A write waits until what was
-// sent before has left shared memory.
-template <int DK, int DV>
-struct OwnRows {
-  int row;
-  long head, chunks;
-  GLOBAL bf16* states;
-  GLOBAL bf16* parts;
-  Room staged;
-  int lane;
-  inline void begin() const {
-    if (lane == 0) blocks_read();
-    group_barrier();
-  }
-  inline void ready() const {
-    copies_fence();
-    group_barrier();
-  }
-  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
-  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
-  inline void save_state(int n, const thread unsigned (&rows)[DK / 4], const thread float (&exact)[DK / 2]) const {
-    begin();
-    DELTATUNE_UNROLL
-    for (int m = 0; m < DK / 16; ++m) put_cores(staged.place + m * 256, DK * 16, rows + 4 * m, lane);
-    DELTATUNE_UNROLL
-    for (int m = 0; m < DK / 16; m += 2)
-      put_pair(staged.memory + DK * 32 + lane * 16 + 2 * m, tails_of(exact + 8 * m));
-    ready();
-    if (lane != 0) return;
-    send_block(states + ((head * chunks + n) * DV + row) * DK, staged.place, DK * 32);
-    send_block(chunk(n) + DV * 128 + row * 16, staged.place + DK * 32, 512);
-  }
-  inline void save_chunk(int n, const thread float (&x)[32]) const {
-    begin();
-    DELTATUNE_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      unsigned high[4], low[4];
-      DELTATUNE_UNROLL
-      for (int i = 0; i < 4; ++i) split_pair(high[i], low[i], x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
-      put_cores(staged.place + j * 256, 1024, high, lane);
-      put_cores(staged.place + 2048 + j * 256, 1024, low, lane);
-    }
-    ready();
-    if (lane != 0) return;
-    send_block(chunk(n) + row * 64, staged.place, 2048);
-    send_block(chunk(n) + DV * 64 + row * 64, staged.place + 2048, 2048);
-  }
-  inline void end() const {
-    if (lane == 0) blocks_arrived();
-  }
-};
-template <typename Memory>
-inline Room staging_of(Room room, int strip) {
-  const int from = Memory::staging + strip * Memory::strip;
-  return Room{room.memory + from, room.place + from};
-}
-
-// The forward scan, with the arguments and results of gated_delta_scan. A block does SLICE rows of one state, 64 per
-// team; the grid is (slices of DV, HV, B). While products run, a team writes what the last ones gave.
-template <typename In, int DK, int DV, int SLICE, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
-          typename PV, typename PM, typename PI, typename PS, typename PF>
-inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int length, PQ q, PK k, PV v, PM mask,
-                                    PI initial, bool has_initial, PS solve, PS scores, PF all_factors, GLOBAL In* y,
-                                    GLOBAL In* states, GLOBAL float* u, GLOBAL float* last) {
-  using Memory = HopperScanMemory<DK, SLICE, STAGES>;
-  const Room room = room_of(shared);
-  const ScanBarriers barriers{room.place + Memory::barriers};
-  const int chunks = (length + 63) / 64;
-  barriers.template start<STAGES>(SLICE / 16, at);
-  at.group = uniform(at.group);
-  if (at.group < 4) {
-    load_chunks<In, DK, DV, SLICE, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve,
-                                                                  scores, all_factors);
-    return;
-  }
-  const int lane = at.lane, strip = at.group - 4;
-  const long head = (long)at.z * HV + at.y;
-  const OwnRows<DK, DV> own{at.x * SLICE + strip * 16, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u),
-                            staging_of<Memory>(room, strip), lane};
-  float state[DK / 2], x[32], out[32];
+// Goes through the chunks: the chain from state to state.
+template <typename In, int DK, int DV, int STAGES, typename PI>
+inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
+                        GLOBAL float* last, long head) {
+  using Memory = HopperScanMemory<DK, STAGES>;
+  const int lane = at.lane, strip = at.group % 4, row = at.x * 64 + strip * 16;
+  float state[DK / 2], x[32];
   unsigned rows[DK / 4], high[16], low[16], pairs[16];
-  load_rows<DK, DV>(state, initial, has_initial, head, own.row, lane);
-  // Starts K S^T of chunk n.
+  load_rows<DK, DV>(state, initial, has_initial, head, row, lane);
+  // Computes K S^T of a chunk.
   const auto start = [&](int n) {
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
     copies_fence();
@@ -408,16 +436,16 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int leng
     products_start();
     times_positions<DK>(x, rows, room.place + n % STAGES * Memory::stage + Memory::k, false);
     products_sent();
+    threadgroup const bf16* values =
+        reinterpret_cast<threadgroup const bf16*>(room.memory + n % STAGES * Memory::stage + Memory::values) + strip * 16;
+    load_turned(pairs, values, lane);
+    products_wait<0>();
+    register_fence(x);
   };
   start(0);
-  products_wait<0>();
-  register_fence(x);
   for (int n = 0; n < chunks; ++n) {
     const unsigned stage = room.place + n % STAGES * Memory::stage;
-    threadgroup char* memory = room.memory + n % STAGES * Memory::stage;
-    threadgroup const float* factors = reinterpret_cast<threadgroup const float*>(memory + Memory::factors);
-    threadgroup bf16* values = reinterpret_cast<threadgroup bf16*>(memory + Memory::values) + strip * 16;
-    load_turned<SLICE>(pairs, values, lane);
+    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
     // x becomes r, then u.
     each_pair(factors, lane, [&](int i, Factors f) {
       x[2 * i] = first_of(pairs[i]) - f.before[0] * x[2 * i];
@@ -425,19 +453,16 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int leng
       split_pair(high[i], low[i], -f.rate[0] * x[2 * i], -f.rate[1] * x[2 * i + 1]);
     });
     register_fence(x);
-    register_fence(out);
     register_fence(high);
     register_fence(low);
     products_start();
     add_times_triangle<true>(x, high, low, stage + Memory::solve);
     products_sent();
-    times_positions<DK>(out, rows, stage + Memory::q, false);
-    products_sent();
-    own.save_state(n, rows, state);
+    hand_state_over<Memory, DK>(room, barriers, n, rows, state, at);
     const float total = factors[63];
     DELTATUNE_UNROLL
     for (int i = 0; i < DK / 2; ++i) state[i] *= total;
-    products_wait<1>();
+    products_wait<0>();
     register_fence(x);
     each_pair(factors, lane, [&](int i, Factors f) {
       split_pair(high[i], low[i], f.after[0] * (f.rate[0] * x[2 * i]), f.after[1] * (f.rate[1] * x[2 * i + 1]));
@@ -449,71 +474,110 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* shared, int leng
     add_by_keys<DK>(state, low, stage + Memory::k);
     add_by_keys<DK>(state, high, stage + Memory::k);
     products_sent();
-    own.save_chunk(n, x);
-    products_wait<1>();
+    hand_chunk_over<Memory>(stage, barriers, n, x, at);
+    products_wait<0>();
+    register_fence(state);
+    release(barriers.read(n % STAGES), at);
+    if (n + 1 < chunks) start(n + 1);
+  }
+  store_rows<DK, DV>(state, last, head, row, lane);
+}
+// Computes y from the states and u, and writes all three.
+template <typename In, int DK, int DV, int HV, int STAGES>
+inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y) {
+  using Memory = HopperScanMemory<DK, STAGES>;
+  const int lane = at.lane, strip = at.group % 4, chunks = (length + 63) / 64;
+  const bool sends = strip == 0 && lane == 0;
+  float out[32];
+  unsigned high[16], low[16];
+  for (int n = 0; n < chunks; ++n) {
+    const unsigned stage = room.place + n % STAGES * Memory::stage;
+    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
+    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
+    mbarrier_wait(barriers.state(), n);
+    copies_fence();
     register_fence(out);
-    unsigned rated_high[16], rated_low[16];
-    each_pair(factors, lane, [&](int i, Factors f) {
-      out[2 * i] *= f.before[0];
-      out[2 * i + 1] *= f.before[1];
-      split_pair(rated_high[i], rated_low[i], f.rate[0] * x[2 * i], f.rate[1] * x[2 * i + 1]);
+    products_start();
+    state_times_positions<DK>(out, room.place + Memory::state, stage + Memory::q);
+    products_sent();
+    if (sends) own.template send_state<Memory>(n, room);
+    products_wait<0>();
+    register_fence(out);
+    if (sends) blocks_read();
+    release(barriers.state_read(), at);
+    mbarrier_wait(barriers.chunk(n), n / 2);
+    if (sends) own.template send_chunk<Memory>(n, stage);
+    each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
+      const int place = (i / 2 * 8) + lane % 4 * 2;
+      float before[2], rate[2];
+      get_two(before, factors + place);
+      get_two(rate, factors + 128 + place);
+      out[2 * i] *= before[0];
+      out[2 * i + 1] *= before[1];
+      split_pair(high[i], low[i], rate[0] * first, rate[1] * second);
     });
     register_fence(out);
-    register_fence(rated_high);
-    register_fence(rated_low);
+    register_fence(high);
+    register_fence(low);
     products_start();
-    add_times_triangle<true>(out, rated_high, rated_low, stage + Memory::scores);
+    add_times_triangle<true>(out, high, low, stage + Memory::scores);
     products_sent();
-    products_wait<1>();
-    register_fence(state);
-    if (n + 1 < chunks) {
-      start(n + 1);
-      products_wait<1>();
-    } else {
-      products_wait<0>();
-    }
+    products_wait<0>();
     register_fence(out);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) pairs[i] = high_pair(out[2 * i], out[2 * i + 1]);
-    write_positions<SLICE>(values, pairs, y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
-                           length - n * 64, lane);
+    for (int i = 0; i < 16; ++i) high[i] = high_pair(out[2 * i], out[2 * i + 1]);
+    // All warps have read P.
+    named_barrier<128, 2>();
+    write_positions(
+        reinterpret_cast<threadgroup bf16*>(room.memory + n % STAGES * Memory::stage + Memory::scores) + strip * 16, high,
+        y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV, length - n * 64, lane);
+    if (sends) blocks_read();
     release(barriers.read(n % STAGES), at);
-    products_wait<0>();
-    register_fence(x);
   }
-  own.end();
-  store_rows<DK, DV>(state, last, head, own.row, lane);
+  if (sends) blocks_arrived();
 }
 
-// The reverse scan, with the arguments and results of gated_delta_reverse. Blocks and teams are those of the forward
-// scan. What dY adds to a chunk is computed while the gradient of the state before it becomes ready.
-template <typename In, int DK, int DV, int SLICE, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
-          typename PY, typename PM, typename PE, typename PS, typename PF>
-inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int length, PQ q, PK k, PY dy, PM mask,
-                                       PE d_last, PS solve, PS scores, PF all_factors, GLOBAL In* d_states,
-                                       GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial) {
-  using Memory = HopperScanMemory<DK, SLICE, STAGES>;
-  const Room room = room_of(shared);
-  const ScanBarriers barriers{room.place + Memory::barriers};
+// The forward scan, with the arguments and results of gated_delta_scan. A block does 64 rows of one state; the grid is
+// (DV / 64, HV, B).
+template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
+          typename PV, typename PM, typename PI, typename PS, typename PF>
+inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask,
+                                    PI initial, bool has_initial, PS solve, PS scores, PF factors, GLOBAL In* y,
+                                    GLOBAL In* states, GLOBAL float* u, GLOBAL float* last) {
+  const Room room = room_of(memory);
+  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
   const int chunks = (length + 63) / 64;
-  barriers.template start<STAGES>(SLICE / 16, at);
+  const long head = (long)at.z * HV + at.y;
+  barriers.template start<STAGES>(at);
   at.group = uniform(at.group);
   if (at.group < 4) {
-    load_chunks<In, DK, DV, SLICE, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve,
-                                                                 scores, all_factors);
-    return;
+    fewer_registers<56>();
+    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
+                                                           factors);
+  } else if (at.group < 8) {
+    more_registers<240>();
+    scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
+  } else {
+    more_registers<216>();
+    const OwnRows<DK, DV> own{at.x * 64, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+    write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y);
   }
-  const int lane = at.lane, strip = at.group - 4;
-  const long head = (long)at.z * HV + at.y;
-  const OwnRows<DK, DV> own{at.x * SLICE + strip * 16, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right),
-                            staging_of<Memory>(room, strip), lane};
+}
+
+// Goes through the chunks in reverse order: the chain of the gradients of the states.
+template <typename In, int DK, int DV, int STAGES, typename PE>
+inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunks, PE d_last, GLOBAL float* d_initial,
+                           long head) {
+  using Memory = HopperScanMemory<DK, STAGES>;
+  const int lane = at.lane, strip = at.group % 4, row = at.x * 64 + strip * 16;
   float state[DK / 2], x[32], part[32];
   unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
-  load_rows<DK, DV>(state, d_last, true, head, own.row, lane);
+  load_rows<DK, DV>(state, d_last, true, head, row, lane);
   const auto get_gradients = [&](int step) {
-    threadgroup bf16* from =
-        reinterpret_cast<threadgroup bf16*>(room.memory + step % STAGES * Memory::stage + Memory::values) + strip * 16;
-    load_turned<SLICE>(gradients, from, lane);
+    load_turned(gradients,
+                reinterpret_cast<threadgroup const bf16*>(room.memory + step % STAGES * Memory::stage + Memory::values) +
+                    strip * 16,
+                lane);
   };
   // Starts P^T dY of a step's chunk.
   const auto start_part = [&](int step) {
@@ -527,7 +591,7 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
     add_times_cores<false, false>(part, gradients, room.place + step % STAGES * Memory::stage + Memory::scores);
     products_sent();
   };
-  // Computes K dS^T while the gradient of the state is written.
+  // Computes K dS^T while the gradient of the state is handed over.
   const auto start = [&](int step) {
     split_pairs(rows, low_rows, state);
     register_fence(rows);
@@ -537,7 +601,7 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
     times_positions<DK>(x, low_rows, room.place + step % STAGES * Memory::stage + Memory::k, false);
     times_positions<DK>(x, rows, room.place + step % STAGES * Memory::stage + Memory::k, true);
     products_sent();
-    own.save_state(chunks - 1 - step, rows, state);
+    hand_state_over<Memory, DK>(room, barriers, step, rows, state, at);
     products_wait<0>();
     register_fence(x);
   };
@@ -546,11 +610,8 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
   register_fence(part);
   start(0);
   for (int step = 0; step < chunks; ++step) {
-    const int n = chunks - 1 - step;
     const unsigned stage = room.place + step % STAGES * Memory::stage;
-    threadgroup char* memory = room.memory + step % STAGES * Memory::stage;
-    threadgroup const float* factors = reinterpret_cast<threadgroup const float*>(memory + Memory::factors);
-    get_gradients(step);
+    threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
     // x becomes w, then R; gradients become G dY.
     each_pair(factors, lane, [&](int i, Factors f) {
       x[2 * i] = f.after[0] * x[2 * i] + part[2 * i];
@@ -563,6 +624,7 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
     products_start();
     add_times_triangle<false>(x, high, low, stage + Memory::solve);
     products_sent();
+    get_gradients(step);
     each_pair(factors, lane, [&](int i, Factors f) {
       gradients[i] = high_pair(f.before[0] * first_of(gradients[i]), f.before[1] * second_of(gradients[i]));
     });
@@ -587,12 +649,7 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
     add_by_keys<DK>(state, end_low, stage + Memory::k);
     add_by_keys<DK>(state, end_high, stage + Memory::k);
     products_sent();
-    own.save_chunk(n, x);
-    each_pair(factors, lane,
-              [&](int i, Factors f) { high[i] = high_pair(f.rate[0] * x[2 * i], f.rate[1] * x[2 * i + 1]); });
-    write_positions<SLICE>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values) + strip * 16, high,
-                           dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64,
-                           lane);
+    hand_chunk_over<Memory>(stage, barriers, step, x, at);
     // The products with G dY are over, so that its registers are free.
     products_wait<1>();
     register_fence(gradients);
@@ -604,6 +661,65 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* shared, int l
     release(barriers.read(step % STAGES), at);
     if (step + 1 < chunks) start(step + 1);
   }
-  own.end();
-  store_rows<DK, DV>(state, d_initial, head, own.row, lane);
+  store_rows<DK, DV>(state, d_initial, head, row, lane);
+}
+// Computes dv from R, and writes it, R, and the gradients of the states.
+template <typename In, int DK, int DV, int HV, int STAGES>
+inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* dv) {
+  using Memory = HopperScanMemory<DK, STAGES>;
+  const int lane = at.lane, strip = at.group % 4, chunks = (length + 63) / 64;
+  const bool sends = strip == 0 && lane == 0;
+  unsigned high[16];
+  for (int step = 0; step < chunks; ++step) {
+    const int n = chunks - 1 - step;
+    const unsigned stage = room.place + step % STAGES * Memory::stage;
+    threadgroup const float* rates = room.floats(step % STAGES * Memory::stage + Memory::factors) + 128;
+    mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
+    mbarrier_wait(barriers.state(), step);
+    if (sends) {
+      own.template send_state<Memory>(n, room);
+      blocks_read();
+    }
+    release(barriers.state_read(), at);
+    mbarrier_wait(barriers.chunk(step), step / 2);
+    if (sends) own.template send_chunk<Memory>(n, stage);
+    each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
+      float rate[2];
+      get_two(rate, rates + i / 2 * 8 + lane % 4 * 2);
+      high[i] = high_pair(rate[0] * first, rate[1] * second);
+    });
+    write_positions(
+        reinterpret_cast<threadgroup bf16*>(room.memory + step % STAGES * Memory::stage + Memory::scores) + strip * 16,
+        high, dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV, length - n * 64,
+        lane);
+    if (sends) blocks_read();
+    release(barriers.read(step % STAGES), at);
+  }
+  if (sends) blocks_arrived();
+}
+
+// The reverse scan, with the arguments and results of gated_delta_reverse. Blocks are those of the forward scan.
+template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
+          typename PY, typename PM, typename PE, typename PS, typename PF>
+inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask,
+                                       PE d_last, PS solve, PS scores, PF factors, GLOBAL In* d_states,
+                                       GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial) {
+  const Room room = room_of(memory);
+  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
+  const int chunks = (length + 63) / 64;
+  const long head = (long)at.z * HV + at.y;
+  barriers.template start<STAGES>(at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    fewer_registers<56>();
+    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
+                                                          factors);
+  } else if (at.group < 8) {
+    more_registers<240>();
+    reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
+  } else {
+    more_registers<216>();
+    const OwnRows<DK, DV> own{at.x * 64, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
+    write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
+  }
 }
