@@ -20,6 +20,7 @@ from .patch_record import Patch
 from .recurrence import served
 from .tables import (
     attention,
+    delta_layers,
     experts,
     latent_attention,
     loading,
@@ -59,7 +60,13 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
-ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *quantized_product.PATCHES)
+ON_CUDA: tuple[Patch, ...] = (
+    *pointwise.PATCHES,
+    *delta_layers.PATCHES,
+    *loading.PATCHES,
+    *sorted_rows.PATCHES,
+    *quantized_product.PATCHES,
+)
 ON_METAL: tuple[Patch, ...] = sorted_rows.PATCHES
 ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
 

@@ -12,8 +12,9 @@ import mlx.optimizers
 import numpy as np
 
 from ..machine import backend
-from ..ops.pointwise import conv_silu, gated_norm, gates, norm, swiglu
+from ..ops.pointwise import conv_heads, conv_silu, gated_norm, gates, norm, swiglu
 from ..ops.pointwise.adam import AdamStep
+from ..ops.pointwise.conv import NormedHeads
 from ..ops.pointwise.joining import end_to_end
 from ..ops.pointwise.pass_launch import Execute, Pass
 from ..ops.pointwise.rows import sum_rows, take_rows
@@ -57,6 +58,20 @@ def reference_conv(x: mx.array, weight: mx.array, length: int, owner: np.ndarray
     return total * mx.sigmoid(total)
 
 
+def reference_heads(
+    x: mx.array, weight: mx.array, heads: NormedHeads, state: mx.array | None = None, owner: np.ndarray | None = None
+) -> tuple[mx.array, ...]:
+    """The definition of `conv_heads`, in float64, with `owner` as for `reference_conv`."""
+    batch, length, channels = x.shape
+    if state is None:
+        state = mx.zeros((batch, weight.shape[1] - 1, channels), mx.float64)
+    y = reference_conv(mx.concatenate([state, x], axis=1), weight, length, owner)
+    q, k, v = mx.split(y, [heads.channels, 2 * heads.channels], axis=-1)
+    q, k = (part.reshape(batch, length, heads.count, heads.size) for part in (q, k))
+    q, k = (part * inverse_rms(part, heads.eps) for part in (q, k))
+    return heads.query_factor * q, heads.key_factor * k, v
+
+
 @dataclass(frozen=True)
 class PointwiseCase:
     """A pass by name, its definition for float64, and the shapes of its arguments."""
@@ -79,6 +94,9 @@ def cases(quick: bool) -> list[PointwiseCase]:
 
     documents = mx.broadcast_to(mx.array(owner.astype(np.int32)), (batch, length))
     normed: Shapes = [(rows, heads, width)]
+    few = NormedHeads(4, width, 1 / width, width**-0.5, _EPS / width)
+    joined = 4 * few.channels
+    of_heads: Shapes = [(batch, length, joined), (joined, taps), (batch, taps - 1, joined)]
     return [
         PointwiseCase("swiglu", swiglu, lambda g, x: g * mx.sigmoid(g) * x, [(rows, heads * width)] * 2),
         PointwiseCase("norm", partial(norm, factor=0.25, eps=_EPS), lambda x: 0.25 * x * inverse_rms(x, _EPS), normed),
@@ -91,6 +109,12 @@ def cases(quick: bool) -> list[PointwiseCase]:
         PointwiseCase("convolution", convolved(None), lambda x, w: reference_conv(x, w, length, None), inputs),
         PointwiseCase(
             "convolution of documents", convolved(documents), lambda x, w: reference_conv(x, w, length, owner), inputs
+        ),
+        PointwiseCase(
+            "convolution and norms of heads",
+            lambda x, w, state, execute: tuple(conv_heads(x, w, few, state, documents, execute=execute)),
+            lambda x, w, state: reference_heads(x, w, few, state, owner),
+            of_heads,
         ),
         PointwiseCase("gates", gates, reference_gates, [(rows, heads)] * 2 + [(heads,)] * 2),
     ]

@@ -6,6 +6,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,5 +270,7 @@ def test_registers_are_shared_out_among_the_threads_of_a_block(gpu):
     kernel = cubin.CubinKernel("f", (), ("y",), "y[0] = 1;\n", "", 0, 384)
     text = kernel.text([], [], [], [mx.float32])
     assert 'extern "C" __global__ void __launch_bounds__(384, 1) f(float* y) {' in text
+    several = replace(kernel, threads=128, resident=3).text([], [], [], [mx.float32])
+    assert "__launch_bounds__(128, 3) f(" in several
     attention("hopper")
     assert {launched["threadgroup"][0] for launched in gpu.launches} == {256, 384}

@@ -46,6 +46,7 @@ class CubinKernel:
         shared_memory: Bytes of shared memory per block.
         threads: Threads per block, for a kernel whose groups share out registers among them or that has many threads;
             else 0, and the compiler gives a thread what it asks for.
+        resident: With `threads`, how many blocks must fit on a multiprocessor, which bounds a thread's registers.
     """
 
     name: str
@@ -55,6 +56,7 @@ class CubinKernel:
     header: str
     shared_memory: int
     threads: int = 0
+    resident: int = 1
 
     def __call__(
         self,
@@ -100,7 +102,7 @@ class CubinKernel:
         parameters += [f"const int {size}" for _, names in sizes for size in names]
         lines = [_constant(*constant) for constant in constants]
         lines += [f"const int {name}_shape[] = {{{', '.join(names)}}};\n" for name, names in sizes if names]
-        bounds = f"__launch_bounds__({self.threads}, 1) " if self.threads else ""
+        bounds = f"__launch_bounds__({self.threads}, {self.resident}) " if self.threads else ""
         start = f'extern "C" __global__ void {bounds}{self.name}({", ".join(parameters)}) {{\n'
         return "".join([_PROLOGUE, self.header, start, *lines, self.source, "}\n"])
 

@@ -513,6 +513,46 @@ inline void give(T* to, long at, const float (&from)[8]) {
   *reinterpret_cast<Eight<T>*>(to + at * 8) = made;
 }
 
+inline void give(bf16* to, long at, const float (&from)[8]) {
+  *reinterpret_cast<uint4*>(to + at * 8) = make_uint4(pack(from[0], from[1]), pack(from[2], from[3]),
+                                                      pack(from[4], from[5]), pack(from[6], from[7]));
+}
+// A piece as it is in memory, which takes half the registers of fp32 while its load is under way.
+template <typename T> struct Octet { uint4 words; };
+template <> struct Octet<float> { uint4 words, more; };
+template <typename T>
+inline void fetch(Octet<T>& to, const T* from, long at, bool aligned) {
+  if (aligned) {
+    const uint4* p = reinterpret_cast<const uint4*>(from + at * 8);
+    to.words = __ldg(p);
+    if constexpr (sizeof(T) == 4) to.more = __ldg(p + 1);
+  } else {
+    Eight<T> found;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) found.x[i] = from[at * 8 + i];
+    to = *reinterpret_cast<const Octet<T>*>(&found);
+  }
+}
+inline void widen(float (&to)[8], const Octet<bf16>& from) {
+  const unsigned words[] = {from.words.x, from.words.y, from.words.z, from.words.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = i % 2 ? unpack_high(words[i / 2]) : unpack_low(words[i / 2]);
+}
+template <typename T>
+inline void widen(float (&to)[8], const Octet<T>& from) {
+  const Eight<T> found = *reinterpret_cast<const Eight<T>*>(&from);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(found.x[i]);
+}
+
+// 1 / (1 + exp(-x)) by the approximations of the hardware, each of which is right to two units in the last place.
+inline float sigmoid_of(float x) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return inverse;
+}
+
 // Starts the barriers of up to two stages. Every thread calls it.
 inline void arrivals_start(char* p, int index) {
   if (index == 0) {

@@ -173,14 +173,15 @@ def kernel_of(
     bodies: tuple[str, ...],
     size: int,
     threads: int = 0,
+    resident: int = 1,
 ) -> Any:
     """Return the kernel of `source`, which calls a body in the files `bodies` and has `size` bytes of shared memory.
 
-    `threads` is that of CubinKernel.
+    `threads` and `resident` are those of CubinKernel.
     """
     text = header(machine, bodies)
     if machine == "cuda":
-        return cubin.CubinKernel(name, inputs, outputs, source, text, size, threads)
+        return cubin.CubinKernel(name, inputs, outputs, source, text, size, threads, resident)
     # Within a process MLX finds a kernel that it built by its name, so different texts need different names.
     name = f"{name}_{crc32((text + source).encode()):08x}"
     return mx.fast.metal_kernel(name, list(inputs), list(outputs), source, text)

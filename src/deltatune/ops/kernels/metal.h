@@ -119,6 +119,25 @@ inline void give(device T* to, long at, const thread float (&from)[8]) {
   for (int i = 0; i < 8; ++i) to[at * 8 + i] = static_cast<T>(from[i]);
 }
 
+// A piece as it is in memory: `fetch` loads it, from an array that starts on 16 bytes if it is `aligned`, and `widen`
+// makes fp32 of it.
+template <typename T>
+struct Octet {
+  T x[8];
+};
+template <typename T>
+inline void fetch(thread Octet<T>& to, const device T* from, long at, bool) {
+  for (int i = 0; i < 8; ++i) to.x[i] = from[at * 8 + i];
+}
+template <typename T>
+inline void widen(thread float (&to)[8], const thread Octet<T>& from) {
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from.x[i]);
+}
+
+inline float sigmoid_of(float x) {
+  return 1.0f / (1.0f + metal::exp(-x));
+}
+
 // The sum over the lanes of a group.
 inline float lane_sum(float x) {
   return simd_sum(x);

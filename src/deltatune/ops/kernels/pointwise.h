@@ -3,9 +3,6 @@
 // Unless its comment says otherwise, a lane loads and stores one piece of eight neighbouring elements, number `at` of
 // `count`, and computes in fp32. Where rows are normed, LANES lanes share a row of 8 LANES elements.
 
-inline float sigmoid_of(float x) {
-  return 1.0f / (1.0f + DELTATUNE_EXP(-x));
-}
 // The derivative of silu(x), from x and its sigmoid.
 inline float silu_slope(float x, float sigmoid) {
   return sigmoid * (1.0f + x * (1.0f - sigmoid));
@@ -212,25 +209,66 @@ inline void end_to_end(long at, long place, GLOBAL float* y, X x, int size, Rest
   end_to_end(at - size, place, y, rest...);
 }
 
-// The causal depthwise convolution of a layer, followed by silu. x is [batch, rows, channels], whose first TAPS - 1
-// rows are the convolution's state and each other row is a token. A lane computes eight channels of ROWS tokens. A tap
-// that would reach into an earlier document contributes nothing; the state belongs to the first document.
+// The causal depthwise convolution of a layer, followed by silu. Its channels are those of KEY_HEADS queries, of as many
+// keys, each of KEY_SIZE channels, and then VALUES others; queries and keys are also normed head by head, as `norms` says.
+// x is [batch, BEFORE + length, channels]. Its first BEFORE rows are the convolution's state, and each other row is a
+// token; where BEFORE is 0, the state is in `state` [batch, TAPS - 1, channels] or is zeros. A tap that would reach into
+// an earlier document contributes nothing; the state belongs to the first document.
+// A lane computes eight channels of ROWS tokens, one token after the other, so that each row is loaded once: what it
+// contributes to later rows is kept in sums. A group has lanes of the same tokens only, and either normed or other
+// channels. Rows are loaded AHEAD of their use.
 
-// The batch row, first row and piece of channels of a lane.
-struct Lanes {
-  int b, row, piece;
+// Queries become q x / sqrt(mean(x^2) + eps), and keys k x / sqrt(mean(x^2) + eps).
+struct HeadNorms {
+  float q, k, eps;
 };
-template <int ROWS>
-inline Lanes lanes_at(long at, int rows, int pieces) {
-  const int blocks = (rows + ROWS - 1) / ROWS;
-  const long rest = at / pieces;
-  return Lanes{(int)(rest / blocks), (int)(rest % blocks) * ROWS, (int)(at % pieces)};
+// What a lane computes: eight channels of ROWS rows from `first` on, of batch row b.
+struct Share {
+  int b, first;
+  // Its eight channels among `pieces` of a row, and among `width` of the output of this part: 0 for queries, 1 for keys,
+  // 2 for the others. Lanes that are not live only take part in their group's sums.
+  int piece, pieces, part, place, width;
+  bool live;
+};
+inline constexpr int lanes_of_head(int size) {
+  int lanes = 1;
+  while (lanes * 8 < size) lanes *= 2;
+  return lanes;
 }
-// Whether token `from` (the state where negative) is in the same document as token t.
-inline bool together(Nothing, long, int, int) { return true; }
-template <typename S>
-inline bool together(const GLOBAL S* segments, long start, int from, int t) {
-  return segments[start + (from < 0 ? 0 : from)] == segments[start + t];
+inline constexpr int whole_groups(int lanes) {
+  return (lanes + 31) / 32 * 32;
+}
+// `rows` is how many rows a batch row has, of which the first is row `start`.
+template <int ROWS, int KEY_HEADS, int KEY_SIZE, int VALUES>
+inline Share share_at(long at, int rows, int start) {
+  constexpr int of_head = lanes_of_head(KEY_SIZE), normed = whole_groups(2 * KEY_HEADS * of_head);
+  constexpr int lanes = normed + whole_groups(VALUES / 8), pieces = (2 * KEY_HEADS * KEY_SIZE + VALUES) / 8;
+  const unsigned block = (unsigned)at / lanes, lane = (unsigned)at % lanes, blocks = (unsigned)(rows + ROWS - 1) / ROWS;
+  Share own;
+  own.b = block / blocks;
+  own.first = start + (int)(block % blocks) * ROWS;
+  own.pieces = pieces;
+  if (lane < normed) {
+    const int head = lane / of_head, place = lane % of_head;
+    own.live = head < 2 * KEY_HEADS && place < KEY_SIZE / 8;
+    own.part = head < KEY_HEADS ? 0 : 1;
+    own.place = (head - own.part * KEY_HEADS) * (KEY_SIZE / 8) + place;
+    own.width = KEY_HEADS * (KEY_SIZE / 8);
+    own.piece = own.part * own.width + own.place;
+  } else {
+    own.part = 2;
+    own.place = lane - normed;
+    own.width = VALUES / 8;
+    own.live = own.place < own.width;
+    own.piece = 2 * KEY_HEADS * (KEY_SIZE / 8) + own.place;
+  }
+  if (!own.live) own.piece = own.place = 0;
+  return own;
+}
+// Whether a lane's elements count in the sums over its head: where heads fill their lanes, always.
+template <int SIZE>
+inline bool counts(const thread Share& own) {
+  return SIZE == 0 || lanes_of_head(SIZE) * 8 == SIZE || own.live;
 }
 // Loads the taps of eight channels from weight [channels, TAPS].
 template <int TAPS, typename W>
@@ -241,87 +279,219 @@ inline void take_taps(thread float (&to)[TAPS][8], W weight, int piece) {
   DELTATUNE_UNROLL
   for (int i = 0; i < 8 * TAPS; ++i) to[i % TAPS][i / TAPS] = found[i / 8][i % 8];
 }
-// Moves the rows of a window one up; the last is to be written next.
+// Loads piece `at` of the state, which is zeros where there is none.
+template <typename T>
+inline void fetch_state(thread Octet<T>& to, Nothing, long, bool) {
+  to = Octet<T>();
+}
+template <typename T>
+inline void fetch_state(thread Octet<T>& to, const GLOBAL T* state, long at, bool aligned) {
+  fetch(to, state, at, aligned);
+}
+inline bool aligned_state(Nothing) { return true; }
+template <typename T>
+inline bool aligned_state(const GLOBAL T* state) { return aligned16(state); }
+// What a lane reads: its channels of x, and the tokens' documents.
+template <int TAPS, int BEFORE, typename T, typename P, typename S>
+struct TokenRows {
+  const GLOBAL T* x;
+  P state;
+  S segments;
+  int length;
+  bool aligned;
+  inline void load(thread Octet<T>& row, thread int& document, const thread Share& own, int t) const {
+    document = segments[(long)own.b * length + (t > 0 ? t : 0)];
+    if (t >= -BEFORE) {
+      fetch(row, x, ((long)own.b * (BEFORE + length) + BEFORE + t) * own.pieces + own.piece, aligned);
+    } else if (t >= -(TAPS - 1)) {
+      fetch_state(row, state, ((long)own.b * (TAPS - 1) + TAPS - 1 + t) * own.pieces + own.piece, aligned);
+    } else {
+      row = Octet<T>();
+    }
+  }
+};
+// Computes the convolution at a token from its row and the sums for it and the later tokens, and adds the row to those.
 template <int TAPS>
-inline void make_room(thread float (&window)[TAPS][8]) {
+inline void convolve(thread float (&sum)[8], thread float (&later)[TAPS - 1][8], const thread float (&row)[8],
+                     const thread float (&w)[TAPS][8]) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) sum[i] = later[0][i] + w[TAPS - 1][i] * row[i];
+  DELTATUNE_UNROLL
+  for (int j = 0; j + 2 < TAPS; ++j)
+    for (int i = 0; i < 8; ++i) later[j][i] = later[j + 1][i] + w[TAPS - 2 - j][i] * row[i];
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) later[TAPS - 2][i] = w[0][i] * row[i];
+}
+template <int TAPS>
+inline void clear_sums(thread float (&later)[TAPS - 1][8]) {
   DELTATUNE_UNROLL
   for (int j = 0; j + 1 < TAPS; ++j)
-    for (int i = 0; i < 8; ++i) window[j][i] = window[j + 1][i];
+    for (int i = 0; i < 8; ++i) later[j][i] = 0.0f;
 }
-// Computes the convolution at token t, whose rows are in `window`.
-template <int TAPS, typename S>
-inline void convolve(thread float (&sum)[8], const thread float (&window)[TAPS][8], const thread float (&w)[TAPS][8],
-                     S segments, long start, int t) {
-  for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+
+// Writes the lane's rows of y. SIZE is that of the heads to norm, or 0.
+template <int TAPS, int ROWS, int AHEAD, int SIZE, typename R, typename W, typename T>
+inline void convolve_forward(const thread Share& own, const thread R& rows, W weight, float factor, float eps,
+                             GLOBAL T* y) {
+  constexpr int lanes = lanes_of_head(SIZE);
+  float w[TAPS][8], later[TAPS - 1][8];
+  take_taps(w, weight, own.piece);
+  clear_sums<TAPS>(later);
+  Octet<T> ahead[AHEAD];
+  int documents[AHEAD];
+  const int start = own.first - (TAPS - 1), last = own.first + ROWS, end = last < rows.length ? last : rows.length;
   DELTATUNE_UNROLL
-  for (int j = 0; j < TAPS; ++j) {
-    if (!together(segments, start, t - (TAPS - 1 - j), t)) continue;
-    for (int i = 0; i < 8; ++i) sum[i] += w[j][i] * window[j][i];
+  for (int i = 0; i < AHEAD; ++i)
+    if (start + i < end) rows.load(ahead[i], documents[i], own, start + i);
+  int document = documents[0];
+  for (int from = start; from < end; from += AHEAD) {
+    DELTATUNE_UNROLL
+    for (int i = 0; i < AHEAD; ++i) {
+      const int t = from + i;
+      if (t < end) {
+        float row[8], sum[8];
+        widen(row, ahead[i]);
+        if (documents[i] != document) clear_sums<TAPS>(later);
+        document = documents[i];
+        if (t + AHEAD < end) rows.load(ahead[i], documents[i], own, t + AHEAD);
+        convolve<TAPS>(sum, later, row, w);
+        if (t >= own.first) {
+          DELTATUNE_UNROLL
+          for (int j = 0; j < 8; ++j) sum[j] = counts<SIZE>(own) ? sum[j] * sigmoid_of(sum[j]) : 0.0f;
+          if (SIZE > 0) {
+            const float by = factor * metal::rsqrt(row_dot<lanes>(sum, sum) / (SIZE > 0 ? SIZE : 1) + eps);
+            for (int j = 0; j < 8; ++j) sum[j] *= by;
+          }
+          if (own.live) give(y, ((long)own.b * rows.length + t) * own.width + own.place, sum);
+        }
+      }
+    }
+  }
+}
+// Computes q, k [batch, length, KEY_HEADS KEY_SIZE] and v [batch, length, VALUES].
+template <int TAPS, int ROWS, int AHEAD, int BEFORE, int KEY_HEADS, int KEY_SIZE, int VALUES, typename T, typename P,
+          typename W, typename S>
+inline void conv_silu_forward(long at, long batch, int length, HeadNorms norms, const GLOBAL T* x, P state, W weight,
+                              S segments, GLOBAL T* q, GLOBAL T* k, GLOBAL T* v) {
+  const Share own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, length, 0);
+  if (own.b >= batch) return;
+  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned_state(state)};
+  if (own.part < 2) {
+    convolve_forward<TAPS, ROWS, AHEAD, KEY_SIZE>(own, rows, weight, own.part == 0 ? norms.q : norms.k, norms.eps,
+                                                  own.part == 0 ? q : k);
+  } else {
+    convolve_forward<TAPS, ROWS, AHEAD, 0>(own, rows, weight, 1.0f, 0.0f, v);
   }
 }
 
-// Computes y [batch, tokens, channels] from x and weight.
-template <int TAPS, int ROWS, typename T, typename W, typename S>
-inline void conv_silu_forward(long at, long batch, int rows, int channels, const GLOBAL T* x, W weight, S segments,
-                              GLOBAL T* y) {
-  const int length = rows - (TAPS - 1), pieces = channels / 8;
-  const Lanes own = lanes_at<ROWS>(at, length, pieces);
-  if (own.b >= batch) return;
-  float w[TAPS][8], window[TAPS][8], sum[8];
+// Makes the gradient of a normed row y = factor s inverse of that of s. `d` holds dy and then ds.
+template <int SIZE>
+inline void unnorm(thread float (&d)[8], const thread float (&s)[8], float factor, float eps) {
+  constexpr int lanes = lanes_of_head(SIZE);
+  const float inverse = metal::rsqrt(row_dot<lanes>(s, s) / SIZE + eps);
+  const float along = row_dot<lanes>(d, s) * inverse * inverse / SIZE;
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) d[i] = factor * inverse * (d[i] - s[i] * along);
+}
+template <>
+inline void unnorm<0>(thread float (&)[8], const thread float (&)[8], float, float) {}
+// The gradients of the convolution's input: `next` receives that of the row TAPS - 1 before the token whose gradient is
+// d. `age` is how many tokens of the same document are known to precede it.
+template <int TAPS>
+inline void convolve_back(thread float (&next)[8], thread float (&earlier)[TAPS - 1][8], const thread float (&d)[8],
+                          const thread float (&w)[TAPS][8], int age) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) next[i] = earlier[0][i] + w[0][i] * (age >= TAPS - 1 ? d[i] : 0.0f);
+  DELTATUNE_UNROLL
+  for (int j = 0; j + 2 < TAPS; ++j)
+    for (int i = 0; i < 8; ++i) earlier[j][i] = earlier[j + 1][i] + w[j + 1][i] * (age >= TAPS - 2 - j ? d[i] : 0.0f);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) earlier[TAPS - 2][i] = w[TAPS - 1][i] * d[i];
+}
+inline void give_state(Nothing, long, const thread float (&)[8]) {}
+template <typename T>
+inline void give_state(GLOBAL T* to, long at, const thread float (&from)[8]) {
+  give(to, at, from);
+}
+
+// Writes the lane's rows of dx. Row s is read by the tokens s to s + TAPS - 1, whose convolutions are computed again.
+template <int TAPS, int ROWS, int AHEAD, int BEFORE, int SIZE, typename R, typename W, typename T, typename D>
+inline void convolve_backward(const thread Share& own, const thread R& rows, W weight, float factor, float eps,
+                              const GLOBAL T* dy, GLOBAL T* dx, D dstate) {
+  float w[TAPS][8], later[TAPS - 1][8], earlier[TAPS - 1][8];
   take_taps(w, weight, own.piece);
-  const long first = ((long)own.b * rows + own.row) * pieces + own.piece, start = (long)own.b * length;
+  clear_sums<TAPS>(later);
+  clear_sums<TAPS>(earlier);
+  Octet<T> ahead[AHEAD], dy_ahead[AHEAD];
+  int documents[AHEAD];
+  const int start = own.first - (TAPS - 1), last = own.first + ROWS + TAPS - 1, length = rows.length;
+  const int end = last < length ? last : length, done = last < length + TAPS - 1 ? last : length + TAPS - 1;
+  const bool aligned = aligned16(dy);
+  const int computed = own.first > 0 ? own.first : 0;
   DELTATUNE_UNROLL
-  for (int j = 0; j + 1 < TAPS; ++j) take(window[j + 1], x, first + (long)j * pieces);
-  DELTATUNE_UNROLL
-  for (int r = 0; r < ROWS; ++r) {
-    const int t = own.row + r;
-    if (t >= length) break;
-    make_room(window);
-    take(window[TAPS - 1], x, first + (long)(r + TAPS - 1) * pieces);
-    convolve(sum, window, w, segments, start, t);
-    for (int i = 0; i < 8; ++i) sum[i] *= sigmoid_of(sum[i]);
-    give(y, (start + t) * pieces + own.piece, sum);
+  for (int i = 0; i < AHEAD; ++i) {
+    if (start + i < end) rows.load(ahead[i], documents[i], own, start + i);
+    if (start + i >= computed && start + i < end)
+      fetch(dy_ahead[i], dy, ((long)own.b * length + start + i) * own.width + own.place, aligned);
+  }
+  int document = documents[0], age = TAPS;
+  for (int from = start; from < done; from += AHEAD) {
+    DELTATUNE_UNROLL
+    for (int i = 0; i < AHEAD; ++i) {
+      const int t = from + i;
+      if (t < done) {
+        float row[8], d[8], sum[8];
+        DELTATUNE_UNROLL
+        for (int j = 0; j < 8; ++j) d[j] = 0.0f;
+        if (t < end) {
+          widen(row, ahead[i]);
+          if (t >= computed) widen(d, dy_ahead[i]);
+          const bool same = documents[i] == document;
+          if (!same) clear_sums<TAPS>(later);
+          age = same ? (age < TAPS ? age + 1 : TAPS) : 0;
+          document = documents[i];
+          if (t + AHEAD < end) {
+            rows.load(ahead[i], documents[i], own, t + AHEAD);
+            if (t + AHEAD >= computed)
+              fetch(dy_ahead[i], dy, ((long)own.b * length + t + AHEAD) * own.width + own.place, aligned);
+          }
+          convolve<TAPS>(sum, later, row, w);
+          if (t >= computed) {
+            DELTATUNE_UNROLL
+            for (int j = 0; j < 8; ++j) {
+              const float sigmoid = sigmoid_of(sum[j]);
+              row[j] = counts<SIZE>(own) ? sum[j] * sigmoid : 0.0f;
+              sum[j] = sigmoid + row[j] * (1.0f - sigmoid);
+              d[j] = counts<SIZE>(own) ? d[j] : 0.0f;
+            }
+            unnorm<SIZE>(d, row, factor, eps);
+            for (int j = 0; j < 8; ++j) d[j] *= sum[j];
+          }
+        }
+        convolve_back<TAPS>(row, earlier, d, w, age);
+        const int s = t - (TAPS - 1);
+        if (s >= own.first && own.live) {
+          if (s >= -BEFORE) give(dx, ((long)own.b * (BEFORE + length) + BEFORE + s) * own.pieces + own.piece, row);
+          else give_state(dstate, ((long)own.b * (TAPS - 1) + TAPS - 1 + s) * own.pieces + own.piece, row);
+        }
+      }
+    }
   }
 }
-// Computes dx [batch, rows, channels]. Row s of x is read by the tokens s - TAPS + 1 to s, whose convolutions are
-// computed again.
-template <int TAPS, int ROWS, typename T, typename W, typename S>
-inline void conv_silu_backward(long at, long batch, int rows, int channels, const GLOBAL T* x, W weight, S segments,
-                               const GLOBAL T* dy, GLOBAL T* dx) {
-  const int length = rows - (TAPS - 1), pieces = channels / 8;
-  const Lanes own = lanes_at<ROWS>(at, rows, pieces);
+// Computes dx, and the gradient of the state where the call has one, from the gradients of q, k and v.
+template <int TAPS, int ROWS, int AHEAD, int BEFORE, int KEY_HEADS, int KEY_SIZE, int VALUES, typename T, typename P,
+          typename W, typename S, typename D>
+inline void conv_silu_backward(long at, long batch, int length, HeadNorms norms, const GLOBAL T* x, P state, W weight,
+                               S segments, const GLOBAL T* dq, const GLOBAL T* dk, const GLOBAL T* dv, GLOBAL T* dx,
+                               D dstate, bool stateful) {
+  const int before = BEFORE > 0 || stateful ? TAPS - 1 : 0;
+  const Share own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, before + length, -before);
   if (own.b >= batch) return;
-  float w[TAPS][8], window[TAPS][8], d[TAPS][8], sum[8];
-  take_taps(w, weight, own.piece);
-  const long first = (long)own.b * rows * pieces + own.piece, start = (long)own.b * length;
-  DELTATUNE_UNROLL
-  for (int j = 0; j + 1 < TAPS; ++j) {
-    const int row = own.row - (TAPS - 1) + j;
-    take(window[j + 1], x, first + (long)(row > 0 ? row : 0) * pieces);
-  }
-  DELTATUNE_UNROLL
-  for (int r = -(TAPS - 1); r < ROWS; ++r) {
-    const int t = own.row + r;
-    if (t >= rows) break;
-    make_room(window);
-    make_room(d);
-    for (int i = 0; i < 8; ++i) d[TAPS - 1][i] = 0.0f;
-    if (t >= 0 && t < length) {
-      take(window[TAPS - 1], x, first + (long)(t + TAPS - 1) * pieces);
-      convolve(sum, window, w, segments, start, t);
-      take(d[TAPS - 1], dy, (start + t) * pieces + own.piece);
-      for (int i = 0; i < 8; ++i) d[TAPS - 1][i] *= silu_slope(sum[i], sigmoid_of(sum[i]));
-    } else if (t + TAPS - 1 >= 0 && t + TAPS - 1 < rows) {
-      take(window[TAPS - 1], x, first + (long)(t + TAPS - 1) * pieces);
-    }
-    if (r < 0) continue;
-    for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
-    DELTATUNE_UNROLL
-    for (int j = 0; j < TAPS; ++j) {
-      const int reader = t - j;
-      if (reader < 0 || reader >= length || !together(segments, start, t - (TAPS - 1), reader)) continue;
-      for (int i = 0; i < 8; ++i) sum[i] += w[j][i] * d[TAPS - 1 - j][i];
-    }
-    give(dx, first + (long)t * pieces, sum);
+  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned_state(state)};
+  if (own.part < 2) {
+    convolve_backward<TAPS, ROWS, AHEAD, BEFORE, KEY_SIZE>(own, rows, weight, own.part == 0 ? norms.q : norms.k,
+                                                           norms.eps, own.part == 0 ? dq : dk, dx, dstate);
+  } else {
+    convolve_backward<TAPS, ROWS, AHEAD, BEFORE, 0>(own, rows, weight, 1.0f, 0.0f, dv, dx, dstate);
   }
 }

@@ -4,9 +4,9 @@ They are the norms, gates, activation and convolution of a gated-delta layer, Ad
 the rows of experts. Each is compared with MLX's operations before its first use on a machine (passes.py).
 """
 
-from .conv import conv_silu
+from .conv import conv_heads, conv_silu
 from .gating import gates, log_gate
 from .norms import gated_norm, norm
 from .silu import swiglu
 
-__all__ = ["conv_silu", "gated_norm", "gates", "log_gate", "norm", "swiglu"]
+__all__ = ["conv_heads", "conv_silu", "gated_norm", "gates", "log_gate", "norm", "swiglu"]

@@ -1,20 +1,69 @@
-"""The short causal convolution of a gated-delta layer, together with the silu that follows it."""
+"""The short causal convolution of a gated-delta layer, with the silu and the norms of queries and keys that follow it.
+
+One kernel computes them forward, and one backward: it computes the convolution again from its input. Where a layer
+convolves queries, keys and values together, they come out as arrays of their own, and so do their gradients come in;
+slices of one array would be copied before the next kernel, and the gradients of slices be joined.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
 
 from ..causal_conv import causal_conv
 from ..kernels.launch import ABSENT, Outputs
+from ..trial import Kind
 from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
-# How many tokens one lane computes.
-ROWS = 8
-# The filter lengths K that the kernels support.
-TAPS = (2, 3, 4)
+# The filter lengths K that the kernels support, and the largest head that they norm.
+TAPS, LARGEST_HEAD = (2, 3, 4), 256
+# Lanes come in groups of so many, with eight channels each.
+_GROUP, _LANE = 32, 8
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a lane goes along the tokens.
+
+    Attributes:
+        rows: how many tokens it computes.
+        ahead: how many rows it loads before it needs the first of them.
+        resident: how many blocks must fit on a multiprocessor, which bounds a lane's registers.
+    """
+
+    rows: int
+    ahead: int
+    resident: int
+
+
+FORWARD, BACKWARD = Walk(16, 3, 4), Walk(16, 3, 3)
+
+
+@dataclass(frozen=True)
+class NormedHeads:
+    """What the first channels of a convolution are: the queries of all heads, and then their keys.
+
+    Attributes:
+        count: how many heads of queries there are, and of keys.
+        size: the channels of a head.
+        query_factor: queries become query_factor * x / sqrt(mean(x^2) + eps).
+        key_factor: that of the keys.
+        eps: what is added to the mean of the squares.
+    """
+
+    count: int
+    size: int
+    query_factor: float
+    key_factor: float
+    eps: float
+
+    @property
+    def channels(self) -> int:
+        """The channels of the queries, which are as many as those of the keys."""
+        return self.count * self.size
 
 
 def conv_silu(
@@ -37,59 +86,222 @@ def conv_silu(
     """
     if not covers(x, weight):
         raise ValueError(f"conv_silu: x must be [B, K - 1 + T, 8 n], weight [8 n, K], got {x.shape}, {weight.shape}.")
-    extra = [] if segments is None else [mx.stop_gradient(segments).astype(mx.int32)]
-    return _passes(segments is not None)(x, weight, *extra, execute=execute)[0]
+    return _passes(_joined_form(x, weight, segments))(x, weight, *_fixed(segments), execute=execute)[0]
+
+
+def conv_heads(
+    x: mx.array,
+    weight: mx.array,
+    heads: NormedHeads,
+    state: mx.array | None = None,
+    segments: mx.array | None = None,
+    *,
+    execute: Execute = Pass.run,
+) -> list[mx.array]:
+    """Return queries, keys and values: silu of the depthwise causal convolution, and the norms of queries and keys.
+
+    Args:
+        x: [B, T, C] floats; C is that of the queries, the keys and then the values, each a multiple of 8.
+        weight: [C, K], K from 2 to 4.
+        heads: the queries and keys.
+        state: [B, K - 1, C], the inputs before x, oldest first, in x's dtype. None means zeros.
+        segments: as for `conv_silu`.
+        execute: runs a launch; tests run it on the host machine.
+
+    Returns:
+        Queries and keys [B, T, heads.count, heads.size] and values [B, T, the other channels], in x's dtype.
+
+    Raises:
+        ValueError: `covers_heads` refuses the arrays.
+    """
+    if not covers_heads(x, weight, heads, state):
+        before = None if state is None else state.shape
+        raise ValueError(f"conv_heads: x {x.shape}, weight {weight.shape} and state {before} do not fit {heads}.")
+    form = _Form(weight.shape[1], x.shape[2], heads, False, state is not None, segments is not None)
+    arrays = [x, *([] if state is None else [state]), weight, *_fixed(segments)]
+    return _passes(form)(*arrays, execute=execute)
 
 
 def covers(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernels can compute with arrays of these shapes and dtypes."""
+    """Whether the kernels of `conv_silu` can compute with arrays of these shapes and dtypes."""
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in TAPS:
         return False
     return mx.issubdtype(x.dtype, mx.floating) and x.shape[2] % 8 == 0 and x.shape[1] >= weight.shape[1] and x.size > 0
 
 
+def covers_heads(x: mx.array, weight: mx.array, heads: NormedHeads, state: mx.array | None = None) -> bool:
+    """Whether the kernels of `conv_heads` can compute with arrays of these shapes and dtypes."""
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in TAPS:
+        return False
+    if state is not None and (state.dtype != x.dtype or state.shape != (x.shape[0], weight.shape[1] - 1, x.shape[2])):
+        return False
+    values = x.shape[2] - 2 * heads.channels
+    fits = heads.size % _LANE == values % _LANE == 0 and heads.size <= LARGEST_HEAD and heads.count > 0 < values
+    return fits and mx.issubdtype(x.dtype, mx.floating) and x.size > 0
+
+
 def serves(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> bool:
     """Whether `conv_silu` is to be used: the kernels cover these arrays, are faster, and were found right here."""
-    if x.size < LEAST or not covers(x, weight):
+    return x.size >= LEAST and covers(x, weight) and _passes_trial(_joined_form(x, weight, segments), x, weight)
+
+
+def serves_heads(
+    x: mx.array,
+    weight: mx.array,
+    heads: NormedHeads,
+    state: mx.array | None = None,
+    segments: mx.array | None = None,
+) -> bool:
+    """Whether `conv_heads` is to be used: the kernels cover these arrays, are faster, and were found right here."""
+    if x.size < LEAST or not covers_heads(x, weight, heads, state):
         return False
-    taps, batch, channels, length = weight.shape[1], 3, 24, 2 * ROWS + 5
+    form = _Form(weight.shape[1], x.shape[2], heads, False, state is not None, segments is not None)
+    return _passes_trial(form, x, weight)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the kernels' text depends on: `joined` if the state is in x's first rows, `stateful` if it is apart."""
+
+    taps: int
+    channels: int
+    heads: NormedHeads | None
+    joined: bool
+    stateful: bool
+    segmented: bool
+
+    @property
+    def before(self) -> int:
+        return self.taps - 1 if self.joined else 0
+
+    @property
+    def values(self) -> int:
+        return self.channels - (2 * self.heads.channels if self.heads else 0)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("x", *["state"] * self.stateful, "weight", *["segments"] * self.segmented)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("q", "k", "v") if self.heads else ("y",)
+
+    def outputs(self, x: mx.array) -> Outputs:
+        """The shapes and dtypes of the forward kernel's outputs."""
+        tokens, heads = (x.shape[0], x.shape[1] - self.before), self.heads
+        shapes: list[tuple[int, ...]] = [(*tokens, heads.count, heads.size)] * 2 if heads else []
+        shapes.append((*tokens, self.values))
+        return {name: (shape, x.dtype) for name, shape in zip(self.names, shapes, strict=True)}
+
+    def lanes_of_row(self) -> int:
+        """How many lanes share out the channels of a row (see share_at)."""
+        normed = 2 * self.heads.count * _lanes_of_head(self.heads.size) if self.heads else 0
+        return _whole_groups(normed) + _whole_groups(self.values // _LANE)
+
+    def launch(
+        self, name: str, walk: Walk, rows: int, inputs: dict[str, mx.array], out: Outputs, more: tuple[str, ...]
+    ) -> Pass:
+        """Describe the launch of the body `name`, whose lanes share out `rows` rows; its last arguments are `more`."""
+        heads = self.heads
+        norms = (heads.query_factor, heads.key_factor, heads.eps) if heads else (1.0, 1.0, 0.0)
+        optional = [text if text in self.inputs else ABSENT for text in ("state", "segments")]
+        arguments = (
+            "(long)x_shape[0]",
+            f"x_shape[1] - {self.before}",
+            f"HeadNorms{{{', '.join(f'{number!r}f' for number in norms)}}}",
+            *("x", optional[0], "weight", optional[1]),
+            *more,
+        )
+        sizes = (heads.count, heads.size) if heads else (0, 0)
+        constants = (self.taps, walk.rows, walk.ahead, self.before, *sizes, self.values)
+        lanes = inputs["x"].shape[0] * -(-rows // walk.rows) * self.lanes_of_row()
+        return Pass(name, inputs, out, arguments, lanes, constants, walk.resident)
+
+
+def _joined_form(x: mx.array, weight: mx.array, segments: mx.array | None) -> _Form:
+    return _Form(weight.shape[1], x.shape[2], None, True, False, segments is not None)
+
+
+def _fixed(segments: mx.array | None) -> list[mx.array]:
+    return [] if segments is None else [mx.stop_gradient(segments).astype(mx.int32)]
+
+
+def _lanes_of_head(size: int) -> int:
+    return 1 << (size // _LANE - 1).bit_length()
+
+
+def _whole_groups(lanes: int) -> int:
+    return -(-lanes // _GROUP) * _GROUP
+
+
+def _passes_trial(form: _Form, x: mx.array, weight: mx.array) -> bool:
+    batch, length = 3, 2 * max(FORWARD.rows, BACKWARD.rows) + 5
     documents = mx.broadcast_to(mx.arange(length) // 7, (batch, length))
-    return _passes(segments is not None).passes_trial(
-        ((batch, taps - 1 + length, channels), x.dtype),
-        ((channels, taps), weight.dtype),
-        others=[] if segments is None else [documents],
-    )
-
-
-def _plain(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> Arrays:
-    history = weight.shape[1] - 1
-    y, _ = causal_conv(x[:, history:], weight, initial_state=x[:, :history], segments=segments)
-    return [y * mx.sigmoid(y)]
+    kinds: list[Kind] = [((batch, form.before + length, form.channels), x.dtype)]
+    if form.stateful:
+        kinds.append(((batch, form.taps - 1, form.channels), x.dtype))
+    kinds.append((weight.shape, weight.dtype))
+    return _passes(form).passes_trial(*kinds, others=[documents] if form.segmented else [])
 
 
 @cache
-def _passes(segmented: bool) -> Passes:
-    names = ("x", "weight", "segments")[: 2 + segmented]
-    first = ("(long)x_shape[0]", "x_shape[1]", "x_shape[2]", "x", "weight", "segments" if segmented else ABSENT)
+def _passes(form: _Form) -> Passes:
+    count, history = len(form.inputs), form.taps - 1
 
-    def launch(name: str, arrays: Arrays, more: dict[str, mx.array], out: str, rows: int) -> Pass:
-        """Describe the launch of the kernel body `name`, whose output `out` is [B, rows, C]."""
-        x, weight, *_ = arrays
-        inputs = dict(zip(names, arrays, strict=True)) | more
-        outputs: Outputs = {out: ((x.shape[0], rows, x.shape[2]), x.dtype)}
-        lanes = x.shape[0] * -(-rows // ROWS) * (x.shape[2] // 8)
-        return Pass(name, inputs, outputs, (*first, *more, out), lanes, (weight.shape[1], ROWS))
+    def forward(*arrays: mx.array) -> Pass:
+        outputs, rows = form.outputs(arrays[0]), arrays[0].shape[1] - form.before
+        named = dict(zip(form.inputs, arrays, strict=True))
+        return form.launch("conv_silu_forward", FORWARD, rows, named, outputs, _three(tuple(outputs)))
 
-    def forward(x: mx.array, weight: mx.array, *rest: mx.array) -> Pass:
-        return launch("conv_silu_forward", (x, weight, *rest), {}, "y", x.shape[1] - weight.shape[1] + 1)
+    def backward(*arrays: mx.array) -> Pass:
+        x = arrays[0]
+        inputs = dict(zip(form.inputs, arrays[:count], strict=True))
+        cotangents = {f"d{name}": d.astype(x.dtype) for name, d in zip(form.names, arrays[count:], strict=True)}
+        outputs: Outputs = {"dx": (x.shape, x.dtype)}
+        if form.stateful:
+            outputs["dstate"] = (arrays[1].shape, x.dtype)
+        more = (*_three(tuple(cotangents)), "dx", "dstate" if form.stateful else ABSENT, str(form.stateful).lower())
+        rows = x.shape[1] + history * form.stateful
+        return form.launch("conv_silu_backward", BACKWARD, rows, inputs | cotangents, outputs, more)
 
-    def backward(x: mx.array, *rest: mx.array) -> Pass:
-        *others, dy = rest
-        return launch("conv_silu_backward", (x, *others), {"dy": dy.astype(x.dtype)}, "dx", x.shape[1])
+    def plain(*arrays: mx.array) -> Arrays:
+        return _with_mlx(form, dict(zip(form.inputs, arrays, strict=True)))
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         # x is an argument: mx.vjp walks through everything that an array which is none was computed from.
-        return mx.vjp(lambda *arrays: list(_plain(*arrays)), list(primals), list(cotangents))[1][1:2]
+        place = form.inputs.index("weight")
+        return mx.vjp(plain, list(primals), list(cotangents))[1][place : place + 1]
 
-    name = "conv and silu of documents" if segmented else "conv and silu"
-    return Passes(name, forward, backward, _plain, parameters, fixed=int(segmented))
+    return Passes(_name(form), forward, backward, plain, parameters, fixed=int(form.segmented))
+
+
+def _three(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The kernels take three arrays; without queries and keys they use the last alone."""
+    return names * (3 // len(names))
+
+
+def _name(form: _Form) -> str:
+    documents = " of documents" if form.segmented else ""
+    sizes = f"{form.channels} channels, {form.taps} taps{', with a state' if form.stateful else ''}"
+    heads = form.heads
+    if heads is None:
+        return f"conv and silu{documents} ({sizes})"
+    numbers = f"{heads.query_factor}, {heads.key_factor}, {heads.eps}"
+    return f"conv, silu and norms{documents} ({sizes}, {heads.count} heads of {heads.size}, {numbers})"
+
+
+def _with_mlx(form: _Form, given: dict[str, mx.array]) -> Arrays:
+    x, weight, segments = given["x"], given["weight"], given.get("segments")
+    state = x[:, : form.before] if form.joined else given.get("state")
+    y, _ = causal_conv(x[:, form.before :], weight, initial_state=state, segments=segments)
+    y = y * mx.sigmoid(y)
+    if form.heads is None:
+        return [y]
+    heads = form.heads
+    *normed, values = mx.split(y, [heads.channels, 2 * heads.channels], axis=-1)
+    found = []
+    for rows, factor in zip(normed, (heads.query_factor, heads.key_factor), strict=True):
+        rows = rows.reshape(*y.shape[:2], heads.count, heads.size)
+        mean = mx.square(rows.astype(mx.float32)).mean(axis=-1, keepdims=True)
+        found.append((factor * rows * mx.rsqrt(mean + heads.eps)).astype(y.dtype))
+    return [*found, values]

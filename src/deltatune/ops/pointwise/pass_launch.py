@@ -27,6 +27,7 @@ class Pass:
         arguments: the body's arguments, as they are written in the kernel's text.
         lanes: how many lanes the body needs.
         constants: the body's compile-time constants.
+        resident: how many blocks must fit on a multiprocessor, which bounds a lane's registers; 0 for no bound.
     """
 
     groups: ClassVar[int] = GROUPS
@@ -39,6 +40,7 @@ class Pass:
     arguments: tuple[str, ...]
     lanes: int
     constants: tuple[int, ...] = ()
+    resident: int = 0
 
     @property
     def blocks(self) -> tuple[int, int, int]:
@@ -53,7 +55,8 @@ class Pass:
 
     def run(self) -> list[mx.array]:
         """Launch the kernel on the CUDA device, and return its outputs."""
-        kernel = kernel_of("cuda", self.name, tuple(self.inputs), tuple(self.outputs), self.source, BODIES, 0)
+        names, bound = (tuple(self.inputs), tuple(self.outputs)), (_LANES if self.resident else 0, self.resident)
+        kernel = kernel_of("cuda", self.name, *names, self.source, BODIES, 0, *bound)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 

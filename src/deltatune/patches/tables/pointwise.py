@@ -101,18 +101,18 @@ def _is_swiglu(upstream: Function, _ours: Function) -> str | None:
     return describe_difference([upstream(gate, x)], [gate * mx.sigmoid(gate) * x], 1e-5, "silu(gate) x")
 
 
-_RECORD: dict[str, Any] = {
+RECORD: dict[str, Any] = {
     "holders": (),
     "reason": "on an NVIDIA GPU it reads memory several times, forward and backward, where once is enough",
     "without": _SLOWER,
 }
-_MLX_LM: dict[str, Any] = {"package": "mlx_lm", **_RECORD}
+_MLX_LM: dict[str, Any] = {"package": "mlx_lm", **RECORD}
 
 # Without a convolution before it, nn.silu stays MLX's: mlx-lm also calls it inside functions that are compiled for any
 # shape, and deltatune's kernels cannot be used there.
 PATCHES = (
     Patch(
-        **_RECORD,
+        **RECORD,
         package="mlx",
         versions=">=0.31.2,<0.33",
         module="mlx.nn.layers.activations",

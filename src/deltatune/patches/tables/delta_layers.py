@@ -1,0 +1,114 @@
+"""Replaces the forward pass of the gated-delta layers of Qwen3.5 and Qwen3-Next in training, on NVIDIA GPUs.
+
+Between the projections and the recurrence upstream joins a state of zeros to the rows, convolves them, splits the
+result into queries, keys and values, and norms the first two. There each kernel copies what it reads of the split, and
+the backward pass joins the three gradients and cuts the state off again. In the place of all this, one kernel reads the
+projection and writes three arrays, and one goes back. Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...layers import ENTRY_POINT
+from ...machine import backend
+from ...ops import pieces, segments
+from ...ops.pointwise import conv
+from ..patch_record import Function, Patch
+from .pointwise import RECORD
+
+
+class _Projected(NamedTuple):
+    """What a layer computes from its input: q, k and v beside one another [B, T, C], z [B, T, Hv, Dv], b and a."""
+
+    qkv: mx.array
+    z: mx.array
+    b: mx.array
+    a: mx.array
+
+
+def _of_qwen3_5(layer: Any, x: mx.array) -> _Projected:
+    qkv, z = layer.in_proj_qkv(x), layer.in_proj_z(x)
+    z = z.reshape(*x.shape[:2], layer.num_v_heads, layer.head_v_dim)
+    return _Projected(qkv, z, layer.in_proj_b(x), layer.in_proj_a(x))
+
+
+def _of_qwen3_next(layer: Any, x: mx.array) -> _Projected:
+    q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+    return _Projected(mx.concatenate([part.reshape(*x.shape[:2], -1) for part in (q, k, v)], axis=-1), z, b, a)
+
+
+def _heads(layer: Any, eps: float, of_sum: bool) -> conv.NormedHeads:
+    """The norms of a layer whose `eps` is added to the sum of the squares or, if not `of_sum`, to their mean."""
+    size = layer.head_k_dim
+    return conv.NormedHeads(layer.num_k_heads, size, 1 / size, size**-0.5, eps / size if of_sum else eps)
+
+
+def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
+    """Whether a call is a training step of one device, on whole rows or on a piece of one."""
+    if backend.device() != "cuda" or not layer.training or getattr(layer, "sharding_group", None) is not None:
+        return False
+    documents, taps = segments.current(), layer.conv1d
+    plain = type(taps) is nn.Conv1d and "bias" not in taps and (taps.stride, taps.padding, taps.dilation) == (1, 0, 1)
+    fits = documents is None or documents.shape == x.shape[:2]
+    return plain and fits and (cache is None or isinstance(cache, pieces.States))
+
+
+def _last_rows(before: mx.array | None, x: mx.array, count: int) -> mx.array:
+    """The last `count` rows of the convolution's input: of x [B, T, C], and where that is shorter of `before` too."""
+    if x.shape[1] < count:
+        before = mx.zeros((x.shape[0], count, x.shape[2]), x.dtype) if before is None else before
+        x = mx.concatenate([before, x], axis=1)
+    return mx.contiguous(x[:, x.shape[1] - count :])
+
+
+def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Callable[[Function], Function]:
+    def replacement(upstream: Function) -> Function:
+        def __call__(self: Any, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:  # noqa: N807
+            if not _trained_here(self, inputs, cache):
+                return upstream(self, inputs, mask, cache)
+            qkv, z, b, a = project(self, inputs)
+            before, state = (None, None) if cache is None else (cache[0], cache[1])
+            arguments = (self.conv1d.weight[..., 0], _heads(self, 1e-6, of_sum), before, segments.current())
+            if not conv.serves_heads(qkv, *arguments):
+                return upstream(self, inputs, mask, cache)
+            if mask is not None:
+                qkv = mx.where(mask[..., None], qkv, 0)
+            q, k, v = conv.conv_heads(qkv, *arguments)
+            # Looked up at each call, since a patch replaces this function too.
+            update = upstream.__globals__[ENTRY_POINT]
+            v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
+            out, state = update(q, k, v, a, b, self.A_log, self.dt_bias, state, mask, use_kernel=False)
+            if cache is not None:
+                cache[0], cache[1] = _last_rows(before, qkv, self.conv_kernel_size - 1), state
+                cache.advance(inputs.shape[1])
+            return self.out_proj(self.norm(out, z).reshape(*inputs.shape[:2], -1))
+
+        return __call__
+
+    return replacement
+
+
+def _records(module: str, name: str, project: Callable[[Any, mx.array], _Projected]) -> tuple[Patch, Patch]:
+    """The records of a layer: mlx-lm 0.31.3 adds eps to the mean of the squares, later versions add it to their sum."""
+    record: dict[str, Any] = {
+        **RECORD,
+        "package": "mlx_lm",
+        "module": f"mlx_lm.models.{module}",
+        "name": f"{name}.__call__",
+        "signature": "(self, inputs, mask=None, cache=None)",
+    }
+    return (
+        Patch(**record, versions="==0.31.3", replacement=_layer(project, of_sum=False)),
+        Patch(**record, versions=">=0.32.0,<=0.32.2", replacement=_layer(project, of_sum=True)),
+    )
+
+
+PATCHES = (
+    *_records("qwen3_5", "GatedDeltaNet", _of_qwen3_5),
+    *_records("qwen3_next", "Qwen3NextGatedDeltaNet", _of_qwen3_next),
+)
