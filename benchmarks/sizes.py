@@ -63,15 +63,17 @@ class Size:
 
 WRITTEN = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(/channel)?")
 CPU = Size(1, 2048, 4, 4, dtype="float32")
-GPU = [
+SCALAR = [
     Size(2, 2048, 16, 16),
     Size(2, 2048, 16, 32),
     Size(1, 8192, 16, 32),
+    Size(1, 8192, 16, 48),
+    Size(1, 8192, 16, 64),
     Size(8, 4096, 32, 32),
     Size(1, 65536, 16, 32),
     Size(8, 8192, 16, 32),
-    Size(2, 2048, 16, 16, per_channel=True),
 ]
+GPU = [*SCALAR, *(replace(size, per_channel=True) for size in SCALAR)]
 # The plot shows one sequence at increasing lengths.
 LENGTHS = [2**power for power in range(10, 17)]
 SWEEP = [Size(1, tokens, 16, 32) for tokens in LENGTHS]
