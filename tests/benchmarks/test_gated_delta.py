@@ -70,7 +70,7 @@ def test_table_and_plot(results):
     picture = path.with_suffix(".svg")
     run(HERE / "plot.py", path, picture)
     text = picture.read_text()
-    assert "deltatune chunk" in text
+    assert all(label in text for label in ("deltatune chunk", "ms per 1,000 tokens", "tokens in the sequence, T"))
     assert len(text) < 200_000
 
 
