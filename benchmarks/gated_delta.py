@@ -241,7 +241,8 @@ def chosen(options: argparse.Namespace) -> tuple[list[Size], list[Size]]:
 def parse() -> argparse.Namespace:
     parser = processes.parser(__doc__)
     parser.add_argument("results", nargs="?", default=os.devnull, help="the file to write, JSON")
-    parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
+    names = list(ENTRIES)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
     sizes = "only these sizes, such as 1x8192x16/32 or 1x8192x16/32/channel; without any, those of the table"
     parser.add_argument("--sizes", nargs="*", type=size_written, metavar="SIZE", help=sizes)
     lengths = f"only the sizes of the plot: one row of these lengths; without any, {LENGTHS[0]} to {LENGTHS[-1]}"

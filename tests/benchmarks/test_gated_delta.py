@@ -120,6 +120,20 @@ def test_sizes_are_written_in_one_way():
         sizes.Size.written("1x8192x16/40")
 
 
+def test_fla_s_row_is_of_fla_s_kernels(monkeypatch):
+    """FLA calls FlashQLA and TileLang by itself where they are installed, unless these variables forbid it."""
+    import registry
+
+    names = ("FLA_FLASH_QLA", "FLA_TILELANG")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    found = {}
+    for row in ("FLA Triton", "FLA Triton, per channel", "FLA TileLang", "FLA TileLang, per channel"):
+        registry.on("gpu")[row].make()
+        found[row] = [os.environ[name] for name in names]
+    assert list(found.values()) == [["0", "0"], ["0", "0"], ["0", "1"], ["0", "1"]]
+
+
 def test_the_wrong_get_no_time():
     import tables
 
