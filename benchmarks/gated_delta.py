@@ -1,27 +1,35 @@
 """Times the gated delta rule on this machine's GPU, forward and backward, beside all other installed implementations.
 
-usage: python benchmarks/gated_delta.py RESULTS.json [--seconds 500] [--only NAME ...] [--tiny] [--no-sweep]
+usage: python benchmarks/gated_delta.py RESULTS.json [--only NAME ...] [--sizes [SIZE ...]] [--lengths [T ...]]
+                                        [--limit 120] [--seconds 500] [--tiny]
 
-Each implementation has a process of its own, one after another, so that one that fails or takes too long stops no
-other. It is first compared with a float64 recurrence on the first tokens (verify.py), and gets no time where it
-differs. For each size (sizes.py) it then measures: the median of 20 calls, each waited for; many calls in a row, none
-waiting for the one before (a replayed CUDA graph for FLA); the forward pass alone; and the peak memory beyond inputs
-and gradients. Every record is printed and written to RESULTS.json at once; tables.py and plot.py read that file.
+Implementations run in processes of their own, one after another. One that is not installed is named once. A process
+takes one size after another; one that fails, dies or needs more than --limit seconds at a size is replaced by a new
+one for the sizes after it, so that no implementation and no size stops another.
+
+An implementation is first compared with a float64 recurrence on the first tokens (verify.py), and gets no time where
+it differs. For each size (sizes.py) it then measures: the median of 20 calls, each waited for; many calls in a row,
+none waiting for the one before (a replayed CUDA graph for FLA and FlashQLA); the forward pass alone; and the peak
+memory beyond inputs and gradients. Every record is printed and written to RESULTS.json at once; tables.py and plot.py
+read such files, several at once too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import queue
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,7 +37,7 @@ from typing import Any
 import processes
 from machine import cpu, gpu, gpu_bytes, versions
 from registry import Entry, on
-from sizes import GPU, SWEEP, TINY, TINY_SWEEP, Size, inputs
+from sizes import GPU, LENGTHS, SWEEP, TINY, TINY_SWEEP, Size, inputs
 from tables import gated_delta_tables, line
 from verify import CHECKED, Errors, errors
 
@@ -38,6 +46,7 @@ CALLS, FEW_CALLS = 20, 3
 LONG, TOO_LONG = 0.3, 4.0
 IN_A_ROW = 0.4  # seconds, about
 NOTE = "note: "
+OUT_OF_TIME = "the time of the whole run was up"
 ENTRIES = on("gpu")
 
 
@@ -105,7 +114,7 @@ def median(call: Any, calls: int) -> float:
 
 
 def work(name: str, sizes: list[Size], folder: Path) -> None:
-    """The process of one implementation: a line of JSON for each size."""
+    """The process of one implementation: a line of JSON for each size, to the first at which an error is raised."""
     entry = ENTRIES[name]
     if entry.blas != "torch":
         import deltatune  # noqa: F401  (binds OpenBLAS on a CPU, so before mlx)
@@ -119,7 +128,9 @@ def work(name: str, sizes: list[Size], folder: Path) -> None:
             bench = bench or Bench(entry, folder, gpu_bytes())
             found = bench.record(size)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other sizes and implementations go on)
-            found = {"implementation": name, "size": size.record(), "failed": said(error)}
+            print(json.dumps({"implementation": name, "size": size.record(), "failed": said(error)}), flush=True)
+            # An error may leave the GPU's context unusable: a new process takes the other sizes. This one just ends.
+            os._exit(0)
         print(json.dumps(found), flush=True)
 
 
@@ -128,12 +139,15 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {''.join(first)[:300]}"
 
 
-def lines_of(name: str, sizes: list[Size], folder: Path, until: float) -> Any:
-    """Yield the records of one process until it ends or its time is up; returns why it stopped early, or None."""
+def lines_of(name: str, sizes: list[Size], folder: Path, limit: float, end: float) -> Any:
+    """Yield the records of one process until it ends, or until a size takes too long; returns why it stopped early."""
     asked = json.dumps([size.record() for size in sizes])
-    command = [sys.executable, __file__, "--work", name, "--sizes", asked, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--work", name, "--asked", asked, "--folder", str(folder)]
     with tempfile.TemporaryFile("w+") as complaints:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True)
+        # A group of its own, so that the compilers which it starts end with it.
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=complaints, text=True, start_new_session=True
+        )
         read: queue.Queue[str | None] = queue.Queue()
 
         def pass_on() -> None:
@@ -143,18 +157,21 @@ def lines_of(name: str, sizes: list[Size], folder: Path, until: float) -> Any:
             read.put(None)
 
         threading.Thread(target=pass_on, daemon=True).start()
+        until = time.monotonic() + limit
         try:
-            while (text := read.get(timeout=max(0.1, until - time.monotonic()))) is not None:
+            while (text := read.get(timeout=max(0.1, min(until, end) - time.monotonic()))) is not None:
                 # Lines that are no records come from libraries.
                 if text.startswith("{"):
                     yield json.loads(text)
+                    until = time.monotonic() + limit
                 elif text.startswith(NOTE):
                     print(text.removeprefix(NOTE), end="", flush=True)
         except queue.Empty:
-            yield "its time was up"
+            yield f"not done within {limit:.0f} s" if until < end else OUT_OF_TIME
             return
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.returncode:
             complaints.seek(0)
@@ -162,32 +179,31 @@ def lines_of(name: str, sizes: list[Size], folder: Path, until: float) -> Any:
             yield f"its process ended with exit code {process.returncode}: {last[0][:300]}"
 
 
-def records(entry: Entry, sizes: list[Size], folder: Path, until: float) -> Any:
-    """Yield a record for each size; a process that dies is started again after the size at which it died."""
+def records(entry: Entry, sizes: list[Size], folder: Path, limit: float, end: float) -> Any:
+    """Yield a record for each size; a process that stops at a size is replaced for the sizes after it."""
     left = list(sizes)
-    while left:
+    while left and time.monotonic() < end:
         before = len(left)
-        for found in lines_of(entry.name, left, folder, until):
-            if isinstance(found, dict):
-                left.pop(0)
-                yield found
-                continue
-            if time.monotonic() >= until:
-                for size in left:
-                    yield {"implementation": entry.name, "size": size.record(), "skipped": found}
-                return
-            yield {"implementation": entry.name, "size": left.pop(0).record(), "failed": found}
+        for found in lines_of(entry.name, left, folder, limit, end):
+            if found == OUT_OF_TIME or not left:
+                break
+            size = left.pop(0)
+            broken = {"implementation": entry.name, "size": size.record(), "failed": found}
+            yield found if isinstance(found, dict) else broken
         if len(left) == before:
-            return
+            break
+    for size in left:
+        yield {"implementation": entry.name, "size": size.record(), "skipped": OUT_OF_TIME}
 
 
 def main() -> None:
     options = parse()
     if options.work:
-        work(options.work, [Size.of_record(record) for record in json.loads(options.sizes)], Path(options.folder))
+        work(options.work, [Size.of_record(record) for record in json.loads(options.asked)], Path(options.folder))
         return
-    table, sweep = (TINY, TINY_SWEEP) if options.tiny else (GPU, SWEEP)
-    sizes = list(dict.fromkeys([*table, *([] if options.no_sweep else sweep)]))
+    table, sweep = chosen(options)
+    sizes = list(dict.fromkeys([*table, *sweep]))
+    missing = {name: ENTRIES[name].missing for name in options.only if ENTRIES[name].missing}
     result: dict[str, Any] = {
         "what": "gated_delta",
         "date": str(date.today()),
@@ -195,31 +211,55 @@ def main() -> None:
         "versions": versions(),
         "table": [size.record() for size in table],
         "sweep": [size.record() for size in sweep],
+        "missing": missing,
         "records": [],
     }
     print(f"{result['date']}, {gpu() or 'no GPU'}, {cpu()}; {versions()}", flush=True)
+    for name, modules in missing.items():
+        print(f"{name}: not installed ({', '.join(modules)})", flush=True)
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only:
-            until = min(end, time.monotonic() + ENTRIES[name].seconds)
-            takes = [size for size in sizes if ENTRIES[name].takes(size)]
-            for found in records(ENTRIES[name], takes, Path(folder), until):
+            takes = [size for size in sizes if ENTRIES[name].takes(size) and name not in missing]
+            for found in records(ENTRIES[name], takes, Path(folder), options.limit, end):
                 result["records"].append(found)
                 print(line(found), flush=True)
                 Path(options.results).write_text(json.dumps(result, indent=1))
     print(f"\n{gated_delta_tables(result)}")
 
 
+def chosen(options: argparse.Namespace) -> tuple[list[Size], list[Size]]:
+    """The sizes of the table and those of the plot; both where neither is asked for."""
+    table, sweep = (TINY, TINY_SWEEP) if options.tiny else (GPU, SWEEP)
+    if options.lengths:
+        sweep = [replace(sweep[0], tokens=tokens) for tokens in options.lengths]
+    if options.sizes is None and options.lengths is None:
+        return table, sweep
+    return [] if options.sizes is None else options.sizes or table, [] if options.lengths is None else sweep
+
+
 def parse() -> argparse.Namespace:
     parser = processes.parser(__doc__)
     parser.add_argument("results", nargs="?", default=os.devnull, help="the file to write, JSON")
+    names = list(ENTRIES)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
+    sizes = "only these sizes, such as 1x8192x16/32 or 1x8192x16/32/channel; without any, those of the table"
+    parser.add_argument("--sizes", nargs="*", type=size_written, metavar="SIZE", help=sizes)
+    lengths = f"only the sizes of the plot: one row of these lengths; without any, {LENGTHS[0]} to {LENGTHS[-1]}"
+    parser.add_argument("--lengths", nargs="*", type=int, metavar="T", help=lengths)
+    parser.add_argument("--limit", type=float, default=120, help="seconds of an implementation at a size")
     parser.add_argument("--seconds", type=float, default=500, help="of the whole run")
-    parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
     parser.add_argument("--tiny", action="store_true", help="sizes for trying the program on a CPU")
-    parser.add_argument("--no-sweep", action="store_true", help="without the sizes of the plot")
-    for name in ("--work", "--sizes", "--folder"):
+    for name in ("--work", "--asked", "--folder"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def size_written(text: str) -> Size:
+    try:
+        return Size.written(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("mlx", "mlx-cuda-13", "mlx-lm", "mlx-vlm", "scipy-openblas32", "torch", "triton", "fla-core")
-PACKAGES += ("transformers", "peft")
+PACKAGES += ("flash-qla", "tilelang", "apache-tvm-ffi", "transformers", "peft")
 
 
 def cpu() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from sizes import Size
@@ -22,7 +23,7 @@ class Entry:
         blas: The BLAS that the process binds MLX to on a CPU.
         gates: The kinds of gates that it takes: scalar, per channel or both.
         slow: Whether it is a loop over tokens, which is measured fewer times.
-        seconds: How long its process may take on a GPU.
+        needs: The modules without which it cannot run.
     """
 
     name: str
@@ -31,7 +32,12 @@ class Entry:
     blas: str = "openblas"
     gates: tuple[str, ...] = ("scalar",)
     slow: bool = False
-    seconds: float = 90.0
+    needs: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        """The modules that it needs and that are not installed."""
+        return [name for name in self.needs if find_spec(name) is None]
 
     def takes(self, size: Size) -> bool:
         return ("per channel" if size.per_channel else "scalar") in self.gates
@@ -103,28 +109,46 @@ def transformers_chunk(threads: int | None = None) -> Any:
     return TransformersChunk(threads)
 
 
-def flash_linear_attention(per_channel: bool = False) -> Any:
+def flash_linear_attention(per_channel: bool = False, tilelang: bool = False) -> Any:
     from with_torch import FlashLinearAttention
 
-    return FlashLinearAttention(per_channel)
+    return FlashLinearAttention(per_channel, tilelang)
+
+
+def flash_qla() -> Any:
+    from with_torch import FlashQLA
+
+    return FlashQLA()
 
 
 _CPU, _GPU, _BOTH = ("cpu",), ("gpu",), ("scalar", "per channel")
+_TORCH, _CHANNEL = "torch", ("per channel",)
+_TRANSFORMERS, _FLA, _TILELANG = ("torch", "transformers"), ("torch", "fla"), ("torch", "fla", "tilelang")
 ENTRIES = [
-    Entry("deltatune fused", deltatune_fused, _GPU, gates=_BOTH, seconds=150),
-    Entry("FLA Triton", flash_linear_attention, _GPU, blas="torch", seconds=260),
-    Entry("FLA Triton, per channel", lambda: flash_linear_attention(True), _GPU, "torch", ("per channel",)),
-    Entry("arrays with autodiff", mlx_autodiff, seconds=70),
-    Entry("mlx-lm loop", mlx_lm_loop, gates=_BOTH, slow=True, seconds=100),
-    Entry("deltatune chunk", deltatune_chunk, gates=_BOTH, seconds=70),
-    Entry("transformers chunk (torch)", transformers_chunk, blas="torch", seconds=70),
-    Entry("transformers chunk (torch), one thread", lambda: transformers_chunk(1), _CPU, "torch"),
-    Entry("mlx-vlm chunked scan", mlx_vlm_chunked, seconds=70),
-    Entry("MLX's own operator", mlx_native, _GPU, slow=True, seconds=60),
-    Entry("mlx-vlm chunked scan, wheel's BLAS", mlx_vlm_chunked, _CPU, "system"),
-    Entry("mlx-lm loop, wheel's BLAS", mlx_lm_loop, _CPU, "system", slow=True),
-    Entry("mlx-lm layer", mlx_lm_layer, _CPU, slow=True),
-    Entry("mlx-lm layer, wheel's BLAS", mlx_lm_layer, _CPU, "system", slow=True),
+    Entry("deltatune fused", deltatune_fused, _GPU, gates=_BOTH),
+    Entry("FlashQLA", flash_qla, _GPU, _TORCH, needs=("torch", "tilelang", "flash_qla")),
+    Entry("FLA Triton", flash_linear_attention, _GPU, _TORCH, needs=_FLA),
+    Entry("FLA Triton, per channel", lambda: flash_linear_attention(True), _GPU, _TORCH, _CHANNEL, needs=_FLA),
+    Entry("FLA TileLang", lambda: flash_linear_attention(False, True), _GPU, _TORCH, needs=_TILELANG),
+    Entry(
+        "FLA TileLang, per channel",
+        lambda: flash_linear_attention(True, True),
+        _GPU,
+        _TORCH,
+        _CHANNEL,
+        needs=_TILELANG,
+    ),
+    Entry("arrays with autodiff", mlx_autodiff),
+    Entry("mlx-lm loop", mlx_lm_loop, gates=_BOTH, slow=True, needs=("mlx_lm",)),
+    Entry("deltatune chunk", deltatune_chunk, gates=_BOTH),
+    Entry("transformers chunk (torch)", transformers_chunk, blas=_TORCH, needs=_TRANSFORMERS),
+    Entry("transformers chunk (torch), one thread", lambda: transformers_chunk(1), _CPU, _TORCH, needs=_TRANSFORMERS),
+    Entry("mlx-vlm chunked scan", mlx_vlm_chunked, needs=("mlx_vlm",)),
+    Entry("MLX's own operator", mlx_native, _GPU, slow=True),
+    Entry("mlx-vlm chunked scan, wheel's BLAS", mlx_vlm_chunked, _CPU, "system", needs=("mlx_vlm",)),
+    Entry("mlx-lm loop, wheel's BLAS", mlx_lm_loop, _CPU, "system", slow=True, needs=("mlx_lm",)),
+    Entry("mlx-lm layer", mlx_lm_layer, _CPU, slow=True, needs=("mlx_lm",)),
+    Entry("mlx-lm layer, wheel's BLAS", mlx_lm_layer, _CPU, "system", slow=True, needs=("mlx_lm",)),
 ]
 
 

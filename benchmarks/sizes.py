@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -43,19 +44,39 @@ class Size:
     def of_record(record: dict[str, Any]) -> Size:
         return Size(**{key: value for key, value in record.items() if key != "name"})
 
+    @staticmethod
+    def written(text: str) -> Size:
+        """The size written as rows x tokens x key heads / value heads: 1x8192x16/32, 1x8192x16/32/channel.
 
+        Raises:
+            ValueError: If the text is written in another way.
+        """
+        found = WRITTEN.fullmatch(text)
+        if found is None:
+            raise ValueError(f"expected a size such as 1x8192x16/32 or 1x8192x16/32/channel, got {text}")
+        *numbers, channel = found.groups()
+        size = Size(*map(int, numbers), per_channel=channel is not None)
+        if size.value_heads % size.key_heads:
+            raise ValueError(f"expected a multiple of {size.key_heads} value heads, got {text}")
+        return size
+
+
+WRITTEN = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(/channel)?")
 CPU = Size(1, 2048, 4, 4, dtype="float32")
-GPU = [
+SCALAR = [
     Size(2, 2048, 16, 16),
     Size(2, 2048, 16, 32),
     Size(1, 8192, 16, 32),
+    Size(1, 8192, 16, 48),
+    Size(1, 8192, 16, 64),
     Size(8, 4096, 32, 32),
     Size(1, 65536, 16, 32),
     Size(8, 8192, 16, 32),
-    Size(2, 2048, 16, 16, per_channel=True),
 ]
+GPU = [*SCALAR, *(replace(size, per_channel=True) for size in SCALAR)]
 # The plot shows one sequence at increasing lengths.
-SWEEP = [Size(1, 2**power, 16, 32) for power in range(9, 17)]
+LENGTHS = [2**power for power in range(10, 17)]
+SWEEP = [Size(1, tokens, 16, 32) for tokens in LENGTHS]
 # Sizes with which the programs can be tried on a machine without a GPU.
 TINY = [
     Size(1, 96, 2, 4, head_size=16, dtype="float32"),

@@ -1,6 +1,8 @@
 """Prints files of results as Markdown tables, so that no figure is typed by hand.
 
 usage: python benchmarks/tables.py RESULTS.json [...]
+
+Files of gated_delta.py are read as one result: a run of one implementation can follow a run of another.
 """
 
 from __future__ import annotations
@@ -70,6 +72,46 @@ def about(result: dict[str, Any]) -> str:
     return f"{result['date']}; {machine['gpu'] or 'no GPU'}; {machine['cpu']}; {result['versions']}."
 
 
+def read(paths: list[Path]) -> list[dict[str, Any]]:
+    """The results in these files, those of gated_delta.py joined into one."""
+    results = [json.loads(path.read_text()) for path in paths]
+    rule = [result for result in results if result["what"] == "gated_delta"]
+    return [*([joined(rule)] if rule else []), *(result for result in results if result["what"] != "gated_delta")]
+
+
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several: all their sizes and records; where two have the same record, that of the later file."""
+
+    def named(*keys: str) -> str:
+        """What the results have under these keys, each different text once."""
+        found = []
+        for result in results:
+            value: Any = result
+            for key in keys:
+                value = value[key]
+            found += [value] if value and value not in found else []
+        return " / ".join(found)
+
+    def sizes(which: str) -> list[dict[str, Any]]:
+        return list({size["name"]: size for result in results for size in result[which]}.values())
+
+    records = {
+        (record["implementation"], record["size"]["name"]): record for result in results for record in result["records"]
+    }
+    ran = {name for name, _ in records}
+    missing = {name: modules for result in results for name, modules in result.get("missing", {}).items()}
+    return {
+        "what": "gated_delta",
+        "date": named("date"),
+        "machine": {"gpu": named("machine", "gpu"), "cpu": named("machine", "cpu")},
+        "versions": named("versions"),
+        "table": sizes("table"),
+        "sweep": sizes("sweep"),
+        "missing": {name: modules for name, modules in missing.items() if name not in ran},
+        "records": list(records.values()),
+    }
+
+
 def gated_delta_tables(result: dict[str, Any]) -> str:
     """A table for each measured size, and a list of what was not run, with reasons."""
     parts = [about(result)]
@@ -83,6 +125,8 @@ def gated_delta_tables(result: dict[str, Any]) -> str:
         base = next((record for record in timed if record["implementation"].startswith(BASE)), None)
         parts += [f"**{size['name']}**", _of_size(timed, base)]
         parts += [_left_out(here)] if len(timed) < len(here) else []
+    if missing := result.get("missing"):
+        parts.append(f"Not installed: {', '.join(missing)}.")
     if marked:
         parts.append(
             f"{MARK} A time only: FLA refuses this backward pass on Hopper with Triton 3.4 to 3.7.0, since its "
@@ -132,8 +176,7 @@ FORMATS = {"gated_delta": gated_delta_tables, "training_step": training_table}
 
 
 def main() -> None:
-    for path in sys.argv[1:]:
-        result = json.loads(Path(path).read_text())
+    for result in read([Path(path) for path in sys.argv[1:]]):
         print(FORMATS[result["what"]](result) + "\n")
 
 

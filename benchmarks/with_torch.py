@@ -145,7 +145,7 @@ class Torch:
         try:
             with torch.cuda.graph(graph):
                 self.kept = self._both()
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             return self._both, f"calls enqueued (no graph: {str(error).splitlines()[0]})"
         return graph.replay, "replays of a CUDA graph"
 
@@ -170,13 +170,15 @@ class TransformersChunk(Torch):
 
 
 class FlashLinearAttention(Torch):
-    """flash-linear-attention's Triton kernels."""
+    """flash-linear-attention: its Triton kernels alone, or with those kernels in TileLang that it prefers to them."""
 
     graph = True
 
-    def __init__(self, per_channel: bool = False) -> None:
+    def __init__(self, per_channel: bool = False, tilelang: bool = False) -> None:
         super().__init__()
-        self.per_channel = per_channel
+        self.per_channel, self.tilelang = per_channel, tilelang
+        # Where FlashQLA or TileLang is installed, FLA hands calls to it unasked.
+        os.environ |= {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "1" if tilelang else "0"}
 
     def make(self) -> Callable[..., Any]:
         if self.per_channel:
@@ -191,7 +193,18 @@ class FlashLinearAttention(Torch):
 
         flags = ("IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1")
         hopper, from_3_4, mended = (getattr(chunk_o, name, False) for name in flags)
-        if self.per_channel or not (hopper and from_3_4 and not mended):
+        if self.per_channel or self.tilelang or not (hopper and from_3_4 and not mended):
             return None
         chunk_o.TRITON_ABOVE_3_7_1 = True
         return "only timed: FLA refuses this backward pass here (Hopper, Triton 3.4 to 3.7.0) for wrong results"
+
+
+class FlashQLA(Torch):
+    """FlashQLA's TileLang kernels, for heads of 128 in bf16. They are compiled once for each number of heads."""
+
+    graph = True
+
+    def make(self) -> Callable[..., Any]:
+        from flash_qla import chunk_gated_delta_rule as function
+
+        return lambda q, k, v, g, beta: function(q, k, v, g, beta, scale=1.0)[0]
