@@ -14,8 +14,9 @@ from .kernels.launch import LOW_RANK, Execute, Launch, numbers
 
 # How many rows a block of `rows` may take, and the most sums of a block, and of one with all groups.
 _LINES, _SUMS, _SUMS_OF_ALL, _GROUPS = (64, 32, 16), 2048, 256, 16
-# The columns that a group of `columns` takes, and how many blocks share a multiprocessor.
-STRIPE, _TOGETHER = 64, 2
+# The columns that a group of `columns` takes, how many blocks share a multiprocessor, and how many bytes the other one
+# reads while a block starts and ends.
+STRIPE, _TOGETHER, _IDLE = 64, 2, 2**15
 # The groups of a block of `wide`, each of which takes 32 rows of 64 columns.
 _WIDE_GROUPS = 8
 
@@ -297,7 +298,7 @@ def division(rows: int, columns: int, rank: int, along: bool) -> tuple[int, int]
         tiles, parts = -(-columns // (side * STRIPE)), -(-rows // each)
         in_turn = -(-tiles * parts // places)
         added = (parts * width if parts > 1 else 0) + (tiles * each if along and tiles > 1 else 0)
-        return in_turn * _TOGETHER * each * (width + padded(rank)) * 2 + added * rank * 4
+        return in_turn * (_TOGETHER * each * (width + padded(rank)) * 2 + _IDLE) + added * rank * 4
 
     sides = [side for side in (1, 2, 4, 8) if side <= column_groups(rank) and (along or side == 1)]
     choices = [

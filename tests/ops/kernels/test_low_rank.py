@@ -194,7 +194,7 @@ DEFECTS = {
     "one place for two rounds": ("memory + turn * along_floats", "memory"),
     "a block that does not wait": ("missing) == 0.0f", "missing) == 1.0f"),
     "the marks of others": ("marks + 2 * at.x * share.parts", "marks + 2 * at.y * share.parts"),
-    "a share left out": ("i < 8; ++i)\n      if (start + i < count)", "i < 7; ++i)\n      if (start + i < count)"),
+    "a share left out": ("i < 8; ++i)\n      if (start + i < count)", "i < 4; ++i)\n      if (start + i < count)"),
     "rows of y past the end": ("if (row < rows && first < columns) store", "if (first < columns) store"),
     "the other columns of a pair": ("second_of<In>(pair) + factor * sums[2 * i + 1]", "second_of<In>(pair)"),
     "other columns of the weight": ("(g >> 1) * 8 + j * 2 + (g & 1), rank", "(g >> 1) * 8 + (j ^ 1) * 2, rank"),
