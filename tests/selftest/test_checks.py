@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -173,12 +174,17 @@ def test_lora_products(host_folder):
     machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True)
     assert losses_and_adapters.low_rank(True, machine.run).status == PASSED
 
-    def wrong(launch):
-        return [array * 1.02 if launch.name.endswith("columns") else array for array in machine.run(launch)]
+    def wrong(kernel, launch):
+        return [array * 1.02 if launch.name.endswith(kernel) else array for array in machine.run(launch)]
 
-    found = losses_and_adapters.low_rank(True, wrong)
-    assert found.status == FAILED
-    assert found.worst in ("gradient of A", "gradient of B")
+    for kernel, results in (
+        ("columns", {"gradient of A"}),
+        ("both", {"gradient of x A", "gradient of B"}),
+        ("wide", {"y + x A B", "gradient of x"}),
+    ):
+        found = losses_and_adapters.low_rank(True, partial(wrong, kernel))
+        assert found.status == FAILED
+        assert found.worst in results
 
 
 def test_a_control_fails_where_the_patches_do_not_reach(monkeypatch):

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
-from ..ops.low_rank import columns_product, rows_product
+from ..ops.low_rank import add_product, both_products, columns_product, rows_product
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
 from .weights import dense_weight, input_size, is_quantized
 
@@ -23,7 +23,7 @@ def with_low_rank(
 ) -> mx.array:
     """Compute base(x) + scale * (x a) b with as few operations as possible, forward and backward.
 
-    The sums are part of matrix products (`mx.addmm`): x reaches the base through the function that computes x a, so
+    The sums are part of products (`add_product`): x reaches the base through the function that computes x a, so
     that its backward pass adds the update's gradient of x to the base's within a product.
 
     Args:
@@ -62,7 +62,7 @@ def _project_down(x: mx.array, a: mx.array) -> list[mx.array]:
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         (x, a), (dx, d_low_rank) = primals, cotangents
-        return [mx.addmm(dx, d_low_rank, a.T), columns_product(x, d_low_rank)]
+        return [add_product(dx, d_low_rank, a, transpose=True), columns_product(x, d_low_rank)]
 
     function: Any = mx.custom_function(lambda x, a: [x, rows_product(x, a)])
     function.vjp(backward)
@@ -74,9 +74,9 @@ def _add_up_projection(scale: float, y: mx.array, low_rank: mx.array, b: mx.arra
 
     def backward(primals: Any, dy: mx.array, _output: mx.array) -> list[mx.array]:
         _, low_rank, b = primals
-        return [dy, rows_product(dy, b, scale, transpose=True), columns_product(low_rank, dy, scale)]
+        return [dy, *both_products(dy, low_rank, b, scale)]
 
-    function: Any = mx.custom_function(lambda y, low_rank, b: mx.addmm(y, low_rank, b, alpha=scale))
+    function: Any = mx.custom_function(lambda y, low_rank, b: add_product(y, low_rank, b, scale))
     function.vjp(backward)
     return function(y, low_rank.astype(y.dtype), b.astype(y.dtype))
 

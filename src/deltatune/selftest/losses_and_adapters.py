@@ -1,4 +1,4 @@
-"""Compares the kernels of the vocabulary loss and of LoRA's narrow products with float64, at the sizes of a model."""
+"""Compares the kernels of the vocabulary loss and of LoRA's products with float64, at the sizes of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.kernels.launch import Execute, Launch
-from ..ops.low_rank import columns_product, rows_product
+from ..ops.low_rank import add_product, both_products, columns_product, rows_product
 from ..ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
 from .measure import as_float64, poison, relative_norm
 from .outcome import Check, Outcome, compared_with_bounds
@@ -41,7 +41,7 @@ def vocabulary(dtype: mx.Dtype, quick: bool, execute: Execute = Launch.run) -> O
 
 
 def low_rank(quick: bool, execute: Execute | None = None) -> Outcome:
-    """Compare LoRA's four narrow products in bf16; NaN fills the output memory beforehand."""
+    """Compare LoRA's products in bf16; NaN fills the output memory beforehand."""
     rows, width, rank = (70, 136, 5) if quick else (4096, 3584, 8)
     keys = mx.random.split(mx.random.key(6), 4)
     shapes = ((rows, width), (width, rank), (rank, width), (rows, rank))
@@ -52,7 +52,9 @@ def low_rank(quick: bool, execute: Execute | None = None) -> Outcome:
             rows_product(x, a, 0.5, execute=execute),
             rows_product(x, b, 0.5, transpose=True, execute=execute),
             columns_product(x, d, 0.5, execute=execute),
-            columns_product(d, x, 0.5, execute=execute),
+            *both_products(x, d, b, 0.5, execute=execute),
+            add_product(x, d, b, 0.5, execute=execute),
+            add_product(x, d, a, 0.5, transpose=True, execute=execute),
         ]
         mx.eval(results)
         return results
@@ -60,8 +62,9 @@ def low_rank(quick: bool, execute: Execute | None = None) -> Outcome:
     poison(run())
     found = [as_float64(each) for each in run()]
     x64, a64, b64, d64 = (as_float64(each) for each in (x, a, b, d))
-    exact = [0.5 * product for product in (x64 @ a64, x64 @ b64.T, x64.T @ d64, d64.T @ x64)]
-    return _compared(("x A", "gradient of x A", "gradient of A", "gradient of B"), found, exact, mx.bfloat16)
+    narrow = [0.5 * product for product in (x64 @ a64, x64 @ b64.T, x64.T @ d64, x64 @ b64.T, d64.T @ x64)]
+    names = ("x A", "x B^T", "gradient of A", "gradient of x A", "gradient of B", "y + x A B", "gradient of x")
+    return _compared(names, found, [*narrow, x64 + 0.5 * d64 @ b64, x64 + 0.5 * d64 @ a64.T], mx.bfloat16)
 
 
 def _compared(names: tuple[str, ...], found: list[np.ndarray], exact: list[np.ndarray], dtype: mx.Dtype) -> Outcome:
@@ -74,4 +77,4 @@ def checks(quick: bool) -> Iterator[Check]:
     for dtype in BOUNDS:
         name = f"vocabulary loss, {'fp32' if dtype == mx.float32 else 'bf16'}"
         yield Check(name, partial(on_cuda, partial(vocabulary, dtype, quick)))
-    yield Check("LoRA's narrow products, bf16", partial(on_cuda, partial(low_rank, quick)))
+    yield Check("LoRA's products, bf16", partial(on_cuda, partial(low_rank, quick)))

@@ -1,5 +1,7 @@
 // kernels/fragments.h on the host machine: the lanes of a group meet in every product and exchange their registers.
 
+#define DELTATUNE_ROLLED
+
 namespace fragments {
 
 static unsigned lefts[host::most_lanes][4], rights[host::most_lanes][2], pairs[host::most_lanes];
@@ -49,9 +51,23 @@ inline unsigned across_lanes(unsigned pair) {
 inline unsigned pair_of_firsts(unsigned one, unsigned other) { return (one & 0xffff) | other << 16; }
 inline unsigned pair_of_seconds(unsigned one, unsigned other) { return one >> 16 | (other & 0xffff0000u); }
 
+template <typename In> inline float first_of(unsigned pair) { return fragments::element<In>(pair, 0); }
+template <typename In> inline float second_of(unsigned pair) { return fragments::element<In>(pair, 1); }
+template <typename In>
+inline unsigned pair_of(float first, float second) {
+  const In both[2] = {static_cast<In>(first), static_cast<In>(second)};
+  unsigned pair;
+  memcpy(&pair, both, 4);
+  return pair;
+}
+
 template <int BYTES, typename P>
 inline bool starts_at_multiple(P p) {
   return ((uintptr_t)p & (BYTES - 1)) == 0;
+}
+template <int BYTES>
+inline bool starts_at_multiple(Nothing) {
+  return true;
 }
 template <bool ALIGNED, int PAIRS, typename P>
 inline void load_pairs(unsigned (&to)[PAIRS], P from, int there) {
@@ -68,4 +84,29 @@ inline void load_pairs(unsigned (&to)[PAIRS], P from, int there) {
     memcpy(&bits, &element, 2);
     to[i / 2] |= (unsigned)bits << (i & 1) * 16;
   }
+}
+
+template <typename P>
+inline void store_pairs(P to, const unsigned (&pairs)[4]) {
+  if ((uintptr_t)to % 16) {
+    host::fail("a store of pairs that are not aligned", 0);
+    host::leave();
+  }
+  for (int i = 0; i < 8; ++i) {
+    const unsigned short bits = (unsigned short)(pairs[i / 2] >> (i & 1) * 16);
+    memcpy((void*)(to + i), &bits, 2);
+  }
+}
+
+// The blocks run one after another, so the last one finds the marks of all; outputs start as other bits than a mark.
+inline void set_mark(device unsigned* mark) { mark[0] = 0x7fe5ffc6u, mark[1] = 0x7fd3ffa9u; }
+inline void clear_mark(device unsigned* mark) { mark[0] = mark[1] = 0; }
+inline bool is_marked(const device unsigned* mark) { return mark[0] == 0x7fe5ffc6u && mark[1] == 0x7fd3ffa9u; }
+inline void device_fence() {}
+inline void take_shares(float (&to)[4], const device float* from) {
+  if ((uintptr_t)from % 16) {
+    host::fail("a load of shares that are not aligned", 0);
+    host::leave();
+  }
+  for (int e = 0; e < 4; ++e) to[e] = from[e];
 }

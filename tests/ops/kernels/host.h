@@ -61,7 +61,7 @@ static Lane lanes[most_lanes];
 static Group groups[most_lanes / 32];
 static int lane_count, current, inside;
 static void* scheduler_pointer;
-static uint3 block_position;
+static uint3 block_position, grid_size;
 static Region arena, buffers[most_buffers + 1];
 static int buffer_count, arena_bytes;
 static uint64_t random_state;
@@ -346,6 +346,7 @@ static void prepare_memory() {
 
 static void run_blocks(uint3 grid, int threads) {
   const int count = (int)(grid.x * grid.y * grid.z);
+  grid_size = grid;
   int* order = (int*)malloc((size_t)count * sizeof(int));
   shuffle(order, count);
   for (int i = 0; i < count; ++i) {

@@ -32,6 +32,7 @@ TYPES = {
 }
 ATTRIBUTES = {
     "threadgroup_position_in_grid": ("uint3", "host::block_position"),
+    "threadgroups_per_grid": ("uint3", "host::grid_size"),
     "thread_index_in_threadgroup": ("uint", "(uint)host::current"),
     "simdgroup_index_in_threadgroup": ("uint", "(uint)host::current / 32"),
     "thread_index_in_simdgroup": ("uint", "(uint)host::current % 32"),

@@ -21,7 +21,7 @@ from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
 from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.kernels.launch import Launch
-from deltatune.ops.low_rank import columns_product, rows_product
+from deltatune.ops.low_rank import add_product, both_products, columns_product, rows_product
 from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, swiglu
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
@@ -101,6 +101,8 @@ def low_rank(dtype: mx.Dtype) -> None:
         x, a, d = mx.zeros((rows, width), dtype), mx.zeros((width, rank), dtype), mx.zeros((rows, rank), dtype)
         mx.eval(rows_product(x, a, execute=Launch.run), rows_product(x, a.T, transpose=True, execute=Launch.run))
         mx.eval(columns_product(x, d, execute=Launch.run), columns_product(d, x, execute=Launch.run))
+        mx.eval(both_products(x, d, a.T, execute=Launch.run), add_product(x, d, a.T, execute=Launch.run))
+        mx.eval(add_product(x, d, a, transpose=True, execute=Launch.run))
 
 
 def attention(machine: str) -> None:

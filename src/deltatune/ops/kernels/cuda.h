@@ -11,6 +11,7 @@
 #define thread
 #define metal
 #define threadgroup_position_in_grid blockIdx
+#define threadgroups_per_grid gridDim
 #define thread_index_in_threadgroup ((int)threadIdx.x)
 #define simdgroup_index_in_threadgroup ((int)(threadIdx.x >> 5))
 #define thread_index_in_simdgroup ((int)(threadIdx.x & 31))

@@ -6,6 +6,7 @@
 // Adds to sums [16, 8] the product of left [16, 16] and right [16, 8]. A lane has the rows g and g + 8 of left, at the
 // columns 2 t and 2 t + 1 (registers 0 and 1) and eight further on (2 and 3); column g of right, at the rows
 // of the same numbers; and the columns 2 t and 2 t + 1 of the sums, in row g (0 and 1) and in row g + 8 (2 and 3).
+#define DELTATUNE_ROLLED _Pragma("unroll 1")
 template <typename In> struct Fragments;
 #define DELTATUNE_FRAGMENTS(In, TYPE) \
   template <> struct Fragments<In> { \
@@ -30,10 +31,38 @@ inline unsigned across_lanes(unsigned pair) {
 inline unsigned pair_of_firsts(unsigned one, unsigned other) { return __byte_perm(one, other, 0x5410); }
 inline unsigned pair_of_seconds(unsigned one, unsigned other) { return __byte_perm(one, other, 0x7632); }
 
+// The two elements of a pair in fp32, and the pair of two numbers, each rounded once.
+template <typename In> inline float first_of(unsigned pair);
+template <typename In> inline float second_of(unsigned pair);
+template <typename In> inline unsigned pair_of(float first, float second);
+template <> inline float first_of<bf16>(unsigned pair) { return unpack_low(pair); }
+template <> inline float second_of<bf16>(unsigned pair) { return unpack_high(pair); }
+template <> inline unsigned pair_of<bf16>(float first, float second) { return pack(first, second); }
+template <> inline float first_of<__half>(unsigned pair) { return __half2float(__ushort_as_half(pair & 0xffff)); }
+template <> inline float second_of<__half>(unsigned pair) { return __half2float(__ushort_as_half(pair >> 16)); }
+template <> inline unsigned pair_of<__half>(float first, float second) {
+  return __half_as_ushort(__float2half_rn(first)) | (unsigned)__half_as_ushort(__float2half_rn(second)) << 16;
+}
+
 // Whether an array starts at a multiple of this number of bytes.
 template <int BYTES, typename T>
 inline bool starts_at_multiple(const T* p) {
   return (reinterpret_cast<unsigned long long>(p) & (BYTES - 1)) == 0;
+}
+template <int BYTES>
+inline bool starts_at_multiple(Nothing) {
+  return true;
+}
+// Loads eight elements one by one. It is not inlined, so that the rare array that is not aligned costs a kernel no
+// registers and little text, which MLX hashes at every launch.
+__device__ __noinline__ uint4 load_elements(const unsigned short* from, int there) {
+  unsigned pairs[4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const unsigned found = i < there ? __ldg(from + i) : 0;
+    pairs[i / 2] = i % 2 == 0 ? found : pairs[i / 2] | found << 16;
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 // Loads `there` neighbouring elements of an input, in one load if it may be assumed ALIGNED and all are there; zeros
 // take the places of the others. The load has a predicate and no branch, so that many of them can be on their way.
@@ -44,18 +73,43 @@ inline void load_pairs(unsigned (&to)[PAIRS], const T* from, int there) {
     asm("{\n.reg .pred all;\nsetp.ne.s32 all, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
         "@all ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
         : "=&r"(to[0]), "=&r"(to[1]), "=&r"(to[2]), "=&r"(to[3]) : "l"(from), "r"(all));
-  } else if constexpr (ALIGNED && PAIRS == 2) {
-    asm("{\n.reg .pred all;\nsetp.ne.s32 all, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-        "@all ld.global.nc.v2.b32 {%0, %1}, [%2];\n}" : "=&r"(to[0]), "=&r"(to[1]) : "l"(from), "r"(all));
   } else if constexpr (ALIGNED) {
+    static_assert(PAIRS == 1, "one pair or four");
     asm("{\n.reg .pred all;\nsetp.ne.s32 all, %2, 0;\nmov.b32 %0, 0;\n@all ld.global.nc.b32 %0, [%1];\n}"
         : "=&r"(to[0]) : "l"(from), "r"(all));
-  } else {
+  } else if constexpr (PAIRS == 1) {
     const unsigned short* bits = reinterpret_cast<const unsigned short*>(from);
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; ++i) {
-      const unsigned found = i < there ? __ldg(bits + i) : 0;
-      to[i / 2] = i % 2 == 0 ? found : to[i / 2] | found << 16;
-    }
+    to[0] = (there > 0 ? __ldg(bits) : 0) | (there > 1 ? (unsigned)__ldg(bits + 1) << 16 : 0);
+  } else {
+    const uint4 found = load_elements(reinterpret_cast<const unsigned short*>(from), there);
+    to[0] = found.x, to[1] = found.y, to[2] = found.z, to[3] = found.w;
   }
+}
+// Stores eight neighbouring elements of an output at a multiple of 16 bytes.
+template <typename T>
+inline void store_pairs(T* to, const unsigned (&pairs)[4]) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// A mark between the blocks of a launch is 64 bits of an output. That memory holds what an earlier array left there, so
+// a mark that is set is a number that no array has but with a chance of 2^-64: four 16-bit NaNs with some random bits.
+#define DELTATUNE_MARK 0x7fd3ffa97fe5ffc6ull
+// What the block wrote before a barrier can be read by those who find its mark set.
+inline void set_mark(unsigned* mark) {
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" :: "l"(mark), "l"(DELTATUNE_MARK) : "memory");
+}
+inline void clear_mark(unsigned* mark) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" :: "l"(mark), "l"(0ull) : "memory");
+}
+inline bool is_marked(const unsigned* mark) {
+  unsigned long long bits;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(bits) : "l"(mark) : "memory");
+  return bits == DELTATUNE_MARK;
+}
+// Of two blocks that set a mark, pass this fence and look at marks, at least one sees the other's mark.
+inline void device_fence() { asm volatile("fence.sc.gpu;" ::: "memory"); }
+// Loads four neighbouring elements that another block wrote.
+inline void take_shares(float (&to)[4], const float* from) {
+  const float4 found = __ldcg(reinterpret_cast<const float4*>(from));
+  to[0] = found.x, to[1] = found.y, to[2] = found.z, to[3] = found.w;
 }

@@ -1,20 +1,21 @@
-// The two kinds of LoRA's products whose result is RANK wide, at most 64, and much smaller than what they read: sums
-// along rows, and sums over rows. All that counts is how fast they read, so the groups of a block share out what is
-// summed, each has many loads on their way, and fragments go from device memory straight to registers. At the end the
-// groups' sums are added in a fixed order, so the bits never vary.
+// LoRA's products on 16-bit matrices: sums along rows and sums over rows, whose result is RANK wide, at most 64, and a
+// product with such a narrow matrix that is added to a wide one. All that counts is how fast they read and write, so
+// fragments go from device memory straight to registers, many loads are on their way at once, and a wide matrix is read
+// in whole lines. What groups or blocks have summed is added in a fixed order, so the bits never vary.
 
 // RANK in whole columns of fragments: their number, and the floats that a line takes in shared memory, of an odd number
 // so that lines start in different banks.
 inline constexpr int rank_tiles(int rank) { return (rank + 7) / 8; }
 inline constexpr int line_floats(int rank) { return rank_tiles(rank) * 8 + 1; }
 
-// LINES is the number of rows of x, or of columns, that a block takes.
+// LINES is the number of rows of x that a block takes.
 template <int RANK, int LINES, int GROUPS>
-struct LowRankMemory {
+struct LowRankRowsMemory {
   static constexpr constant int bytes = GROUPS * LINES * line_floats(RANK) * 4;
 };
 
-// Keeps a fragment's sums for the lines `first` (g) and `second` (g + 8) and the columns from 8 `tile` on.
+// Keeps a fragment's sums for the lines `first` (g) and `second` (g + 8) and the columns from 8 `tile` on. LINES is the
+// number of lines of a group.
 template <int RANK, int LINES>
 inline void keep_sums(threadgroup float* all, const thread float (&sums)[4], int group, int first, int second, int tile,
                       int lane) {
@@ -24,74 +25,66 @@ inline void keep_sums(threadgroup float* all, const thread float (&sums)[4], int
     all[(group * LINES + line) * line_floats(RANK) + tile * 8 + (lane & 3) * 2 + (e & 1)] = sums[e];
   }
 }
-// Writes factor times the sums of all groups to the result: [lines, RANK] or, if ACROSS, [RANK, lines]. The block's
-// lines start at line `from` of it.
-template <typename In, int RANK, int LINES, int GROUPS, bool ACROSS>
-inline void write_sums(threadgroup const float* all, float factor, int lines, int from, GLOBAL In* out, int index) {
-  for (int i = index; i < LINES * RANK; i += GROUPS * 32) {
-    const int line = ACROSS ? i % LINES : i / RANK, column = ACROSS ? i / LINES : i % RANK;
-    if (from + line >= lines) continue;
-    float sum = 0.0f;
+
+// Loads 32 inputs of LINES rows and of the weight, of which a lane has the eight from 8 t on. It gives them to two
+// products of 16 in the same order on both sides. Rows and inputs past the end are zeros.
+template <typename In, int RANK, int LINES, bool TRANSPOSED, bool ALIGNED, typename PX, typename PW>
+inline void load_inputs(thread unsigned (&left)[LINES / 8][4], thread unsigned (&right)[rank_tiles(RANK)][4], int start,
+                        int rows, int inputs, int from, PX x, PW weight, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  DELTATUNE_UNROLL
+  for (int m = 0; m < LINES / 8; ++m) {
+    const int row = from + m * 8 + g, k = start + t * 8;
+    load_pairs<ALIGNED>(left[m], x + (long)row * inputs + k, row < rows && k < inputs ? 8 : 0);
+  }
+  DELTATUNE_UNROLL
+  for (int n = 0; n < rank_tiles(RANK); ++n) {
+    if (TRANSPOSED) {
+      const int k = start + t * 8, column = n * 8 + g;
+      load_pairs<ALIGNED>(right[n], weight + (long)column * inputs + k, column < RANK && k < inputs ? 8 : 0);
+    } else {
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int k = start + (g >> 1) * 8 + i * 2 + (g & 1), column = n * 8 + t * 2;
+        unsigned pair[1];
+        load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)k * RANK + column, k < inputs ? RANK - column : 0);
+        right[n][i] = pair[0];
+      }
+    }
+  }
+}
+template <typename In, int RANK, int LINES, bool TRANSPOSED>
+inline void multiply_inputs(thread float (&sums)[LINES / 16][rank_tiles(RANK)][4],
+                            const thread unsigned (&left)[LINES / 8][4],
+                            const thread unsigned (&right)[rank_tiles(RANK)][4]) {
+  DELTATUNE_UNROLL
+  for (int n = 0; n < rank_tiles(RANK); ++n) {
     DELTATUNE_UNROLL
-    for (int group = 0; group < GROUPS; ++group) sum += all[(group * LINES + line) * line_floats(RANK) + column];
-    const long place = ACROSS ? (long)column * lines + from + line : (long)(from + line) * RANK + column;
-    out[place] = static_cast<In>(factor * sum);
+    for (int i = 0; i < 4; i += 2) {
+      unsigned b = right[n][i], further = right[n][i + 1];
+      if (!TRANSPOSED) b = across_lanes(b), further = across_lanes(further);
+      DELTATUNE_UNROLL
+      for (int m = 0; m < LINES / 16; ++m) {
+        const unsigned a[4] = {left[2 * m][i], left[2 * m + 1][i], left[2 * m][i + 1], left[2 * m + 1][i + 1]};
+        Fragments<In>::multiply(sums[m][n], a, b, further);
+      }
+    }
   }
 }
 
-// Adds a group's share of the inputs: 64 of them at a time. Within 32 inputs a lane has the eight from 8 t on, which it
-// gives to two products of 16 in the same order on both sides.
+// Adds a group's share of the inputs, every GROUPS-th 32 of them. While some are multiplied, the next are on their way.
 template <typename In, int RANK, int LINES, int GROUPS, bool TRANSPOSED, bool ALIGNED, typename PX, typename PW>
 inline void add_along_rows(thread float (&sums)[LINES / 16][rank_tiles(RANK)][4], int rows, int inputs, int from, PX x,
                            PW weight, int group, int lane) {
-  constexpr int tiles = rank_tiles(RANK);
-  const int g = lane >> 2, t = lane & 3;
-  for (int start = group * 64; start < inputs; start += GROUPS * 64) {
-    unsigned left[2][LINES / 8][4], right[2][tiles][4];
+  unsigned left[2][LINES / 8][4], right[2][rank_tiles(RANK)][4];
+  const int step = GROUPS * 32;
+  load_inputs<In, RANK, LINES, TRANSPOSED, ALIGNED>(left[0], right[0], group * 32, rows, inputs, from, x, weight, lane);
+  for (int start = group * 32; start < inputs; start += 2 * step) {
     DELTATUNE_UNROLL
-    for (int part = 0; part < 2; ++part) {
-      const int k = start + part * 32 + t * 8;
-      DELTATUNE_UNROLL
-      for (int m = 0; m < LINES / 8; ++m) {
-        const int row = from + m * 8 + g;
-        load_pairs<ALIGNED>(left[part][m], x + (long)row * inputs + k, row < rows && k < inputs ? 8 : 0);
-      }
-    }
-    DELTATUNE_UNROLL
-    for (int part = 0; part < 2; ++part) {
-      DELTATUNE_UNROLL
-      for (int n = 0; n < tiles; ++n) {
-        if (TRANSPOSED) {
-          const int k = start + part * 32 + t * 8, column = n * 8 + g;
-          load_pairs<ALIGNED>(right[part][n], weight + (long)column * inputs + k, column < RANK && k < inputs ? 8 : 0);
-        } else {
-          DELTATUNE_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            const int k = start + part * 32 + (g >> 1) * 8 + i * 2 + (g & 1), column = n * 8 + t * 2;
-            const int there = k < inputs ? RANK - column : 0;
-            unsigned pair[1];
-            load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)k * RANK + column, there);
-            right[part][n][i] = pair[0];
-          }
-        }
-      }
-    }
-    DELTATUNE_UNROLL
-    for (int part = 0; part < 2; ++part) {
-      DELTATUNE_UNROLL
-      for (int n = 0; n < tiles; ++n) {
-        DELTATUNE_UNROLL
-        for (int i = 0; i < 4; i += 2) {
-          unsigned b = right[part][n][i], further = right[part][n][i + 1];
-          if (!TRANSPOSED) b = across_lanes(b), further = across_lanes(further);
-          DELTATUNE_UNROLL
-          for (int m = 0; m < LINES / 16; ++m) {
-            const unsigned a[4] = {left[part][2 * m][i], left[part][2 * m + 1][i], left[part][2 * m][i + 1],
-                                   left[part][2 * m + 1][i + 1]};
-            Fragments<In>::multiply(sums[m][n], a, b, further);
-          }
-        }
-      }
+    for (int turn = 0; turn < 2; ++turn) {
+      load_inputs<In, RANK, LINES, TRANSPOSED, ALIGNED>(left[1 - turn], right[1 - turn], start + (turn + 1) * step, rows,
+                                                        inputs, from, x, weight, lane);
+      multiply_inputs<In, RANK, LINES, TRANSPOSED>(sums, left[turn], right[turn]);
     }
   }
 }
@@ -119,80 +112,431 @@ inline void low_rank_rows(Place at, threadgroup char* memory, int rows, int inpu
     }
   }
   barrier();
-  write_sums<In, RANK, LINES, GROUPS, false>(all, factor, rows, from, out, at.index);
+  for (int i = at.index; i < LINES * RANK; i += GROUPS * 32) {
+    const int row = i / RANK, column = i % RANK;
+    if (from + row >= rows) continue;
+    float sum = 0.0f;
+    DELTATUNE_UNROLL
+    for (int group = 0; group < GROUPS; ++group) sum += all[(group * LINES + row) * line_floats(RANK) + column];
+    out[(long)(from + row) * RANK + column] = static_cast<In>(factor * sum);
+  }
 }
 
-// How many times 16 rows a group loads before it multiplies: as many as leave registers for the sums.
-inline constexpr int steps_at_once(int rank, int lines) {
-  return 32 / (lines / 8 + rank_tiles(rank)) >= 8 ? 8 : 32 / (lines / 8 + rank_tiles(rank)) >= 4 ? 4 : 2;
-}
+// A group takes a stripe of 64 columns, which is a line of 128 bytes in every row, and STEPS times 16 rows at once, or
+// one step where the sums need the registers.
+enum : int { stripe = 64 };
+inline constexpr int steps_at_once(int rank) { return rank_tiles(rank) <= 2 ? 2 : 1; }
+inline constexpr int larger(int one, int other) { return one > other ? one : other; }
 
-// Adds a group's share of the rows. A lane loads LINES / 8 neighbouring columns of four of 16 rows, and pairs the rows'
-// elements; a fragment's lines g and g + 8 are neighbouring columns.
-template <typename In, int RANK, int LINES, int GROUPS, bool ALIGNED, typename PN, typename PX>
-inline void add_over_rows(thread float (&sums)[LINES / 16][rank_tiles(RANK)][4], int rows, int columns, int column,
-                          PN narrow, PX wide, int group, int lane) {
-  constexpr int tiles = rank_tiles(RANK), steps = steps_at_once(RANK, LINES);
+// SIDE is the number of stripes of a block, side by side; its other groups take other rows. ALONG says whether the block
+// sums along its rows, too.
+template <int RANK, int SIDE, int GROUPS, bool ALONG>
+struct LowRankColumnsMemory {
+  static constexpr constant int sums = GROUPS * stripe * line_floats(RANK) * 4;
+  static constexpr constant int along = GROUPS * steps_at_once(RANK) * 16 * line_floats(RANK);
+  static constexpr constant int kept = SIDE * (stripe / 16) * rank_tiles(RANK) * 64;
+  static constexpr constant int bytes = larger(sums, ALONG ? (2 * along + kept) * 4 : 0);
+};
+
+// Loads 16 rows of a stripe: a lane has eight neighbouring columns of four of the rows; and the same rows of `narrow`.
+template <typename In, int RANK, bool ALIGNED, typename PN, typename PX>
+inline void load_rows(thread unsigned (&found)[4][4], thread unsigned (&right)[rank_tiles(RANK)][2], int start, int end,
+                      int columns, int column, PN narrow, PX wide, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  for (int start = group * steps * 16; start < rows; start += GROUPS * steps * 16) {
-    unsigned found[steps][4][LINES / 16], right[steps][tiles][2];
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int row = start + t * 2 + (i & 1) + (i >> 1) * 8;
+    load_pairs<ALIGNED>(found[i], wide + (long)row * columns + column, row < end && column < columns ? 8 : 0);
+  }
+  DELTATUNE_UNROLL
+  for (int n = 0; n < rank_tiles(RANK); ++n) {
     DELTATUNE_UNROLL
-    for (int s = 0; s < steps; ++s) {
-      DELTATUNE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int row = start + s * 16 + t * 2 + (i & 1) + (i >> 1) * 8;
-        load_pairs<ALIGNED>(found[s][i], wide + (long)row * columns + column,
-                            row < rows && column < columns ? LINES / 8 : 0);
-      }
-      DELTATUNE_UNROLL
-      for (int n = 0; n < tiles; ++n) {
-        DELTATUNE_UNROLL
-        for (int part = 0; part < 2; ++part) {
-          const int row = start + s * 16 + part * 8 + g, place = n * 8 + t * 2;
-          unsigned pair[1];
-          load_pairs<ALIGNED && RANK % 2 == 0>(pair, narrow + (long)row * RANK + place, row < rows ? RANK - place : 0);
-          right[s][n][part] = pair[0];
-        }
-      }
-    }
-    DELTATUNE_UNROLL
-    for (int s = 0; s < steps; ++s) {
-      DELTATUNE_UNROLL
-      for (int n = 0; n < tiles; ++n) {
-        const unsigned b = across_lanes(right[s][n][0]), further = across_lanes(right[s][n][1]);
-        DELTATUNE_UNROLL
-        for (int m = 0; m < LINES / 16; ++m) {
-          const unsigned a[4] = {
-              pair_of_firsts(found[s][0][m], found[s][1][m]), pair_of_seconds(found[s][0][m], found[s][1][m]),
-              pair_of_firsts(found[s][2][m], found[s][3][m]), pair_of_seconds(found[s][2][m], found[s][3][m])};
-          Fragments<In>::multiply(sums[m][n], a, b, further);
-        }
-      }
+    for (int part = 0; part < 2; ++part) {
+      const int row = start + part * 8 + g, place = n * 8 + t * 2;
+      unsigned pair[1];
+      load_pairs<ALIGNED && RANK % 2 == 0>(pair, narrow + (long)row * RANK + place, row < end ? RANK - place : 0);
+      right[n][part] = pair[0];
     }
   }
+}
+
+// Adds 16 rows of a stripe to the sums over rows and, if ALONG, to those along rows. A fragment pairs the elements of
+// two rows: its lines g and g + 8 are the neighbouring columns 8 g + 2 m and 8 g + 2 m + 1 of the stripe. Transposed, it
+// is one of the rows with the columns 2 m and 2 m + 1 of each eight, and the weight's fragments have that order, too.
+template <typename In, int RANK, bool ALONG>
+inline void multiply_rows(thread float (&over)[stripe / 16][rank_tiles(RANK)][4],
+                          thread float (&along)[rank_tiles(RANK)][4], const thread unsigned (&found)[4][4],
+                          const thread unsigned (&right)[rank_tiles(RANK)][2], threadgroup const unsigned* weight,
+                          int lane) {
+  unsigned b[rank_tiles(RANK)][2];
+  DELTATUNE_UNROLL
+  for (int n = 0; n < rank_tiles(RANK); ++n) {
+    DELTATUNE_UNROLL
+    for (int part = 0; part < 2; ++part) b[n][part] = across_lanes(right[n][part]);
+  }
+  DELTATUNE_UNROLL
+  for (int m = 0; m < stripe / 16; ++m) {
+    const unsigned a[4] = {pair_of_firsts(found[0][m], found[1][m]), pair_of_seconds(found[0][m], found[1][m]),
+                           pair_of_firsts(found[2][m], found[3][m]), pair_of_seconds(found[2][m], found[3][m])};
+    DELTATUNE_UNROLL
+    for (int n = 0; n < rank_tiles(RANK); ++n) Fragments<In>::multiply(over[m][n], a, b[n][0], b[n][1]);
+    if (!ALONG) continue;
+    const unsigned rows[4] = {across_lanes(a[0]), across_lanes(a[2]), across_lanes(a[1]), across_lanes(a[3])};
+    DELTATUNE_UNROLL
+    for (int n = 0; n < rank_tiles(RANK); ++n) {
+      threadgroup const unsigned* pair = weight + (m * rank_tiles(RANK) + n) * 64 + lane * 2;
+      Fragments<In>::multiply(along[n], rows, pair[0], pair[1]);
+    }
+  }
+}
+
+// Writes the fragments of weight [RANK, columns] for the stripes of a block to shared memory, in the order in which
+// multiply_rows takes them.
+template <int RANK, int SIDE, int GROUPS, bool ALIGNED, typename PW>
+inline void keep_weight(threadgroup unsigned* to, int columns, int from, PW weight, int index) {
+  constexpr int tiles = rank_tiles(RANK);
+  DELTATUNE_UNROLL
+  for (int round = 0; round < SIDE * tiles; round += GROUPS) {
+    const int i = round * 32 + index;
+    if (i >= SIDE * tiles * 32) continue;
+    const int lane = i % 32, n = i / 32 % tiles, side = i / (32 * tiles);
+    const int rank = n * 8 + (lane >> 2), column = from + side * stripe + (lane & 3) * 16;
+    unsigned pairs[2][4];
+    DELTATUNE_UNROLL
+    for (int far = 0; far < 2; ++far)
+      load_pairs<ALIGNED>(pairs[far], weight + (long)rank * columns + column + far * 8,
+                          rank < RANK && column + far * 8 < columns ? 8 : 0);
+    DELTATUNE_UNROLL
+    for (int m = 0; m < stripe / 16; ++m) {
+      threadgroup unsigned* pair = to + ((side * (stripe / 16) + m) * tiles + n) * 64 + lane * 2;
+      pair[0] = pair_of_firsts(pairs[0][m], pairs[1][m]);
+      pair[1] = pair_of_seconds(pairs[0][m], pairs[1][m]);
+    }
+  }
+}
+template <int RANK, int SIDE, int GROUPS, bool ALIGNED>
+inline void keep_weight(threadgroup unsigned*, int, int, Nothing, int) {}
+
+// Where a block is among those that divide a matrix: `tile` of `tiles` next to one another, and `part` of `parts` below
+// one another, with the rows from `first` to `end`. `parts` or `tiles` of them add to the same sums.
+struct Share {
+  int tile, tiles, part, parts, first, end;
+};
+
+// Adds up four neighbouring elements of what `count` blocks have written of a result, `stride` apart, in their order.
+inline void sum_of_blocks(thread float (&sums)[4], GLOBAL const float* from, int count, long stride) {
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 4; ++e) sums[e] = 0.0f;
+  DELTATUNE_ROLLED
+  for (int start = 0; start < count; start += 8) {
+    float found[8][4] = {};
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i)
+      if (start + i < count) take_shares(found[i], from + (start + i) * stride);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 4; ++e) sums[e] += found[i][e];
+    }
+  }
+}
+// The distance between the shares of two tiles of the sums along rows: four of their elements are always loaded.
+inline long along_stride(int rows, int rank) { return ((long)rows * rank + 3) / 4 * 4; }
+
+// Returns whether `count` marks are all set, for then all that these blocks wrote before can be read. Each block sets
+// its own before it looks, so the last one finds all set, and maybe others do. A block that does clears them, so that no
+// later launch finds them in its memory. One group calls it.
+inline bool all_marked(GLOBAL unsigned* marks, int count, int lane) {
+  float missing = 0.0f;
+  DELTATUNE_ROLLED
+  for (int i = lane; i < count; i += 32) missing += is_marked(marks + 2 * i) ? 0.0f : 1.0f;
+  const bool all = lane_sum(missing) == 0.0f;
+  DELTATUNE_ROLLED
+  for (int i = lane; all && i < count; i += 32) clear_mark(marks + 2 * i);
+  return all;
+}
+
+// Adds the groups' sums along rows of one round, and writes them: the results if a block has all columns, else the
+// block's share of them.
+template <typename In, int RANK, int SIDE, int GROUPS, typename PO, typename PP>
+inline void write_along(threadgroup const float* all, float factor, int rows, int start, Share share, PO out, PP shares,
+                        int index) {
+  constexpr int lines = steps_at_once(RANK) * 16;
+  DELTATUNE_ROLLED
+  for (int i = index; i < GROUPS / SIDE * lines * RANK; i += GROUPS * 32) {
+    const int line = i / RANK, column = i % RANK, row = start + line;
+    if (row >= share.end) continue;
+    float sum = 0.0f;
+    DELTATUNE_UNROLL
+    for (int side = 0; side < SIDE; ++side)
+      sum += all[((line / lines * SIDE + side) * lines + line % lines) * line_floats(RANK) + column];
+    if (share.tiles == 1)
+      out[(long)row * RANK + column] = static_cast<In>(factor * sum);
+    else
+      shares[share.tile * along_stride(rows, RANK) + (long)row * RANK + column] = sum;
+  }
+}
+template <typename In, int RANK, int SIDE, int GROUPS>
+inline void write_along(threadgroup const float*, float, int, int, Share, Nothing, Nothing, int) {}
+// Finishes the sums along the rows of a part, of which every tile has written its share.
+template <typename In, int RANK, int GROUPS, typename PO, typename PP>
+inline void finish_along(float factor, int rows, Share share, PO out, PP shares, int index) {
+  const long first = (long)share.first * RANK;
+  const int count = (share.end - share.first) * RANK;
+  DELTATUNE_ROLLED
+  for (int i = index * 4; i < count; i += GROUPS * 128) {
+    float sums[4];
+    sum_of_blocks(sums, shares + first + i, share.tiles, along_stride(rows, RANK));
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 4; ++e)
+      if (i + e < count) out[first + i + e] = static_cast<In>(factor * sums[e]);
+  }
+}
+template <typename In, int RANK, int GROUPS>
+inline void finish_along(float, int, Share, Nothing, Nothing, int) {}
+
+// Adds a group's share of the rows of its stripe. All groups of a block go through as many rounds.
+template <typename In, int RANK, int SIDE, int GROUPS, bool ALONG, bool ALIGNED, typename PN, typename PX, typename PW,
+          typename PO, typename PP>
+inline void add_over_rows(thread float (&over)[stripe / 16][rank_tiles(RANK)][4], threadgroup float* memory, int rows,
+                          int columns, float factor, Share share, PN narrow, PX wide, PW weight, PO out, PP shares,
+                          Place at) {
+  constexpr int tiles = rank_tiles(RANK), steps = steps_at_once(RANK), own = steps * 16;
+  constexpr int along_floats = LowRankColumnsMemory<RANK, SIDE, GROUPS, ALONG>::along;
+  const int side = at.group % SIDE, column = (share.tile * SIDE + side) * stripe + (at.lane >> 2) * 8;
+  threadgroup unsigned* kept = reinterpret_cast<threadgroup unsigned*>(memory + 2 * along_floats);
+  int turn = 0;
+  DELTATUNE_ROLLED
+  for (int start = share.first; start < share.end; start += GROUPS / SIDE * own, turn = 1 - turn) {
+    const int from = start + at.group / SIDE * own;
+    unsigned found[steps][4][4], right[steps][tiles][2];
+    DELTATUNE_UNROLL
+    for (int s = 0; s < steps; ++s)
+      load_rows<In, RANK, ALIGNED>(found[s], right[s], from + s * 16, share.end, columns, column, narrow, wide, at.lane);
+    if (ALONG && start == share.first) {
+      keep_weight<RANK, SIDE, GROUPS, ALIGNED>(kept, columns, share.tile * SIDE * stripe, weight, at.index);
+      barrier();
+    }
+    threadgroup float* all = memory + turn * along_floats;
+    DELTATUNE_UNROLL
+    for (int s = 0; s < steps; ++s) {
+      float along[tiles][4] = {};
+      multiply_rows<In, RANK, ALONG>(over, along, found[s], right[s], kept + side * (stripe / 16) * tiles * 64,
+                                     at.lane);
+      DELTATUNE_UNROLL
+      for (int n = 0; ALONG && n < tiles; ++n)
+        keep_sums<RANK, own>(all, along[n], at.group, s * 16 + (at.lane >> 2), s * 16 + (at.lane >> 2) + 8, n, at.lane);
+    }
+    // The next round writes to the other place, so that one barrier a round is enough.
+    if (ALONG) {
+      barrier();
+      write_along<In, RANK, SIDE, GROUPS>(all, factor, rows, start, share, out, shares, at.index);
+    }
+  }
+}
+
+// The place in out of element i of the sums over rows of a tile: out is [RANK, columns] where ACROSS, else
+// [columns, RANK]. Four neighbouring elements have neighbouring places. It is -1 past the last column.
+template <int RANK, int SIDE, bool ACROSS>
+inline long place_of(int i, int columns, int from) {
+  constexpr int width = SIDE * stripe;
+  if (from + (ACROSS ? i % width : i / RANK) >= columns) return -1;
+  return ACROSS ? (long)(i / width) * columns + from + i % width : (long)from * RANK + i;
+}
+
+// The body of the two kernels below. The rows are divided into parts, and a block takes a part of SIDE stripes. It
+// writes its share of the sums that other blocks add to, and sets its marks; the last block finishes the sums, and no
+// block waits for another.
+template <typename In, int RANK, int SIDE, int GROUPS, bool ACROSS, bool ALONG, typename PN, typename PX, typename PW,
+          typename PS, typename PO, typename PP>
+inline void sum_over_rows(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
+                          PW weight, PS scale, GLOBAL In* out, PO along, GLOBAL float* shares, PP along_shares,
+                          GLOBAL unsigned* marks) {
+  constexpr int tiles = rank_tiles(RANK), width = SIDE * stripe;
+  const float factor = scale[0];
+  const int round = GROUPS / SIDE * steps_at_once(RANK) * 16, from = at.x * width;
+  const int each = ((rows + parts - 1) / parts + round - 1) / round * round, last = at.y * each + each;
+  const Share share = {at.x, (columns + width - 1) / width, at.y, parts, at.y * each, last < rows ? last : rows};
+  threadgroup float* all = reinterpret_cast<threadgroup float*>(memory);
+  float over[stripe / 16][tiles][4] = {};
+  if (starts_at_multiple<16>(wide) && starts_at_multiple<4>(narrow) && starts_at_multiple<16>(weight))
+    add_over_rows<In, RANK, SIDE, GROUPS, ALONG, true>(over, all, rows, columns, factor, share, narrow, wide, weight,
+                                                       along, along_shares, at);
+  else
+    add_over_rows<In, RANK, SIDE, GROUPS, ALONG, false>(over, all, rows, columns, factor, share, narrow, wide, weight,
+                                                        along, along_shares, at);
+  barrier();
+  DELTATUNE_UNROLL
+  for (int m = 0; m < stripe / 16; ++m) {
+    const int line = (at.lane >> 2) * 8 + 2 * m;
+    DELTATUNE_UNROLL
+    for (int n = 0; n < tiles; ++n) keep_sums<RANK, stripe>(all, over[m][n], at.group, line, line + 1, n, at.lane);
+  }
+  barrier();
+  const long size = width * RANK;
+  DELTATUNE_ROLLED
+  for (int i = at.index; i < width * RANK; i += GROUPS * 32) {
+    const int column = ACROSS ? i % width : i / RANK, rank = ACROSS ? i / width : i % RANK;
+    const long place = place_of<RANK, SIDE, ACROSS>(i, columns, from);
+    if (place < 0) continue;
+    float sum = 0.0f;
+    DELTATUNE_UNROLL
+    for (int down = 0; down < GROUPS / SIDE; ++down)
+      sum += all[((down * SIDE + column / stripe) * stripe + column % stripe) * line_floats(RANK) + rank];
+    if (share.parts == 1)
+      out[place] = static_cast<In>(factor * sum);
+    else
+      shares[(at.y * share.tiles + at.x) * size + i] = sum;
+  }
+  if (share.parts == 1 && (!ALONG || share.tiles == 1)) return;
+  barrier();
+  if (at.group == 0) {
+    GLOBAL unsigned* over_marks = marks + 2 * at.x * share.parts;
+    GLOBAL unsigned* along_marks = marks + 2 * (share.parts + at.y) * share.tiles;
+    if (at.lane < (ALONG ? 2 : 1)) set_mark(at.lane == 0 ? over_marks + 2 * at.y : along_marks + 2 * at.x);
+    group_barrier();
+    device_fence();
+    const bool over_all = all_marked(over_marks, share.parts, at.lane) && share.parts > 1;
+    const bool along_all = ALONG && all_marked(along_marks, share.tiles, at.lane) && share.tiles > 1;
+    if (at.lane == 0) all[0] = over_all ? 1.0f : 0.0f, all[1] = along_all ? 1.0f : 0.0f;
+  }
+  barrier();
+  DELTATUNE_ROLLED
+  for (int i = at.index * 4; all[0] > 0.0f && i < width * RANK; i += GROUPS * 128) {
+    const long place = place_of<RANK, SIDE, ACROSS>(i, columns, from);
+    if (place < 0) continue;
+    float sums[4];
+    sum_of_blocks(sums, shares + at.x * size + i, share.parts, share.tiles * size);
+    DELTATUNE_UNROLL
+    for (int e = 0; e < 4; ++e) out[place + e] = static_cast<In>(factor * sums[e]);
+  }
+  if (all[1] > 0.0f) finish_along<In, RANK, GROUPS>(factor, rows, share, along, along_shares, at.index);
 }
 
 // Computes out = scale times the sum over the rows of narrow [rows, RANK] and wide [rows, columns], each row's outer
-// product: out is [RANK, columns] where ACROSS, else [columns, RANK]. `columns` is a multiple of 8, and scale is one
-// fp32 number. A block takes LINES columns and all rows.
-template <typename In, int RANK, int LINES, int GROUPS, bool ACROSS, typename PN, typename PX, typename PS>
-inline void low_rank_columns(Place at, threadgroup char* memory, int rows, int columns, PN narrow, PX wide, PS scale,
-                             GLOBAL In* out) {
-  constexpr int tiles = rank_tiles(RANK), own = LINES / 8;
-  const int from = at.x * LINES, place = (at.lane >> 2) * own;
-  const float factor = scale[0];
-  float sums[LINES / 16][tiles][4] = {};
-  if (starts_at_multiple<16>(wide) && starts_at_multiple<4>(narrow))
-    add_over_rows<In, RANK, LINES, GROUPS, true>(sums, rows, columns, from + place, narrow, wide, at.group, at.lane);
-  else
-    add_over_rows<In, RANK, LINES, GROUPS, false>(sums, rows, columns, from + place, narrow, wide, at.group, at.lane);
-  threadgroup float* all = reinterpret_cast<threadgroup float*>(memory);
+// product: [RANK, columns] where ACROSS, else [columns, RANK]. `columns` is a multiple of 8, and
+// scale is one fp32 number.
+template <typename In, int RANK, int SIDE, int GROUPS, bool ACROSS, typename PN, typename PX, typename PS>
+inline void low_rank_columns(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
+                             PS scale, GLOBAL In* out, GLOBAL float* shares, GLOBAL unsigned* marks) {
+  sum_over_rows<In, RANK, SIDE, GROUPS, ACROSS, false>(at, memory, rows, columns, parts, narrow, wide, Nothing{}, scale,
+                                                       out, Nothing{}, shares, Nothing{}, marks);
+}
+// Computes out [RANK, columns] as above and, from the same reading of wide, along [rows, RANK] = scale * wide times the
+// transpose of weight [RANK, columns].
+template <typename In, int RANK, int SIDE, int GROUPS, typename PN, typename PX, typename PW, typename PS>
+inline void low_rank_both(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
+                          PW weight, PS scale, GLOBAL In* out, GLOBAL In* along, GLOBAL float* shares,
+                          GLOBAL float* along_shares, GLOBAL unsigned* marks) {
+  sum_over_rows<In, RANK, SIDE, GROUPS, true, true>(at, memory, rows, columns, parts, narrow, wide, weight, scale, out,
+                                                    along, shares, along_shares, marks);
+}
+
+// Loads the fragments of 64 columns of the weight, from `column` on: [columns, RANK] where TURNED, else [RANK, columns].
+// Within 32 columns a lane has the results of the eight from 8 t on, two in each of four products.
+template <int RANK, bool TURNED, bool ALIGNED, typename PW>
+inline void load_weight(thread unsigned (&right)[2][4][(RANK + 15) / 16 * 2], int columns, int from, PW weight,
+                        int lane) {
+  const int g = lane >> 2, t = lane & 3;
   DELTATUNE_UNROLL
-  for (int m = 0; m < LINES / 16; ++m) {
+  for (int part = 0; part < 2; ++part) {
     DELTATUNE_UNROLL
-    for (int n = 0; n < tiles; ++n)
-      keep_sums<RANK, LINES>(all, sums[m][n], at.group, place + 2 * m, place + 2 * m + 1, n, at.lane);
+    for (int k = 0; k < (RANK + 15) / 16 * 2; ++k) {
+      unsigned found[4] = {};
+      if (k * 8 < RANK && TURNED) {
+        DELTATUNE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          const int column = from + part * 32 + (g >> 1) * 8 + j * 2 + (g & 1), rank = k * 8 + t * 2;
+          unsigned pair[1];
+          load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)column * RANK + rank,
+                                               column < columns ? RANK - rank : 0);
+          found[j] = pair[0];
+        }
+      } else if (k * 8 < RANK) {
+        const int column = from + part * 32 + t * 8, rank = k * 8 + g;
+        load_pairs<ALIGNED>(found, weight + (long)rank * columns + column, rank < RANK && column < columns ? 8 : 0);
+        DELTATUNE_UNROLL
+        for (int j = 0; j < 4; ++j) found[j] = across_lanes(found[j]);
+      }
+      DELTATUNE_UNROLL
+      for (int j = 0; j < 4; ++j) right[part][j][k] = found[j];
+    }
   }
-  barrier();
-  write_sums<In, RANK, LINES, GROUPS, ACROSS>(all, factor, columns, from, out, at.index);
+}
+
+// Computes 32 rows and 64 columns of the sum, from (row, column) on.
+template <typename In, int RANK, bool TURNED, bool ALIGNED, typename PN, typename PW, typename PY>
+inline void add_to_tile(int rows, int columns, int from, int column, float factor, PN narrow, PW weight, PY y,
+                        GLOBAL In* out, int lane) {
+  constexpr int depth = (RANK + 15) / 16;
+  const int g = lane >> 2, t = lane & 3;
+  unsigned found[4][2][4], left[2][depth][4], right[2][4][depth * 2];
+  DELTATUNE_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    DELTATUNE_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      const int row = from + m * 8 + g, first = column + part * 32 + t * 8;
+      load_pairs<ALIGNED>(found[m][part], y + (long)row * columns + first, row < rows && first < columns ? 8 : 0);
+    }
+  }
+  DELTATUNE_UNROLL
+  for (int m = 0; m < 2; ++m) {
+    DELTATUNE_UNROLL
+    for (int k = 0; k < depth; ++k) {
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int row = from + m * 16 + (i & 1) * 8 + g, rank = k * 16 + (i >> 1) * 8 + t * 2;
+        unsigned pair[1] = {};
+        if (k * 16 + (i >> 1) * 8 < RANK)
+          load_pairs<ALIGNED && RANK % 2 == 0>(pair, narrow + (long)row * RANK + rank, row < rows ? RANK - rank : 0);
+        left[m][k][i] = pair[0];
+      }
+    }
+  }
+  load_weight<RANK, TURNED, ALIGNED>(right, columns, column, weight, lane);
+  DELTATUNE_UNROLL
+  for (int m = 0; m < 2; ++m) {
+    DELTATUNE_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      DELTATUNE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        float sums[4] = {};
+        DELTATUNE_UNROLL
+        for (int k = 0; k < depth; ++k)
+          Fragments<In>::multiply(sums, left[m][k], right[part][j][2 * k], right[part][j][2 * k + 1]);
+        DELTATUNE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          thread unsigned& pair = found[2 * m + i][part][j];
+          pair = pair_of<In>(first_of<In>(pair) + factor * sums[2 * i], second_of<In>(pair) + factor * sums[2 * i + 1]);
+        }
+      }
+    }
+  }
+  DELTATUNE_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    DELTATUNE_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      const int row = from + m * 8 + g, first = column + part * 32 + t * 8;
+      if (row < rows && first < columns) store_pairs(out + (long)row * columns + first, found[m][part]);
+    }
+  }
+}
+
+template <int GROUPS>
+struct LowRankWideMemory {
+  static constexpr constant int bytes = 16;
+};
+
+// Computes out [rows, columns] = y + scale * narrow [rows, RANK] times weight: [columns, RANK] where TURNED, else
+// [RANK, columns]. `columns` is a multiple of 8, and scale is one fp32 number. A block takes 64 columns of 32 rows a
+// group.
+template <typename In, int RANK, int GROUPS, bool TURNED, typename PN, typename PW, typename PY, typename PS>
+inline void low_rank_wide(Place at, threadgroup char*, int rows, int columns, PN narrow, PW weight, PY y, PS scale,
+                          GLOBAL In* out) {
+  const int from = (at.y * GROUPS + at.group) * 32, column = at.x * 64;
+  const float factor = scale[0];
+  if (starts_at_multiple<16>(y) && starts_at_multiple<16>(weight) && starts_at_multiple<4>(narrow))
+    add_to_tile<In, RANK, TURNED, true>(rows, columns, from, column, factor, narrow, weight, y, out, at.lane);
+  else
+    add_to_tile<In, RANK, TURNED, false>(rows, columns, from, column, factor, narrow, weight, y, out, at.lane);
 }

@@ -1,0 +1,339 @@
+"""The launches of LoRA's kernels for NVIDIA GPUs (kernels/low_rank.h), and what each computes, by MLX's products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, Self
+
+import mlx.core as mx
+
+from ..machine import backend, nvidia
+from .kernels.launch import LOW_RANK, Execute, Launch, numbers
+
+# How many rows a block of `rows` may take, and the most sums of a block, and of one with all groups.
+_LINES, _SUMS, _SUMS_OF_ALL, _GROUPS = (64, 32, 16), 2048, 256, 16
+# The columns that a group of `columns` takes, how many blocks share a multiprocessor, and how many bytes the other one
+# reads while a block starts and ends.
+STRIPE, _TOGETHER, _IDLE = 64, 2, 2**15
+# The groups of a block of `wide`, each of which takes 32 rows of 64 columns.
+_WIDE_GROUPS = 8
+
+Arrays = Sequence[mx.array]
+
+
+class LowRankKernel:
+    """A kernel of LoRA's products; its subclasses hold all that its text depends on.
+
+    Attributes:
+        name: the kernel's name for messages.
+        results: how many of the launch's outputs are results; the others are what blocks hand to one another.
+    """
+
+    name: ClassVar[str]
+    results: ClassVar[int] = 1
+    dtype: mx.Dtype
+    rank: int
+
+    def __call__(self, arrays: Arrays, scale: float, execute: Execute) -> list[mx.array]:
+        """Run the kernel; its gradients are those of `with_mlx`."""
+
+        def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
+            # MLX passes a single array by itself, and several as a list.
+            given = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
+            return mx.vjp(lambda *given: self.with_mlx(given, scale), list(primals), given)[1]
+
+        function: Any = mx.custom_function(lambda *given: execute(self.launch(given, scale))[: self.results])
+        function.vjp(backward)
+        return list(function(*arrays))
+
+    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
+        """Return what the kernel computes, by MLX's products."""
+        raise NotImplementedError
+
+    def launch(self, arrays: Arrays, scale: float) -> Launch:
+        """Describe the launch for matrices."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class RowsKernel(LowRankKernel):
+    """scale * x weight, for x [rows, inputs]: sums along rows.
+
+    Args:
+        dtype: that of both operands and of the result.
+        rank: the width of the result.
+        lines: how many rows a block takes.
+        transpose: whether the weight is [rank, inputs] and not [inputs, rank].
+    """
+
+    dtype: mx.Dtype
+    rank: int
+    lines: int
+    transpose: bool
+    name = "rows"
+
+    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
+        x, weight = arrays
+        return [scaled_product(scale, x, weight.T if self.transpose else weight)]
+
+    def launch(self, arrays: Arrays, scale: float) -> Launch:
+        x, weight = arrays
+        groups = self.groups
+        return Launch(
+            name=f"{LOW_RANK}_rows",
+            memory="LowRankRowsMemory",
+            inputs={"x": x, "weight": weight, "numbers": numbers(float(scale))},
+            outputs={"out": ((x.shape[0], self.rank), self.dtype)},
+            values={
+                "In": self.dtype,
+                "RANK": self.rank,
+                "LINES": self.lines,
+                "GROUPS": groups,
+                "TRANSPOSED": self.transpose,
+            },
+            order=("In", "RANK", "LINES", "GROUPS", "TRANSPOSED"),
+            memory_order=("RANK", "LINES", "GROUPS"),
+            blocks=(-(-x.shape[0] // self.lines), 1, 1),
+            bytes=groups * self.lines * (padded(self.rank) + 1) * 4,
+            groups=groups,
+            sizes=("x_shape[0]", "x_shape[1]"),
+        )
+
+    @property
+    def groups(self) -> int:
+        """The groups of 32 lanes in a block: fewer where each lane has more sums, which take its registers."""
+        return _GROUPS if self.lines * padded(self.rank) <= _SUMS_OF_ALL else _GROUPS // 2
+
+
+@dataclass(frozen=True)
+class ColumnsKernel(LowRankKernel):
+    """scale * narrow^T wide [rank, columns], or its transpose: sums over rows.
+
+    Args:
+        dtype: that of both operands and of the result.
+        rank: the width of `narrow`.
+        side: how many stripes of columns a block takes.
+        each: how many rows a block may take; the kernel's text does not depend on it.
+        across: whether the result is [rank, columns] and not [columns, rank].
+    """
+
+    dtype: mx.Dtype
+    rank: int
+    side: int
+    each: int
+    across: bool
+    name = "columns"
+
+    def on_trial(self) -> Self:
+        """Return the kernel with so few rows a block that a trial has several of them. Its text is the same."""
+        return replace(self, each=round_rows(self.rank, self.side))
+
+    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
+        narrow, wide = arrays
+        return [scaled_product(scale, *((narrow.T, wide) if self.across else (wide.T, narrow)))]
+
+    def launch(self, arrays: Arrays, scale: float) -> Launch:
+        narrow, wide = arrays
+        rows, columns = wide.shape
+        tiles, parts = self.grid(rows, columns)
+        return Launch(
+            name=f"{LOW_RANK}_columns",
+            memory="LowRankColumnsMemory",
+            inputs={"narrow": narrow, "wide": wide, "numbers": numbers(float(scale))},
+            outputs={
+                "out": ((self.rank, columns) if self.across else (columns, self.rank), self.dtype),
+                "shares": self.shares(parts, tiles),
+                "marks": ((2 * parts * tiles, 2), mx.uint32),
+            },
+            values={
+                "In": self.dtype,
+                "RANK": self.rank,
+                "SIDE": self.side,
+                "GROUPS": column_groups(self.rank),
+                "ACROSS": self.across,
+                "ALONG": False,
+            },
+            order=("In", "RANK", "SIDE", "GROUPS", "ACROSS"),
+            memory_order=("RANK", "SIDE", "GROUPS", "ALONG"),
+            blocks=(tiles, parts, 1),
+            bytes=_column_bytes(self.rank, self.side, False),
+            groups=column_groups(self.rank),
+            sizes=("wide_shape[0]", "wide_shape[1]", "threadgroups_per_grid.y"),
+        )
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """The number of blocks next to one another, and below one another."""
+        return -(-columns // (self.side * STRIPE)), -(-rows // self.each)
+
+    def shares(self, parts: int, tiles: int) -> tuple[tuple[int, ...], mx.Dtype]:
+        """The array in which blocks hand over their sums in fp32: four elements where each block has whole sums."""
+        return (parts * tiles * self.side * STRIPE * self.rank if parts > 1 else 4,), mx.float32
+
+
+@dataclass(frozen=True)
+class BothKernel(ColumnsKernel):
+    """scale * narrow^T wide [rank, columns] and scale * wide weight^T [rows, rank]: both products in one reading.
+
+    The weight is [rank, columns]; the arguments are those of ColumnsKernel, with `across`.
+    """
+
+    name = "both"
+    results = 2
+
+    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
+        narrow, wide, weight = arrays
+        return [scaled_product(scale, narrow.T, wide), scaled_product(scale, wide, weight.T)]
+
+    def launch(self, arrays: Arrays, scale: float) -> Launch:
+        narrow, wide, weight = arrays
+        rows, columns = wide.shape
+        tiles, parts = self.grid(rows, columns)
+        along_shares = tiles * -(-rows * self.rank // 4) * 4 if tiles > 1 else 4
+        return Launch(
+            name=f"{LOW_RANK}_both",
+            memory="LowRankColumnsMemory",
+            inputs={
+                "narrow": narrow,
+                "wide": wide,
+                "weight": weight,
+                "numbers": numbers(float(scale)),
+            },
+            outputs={
+                "out": ((self.rank, columns), self.dtype),
+                "along": ((rows, self.rank), self.dtype),
+                "shares": self.shares(parts, tiles),
+                "along_shares": ((along_shares,), mx.float32),
+                "marks": ((2 * parts * tiles, 2), mx.uint32),
+            },
+            values={
+                "In": self.dtype,
+                "RANK": self.rank,
+                "SIDE": self.side,
+                "GROUPS": column_groups(self.rank),
+                "ALONG": True,
+            },
+            order=("In", "RANK", "SIDE", "GROUPS"),
+            memory_order=("RANK", "SIDE", "GROUPS", "ALONG"),
+            blocks=(tiles, parts, 1),
+            bytes=_column_bytes(self.rank, self.side, True),
+            groups=column_groups(self.rank),
+            sizes=("wide_shape[0]", "wide_shape[1]", "threadgroups_per_grid.y"),
+        )
+
+
+@dataclass(frozen=True)
+class WideKernel(LowRankKernel):
+    """y + scale * narrow weight, for y [rows, columns].
+
+    Args:
+        dtype: that of all arrays.
+        rank: the width of `narrow`.
+        transpose: whether the weight is [columns, rank] and not [rank, columns].
+    """
+
+    dtype: mx.Dtype
+    rank: int
+    transpose: bool
+    name = "wide"
+
+    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
+        y, narrow, weight = arrays
+        return [mx.addmm(y, narrow, weight.T if self.transpose else weight, alpha=scale)]
+
+    def launch(self, arrays: Arrays, scale: float) -> Launch:
+        y, narrow, weight = arrays
+        rows, columns = y.shape
+        return Launch(
+            name=f"{LOW_RANK}_wide",
+            memory="LowRankWideMemory",
+            inputs={"narrow": narrow, "weight": weight, "y": y, "numbers": numbers(float(scale))},
+            outputs={"out": (y.shape, self.dtype)},
+            values={"In": self.dtype, "RANK": self.rank, "GROUPS": _WIDE_GROUPS, "TURNED": self.transpose},
+            order=("In", "RANK", "GROUPS", "TURNED"),
+            memory_order=("GROUPS",),
+            blocks=(-(-columns // 64), -(-rows // (32 * _WIDE_GROUPS)), 1),
+            bytes=16,
+            groups=_WIDE_GROUPS,
+            sizes=("y_shape[0]", "y_shape[1]"),
+        )
+
+
+def rows_lines(total: int, rank: int) -> int:
+    """How many of `total` rows a block of `rows` takes, so that the multiprocessor with the most work reads least.
+
+    A block reads its own rows, and all of the operand that is as wide as the rank.
+    """
+    multiprocessors = nvidia.limits().multiprocessors
+
+    def most_read(lines: int) -> int:
+        blocks = -(-total // lines)
+        return -(-blocks // multiprocessors) * (lines + padded(rank))
+
+    return min((lines for lines in _LINES if lines * padded(rank) <= _SUMS), key=most_read)
+
+
+def column_groups(rank: int) -> int:
+    """The groups of 32 lanes in a block of `columns`, whose sums take its lanes' registers and its shared memory."""
+    return 8 if rank <= 32 else 4
+
+
+def round_rows(rank: int, side: int) -> int:
+    """How many rows a block of `columns` reads at once."""
+    return column_groups(rank) // side * _steps(rank) * 16
+
+
+@cache
+def division(rows: int, columns: int, rank: int, along: bool) -> tuple[int, int]:
+    """How many stripes and how many rows a block of `columns` takes, so that the last block is done soonest.
+
+    Counted are the bytes that the busiest place on a multiprocessor reads, and those that one block adds up at the end.
+    """
+    places = _TOGETHER * nvidia.limits().multiprocessors
+
+    def most_read(choice: tuple[int, int]) -> int:
+        side, each = choice
+        width = min(side * STRIPE, columns)
+        tiles, parts = -(-columns // (side * STRIPE)), -(-rows // each)
+        in_turn = -(-tiles * parts // places)
+        added = (parts * width if parts > 1 else 0) + (tiles * each if along and tiles > 1 else 0)
+        return in_turn * (_TOGETHER * each * (width + padded(rank)) * 2 + _IDLE) + added * rank * 4
+
+    sides = [side for side in (1, 2, 4, 8) if side <= column_groups(rank) and (along or side == 1)]
+    choices = [
+        (side, rounds * round_rows(rank, side))
+        for side in sides
+        for rounds in range(1, -(-rows // round_rows(rank, side)) + 1)
+    ]
+    return min(choices, key=most_read)
+
+
+def padded(rank: int) -> int:
+    return -(-rank // 8) * 8
+
+
+def scaled_product(scale: float, left: mx.array, right: mx.array) -> mx.array:
+    """Return scale * left right, on a GPU in one launch: the time of many small products is that of their launches."""
+    if scale == 1.0:
+        return left @ right
+    if backend.device() == "cpu":
+        return scale * (left @ right)
+    return mx.addmm(_zeros(right.shape[-1], left.dtype), left, right, alpha=scale)
+
+
+def _steps(rank: int) -> int:
+    return 2 if rank <= 16 else 1
+
+
+def _column_bytes(rank: int, side: int, along: bool) -> int:
+    """The bytes of LowRankColumnsMemory."""
+    line, groups = padded(rank) + 1, column_groups(rank)
+    rounds = 2 * groups * _steps(rank) * 16 * line + side * STRIPE // 16 * (padded(rank) // 8) * 64
+    return 4 * max(groups * STRIPE * line, rounds if along else 0)
+
+
+@cache
+def _zeros(size: int, dtype: mx.Dtype) -> mx.array:
+    # mx.zeros would be an operation, which every compiled function that uses the array would run again.
+    return mx.array([0.0] * size, dtype)
