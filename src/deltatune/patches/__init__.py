@@ -28,6 +28,7 @@ from .tables import (
     one_row_products,
     pointwise,
     quantized_product,
+    residual_norms,
     residual_weights,
     sorted_rows,
 )
@@ -59,7 +60,13 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
-ON_CUDA: tuple[Patch, ...] = (*pointwise.PATCHES, *loading.PATCHES, *sorted_rows.PATCHES, *quantized_product.PATCHES)
+ON_CUDA: tuple[Patch, ...] = (
+    *pointwise.PATCHES,
+    *residual_norms.PATCHES,
+    *loading.PATCHES,
+    *sorted_rows.PATCHES,
+    *quantized_product.PATCHES,
+)
 ON_METAL: tuple[Patch, ...] = sorted_rows.PATCHES
 ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
 

@@ -21,6 +21,7 @@ FOLDER = files(__package__)
 GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
 ATTENTION = ("attention.h",)
 VOCABULARY = ("vocabulary_loss.h",)
+WEIGHTED_NORM = ("weighted_norm.h",)
 # Kernels whose groups of warps share out a multiprocessor's registers among them.
 HOPPER = "attention_hopper"
 # The start of the names of LoRA's kernels, whose blocks have so many threads that the compiler must know their number.
@@ -147,6 +148,8 @@ def _bodies(name: str) -> tuple[str, ...]:
         return VOCABULARY
     if name.startswith(LOW_RANK):
         return ("fragments.h", "low_rank.h")
+    if name.startswith("weighted_norm"):
+        return WEIGHTED_NORM
     if name.startswith("attention"):
         return ("hopper.h", *ATTENTION, "attention_hopper.h") if name.startswith(HOPPER) else ATTENTION
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
