@@ -18,7 +18,7 @@ from deltatune.machine import backend
 from deltatune.ops import verdicts
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
-from deltatune.ops.kernels.launch import FOLDER, VOCABULARY, header
+from deltatune.ops.kernels.launch import FOLDER, VOCABULARY, WEIGHTED_NORM, header
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (
@@ -138,7 +138,7 @@ def test_experts(monkeypatch):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", pointwise.cases(True), ids=lambda case: case.name)
 def test_passes(case, dtype, host_folder):
-    machine = HostMachine(host_folder, header("metal", BODIES))
+    machine = HostMachine(host_folder, header("metal", (*BODIES, *WEIGHTED_NORM)))
     assert pointwise.compare(case, dtype, machine.run).status == PASSED
 
     def wrong(launch):

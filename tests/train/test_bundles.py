@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.optimizers
 import pytest
 
+from deltatune.ops.pointwise import joining
 from deltatune.train import bundles
 from deltatune.train.bundles import TOGETHER, Bundles
 from deltatune.train.tree import leaves
@@ -34,6 +35,16 @@ def test_small_leaves_go_together_and_come_apart_as_they_were(tree, monkeypatch)
     assert {path: leaf.size for path, leaf in leaves(joined)} == {"w": 100, f"{TOGETHER}.0": 17, f"{TOGETHER}.1": 9}
     separate = made.part(joined)
     assert same(separate, tree)
+
+
+def test_how_much_goes_together_depends_on_the_device(monkeypatch):
+    many = {f"p{n:03}": mx.zeros(2**14) for n in range(joining.MOST + 6)}
+    expected = {"cpu": [4] * 17 + [2], "metal": [16] * 4 + [6], "cuda": [joining.MOST, 6]}
+    for device, sizes in expected.items():
+        monkeypatch.setattr(bundles.backend, "device", lambda device=device: device)
+        assert [len(bundle.paths) for bundle in Bundles(many, mlx.optimizers.AdamW(1e-3)).all] == sizes
+    large = {"a": mx.zeros(2**20), "b": mx.zeros(2**20), "c": mx.zeros(1)}
+    assert paths(Bundles(large, mlx.optimizers.AdamW(1e-3))) == [["a", "b"], ["c"]]
 
 
 def test_what_does_not_go_together(tree):

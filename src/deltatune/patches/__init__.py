@@ -29,6 +29,7 @@ from .tables import (
     one_row_products,
     pointwise,
     quantized_product,
+    residual_norms,
     residual_weights,
     sorted_rows,
 )
@@ -63,6 +64,7 @@ PATCHES: tuple[Patch, ...] = (
 ON_CUDA: tuple[Patch, ...] = (
     *pointwise.PATCHES,
     *delta_layers.PATCHES,
+    *residual_norms.PATCHES,
     *loading.PATCHES,
     *sorted_rows.PATCHES,
     *quantized_product.PATCHES,

@@ -12,12 +12,14 @@ import mlx.optimizers
 import numpy as np
 
 from ..machine import backend
+from ..ops.kernels.launch import Launch
 from ..ops.pointwise import conv_heads, conv_silu, gated_norm, gates, norm, swiglu
 from ..ops.pointwise.adam import AdamStep
 from ..ops.pointwise.conv import NormedHeads
 from ..ops.pointwise.joining import end_to_end
 from ..ops.pointwise.pass_launch import Execute, Pass
 from ..ops.pointwise.rows import sum_rows, take_rows
+from ..ops.pointwise.weighted_norms import sum_norm
 from .measure import as_float64, poison, relative_norm
 from .outcome import Check, Outcome, compared_with_bounds, not_run
 
@@ -74,12 +76,13 @@ def reference_heads(
 
 @dataclass(frozen=True)
 class PointwiseCase:
-    """A pass by name, its definition for float64, and the shapes of its arguments."""
+    """A pass by name, its definition for float64, the shapes of its arguments, and what runs it on a GPU."""
 
     name: str
     ours: Callable[..., Any]
     exact: Callable[..., Any]
     shapes: Shapes
+    execute: Callable[[Any], list[mx.array]] = Pass.run
 
 
 def cases(quick: bool) -> list[PointwiseCase]:
@@ -106,6 +109,13 @@ def cases(quick: bool) -> list[PointwiseCase]:
             lambda x, g, w: x * inverse_rms(x, _EPS) * w * g * mx.sigmoid(g),
             [*normed * 2, (width,)],
         ),
+        PointwiseCase(
+            "sum and norm",
+            lambda x, other, w, execute: tuple(sum_norm(x, other, w, _EPS, execute=execute)),
+            lambda x, other, w: (x + other, (x + other) * inverse_rms(x + other, _EPS) * w),
+            [(rows, 8 * width)] * 2 + [(8 * width,)],
+            Launch.run,
+        ),
         PointwiseCase("convolution", convolved(None), lambda x, w: reference_conv(x, w, length, None), inputs),
         PointwiseCase(
             "convolution of documents", convolved(documents), lambda x, w: reference_conv(x, w, length, owner), inputs
@@ -120,11 +130,11 @@ def cases(quick: bool) -> list[PointwiseCase]:
     ]
 
 
-def compare(case: PointwiseCase, dtype: mx.Dtype, execute: Execute = Pass.run) -> Outcome:
+def compare(case: PointwiseCase, dtype: mx.Dtype, execute: Callable[[Any], list[mx.array]] | None = None) -> Outcome:
     """Compare outputs and gradients of one pass with float64 on the CPU; NaN fills its output memory beforehand."""
     keys = mx.random.split(mx.random.key(3), len(case.shapes))
     arrays = [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(case.shapes, keys, strict=True)]
-    ours = _listed(partial(case.ours, execute=execute))
+    ours = _listed(partial(case.ours, execute=execute or case.execute))
     first = ours(*arrays)
     cotangents = [mx.random.normal(y.shape, key=mx.random.key(5 + i)).astype(y.dtype) for i, y in enumerate(first)]
 

@@ -21,8 +21,9 @@ from ..ops.pointwise import joining
 from .tree import leaves
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
-# copies of a bundle. It is lower on a CPU, which gains less from fewer launches.
-MOST_NUMBERS, MOST_NUMBERS_ON_CPU = 2**18, 2**16
+# copies of a bundle. It is lower on a CPU, which gains less from fewer launches. On an NVIDIA GPU one kernel updates a
+# bundle, so that there are fewer copies, and a bundle has at most as many members as one launch joins.
+MOST_NUMBERS, MOST_NUMBERS_ON_CPU, MOST_NUMBERS_ON_CUDA = 2**18, 2**16, 2**21
 # The key under which a joined tree holds its bundles, beside the separate arrays.
 TOGETHER = "together"
 
@@ -99,14 +100,16 @@ class Bundles:
     ):
         self.all: list[Bundle] = []
         self._rates = rates or {}
-        most = MOST_NUMBERS_ON_CPU if backend.device() == "cpu" else MOST_NUMBERS
+        device = backend.device()
+        most = {"cpu": MOST_NUMBERS_ON_CPU, "cuda": MOST_NUMBERS_ON_CUDA}.get(device, MOST_NUMBERS)
+        members = joining.MOST if device == "cuda" else math.inf
         kinds: dict[tuple[mx.Dtype, mx.Dtype | None, float], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters) if type(optimizer).__name__ in ELEMENTWISE else []:
             if path in separate or leaf.size > most:
                 continue
             kind = leaf.dtype, (used_as or {}).get(path), self._rates.get(path, 1.0)
             bundle, room = kinds.get(kind, (None, 0))
-            if bundle is None or leaf.size > room:
+            if bundle is None or leaf.size > room or len(bundle.paths) >= members:
                 bundle, room = Bundle([], [], *kind[1:]), most
                 self.all.append(bundle)
             bundle.paths.append(path)

@@ -19,8 +19,8 @@ from host_machine import HostMachine
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
-from deltatune.ops.kernels.launch import header
-from deltatune.ops.pointwise import conv, gating, norms, silu
+from deltatune.ops.kernels.launch import WEIGHTED_NORM, header
+from deltatune.ops.pointwise import conv, gating, norms, silu, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.segments import segments
@@ -39,17 +39,23 @@ SERVED = {
     "olmo_hybrid": {"norm", "gates", "gated norm"},
     "kimi_linear": {"norm", "swiglu"},
 }
+# The weighted norms of every family: alone, of a layer's input, and of the sum behind its first half.
+NORMS = {"alone", "branch", "sum"}
 
 
 @pytest.fixture
 def machine(host_folder):
-    return HostMachine(host_folder, header("metal", BODIES))
+    return HostMachine(host_folder, header("metal", (*BODIES, *WEIGHTED_NORM)))
 
 
 def as_on_cuda(monkeypatch, machine) -> set[str]:
     """From here on the host machine runs every kernel on 8 elements or more. The set names those that ran."""
     served: set[str] = set()
-    call = Passes.__call__
+    call, weighted = Passes.__call__, weighted_norms._function
+
+    def normed(kind, eps, execute):
+        served.add(kind)
+        return weighted(kind, eps, machine.run)
 
     def recorded(self, *arrays, execute=None):
         served.add(next(name for name in NAMES if self.name.startswith(name)))
@@ -57,7 +63,9 @@ def as_on_cuda(monkeypatch, machine) -> set[str]:
 
     monkeypatch.setattr(Passes, "__call__", recorded)
     monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
-    for module in (silu, norms, conv, gating):
+    monkeypatch.setattr(weighted_norms, "_function", normed)
+    monkeypatch.setattr(weighted_norms, "_passes_trial", lambda *_: True)
+    for module in (silu, norms, conv, gating, weighted_norms):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     return served
@@ -124,7 +132,7 @@ def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, fa
     served = as_on_cuda(monkeypatch, machine)
     found, actual = gradients(model, rows, owner)
     convolution = "conv, silu and norms" if family in TOGETHER else "conv and silu"
-    wanted_passes = SERVED[family] | {f"{convolution} of documents" if packed else convolution}
+    wanted_passes = SERVED[family] | NORMS | {f"{convolution} of documents" if packed else convolution}
     # mlx-lm 0.31.3 has the norms of q and k inline.
     assert served == (wanted_passes if hasattr(gated_delta, "normalize_qk") else wanted_passes - {"norm"})
     assert found == pytest.approx(wanted, rel=1e-6)

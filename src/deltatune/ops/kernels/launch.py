@@ -24,6 +24,7 @@ VOCABULARY = ("vocabulary_loss.h",)
 HOPPER_WORDS = ("hopper.h", "hopper_tiles.h")
 # In the names of kernels whose groups of warps share out a multiprocessor's registers among them.
 HOPPER = "_hopper_"
+WEIGHTED_NORM = ("weighted_norm.h",)
 # The start of the names of LoRA's kernels, whose blocks have so many threads that the compiler must know their number.
 LOW_RANK = "low_rank"
 # Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
@@ -148,6 +149,8 @@ def _bodies(name: str) -> tuple[str, ...]:
         return VOCABULARY
     if name.startswith(LOW_RANK):
         return ("fragments.h", "low_rank.h")
+    if name.startswith("weighted_norm"):
+        return WEIGHTED_NORM
     if name.startswith("attention"):
         return (*HOPPER_WORDS, *ATTENTION, "attention_hopper.h") if HOPPER in name else ATTENTION
     if name == "gated_delta_hopper_gradients":

@@ -1,0 +1,194 @@
+"""RMS norms with a weight, together with the residual sums around them, as one kernel forward and one backward.
+
+MLX's backward pass always sums the weight's gradient over all tokens, which a frozen weight does not need, and adds the
+residual stream's two gradients in a pass of its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ...machine import backend
+from .. import trial
+from ..functional import refuse_second_derivative
+from ..kernels.launch import ABSENT, Arrays, Execute, Launch, Outputs, Values
+from .passes import BOUNDS, LEAST
+
+# Groups of 32 lanes in a block, which takes one row each above this width, and all the same row beyond.
+GROUPS, _OF_A_GROUP = 4, 512
+# The widest row: a lane holds 8 pieces of it, twice, in its registers.
+WIDEST = 8 * 8 * 32 * GROUPS
+
+
+def weighted_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run) -> mx.array:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in fp32 and rounded once.
+
+    Args:
+        x: [..., W] floats, W a multiple of 8.
+        weight: [W] floats.
+        eps: what is added to the mean of the squares.
+        execute: runs a launch; tests run it on the host machine.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        ValueError: `covers` refuses the arrays.
+
+    Source: `mx.fast.rms_norm`, which rounds the norm before it multiplies it by the weight.
+    """
+    return _function("alone", float(eps), execute)(x, weight)[0]
+
+
+def branch_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run) -> list[mx.array]:
+    """Return x itself and its weighted_norm, for a branch whose result is added to that x.
+
+    The gradients of both are added in the norm's backward pass. The arguments are those of weighted_norm.
+    """
+    return _function("branch", float(eps), execute)(x, weight)
+
+
+def sum_norm(
+    x: mx.array, other: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run
+) -> list[mx.array]:
+    """Return x + other and its weighted_norm, and add the gradients of both in the norm's backward pass.
+
+    Args:
+        x: [..., W] floats, W a multiple of 8.
+        other: what is added, of x's shape and dtype.
+        weight: [W] floats.
+        eps: what is added to the mean of the squares.
+        execute: runs a launch; tests run it on the host machine.
+
+    Raises:
+        ValueError: `covers` refuses the arrays.
+    """
+    return _function("sum", float(eps), execute)(x, other, weight)
+
+
+def covers(x: mx.array, weight: mx.array, *others: mx.array) -> bool:
+    """Whether the kernels can compute with x, a weight, and what is added to x."""
+    match = all(other.shape == x.shape and other.dtype == x.dtype for other in others)
+    floats = x.dtype in BOUNDS and weight.dtype in BOUNDS
+    return match and floats and x.size > 0 and weight.shape == x.shape[-1:] and _fits(x.shape[-1])
+
+
+def serves(x: mx.array, weight: mx.array, eps: float, *others: mx.array) -> bool:
+    """Whether the kernels are to be used: they cover these arrays, are faster, and were found right on this machine."""
+    if backend.device() != "cuda" or x.size < LEAST or not covers(x, weight, *others):
+        return False
+    return _passes_trial(x.shape[-1], x.dtype, weight.dtype, float(eps))
+
+
+def _fits(width: int) -> bool:
+    return width % 8 == 0 and width <= WIDEST
+
+
+@cache
+def _function(kind: str, eps: float, execute: Execute) -> Any:
+    """Return the function of `x` (alone, branch) or `x, other` (sum) and `weight`, with its gradient."""
+
+    def forward(x: mx.array, *rest: mx.array) -> list[mx.array]:
+        *others, weight = rest
+        _check(x, weight, *others)
+        results = execute(_forward(x, weight, others, eps))
+        return [x, *results] if kind == "branch" else results
+
+    def vjp(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        x, *others, weight = primals
+        *d_sum, dy = [cotangents] if isinstance(cotangents, mx.array) else cotangents
+        h = outputs[0] if kind == "sum" else x
+        dx = backward(h, weight, dy.astype(h.dtype), *(d.astype(h.dtype) for d in d_sum))
+        return [dx] * (1 + len(others)) + [_weight_gradient(h, weight, dy.astype(h.dtype), eps)]
+
+    backward: Any = mx.custom_function(lambda *arrays: execute(_backward(*arrays, eps=eps))[0])
+    backward.vjp(
+        refuse_second_derivative("An RMS norm has no second derivative: its backward pass is written by hand.")
+    )
+    function: Any = mx.custom_function(forward)
+    function.vjp(vjp)
+    return function
+
+
+def _check(x: mx.array, weight: mx.array, *others: mx.array) -> None:
+    if not covers(x, weight, *others):
+        given = " and ".join(f"{list(array.shape)} {array.dtype}" for array in (x, *others))
+        raise ValueError(
+            f"weighted norms: {given} with a weight {list(weight.shape)} {weight.dtype} do not fit; expected floats of "
+            f"one shape and dtype, a width that is a multiple of 8 and at most {WIDEST}, and a weight of that width."
+        )
+
+
+def _weight_gradient(h: mx.array, weight: mx.array, dy: mx.array, eps: float) -> mx.array:
+    """The weight's gradient by MLX's operation, which only runs where something uses it."""
+    # h is an argument: mx.vjp walks through everything that an array which is none was computed from.
+    return mx.vjp(lambda h, weight: [mx.fast.rms_norm(h, weight, eps)], [h, weight], [dy])[1][1]
+
+
+def _forward(x: mx.array, weight: mx.array, others: list[mx.array], eps: float) -> Launch:
+    inputs: Arrays = {"x": x, "weight": weight} | dict(zip(("other",), others, strict=False))
+    outputs: Outputs = dict.fromkeys(("total", "y") if others else ("y",), (x.shape, x.dtype))
+    other, total = ("other", "total") if others else (ABSENT, ABSENT)
+    return _launch("weighted_norm_forward", "x", inputs, outputs, (f"{eps!r}f", "x", other, "weight", total, "y"))
+
+
+def _backward(h: mx.array, weight: mx.array, dy: mx.array, *d_sum: mx.array, eps: float) -> Launch:
+    inputs: Arrays = {"h": h, "weight": weight, "dy": dy} | dict(zip(("d_sum",), d_sum, strict=False))
+    arguments = (f"{eps!r}f", "h", "weight", "dy", "d_sum" if d_sum else ABSENT, "dx")
+    return _launch("weighted_norm_backward", "h", inputs, {"dx": (h.shape, h.dtype)}, arguments)
+
+
+def _launch(name: str, rows_of: str, inputs: Arrays, outputs: Outputs, arguments: tuple[str, ...]) -> Launch:
+    shape = inputs[rows_of].shape
+    width = shape[-1]
+    rows = inputs[rows_of].size // width
+    sharing = 1 if width <= _OF_A_GROUP else GROUPS
+    values: Values = {"GROUPS": GROUPS, "SHARING": sharing, "PIECES": -(-width // (8 * 32 * sharing))}
+    axes = len(shape)
+    return Launch(
+        name=name,
+        memory="WeightedNormMemory",
+        inputs=inputs,
+        outputs=outputs,
+        values=values,
+        order=tuple(values),
+        memory_order=("GROUPS",),
+        blocks=(-(-rows * sharing // GROUPS), 1, 1),
+        bytes=8 * GROUPS,
+        groups=GROUPS,
+        arguments=arguments,
+        sizes=(" * ".join(f"{rows_of}_shape[{i}]" for i in range(axes - 1)) or "1", f"{rows_of}_shape[{axes - 1}]"),
+    )
+
+
+@cache
+def _passes_trial(
+    width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float, execute: Execute = Launch.run
+) -> bool:
+    """Try the three functions on rows that leave a block's last groups without one."""
+
+    def difference() -> float:
+        shape = (3, 7, width)
+        *given, weight = trial.random_arrays([(shape, dtype)] * 4 + [((width,), weight_dtype)])
+        x, other, d_sum, dy = given
+
+        def ours(x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
+            alone = weighted_norm(x, weight, eps, execute=execute)
+            kept, branch = branch_norm(alone + other, weight, eps, execute=execute)
+            return [alone, branch, *sum_norm(kept, other, weight, eps, execute=execute)]
+
+        def plain(x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
+            alone = mx.fast.rms_norm(x, weight, eps)
+            kept = alone + other
+            total = kept + other
+            return [alone, mx.fast.rms_norm(kept, weight, eps), total, mx.fast.rms_norm(total, weight, eps)]
+
+        found = mx.vjp(ours, [x, other, weight], [dy, d_sum, d_sum, dy])
+        wide = [array.astype(mx.float32) for array in (x, other, weight, dy, d_sum)]
+        expected = mx.vjp(plain, wide[:3], [wide[3], wide[4], wide[4], wide[3]])
+        return trial.largest_error([*found[0], *found[1]], [*expected[0], *expected[1]])
+
+    return trial.passes(f"the norm of {width} {dtype}", difference, BOUNDS[dtype])

@@ -1,0 +1,92 @@
+"""Replaces RMS norms, and the sums of the residual stream beside them, on NVIDIA GPUs.
+
+MLX's gradient of a norm sums a gradient for the weight over all tokens, also where the weight is frozen, and a layer's
+two sums pass over memory by themselves, forward and backward.
+
+Versions read: mlx 0.31.2 to 0.32.4; mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...ops.pointwise.weighted_norms import branch_norm, covers, serves, sum_norm, weighted_norm
+from ..patch_record import Function, Patch
+
+_SLOWER = "Training on an NVIDIA GPU is a little slower then; nothing else changes."
+
+
+def _rms_norm(upstream: Function) -> Function:
+    def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
+        if serves(x, self["weight"], self.eps):
+            return weighted_norm(x, self["weight"], self.eps)
+        return upstream(self, x)
+
+    return __call__
+
+
+def _layer(mixer: Callable[[Any], Any]) -> Callable[[Function], Function]:
+    """Build the replacement of a layer's __call__: x plus what `mixer` makes of it, then plus the MLP of that.
+
+    Args:
+        mixer: Returns the layer's module that mixes tokens.
+    """
+
+    def replacement(upstream: Function) -> Function:
+        def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
+            first, second = norms = self.input_layernorm, self.post_attention_layernorm
+            if not all(type(norm) is nn.RMSNorm and serves(x, norm["weight"], norm.eps) for norm in norms):
+                return upstream(self, x, mask, cache)
+            x, normed = branch_norm(x, first["weight"], first.eps)
+            mixed = mixer(self)(normed, mask, cache)
+            if not covers(x, second["weight"], mixed):
+                total = x + mixed
+                return total + self.mlp(second(total))
+            total, normed = sum_norm(x, mixed, second["weight"], second.eps)
+            return total + self.mlp(normed)
+
+        return __call__
+
+    return replacement
+
+
+def _by_kind(layer: Any) -> Any:
+    return layer.linear_attn if layer.is_linear else layer.self_attn
+
+
+def _layer_record(module: str, name: str, mixer: Callable[[Any], Any]) -> Patch:
+    return Patch(
+        package="mlx_lm",
+        versions=">=0.31.3,<=0.32.2",
+        module=f"mlx_lm.models.{module}",
+        name=f"{name}.__call__",
+        signature="(self, x, mask=None, cache=None)",
+        holders=(),
+        reason="on an NVIDIA GPU its residual sums are passes over memory of their own, forward and backward",
+        without=_SLOWER,
+        replacement=_layer(mixer),
+    )
+
+
+PATCHES = (
+    Patch(
+        package="mlx",
+        versions=">=0.31.2,<0.33",
+        module="mlx.nn.layers.normalization",
+        name="RMSNorm.__call__",
+        signature="(self, x)",
+        holders=(),
+        reason="on an NVIDIA GPU its gradient sums the weight's over all tokens, also where the weight is frozen",
+        without=_SLOWER,
+        replacement=_rms_norm,
+    ),
+    _layer_record("qwen3_5", "DecoderLayer", _by_kind),
+    _layer_record("qwen3_next", "Qwen3NextDecoderLayer", _by_kind),
+    _layer_record("kimi_linear", "KimiDecoderLayer", lambda layer: layer.self_attn),
+    _layer_record("bailing_moe_v3", "BailingDecoderLayer", lambda layer: layer.attention),
+    _layer_record("olmo_hybrid", "LinearAttentionDecoderLayer", lambda layer: layer.linear_attn),
+)
