@@ -219,7 +219,7 @@ inline void keep_weight(threadgroup unsigned*, int, int, Nothing, int) {}
 
 // Where a block is among those that divide a matrix: `tile` of `tiles` next to one another, and `part` of `parts` below
 // one another, with the rows from `first` to `end`. `parts` or `tiles` of them add to the same sums.
-struct Share {
+struct ColumnShare {
   int tile, tiles, part, parts, first, end;
 };
 
@@ -259,7 +259,7 @@ inline bool all_marked(GLOBAL unsigned* marks, int count, int lane) {
 // Adds the groups' sums along rows of one round, and writes them: the results if a block has all columns, else the
 // block's share of them.
 template <typename In, int RANK, int SIDE, int GROUPS, typename PO, typename PP>
-inline void write_along(threadgroup const float* all, float factor, int rows, int start, Share share, PO out, PP shares,
+inline void write_along(threadgroup const float* all, float factor, int rows, int start, ColumnShare share, PO out, PP shares,
                         int index) {
   constexpr int lines = steps_at_once(RANK) * 16;
   DELTATUNE_ROLLED
@@ -277,10 +277,10 @@ inline void write_along(threadgroup const float* all, float factor, int rows, in
   }
 }
 template <typename In, int RANK, int SIDE, int GROUPS>
-inline void write_along(threadgroup const float*, float, int, int, Share, Nothing, Nothing, int) {}
+inline void write_along(threadgroup const float*, float, int, int, ColumnShare, Nothing, Nothing, int) {}
 // Finishes the sums along the rows of a part, of which every tile has written its share.
 template <typename In, int RANK, int GROUPS, typename PO, typename PP>
-inline void finish_along(float factor, int rows, Share share, PO out, PP shares, int index) {
+inline void finish_along(float factor, int rows, ColumnShare share, PO out, PP shares, int index) {
   const long first = (long)share.first * RANK;
   const int count = (share.end - share.first) * RANK;
   DELTATUNE_ROLLED
@@ -293,13 +293,13 @@ inline void finish_along(float factor, int rows, Share share, PO out, PP shares,
   }
 }
 template <typename In, int RANK, int GROUPS>
-inline void finish_along(float, int, Share, Nothing, Nothing, int) {}
+inline void finish_along(float, int, ColumnShare, Nothing, Nothing, int) {}
 
 // Adds a group's share of the rows of its stripe. All groups of a block go through as many rounds.
 template <typename In, int RANK, int SIDE, int GROUPS, bool ALONG, bool ALIGNED, typename PN, typename PX, typename PW,
           typename PO, typename PP>
 inline void add_over_rows(thread float (&over)[stripe / 16][rank_tiles(RANK)][4], threadgroup float* memory, int rows,
-                          int columns, float factor, Share share, PN narrow, PX wide, PW weight, PO out, PP shares,
+                          int columns, float factor, ColumnShare share, PN narrow, PX wide, PW weight, PO out, PP shares,
                           Place at) {
   constexpr int tiles = rank_tiles(RANK), steps = steps_at_once(RANK), own = steps * 16;
   constexpr int along_floats = LowRankColumnsMemory<RANK, SIDE, GROUPS, ALONG>::along;
@@ -356,7 +356,7 @@ inline void sum_over_rows(Place at, threadgroup char* memory, int rows, int colu
   const float factor = scale[0];
   const int round = GROUPS / SIDE * steps_at_once(RANK) * 16, from = at.x * width;
   const int each = ((rows + parts - 1) / parts + round - 1) / round * round, last = at.y * each + each;
-  const Share share = {at.x, (columns + width - 1) / width, at.y, parts, at.y * each, last < rows ? last : rows};
+  const ColumnShare share = {at.x, (columns + width - 1) / width, at.y, parts, at.y * each, last < rows ? last : rows};
   threadgroup float* all = reinterpret_cast<threadgroup float*>(memory);
   float over[stripe / 16][tiles][4] = {};
   if (starts_at_multiple<16>(wide) && starts_at_multiple<4>(narrow) && starts_at_multiple<16>(weight))

@@ -223,7 +223,7 @@ struct HeadNorms {
   float q, k, eps;
 };
 // What a lane computes: eight channels of ROWS rows from `first` on, of batch row b.
-struct Share {
+struct ConvShare {
   int b, first;
   // Its eight channels among `pieces` of a row, and among `width` of the output of this part: 0 for queries, 1 for keys,
   // 2 for the others. Lanes that are not live only take part in their group's sums.
@@ -240,11 +240,11 @@ inline constexpr int whole_groups(int lanes) {
 }
 // `rows` is how many rows a batch row has, of which the first is row `start`.
 template <int ROWS, int KEY_HEADS, int KEY_SIZE, int VALUES>
-inline Share share_at(long at, int rows, int start) {
+inline ConvShare share_at(long at, int rows, int start) {
   constexpr int of_head = lanes_of_head(KEY_SIZE), normed = whole_groups(2 * KEY_HEADS * of_head);
   constexpr int lanes = normed + whole_groups(VALUES / 8), pieces = (2 * KEY_HEADS * KEY_SIZE + VALUES) / 8;
   const unsigned block = (unsigned)at / lanes, lane = (unsigned)at % lanes, blocks = (unsigned)(rows + ROWS - 1) / ROWS;
-  Share own;
+  ConvShare own;
   own.b = block / blocks;
   own.first = start + (int)(block % blocks) * ROWS;
   own.pieces = pieces;
@@ -267,7 +267,7 @@ inline Share share_at(long at, int rows, int start) {
 }
 // Whether a lane's elements count in the sums over its head: where heads fill their lanes, always.
 template <int SIZE>
-inline bool counts(const thread Share& own) {
+inline bool counts(const thread ConvShare& own) {
   return SIZE == 0 || lanes_of_head(SIZE) * 8 == SIZE || own.live;
 }
 // Loads the taps of eight channels from weight [channels, TAPS].
@@ -299,7 +299,7 @@ struct TokenRows {
   S segments;
   int length;
   bool aligned;
-  inline void load(thread Octet<T>& row, thread int& document, const thread Share& own, int t) const {
+  inline void load(thread Octet<T>& row, thread int& document, const thread ConvShare& own, int t) const {
     document = segments[(long)own.b * length + (t > 0 ? t : 0)];
     if (t >= -BEFORE) {
       fetch(row, x, ((long)own.b * (BEFORE + length) + BEFORE + t) * own.pieces + own.piece, aligned);
@@ -331,7 +331,7 @@ inline void clear_sums(thread float (&later)[TAPS - 1][8]) {
 
 // Writes the lane's rows of y. SIZE is that of the heads to norm, or 0.
 template <int TAPS, int ROWS, int AHEAD, int SIZE, typename R, typename W, typename T>
-inline void convolve_forward(const thread Share& own, const thread R& rows, W weight, float factor, float eps,
+inline void convolve_forward(const thread ConvShare& own, const thread R& rows, W weight, float factor, float eps,
                              GLOBAL T* y) {
   constexpr int lanes = lanes_of_head(SIZE);
   float w[TAPS][8], later[TAPS - 1][8];
@@ -373,7 +373,7 @@ template <int TAPS, int ROWS, int AHEAD, int BEFORE, int KEY_HEADS, int KEY_SIZE
           typename W, typename S>
 inline void conv_silu_forward(long at, long batch, int length, HeadNorms norms, const GLOBAL T* x, P state, W weight,
                               S segments, GLOBAL T* q, GLOBAL T* k, GLOBAL T* v) {
-  const Share own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, length, 0);
+  const ConvShare own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, length, 0);
   if (own.b >= batch) return;
   const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned_state(state)};
   if (own.part < 2) {
@@ -416,7 +416,7 @@ inline void give_state(GLOBAL T* to, long at, const thread float (&from)[8]) {
 
 // Writes the lane's rows of dx. Row s is read by the tokens s to s + TAPS - 1, whose convolutions are computed again.
 template <int TAPS, int ROWS, int AHEAD, int BEFORE, int SIZE, typename R, typename W, typename T, typename D>
-inline void convolve_backward(const thread Share& own, const thread R& rows, W weight, float factor, float eps,
+inline void convolve_backward(const thread ConvShare& own, const thread R& rows, W weight, float factor, float eps,
                               const GLOBAL T* dy, GLOBAL T* dx, D dstate) {
   float w[TAPS][8], later[TAPS - 1][8], earlier[TAPS - 1][8];
   take_taps(w, weight, own.piece);
@@ -485,7 +485,7 @@ inline void conv_silu_backward(long at, long batch, int length, HeadNorms norms,
                                S segments, const GLOBAL T* dq, const GLOBAL T* dk, const GLOBAL T* dv, GLOBAL T* dx,
                                D dstate, bool stateful) {
   const int before = BEFORE > 0 || stateful ? TAPS - 1 : 0;
-  const Share own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, before + length, -before);
+  const ConvShare own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, before + length, -before);
   if (own.b >= batch) return;
   const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned_state(state)};
   if (own.part < 2) {

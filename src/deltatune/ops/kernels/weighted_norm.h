@@ -9,15 +9,15 @@ struct WeightedNormMemory {
 };
 
 // Where a lane's row starts, in pieces, its first piece in there, and whether the row exists.
-struct Share {
+struct NormShare {
   long start;
   int first;
   bool real;
 };
 template <int GROUPS, int SHARING>
-inline Share share_of(Place at, int rows, int pieces) {
+inline NormShare share_of(Place at, int rows, int pieces) {
   const int row = at.x * (GROUPS / SHARING) + at.group / SHARING;
-  return Share{(long)(row < rows ? row : rows - 1) * pieces, at.index % (32 * SHARING), row < rows};
+  return NormShare{(long)(row < rows ? row : rows - 1) * pieces, at.index % (32 * SHARING), row < rows};
 }
 // Makes a and b their sums over all lanes of a row.
 template <int SHARING>
@@ -60,7 +60,7 @@ template <int GROUPS, int SHARING, int PIECES, typename T, typename O, typename 
 inline void weighted_norm_forward(Place at, threadgroup char* memory, int rows, int width, float eps, const GLOBAL T* x,
                                   O other, const GLOBAL W* weight, S sum, GLOBAL T* y) {
   const int pieces = width / 8;
-  const Share own = share_of<GROUPS, SHARING>(at, rows, pieces);
+  const NormShare own = share_of<GROUPS, SHARING>(at, rows, pieces);
   float h[PIECES][8], squares = 0.0f, none = 0.0f;
   DELTATUNE_UNROLL
   for (int j = 0; j < PIECES; ++j) {
@@ -91,7 +91,7 @@ inline void weighted_norm_backward(Place at, threadgroup char* memory, int rows,
                                    const GLOBAL T* h, const GLOBAL W* weight, const GLOBAL T* dy, S d_sum,
                                    GLOBAL T* dx) {
   const int pieces = width / 8;
-  const Share own = share_of<GROUPS, SHARING>(at, rows, pieces);
+  const NormShare own = share_of<GROUPS, SHARING>(at, rows, pieces);
   float normed[PIECES][8], u[PIECES][8], squares = 0.0f, along = 0.0f;
   DELTATUNE_UNROLL
   for (int j = 0; j < PIECES; ++j) {
