@@ -537,6 +537,11 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
   if (sends) blocks_arrived();
 }
 
+// The registers of a thread of each team. A block starts with 168 for each of its 384 threads: a team that asks for more
+// than the others gave back waits forever.
+enum ScanRegisters : int { SCAN_LOADER = 56, SCAN_CHAIN = 240, SCAN_WRITER = 208 };
+static_assert(SCAN_LOADER + SCAN_CHAIN + SCAN_WRITER <= 3 * 168, "teams share out what the block starts with");
+
 // The forward scan, with the arguments and results of gated_delta_scan. A block does 64 rows of one state; the grid is
 // (DV / 64, HV, B).
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
@@ -551,14 +556,14 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
   barriers.template start<STAGES>(at);
   at.group = uniform(at.group);
   if (at.group < 4) {
-    fewer_registers<56>();
+    fewer_registers<SCAN_LOADER>();
     load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
                                                            factors);
   } else if (at.group < 8) {
-    more_registers<240>();
+    more_registers<SCAN_CHAIN>();
     scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
   } else {
-    more_registers<216>();
+    more_registers<SCAN_WRITER>();
     const OwnRows<DK, DV> own{at.x * 64, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
     write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y);
   }
@@ -711,14 +716,14 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int l
   barriers.template start<STAGES>(at);
   at.group = uniform(at.group);
   if (at.group < 4) {
-    fewer_registers<56>();
+    fewer_registers<SCAN_LOADER>();
     load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
                                                           factors);
   } else if (at.group < 8) {
-    more_registers<240>();
+    more_registers<SCAN_CHAIN>();
     reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
   } else {
-    more_registers<216>();
+    more_registers<SCAN_WRITER>();
     const OwnRows<DK, DV> own{at.x * 64, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
     write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
   }
