@@ -185,6 +185,11 @@ inline void copy_signalled_piece(unsigned to, P from, bool live, unsigned gate) 
 inline void signalled_pieces_sent(unsigned gate) { mbarrier_arrive(gate); }
 template <typename P>
 inline bool aligned16(P p) { return (uintptr_t)p % 16 == 0; }
+inline unsigned bits_of(float x);
+inline unsigned second_bytes_of(float one, float other) {
+  return (bits_of(one) >> 8 & 0xff) | (bits_of(other) >> 8 & 0xff) << 8;
+}
+inline unsigned lower_halves(unsigned one, unsigned other) { return (one & 0xffff) | other << 16; }
 inline unsigned bits_of(float x) {
   unsigned bits;
   memcpy(&bits, &x, 4);

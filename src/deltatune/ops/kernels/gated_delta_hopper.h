@@ -266,22 +266,14 @@ inline void add_times_triangle(thread float (&d)[32], const thread unsigned (&hi
 inline int position_of(int i, int lane) {
   return i / 4 * 8 + lane % 4 * 2 + (i & 1);
 }
-// Calls use(i, factors) for each pair of elements 2 i and 2 i + 1 of such a result, with the factors of their positions:
-// G, E and beta of the first, then of the second.
-struct Factors {
-  float before[2], after[2], rate[2];
-};
-template <typename Use>
-inline void each_pair(threadgroup const float* factors, int lane, Use use) {
+// Reads the numbers of a lane's positions: two for every four elements of such a result.
+inline void get_positions(thread float (&to)[16], threadgroup const float* from, int lane) {
   DELTATUNE_UNROLL
-  for (int j = 0; j < 8; ++j) {
-    Factors f;
-    get_two(f.before, factors + j * 8 + lane % 4 * 2);
-    get_two(f.after, factors + 64 + j * 8 + lane % 4 * 2);
-    get_two(f.rate, factors + 128 + j * 8 + lane % 4 * 2);
-    use(2 * j, f);
-    use(2 * j + 1, f);
-  }
+  for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + lane % 4 * 2);
+}
+// The number among these of the first of elements 2 i and 2 i + 1.
+inline constexpr int pair_of(int i) {
+  return i / 2 * 2;
 }
 inline void split_pair(thread unsigned& high, thread unsigned& low, float first, float second) {
   high = high_pair(first, second);
@@ -301,7 +293,10 @@ inline void put_cores(unsigned to, int row, const thread unsigned* operand, int 
 inline unsigned tails_of(const thread float* x) {
   unsigned tails = 0;
   DELTATUNE_UNROLL
-  for (int e = 0; e < 16; ++e) tails |= (bits_of(x[e]) >> 14 & 3) << (e / 8 * 16 + (e & 1) * 8 + 6 - e % 8 / 2 * 2);
+  for (int i = 0; i < 4; ++i) {
+    const unsigned first = second_bytes_of(x[2 * i], x[2 * i + 1]), second = second_bytes_of(x[8 + 2 * i], x[9 + 2 * i]);
+    tails |= (lower_halves(first, second) & 0xc0c0c0c0u) >> 2 * i;
+  }
   return tails;
 }
 // Hands a warp's 16 rows of a state and their tails over, when the state before has been read.
@@ -422,10 +417,10 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
                         GLOBAL float* last, long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
   const int lane = at.lane, strip = at.group % 4, row = at.x * 64 + strip * 16;
-  float state[DK / 2], x[32];
+  float state[DK / 2], x[32], before[16], rate[16];
   unsigned rows[DK / 4], high[16], low[16], pairs[16];
   load_rows<DK, DV>(state, initial, has_initial, head, row, lane);
-  // Computes K S^T of a chunk.
+  // Computes K S^T of a chunk, while the state is handed over and what comes next is read.
   const auto start = [&](int n) {
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
     copies_fence();
@@ -439,6 +434,10 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     threadgroup const bf16* values =
         reinterpret_cast<threadgroup const bf16*>(room.memory + n % STAGES * Memory::stage + Memory::values) + strip * 16;
     load_turned(pairs, values, lane);
+    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
+    get_positions(before, factors, lane);
+    get_positions(rate, factors + 128, lane);
+    hand_state_over<Memory, DK>(room, barriers, n, rows, state, at);
     products_wait<0>();
     register_fence(x);
   };
@@ -447,26 +446,30 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     const unsigned stage = room.place + n % STAGES * Memory::stage;
     threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
     // x becomes r, then u.
-    each_pair(factors, lane, [&](int i, Factors f) {
-      x[2 * i] = first_of(pairs[i]) - f.before[0] * x[2 * i];
-      x[2 * i + 1] = second_of(pairs[i]) - f.before[1] * x[2 * i + 1];
-      split_pair(high[i], low[i], -f.rate[0] * x[2 * i], -f.rate[1] * x[2 * i + 1]);
-    });
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const int f = pair_of(i);
+      x[2 * i] = first_of(pairs[i]) - before[f] * x[2 * i];
+      x[2 * i + 1] = second_of(pairs[i]) - before[f + 1] * x[2 * i + 1];
+      split_pair(high[i], low[i], -rate[f] * x[2 * i], -rate[f + 1] * x[2 * i + 1]);
+    }
     register_fence(x);
     register_fence(high);
     register_fence(low);
     products_start();
     add_times_triangle<true>(x, high, low, stage + Memory::solve);
     products_sent();
-    hand_state_over<Memory, DK>(room, barriers, n, rows, state, at);
     const float total = factors[63];
     DELTATUNE_UNROLL
     for (int i = 0; i < DK / 2; ++i) state[i] *= total;
+    get_positions(before, factors + 64, lane);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) rate[i] *= before[i];
     products_wait<0>();
     register_fence(x);
-    each_pair(factors, lane, [&](int i, Factors f) {
-      split_pair(high[i], low[i], f.after[0] * (f.rate[0] * x[2 * i]), f.after[1] * (f.rate[1] * x[2 * i + 1]));
-    });
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i)
+      split_pair(high[i], low[i], rate[pair_of(i)] * x[2 * i], rate[pair_of(i) + 1] * x[2 * i + 1]);
     register_fence(state);
     register_fence(high);
     register_fence(low);
@@ -503,8 +506,6 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     if (sends) own.template send_state<Memory>(n, room);
     products_wait<0>();
     register_fence(out);
-    if (sends) blocks_read();
-    release(barriers.state_read(), at);
     mbarrier_wait(barriers.chunk(n), n / 2);
     if (sends) own.template send_chunk<Memory>(n, stage);
     each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
@@ -532,6 +533,7 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
         reinterpret_cast<threadgroup bf16*>(room.memory + n % STAGES * Memory::stage + Memory::scores) + strip * 16, high,
         y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV, length - n * 64, lane);
     if (sends) blocks_read();
+    release(barriers.state_read(), at);
     release(barriers.read(n % STAGES), at);
   }
   if (sends) blocks_arrived();
@@ -539,7 +541,7 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
 
 // The registers of a thread of each team. A block starts with 168 for each of its 384 threads: a team that asks for more
 // than the others gave back waits forever.
-enum ScanRegisters : int { SCAN_LOADER = 56, SCAN_CHAIN = 240, SCAN_WRITER = 208 };
+enum ScanRegisters : int { SCAN_LOADER = 64, SCAN_CHAIN = 248, SCAN_WRITER = 192 };
 static_assert(SCAN_LOADER + SCAN_CHAIN + SCAN_WRITER <= 3 * 168, "teams share out what the block starts with");
 
 // The forward scan, with the arguments and results of gated_delta_scan. A block does 64 rows of one state; the grid is
@@ -575,7 +577,7 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
                            long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
   const int lane = at.lane, strip = at.group % 4, row = at.x * 64 + strip * 16;
-  float state[DK / 2], x[32], part[32];
+  float state[DK / 2], x[32], part[32], after[16], rate[16];
   unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
   load_rows<DK, DV>(state, d_last, true, head, row, lane);
   const auto get_gradients = [&](int step) {
@@ -607,6 +609,9 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     times_positions<DK>(x, rows, room.place + step % STAGES * Memory::stage + Memory::k, true);
     products_sent();
     hand_state_over<Memory, DK>(room, barriers, step, rows, state, at);
+    threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
+    get_positions(after, factors + 64, lane);
+    get_positions(rate, factors + 128, lane);
     products_wait<0>();
     register_fence(x);
   };
@@ -618,11 +623,13 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     const unsigned stage = room.place + step % STAGES * Memory::stage;
     threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
     // x becomes w, then R; gradients become G dY.
-    each_pair(factors, lane, [&](int i, Factors f) {
-      x[2 * i] = f.after[0] * x[2 * i] + part[2 * i];
-      x[2 * i + 1] = f.after[1] * x[2 * i + 1] + part[2 * i + 1];
-      split_pair(high[i], low[i], -f.rate[0] * x[2 * i], -f.rate[1] * x[2 * i + 1]);
-    });
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const int f = pair_of(i);
+      x[2 * i] = after[f] * x[2 * i] + part[2 * i];
+      x[2 * i + 1] = after[f + 1] * x[2 * i + 1] + part[2 * i + 1];
+      split_pair(high[i], low[i], -rate[f] * x[2 * i], -rate[f + 1] * x[2 * i + 1]);
+    }
     register_fence(x);
     register_fence(high);
     register_fence(low);
@@ -630,9 +637,13 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     add_times_triangle<false>(x, high, low, stage + Memory::solve);
     products_sent();
     get_gradients(step);
-    each_pair(factors, lane, [&](int i, Factors f) {
-      gradients[i] = high_pair(f.before[0] * first_of(gradients[i]), f.before[1] * second_of(gradients[i]));
-    });
+    get_positions(after, factors, lane);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i)
+      gradients[i] =
+          high_pair(after[pair_of(i)] * first_of(gradients[i]), after[pair_of(i) + 1] * second_of(gradients[i]));
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) rate[i] *= -after[i];
     const float total = factors[63];
     DELTATUNE_UNROLL
     for (int i = 0; i < DK / 2; ++i) state[i] *= total;
@@ -644,10 +655,9 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     products_wait<1>();
     register_fence(x);
     unsigned end_high[16], end_low[16];
-    each_pair(factors, lane, [&](int i, Factors f) {
-      split_pair(end_high[i], end_low[i], -f.before[0] * (f.rate[0] * x[2 * i]),
-                 -f.before[1] * (f.rate[1] * x[2 * i + 1]));
-    });
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i)
+      split_pair(end_high[i], end_low[i], rate[pair_of(i)] * x[2 * i], rate[pair_of(i) + 1] * x[2 * i + 1]);
     register_fence(end_high);
     register_fence(end_low);
     products_start();
@@ -681,11 +691,7 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
     threadgroup const float* rates = room.floats(step % STAGES * Memory::stage + Memory::factors) + 128;
     mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
     mbarrier_wait(barriers.state(), step);
-    if (sends) {
-      own.template send_state<Memory>(n, room);
-      blocks_read();
-    }
-    release(barriers.state_read(), at);
+    if (sends) own.template send_state<Memory>(n, room);
     mbarrier_wait(barriers.chunk(step), step / 2);
     if (sends) own.template send_chunk<Memory>(n, stage);
     each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
@@ -698,6 +704,7 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
         high, dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV, length - n * 64,
         lane);
     if (sends) blocks_read();
+    release(barriers.state_read(), at);
     release(barriers.read(step % STAGES), at);
   }
   if (sends) blocks_arrived();

@@ -143,6 +143,11 @@ inline void signalled_pieces_sent(unsigned mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(mbarrier) : "memory");
 }
 inline unsigned bits_of(float x) { return __float_as_uint(x); }
+// The second byte of each of two numbers, and the lower halves of two.
+inline unsigned second_bytes_of(float one, float other) {
+  return __byte_perm(__float_as_uint(one), __float_as_uint(other), 0x0051);
+}
+inline unsigned lower_halves(unsigned one, unsigned other) { return __byte_perm(one, other, 0x5410); }
 
 
 // Products run from products_sent to products_wait. products_start follows the last write to their registers.
