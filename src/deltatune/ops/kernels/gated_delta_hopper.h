@@ -418,26 +418,30 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   using Memory = HopperScanMemory<DK, STAGES>;
   const int lane = at.lane, strip = at.group % 4, row = at.x * 64 + strip * 16;
   float state[DK / 2], x[32], before[16], rate[16];
-  unsigned rows[DK / 4], high[16], low[16], pairs[16];
+  unsigned rows[DK / 4], low_rows[DK / 4], high[16], low[16], pairs[16];
   load_rows<DK, DV>(state, initial, has_initial, head, row, lane);
-  // Computes K S^T of a chunk, while the state is handed over and what comes next is read.
+  // Computes K S^T of a chunk from both parts of S, for an error of u stays in the state, while the state is handed over and what comes next is read.
   const auto start = [&](int n) {
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
     copies_fence();
-    DELTATUNE_UNROLL
-    for (int i = 0; i < DK / 4; ++i) rows[i] = high_pair(state[2 * i], state[2 * i + 1]);
+    split_pairs(rows, low_rows, state);
     register_fence(rows);
+    register_fence(low_rows);
     register_fence(x);
     products_start();
-    times_positions<DK>(x, rows, room.place + n % STAGES * Memory::stage + Memory::k, false);
+    times_positions<DK>(x, low_rows, room.place + n % STAGES * Memory::stage + Memory::k, false);
+    products_sent();
+    times_positions<DK>(x, rows, room.place + n % STAGES * Memory::stage + Memory::k, true);
     products_sent();
     threadgroup const bf16* values =
         reinterpret_cast<threadgroup const bf16*>(room.memory + n % STAGES * Memory::stage + Memory::values) + strip * 16;
+    hand_state_over<Memory, DK>(room, barriers, n, rows, state, at);
+    products_wait<1>();
+    register_fence(low_rows);
     load_turned(pairs, values, lane);
     threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
     get_positions(before, factors, lane);
     get_positions(rate, factors + 128, lane);
-    hand_state_over<Memory, DK>(room, barriers, n, rows, state, at);
     products_wait<0>();
     register_fence(x);
   };
