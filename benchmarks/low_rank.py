@@ -159,7 +159,7 @@ def line(width: int, rank: int, calls: int, timed: bool = True) -> bool:
         print(shown, end=" | ", flush=True)
     if timed and right:
         # The factor keeps the values of layers after layers from growing.
-        small = {name: array * (0.1 / (rows + width) ** 0.5) for name, array in narrow.items()}
+        small = {name: array * (0.5 / (rows * width) ** 0.5) for name, array in narrow.items()}
         mx.eval(small)
         ours, theirs = (best(lambda ours=ours: layers(xs[0], small, calls, ours), calls) for ours in (True, False))
         print(f"{ours:.1f} / {theirs:.1f} |", flush=True)

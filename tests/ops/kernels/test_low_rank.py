@@ -174,8 +174,8 @@ DEFECTS = {
     "other inputs of the weight": ("(g >> 1) * 8 + i * 2 + (g & 1), column", "(g >> 1) * 8 + (i ^ 1) * 2, column"),
     "inputs that are loaded and not multiplied": ("start += 2 * step", "start += 3 * step"),
     "rows in another order": ("t * 2 + (i & 1) + (i >> 1) * 8", "t * 4 + i"),
-    "rows past the end": ("row < rows && k < inputs ? 8 : 0", "k < inputs ? 8 : 0"),
-    "inputs past the end": ("row < rows && k < inputs ? 8 : 0", "row < rows ? 8 : 0"),
+    "rows past the end": ("return number < count ? number : count - 1;", "return number;"),
+    "inputs past the end": ("inputs + k, k < inputs ? 8 : 0);\n  }\n  DELTA", "inputs + k, 8);\n  }\n  DELTA"),
     "columns past the end": ("row < end && column < columns ? 8", "row < end ? 8"),
     "the rows of the next block": ("row < end && column < columns ? 8", "column < columns ? 8"),
     "ranks past the end": ("column < RANK && k < inputs ? 8 : 0", "k < inputs ? 8 : 0"),
@@ -197,7 +197,7 @@ DEFECTS = {
     "a share left out": ("i < 8; ++i)\n      if (start + i < count)", "i < 4; ++i)\n      if (start + i < count)"),
     "rows of y past the end": ("if (row < rows && first < columns) store", "if (first < columns) store"),
     "the other columns of a pair": ("second_of<In>(pair) + factor * sums[2 * i + 1]", "second_of<In>(pair)"),
-    "other columns of the weight": ("(g >> 1) * 8 + j * 2 + (g & 1), rank", "(g >> 1) * 8 + (j ^ 1) * 2, rank"),
+    "other columns of the weight": ("(g >> 1) * 8 + j * 2 + (g & 1), columns", "(g >> 1) * 8 + (j ^ 1) * 2, columns"),
 }
 
 

@@ -65,17 +65,19 @@ __device__ __noinline__ uint4 load_elements(const unsigned short* from, int ther
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 // Loads `there` neighbouring elements of an input, in one load if it may be assumed ALIGNED and all are there; zeros
-// take the places of the others. The load has a predicate and no branch, so that many of them can be on their way.
+// take the places of the others. The load has a predicate and no branch, and stays in its place before
+// products, so that many of them are on their way.
 template <bool ALIGNED, int PAIRS, typename T>
 inline void load_pairs(unsigned (&to)[PAIRS], const T* from, int there) {
   const int all = there >= 2 * PAIRS;
   if constexpr (ALIGNED && PAIRS == 4) {
-    asm("{\n.reg .pred all;\nsetp.ne.s32 all, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+    asm volatile("{\n.reg .pred all;\nsetp.ne.s32 all, %5, 0;\n"
+        "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
         "@all ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
         : "=&r"(to[0]), "=&r"(to[1]), "=&r"(to[2]), "=&r"(to[3]) : "l"(from), "r"(all));
   } else if constexpr (ALIGNED) {
     static_assert(PAIRS == 1, "one pair or four");
-    asm("{\n.reg .pred all;\nsetp.ne.s32 all, %2, 0;\nmov.b32 %0, 0;\n@all ld.global.nc.b32 %0, [%1];\n}"
+    asm volatile("{\n.reg .pred all;\nsetp.ne.s32 all, %2, 0;\nmov.b32 %0, 0;\n@all ld.global.nc.b32 %0, [%1];\n}"
         : "=&r"(to[0]) : "l"(from), "r"(all));
   } else if constexpr (PAIRS == 1) {
     const unsigned short* bits = reinterpret_cast<const unsigned short*>(from);

@@ -26,16 +26,20 @@ inline void keep_sums(threadgroup float* all, const thread float (&sums)[4], int
   }
 }
 
+// The number of a row, or column, that is there: the last one for those past the end, whose results nobody writes. A
+// load without a condition can start at any time.
+inline int within(int number, int count) { return number < count ? number : count - 1; }
+
 // Loads 32 inputs of LINES rows and of the weight, of which a lane has the eight from 8 t on. It gives them to two
-// products of 16 in the same order on both sides. Rows and inputs past the end are zeros.
+// products of 16 in the same order on both sides. Inputs past the end are zeros.
 template <typename In, int RANK, int LINES, bool TRANSPOSED, bool ALIGNED, typename PX, typename PW>
 inline void load_inputs(thread unsigned (&left)[LINES / 8][4], thread unsigned (&right)[rank_tiles(RANK)][4], int start,
                         int rows, int inputs, int from, PX x, PW weight, int lane) {
   const int g = lane >> 2, t = lane & 3;
   DELTATUNE_UNROLL
   for (int m = 0; m < LINES / 8; ++m) {
-    const int row = from + m * 8 + g, k = start + t * 8;
-    load_pairs<ALIGNED>(left[m], x + (long)row * inputs + k, row < rows && k < inputs ? 8 : 0);
+    const int row = within(from + m * 8 + g, rows), k = start + t * 8;
+    load_pairs<ALIGNED>(left[m], x + (long)row * inputs + k, k < inputs ? 8 : 0);
   }
   DELTATUNE_UNROLL
   for (int n = 0; n < rank_tiles(RANK); ++n) {
@@ -72,19 +76,23 @@ inline void multiply_inputs(thread float (&sums)[LINES / 16][rank_tiles(RANK)][4
   }
 }
 
-// Adds a group's share of the inputs, every GROUPS-th 32 of them. While some are multiplied, the next are on their way.
+// Adds a group's share of the inputs, every GROUPS-th 32 of them. Two of these are on their way at once.
 template <typename In, int RANK, int LINES, int GROUPS, bool TRANSPOSED, bool ALIGNED, typename PX, typename PW>
 inline void add_along_rows(thread float (&sums)[LINES / 16][rank_tiles(RANK)][4], int rows, int inputs, int from, PX x,
                            PW weight, int group, int lane) {
   unsigned left[2][LINES / 8][4], right[2][rank_tiles(RANK)][4];
   const int step = GROUPS * 32;
-  load_inputs<In, RANK, LINES, TRANSPOSED, ALIGNED>(left[0], right[0], group * 32, rows, inputs, from, x, weight, lane);
+  DELTATUNE_UNROLL
+  for (int turn = 0; turn < 2; ++turn)
+    load_inputs<In, RANK, LINES, TRANSPOSED, ALIGNED>(left[turn], right[turn], group * 32 + turn * step, rows, inputs,
+                                                      from, x, weight, lane);
   for (int start = group * 32; start < inputs; start += 2 * step) {
     DELTATUNE_UNROLL
     for (int turn = 0; turn < 2; ++turn) {
-      load_inputs<In, RANK, LINES, TRANSPOSED, ALIGNED>(left[1 - turn], right[1 - turn], start + (turn + 1) * step, rows,
-                                                        inputs, from, x, weight, lane);
       multiply_inputs<In, RANK, LINES, TRANSPOSED>(sums, left[turn], right[turn]);
+      const int next = start + (turn + 2) * step;
+      load_inputs<In, RANK, LINES, TRANSPOSED, ALIGNED>(left[turn], right[turn], next, rows, inputs, from, x, weight,
+                                                        lane);
     }
   }
 }
@@ -128,8 +136,8 @@ enum : int { stripe = 64 };
 inline constexpr int steps_at_once(int rank) { return rank_tiles(rank) <= 2 ? 2 : 1; }
 inline constexpr int larger(int one, int other) { return one > other ? one : other; }
 
-// SIDE is the number of stripes of a block, side by side; its other groups take other rows. ALONG says whether the block
-// sums along its rows, too.
+// SIDE is the number of stripes of a block, side by side; its other groups take other rows. ALONG says whether the
+// block sums along its rows, too.
 template <int RANK, int SIDE, int GROUPS, bool ALONG>
 struct LowRankColumnsMemory {
   static constexpr constant int sums = GROUPS * stripe * line_floats(RANK) * 4;
@@ -161,8 +169,8 @@ inline void load_rows(thread unsigned (&found)[4][4], thread unsigned (&right)[r
 }
 
 // Adds 16 rows of a stripe to the sums over rows and, if ALONG, to those along rows. A fragment pairs the elements of
-// two rows: its lines g and g + 8 are the neighbouring columns 8 g + 2 m and 8 g + 2 m + 1 of the stripe. Transposed, it
-// is one of the rows with the columns 2 m and 2 m + 1 of each eight, and the weight's fragments have that order, too.
+// two rows: its lines g and g + 8 are the neighbouring columns 8 g + 2 m and 8 g + 2 m + 1 of the stripe. Transposed,
+// it is one of the rows with the columns 2 m and 2 m + 1 of each eight. The weight's fragments have that order, too.
 template <typename In, int RANK, bool ALONG>
 inline void multiply_rows(thread float (&over)[stripe / 16][rank_tiles(RANK)][4],
                           thread float (&along)[rank_tiles(RANK)][4], const thread unsigned (&found)[4][4],
@@ -244,8 +252,8 @@ inline void sum_of_blocks(thread float (&sums)[4], GLOBAL const float* from, int
 inline long along_stride(int rows, int rank) { return ((long)rows * rank + 3) / 4 * 4; }
 
 // Returns whether `count` marks are all set, for then all that these blocks wrote before can be read. Each block sets
-// its own before it looks, so the last one finds all set, and maybe others do. A block that does clears them, so that no
-// later launch finds them in its memory. One group calls it.
+// its own before it looks, so the last one finds all set, and maybe others do. A block that does clears them, so that
+// no later launch finds them in its memory. One group calls it.
 inline bool all_marked(GLOBAL unsigned* marks, int count, int lane) {
   float missing = 0.0f;
   DELTATUNE_ROLLED
@@ -312,7 +320,8 @@ inline void add_over_rows(thread float (&over)[stripe / 16][rank_tiles(RANK)][4]
     unsigned found[steps][4][4], right[steps][tiles][2];
     DELTATUNE_UNROLL
     for (int s = 0; s < steps; ++s)
-      load_rows<In, RANK, ALIGNED>(found[s], right[s], from + s * 16, share.end, columns, column, narrow, wide, at.lane);
+      load_rows<In, RANK, ALIGNED>(found[s], right[s], from + s * 16, share.end, columns, column, narrow, wide,
+                                   at.lane);
     if (ALONG && start == share.first) {
       keep_weight<RANK, SIDE, GROUPS, ALIGNED>(kept, columns, share.tile * SIDE * stripe, weight, at.index);
       barrier();
@@ -432,7 +441,7 @@ inline void low_rank_both(Place at, threadgroup char* memory, int rows, int colu
                                                     along, shares, along_shares, marks);
 }
 
-// Loads the fragments of 64 columns of the weight, from `column` on: [columns, RANK] where TURNED, else [RANK, columns].
+// Loads the fragments of 64 columns of the weight, from `from` on: [columns, RANK] where TURNED, else [RANK, columns].
 // Within 32 columns a lane has the results of the eight from 8 t on, two in each of four products.
 template <int RANK, bool TURNED, bool ALIGNED, typename PW>
 inline void load_weight(thread unsigned (&right)[2][4][(RANK + 15) / 16 * 2], int columns, int from, PW weight,
@@ -446,15 +455,14 @@ inline void load_weight(thread unsigned (&right)[2][4][(RANK + 15) / 16 * 2], in
       if (k * 8 < RANK && TURNED) {
         DELTATUNE_UNROLL
         for (int j = 0; j < 4; ++j) {
-          const int column = from + part * 32 + (g >> 1) * 8 + j * 2 + (g & 1), rank = k * 8 + t * 2;
+          const int column = within(from + part * 32 + (g >> 1) * 8 + j * 2 + (g & 1), columns), rank = k * 8 + t * 2;
           unsigned pair[1];
-          load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)column * RANK + rank,
-                                               column < columns ? RANK - rank : 0);
+          load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)column * RANK + rank, RANK - rank);
           found[j] = pair[0];
         }
       } else if (k * 8 < RANK) {
-        const int column = from + part * 32 + t * 8, rank = k * 8 + g;
-        load_pairs<ALIGNED>(found, weight + (long)rank * columns + column, rank < RANK && column < columns ? 8 : 0);
+        const int column = within(from / 8 + part * 4 + t, columns / 8) * 8, rank = k * 8 + g;
+        load_pairs<ALIGNED>(found, weight + (long)rank * columns + column, rank < RANK ? 8 : 0);
         DELTATUNE_UNROLL
         for (int j = 0; j < 4; ++j) found[j] = across_lanes(found[j]);
       }
@@ -475,8 +483,8 @@ inline void add_to_tile(int rows, int columns, int from, int column, float facto
   for (int m = 0; m < 4; ++m) {
     DELTATUNE_UNROLL
     for (int part = 0; part < 2; ++part) {
-      const int row = from + m * 8 + g, first = column + part * 32 + t * 8;
-      load_pairs<ALIGNED>(found[m][part], y + (long)row * columns + first, row < rows && first < columns ? 8 : 0);
+      const int row = within(from + m * 8 + g, rows), first = within(column / 8 + part * 4 + t, columns / 8) * 8;
+      load_pairs<ALIGNED>(found[m][part], y + (long)row * columns + first, 8);
     }
   }
   DELTATUNE_UNROLL
@@ -485,10 +493,10 @@ inline void add_to_tile(int rows, int columns, int from, int column, float facto
     for (int k = 0; k < depth; ++k) {
       DELTATUNE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const int row = from + m * 16 + (i & 1) * 8 + g, rank = k * 16 + (i >> 1) * 8 + t * 2;
+        const int row = within(from + m * 16 + (i & 1) * 8 + g, rows), rank = k * 16 + (i >> 1) * 8 + t * 2;
         unsigned pair[1] = {};
         if (k * 16 + (i >> 1) * 8 < RANK)
-          load_pairs<ALIGNED && RANK % 2 == 0>(pair, narrow + (long)row * RANK + rank, row < rows ? RANK - rank : 0);
+          load_pairs<ALIGNED && RANK % 2 == 0>(pair, narrow + (long)row * RANK + rank, RANK - rank);
         left[m][k][i] = pair[0];
       }
     }
