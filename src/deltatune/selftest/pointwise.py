@@ -13,7 +13,7 @@ import numpy as np
 
 from ..machine import backend
 from ..ops.kernels.launch import Launch
-from ..ops.pointwise import conv_heads, conv_silu, gated_norm, gates, norm, swiglu
+from ..ops.pointwise import conv_heads, conv_silu, gated_norm, gates, norm, norm_and_gate, swiglu
 from ..ops.pointwise.adam import AdamStep
 from ..ops.pointwise.conv import NormedHeads
 from ..ops.pointwise.joining import end_to_end
@@ -108,6 +108,12 @@ def cases(quick: bool) -> list[PointwiseCase]:
             lambda x, g, w, execute: gated_norm(x, w, g, _EPS, execute=execute),
             lambda x, g, w: x * inverse_rms(x, _EPS) * w * g * mx.sigmoid(g),
             [*normed * 2, (width,)],
+        ),
+        PointwiseCase(
+            "norm and gate",
+            lambda x, w, execute: norm_and_gate(x, w, _EPS, execute=execute),
+            lambda x, w: (x[..., :width] * inverse_rms(x[..., :width], _EPS) * w, mx.sigmoid(x[..., width:])),
+            [(rows, heads, 2 * width), (width,)],
         ),
         PointwiseCase(
             "sum and norm",

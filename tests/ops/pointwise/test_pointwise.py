@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
-from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norms, silu, swiglu
+from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norm_and_gate, norms, silu, swiglu
 from deltatune.ops.pointwise import passes as passes_module
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
@@ -64,6 +64,17 @@ CASES = {
             [*rows(width), (width,)],
         )
         for width in (16, 128)
+    },
+    **{
+        f"norm and gate of {width}": (
+            lambda x, w, execute: norm_and_gate(x, w, 1e-3, execute=execute),
+            lambda x, w: (
+                x[..., : w.size] * inverse_rms(x[..., : w.size], 1e-3) * w,
+                mx.sigmoid(x[..., w.size :]),
+            ),
+            [(3, 9, 2 * width), (width,)],
+        )
+        for width in (8, 64, 256)
     },
     "conv": conv_case(2, 19, 24, 4, False),
     "conv of one token": conv_case(1, 1, 8, 4, False),
@@ -170,6 +181,8 @@ def test_refuses_what_does_not_fit():
         norm(short, 1.0, 1e-6)
     with pytest.raises(ValueError, match=r"gated_norm: x \(2, 64\)"):
         gated_norm(x, y[0], x, 1e-6)
+    with pytest.raises(ValueError, match=r"norm_and_gate: x \(2, 64\)"):
+        norm_and_gate(x, x[0], 1e-6)
     with pytest.raises(ValueError, match="gates: a"):
         gates(x, x, y[0], y[0])
 
@@ -199,6 +212,7 @@ def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch)
     assert silu.serves(x, g)
     assert norms.norm_serves(x, 0.5, 1e-6)
     assert norms.gated_norm_serves(x, w, g, 1e-6)
+    assert norms.norm_and_gate_serves(x, w[:32], 1e-6)
     assert gating.serves(x, g, w, w)
     assert gating.serves(x, g, w, w, 2.0)
     assert conv.serves(x, taps)
@@ -207,7 +221,8 @@ def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch)
     assert not norms.norm_serves(x[..., :12], 0.5, 1e-6)
     assert not gating.serves(x, g, w[:3], w)
     assert not conv.serves(x, w[:, None])
-    assert len(passes_module._trials) == 7
+    assert not norms.norm_and_gate_serves(x, w, 1e-6)
+    assert len(passes_module._trials) == 8
 
 
 def test_few_elements_are_not_worth_building_kernels(monkeypatch):
@@ -216,5 +231,6 @@ def test_few_elements_are_not_worth_building_kernels(monkeypatch):
     assert not silu.serves(x, g)
     assert not norms.norm_serves(x, 0.5, 1e-6)
     assert not norms.gated_norm_serves(x, w, g, 1e-6)
+    assert not norms.norm_and_gate_serves(x, w[:32], 1e-6)
     assert not conv.serves(x, taps)
     assert not gating.serves(x[:1, :1], g[:1, :1], w, w)

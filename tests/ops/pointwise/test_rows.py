@@ -10,7 +10,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.pointwise import rows
-from deltatune.ops.pointwise.rows import sum_rows, take_rows
+from deltatune.ops.pointwise.rows import embedded, sum_rows, take_rows
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROUNDING = {mx.float32: 2.0**-22, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
@@ -31,6 +31,21 @@ def test_rows_are_taken_by_index(dtype, kind, execute):
         found = take_rows(x, index.astype(kind), execute=execute)
         assert found.dtype == dtype
         assert mx.array_equal(found, x[index])
+    below = take_rows(x, mx.array([-1, 3, -111]).astype(mx.int32), execute=execute)
+    assert mx.array_equal(below, x[mx.array([110, 3, 0])])
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (7,), (2, 1, 3)], ids=str)
+def test_an_embedding_and_its_gradient(shape, execute):
+    weight = mx.random.normal((11, 24), key=mx.random.key(0))
+    ids = mx.random.randint(-11, 11, shape, key=mx.random.key(1))
+    d = mx.random.normal((*shape, 24), key=mx.random.key(2))
+    found, (gradient,) = mx.vjp(lambda weight: [embedded(weight, ids, execute=execute)], [weight], [d])
+    assert mx.array_equal(found[0], weight[ids])
+    expected = np.zeros((11, 24))
+    np.add.at(expected, np.array(ids).reshape(-1), np.array(d, np.float64).reshape(-1, 24))
+    # Sums of up to 20 terms.
+    np.testing.assert_allclose(np.array(gradient), expected, rtol=0, atol=2.0**-24 * 20 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -12,7 +12,7 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import segments
 from deltatune.ops.causal_conv import causal_conv
-from deltatune.ops.pointwise import conv, norms, silu
+from deltatune.ops.pointwise import conv, norms, rows, silu
 from deltatune.patches import patched
 from deltatune.patches.tables import pointwise
 
@@ -114,6 +114,18 @@ def test_what_the_kernels_do_not_support_stays_upstreams(on_cuda, monkeypatch):
         found = results()
     assert all(mx.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert not on_cuda
+
+
+def test_an_embedding_takes_rows(on_cuda, monkeypatch):
+    table, ids = nn.Embedding(9, 8), mx.array([[1, 8, -2]])
+    wanted = table(ids)
+    monkeypatch.setattr(rows, "serves", lambda weight, count: count == 3)
+    monkeypatch.setattr(rows, "embedded", lambda weight, ids: 2 * weight[ids])
+    with patched():
+        assert mx.array_equal(table(ids), 2 * wanted)
+        assert mx.array_equal(table(ids[:, :2]), wanted[:, :2])
+        assert mx.array_equal(table(slice(3)), table.weight[:3])
+    assert mx.array_equal(table(ids), wanted)
 
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")

@@ -29,13 +29,13 @@ from deltatune.patches.tables import mlx_lm
 from model_gradients import without_gradient
 
 CONVS = ("conv and silu of documents", "conv, silu and norms of documents", "conv and silu", "conv, silu and norms")
-NAMES = ("gated norm", "norm", *CONVS, "gates", "swiglu")
+NAMES = ("gated norm", "norm and gate", "norm", *CONVS, "gates", "swiglu")
 # These families convolve queries, keys and values together, and norm them in the same pass.
 TOGETHER = ("qwen3_5", "qwen3_next")
 # The kernels that each family uses besides that of its convolution.
 SERVED = {
-    "qwen3_5": {"gates", "gated norm", "swiglu"},
-    "qwen3_next": {"gates", "gated norm", "swiglu"},
+    "qwen3_5": {"norm and gate", "gates", "gated norm", "swiglu"},
+    "qwen3_next": {"norm and gate", "gates", "gated norm", "swiglu"},
     "olmo_hybrid": {"norm", "gates", "gated norm"},
     "kimi_linear": {"norm", "swiglu"},
 }

@@ -62,18 +62,22 @@ def test_another_norm_or_dtype_keeps_the_layer(tiny_model, calls):
         def __call__(self, *arguments):
             return super().__call__(*arguments).astype(mx.float16)
 
+    def same(found, wanted):
+        # Other patches change the last bits of what the mixer rounds to fp16.
+        return mx.allclose(found, wanted, rtol=2.0**-10, atol=2.0**-10)
+
     class Norm(nn.RMSNorm):
         pass
 
     layer.linear_attn.__class__ = Wide
     wanted = layer(x)
     with patched():
-        assert mx.array_equal(layer(x), wanted)
+        assert same(layer(x), wanted)
     assert calls == ["branch", "alone"]
     calls.clear()
     layer.input_layernorm.__class__ = Norm
     with patched():
-        assert mx.array_equal(layer(x), wanted)
+        assert same(layer(x), wanted)
     assert "sum" not in calls
     assert "branch" not in calls
 

@@ -125,6 +125,51 @@ inline void norm_backward(long at, long count, N numbers, const GLOBAL T* x, con
   if (at < count) give(dx, at, d);
 }
 
+// Splits the rows of x into halves a and b of `count` pieces each, and computes y = a / rms(a) weight and gate = sigmoid(b).
+template <int LANES, typename T, typename W>
+inline void norm_and_gate_forward(long at, long count, float eps, const GLOBAL T* x, W weight, GLOBAL T* y,
+                                  GLOBAL T* gate) {
+  const long from = at < count ? at : count - 1, place = from / LANES * LANES + from;
+  float h[8], g[8];
+  take(h, x, place);
+  take(g, x, place + LANES);
+  const float inverse = inverse_of<LANES>(h, eps);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    h[i] *= inverse * static_cast<float>(weight[from % LANES * 8 + i]);
+    g[i] = sigmoid_of(g[i]);
+  }
+  if (at < count) {
+    give(y, at, h);
+    give(gate, at, g);
+  }
+}
+// Computes dx from x, dy and dgate.
+template <int LANES, typename T, typename W>
+inline void norm_and_gate_backward(long at, long count, float eps, const GLOBAL T* x, W weight, const GLOBAL T* dy,
+                                   const GLOBAL T* dgate, GLOBAL T* dx) {
+  const long from = at < count ? at : count - 1, place = from / LANES * LANES + from;
+  float h[8], g[8], u[8], d[8];
+  take(h, x, place);
+  take(g, x, place + LANES);
+  take(u, dy, from);
+  take(d, dgate, from);
+  const float inverse = inverse_of<LANES>(h, eps);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const float s = sigmoid_of(g[i]);
+    u[i] *= static_cast<float>(weight[from % LANES * 8 + i]);
+    g[i] = d[i] * s * (1.0f - s);
+  }
+  const float along = row_dot<LANES>(u, h) * inverse * inverse / (8 * LANES);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i) u[i] = inverse * (u[i] - h[i] * along);
+  if (at < count) {
+    give(dx, place, u);
+    give(dx, place + LANES, g);
+  }
+}
+
 // Computes log_g = -exp(A_log) softplus(a + dt_bias) and beta = most sigmoid(b). a and b are [tokens, heads], A_log and
 // dt_bias [heads]. A lane computes one element.
 template <typename T, typename A, typename D>
@@ -150,13 +195,14 @@ inline void gates_backward(long at, long count, int heads, float most, const GLO
   db[at] = static_cast<T>(dbeta[at] * most * s * (1.0f - s));
 }
 
-// Copies the rows of x named by `index` to y. A row has `width` pieces.
+// Copies the rows of x [rows, 8 width] named by `index` to y. A negative index counts from the end.
 template <typename T, typename I>
-inline void rows_taken(long at, long count, int width, const GLOBAL T* x, I index, GLOBAL T* y) {
+inline void rows_taken(long at, long count, int width, int rows, const GLOBAL T* x, I index, GLOBAL T* y) {
   if (at >= count) return;
   const unsigned row = (unsigned)at / (unsigned)width, piece = (unsigned)at % (unsigned)width;
+  const long found = (long)index[row];
   float h[8];
-  take(h, x, (long)index[row] * width + piece);
+  take(h, x, (found < 0 ? found + rows : found) * width + piece);
   give(y, at, h);
 }
 // Computes for each token the sum of K rows of x, those that `place` [tokens, K] names, times their weights [tokens, K]

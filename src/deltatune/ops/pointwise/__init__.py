@@ -6,7 +6,7 @@ the rows of experts. Each is compared with MLX's operations before its first use
 
 from .conv import conv_heads, conv_silu
 from .gating import gates, log_gate
-from .norms import gated_norm, norm
+from .norms import gated_norm, norm, norm_and_gate
 from .silu import swiglu
 
-__all__ = ["conv_heads", "conv_silu", "gated_norm", "gates", "log_gate", "norm", "swiglu"]
+__all__ = ["conv_heads", "conv_silu", "gated_norm", "gates", "log_gate", "norm", "norm_and_gate", "swiglu"]

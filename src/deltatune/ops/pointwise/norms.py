@@ -1,4 +1,4 @@
-"""RMS norms over the last axis: one with a constant factor, and one with a weight and the silu of a gate."""
+"""RMS norms over the last axis: with a constant factor, with a weight and the silu of a gate, or beside a gate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from ..kernels.launch import numbers
+from ..kernels.launch import Outputs, numbers
 from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 
@@ -60,6 +60,52 @@ def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float, *, exe
         )
     passes = _gated(_width(x), float(eps))
     return passes(x.reshape(-1, 8), gate.reshape(-1, 8), weight, execute=execute)[0].reshape(x.shape)
+
+
+def norm_and_gate(
+    x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Pass.run
+) -> tuple[mx.array, mx.array]:
+    """Return a / sqrt(mean(a^2) + eps) * weight and sigmoid(b) for the halves a and b of x's last axis.
+
+    One kernel computes both in fp32, and one their gradient, so that neither half is ever copied.
+
+    Args:
+        x: [..., 2 W] floats, W one of WIDTHS.
+        weight: [W].
+        eps: what is added to the mean of the squares.
+        execute: runs a launch; tests run it on the host machine.
+
+    Returns:
+        Two arrays [..., W] in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+
+    Source: the queries and the gate of `Qwen3NextAttention` in mlx_lm/models/qwen3_next.py.
+    """
+    if not covers_halves(x, weight):
+        raise ValueError(
+            f"norm_and_gate: x {x.shape} {x.dtype} and weight {weight.shape} do not fit; expected floats [..., 2 W], "
+            f"W one of {WIDTHS}, and a weight [W]."
+        )
+    shape = (*x.shape[:-1], weight.shape[0])
+    y, gate = _halves(weight.shape[0], float(eps))(x.reshape(-1, 8), weight, execute=execute)
+    return y.reshape(shape), gate.reshape(shape)
+
+
+def covers_halves(x: mx.array, weight: mx.array) -> bool:
+    """Whether the kernels of `norm_and_gate` can compute with these arrays."""
+    fits = weight.ndim == 1 and weight.shape[0] in WIDTHS and x.shape[-1] == 2 * weight.shape[0]
+    return fits and x.size > 0 and mx.issubdtype(x.dtype, mx.floating)
+
+
+def norm_and_gate_serves(x: mx.array, weight: mx.array, eps: float) -> bool:
+    """Whether `norm_and_gate` is to be used: the kernels cover the arrays, are faster, and were found right here."""
+    return (
+        x.size >= LEAST
+        and covers_halves(x, weight)
+        and _halves(weight.shape[0], float(eps)).passes_trial(((192, 8), x.dtype), (weight.shape, weight.dtype))
+    )
 
 
 def covers(x: mx.array, *others: mx.array) -> bool:
@@ -137,3 +183,30 @@ def _gated(width: int, eps: float) -> Passes:
         return [(rows * _inverse_rms(rows, eps) * weight * gates * mx.sigmoid(gates)).reshape(x.shape)]
 
     return Passes(f"gated norm of {width} ({eps})", forward, backward, plain, parameters)
+
+
+@cache
+def _halves(width: int, eps: float) -> Passes:
+    first, lanes = ("(long)x_shape[0] / 2", f"{eps!r}f"), (width // 8,)
+
+    def forward(x: mx.array, weight: mx.array) -> Pass:
+        inputs = {"x": x, "weight": weight}
+        outputs: Outputs = dict.fromkeys(("y", "gate"), ((x.shape[0] // 2, 8), x.dtype))
+        return Pass("norm_and_gate_forward", inputs, outputs, (*first, *inputs, *outputs), x.shape[0] // 2, lanes)
+
+    def backward(x: mx.array, weight: mx.array, dy: mx.array, dgate: mx.array) -> Pass:
+        inputs = {"x": x, "weight": weight, "dy": dy.astype(x.dtype), "dgate": dgate.astype(x.dtype)}
+        arguments = (*first, *inputs, "dx")
+        return Pass("norm_and_gate_backward", inputs, {"dx": (x.shape, x.dtype)}, arguments, x.shape[0] // 2, lanes)
+
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
+        x, weight = primals
+        rows = x.reshape(-1, 2, width)[:, 0].astype(mx.float32)
+        d_weight = cotangents[0].reshape(-1, width).astype(mx.float32) * rows * _inverse_rms(rows, eps)
+        return [d_weight.sum(axis=0).astype(weight.dtype)]
+
+    def plain(x: mx.array, weight: mx.array) -> Arrays:
+        rows, gates = (half.squeeze(1) for half in mx.split(x.reshape(-1, 2, width), 2, axis=1))
+        return [(rows * _inverse_rms(rows, eps) * weight).reshape(-1, 8), mx.sigmoid(gates).reshape(-1, 8)]
+
+    return Passes(f"norm and gate of {width} ({eps})", forward, backward, plain, parameters)

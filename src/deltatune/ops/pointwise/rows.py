@@ -1,12 +1,13 @@
 """Takes rows by index, and sums each token's rows with weights, as the expert block does between two orders of rows.
 
 MLX's gather on CUDA copies element by element, at a sixth of the memory's speed, and a weighted sum of rows would take
-four more passes over memory. These functions have no gradients, since the expert block computes its own.
+four more passes over memory. take_rows and sum_rows have no gradients, since the expert block computes its own.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -35,8 +36,38 @@ def take_rows(x: mx.array, index: mx.array, *, execute: Execute | None = None) -
         execute = Pass.run
     inputs: Arrays = {"x": x, "index": index}
     outputs: Outputs = {"y": ((index.size, x.shape[1]), x.dtype)}
-    arguments = (f"(long)index_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x", "index", "y")
+    arguments = (f"(long)index_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x_shape[0]", "x", "index", "y")
     return execute(Pass("rows_taken", inputs, outputs, arguments, index.size * x.shape[1] // _LANE))[0]
+
+
+def embedded(weight: mx.array, ids: mx.array, *, execute: Execute = Pass.run) -> mx.array:
+    """Return weight[ids], with the weight's gradient by MLX's operations, which run only where something uses it.
+
+    Args:
+        weight: [N, D], D a multiple of 8.
+        ids: integers of any shape.
+        execute: runs a launch; tests run it on the host machine.
+
+    Returns:
+        [..., D] in the weight's dtype.
+    """
+    return _embedded(execute)(weight, ids)
+
+
+@cache
+def _embedded(execute: Execute) -> Any:
+    def forward(weight: mx.array, ids: mx.array) -> mx.array:
+        return take_rows(weight, ids.reshape(-1), execute=execute).reshape(*ids.shape, -1)
+
+    def backward(primals: Any, cotangent: mx.array, _output: mx.array) -> list[mx.array]:
+        weight, ids = primals
+        # The ids are an argument: mx.vjp walks through everything that an array which is none was computed from.
+        _, (gradient, _) = mx.vjp(lambda weight, ids: [weight[mx.stop_gradient(ids)]], [weight, ids], [cotangent])
+        return [gradient, mx.zeros_like(ids)]
+
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    return function
 
 
 def sum_rows(
@@ -74,7 +105,7 @@ def serves(x: mx.array, rows: int) -> bool:
     """Whether the kernels are to be used for so many rows of x: they cover them, are faster, and were found right."""
     if backend.device() != "cuda":
         return False
-    return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and _passes_trial(x.dtype)
+    return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and x.dtype in BOUNDS and _passes_trial(x.dtype)
 
 
 def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -> mx.array:
@@ -91,7 +122,7 @@ def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
         (x, weights) = trial.random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
         order = mx.argsort(mx.random.normal((90,), key=mx.random.key(1)))
         index = order.reshape(30, 3)
-        found = [take_rows(x, order, execute=execute)]
+        found = [take_rows(x, order.astype(mx.int32) - 90 * (order % 2).astype(mx.int32), execute=execute)]
         found += [sum_rows(x, index, factors, mx.float32, execute=execute) for factors in (None, weights)]
         wide = x.astype(mx.float32)
         expected = [x[order], *(_sum_rows_with_mlx(wide, index, factors) for factors in (None, weights))]
