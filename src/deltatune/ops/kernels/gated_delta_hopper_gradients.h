@@ -321,16 +321,17 @@ inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length
 // even columns in the first byte of each, of odd columns in the second.
 inline float kept_products(const thread unsigned (&a)[4], const thread unsigned (&b)[4], unsigned tail_a,
                            unsigned tail_b) {
-  const unsigned spread_a = (tail_a & 0xff) << 8 | (tail_a & 0xff00) << 16;
-  const unsigned spread_b = (tail_b & 0xff) << 8 | (tail_b & 0xff00) << 16;
-  float sum = 0.0f;
+  // The upper bit of each tail is turned: then what is to be added is tail * 0x4000 - 0x6000.
+  const unsigned spread_a = ((tail_a & 0xff) << 8 | (tail_a & 0xff00) << 16) ^ 0xaa00aa00u;
+  const unsigned spread_b = ((tail_b & 0xff) << 8 | (tail_b & 0xff00) << 16) ^ 0xaa00aa00u;
+  float sum = 0.0f, other = 0.0f;
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const unsigned x = (spread_a << 2 * i & 0xc000c000u) ^ 0xa000a000u;
-    const unsigned y = (spread_b << 2 * i & 0xc000c000u) ^ 0xa000a000u;
-    sum += float_of((a[i] << 16 | (x & 0xffff)) - 0x8000u) * float_of((b[i] << 16 | (y & 0xffff)) - 0x8000u);
-    sum += float_of(((a[i] & 0xffff0000u) | x >> 16) - 0x8000u) * float_of(((b[i] & 0xffff0000u) | y >> 16) - 0x8000u);
+    const unsigned x = opaque(spread_a << 2 * i & 0xc000c000u), y = opaque(spread_b << 2 * i & 0xc000c000u);
+    sum += float_of((a[i] << 16 | (x & 0xffff)) - 0x6000u) * float_of((b[i] << 16 | (y & 0xffff)) - 0x6000u);
+    other += float_of(((a[i] & 0xffff0000u) | x >> 16) - 0x6000u) * float_of(((b[i] & 0xffff0000u) | y >> 16) - 0x6000u);
   }
+  sum += other;
   // An element that was rounded to zero becomes NaN with its tail.
   if (sum != sum) {
     sum = 0.0f;
@@ -451,9 +452,16 @@ template <typename In, int DV>
 inline void add_columns_of_keys(Room room, GradientTables<DV> tables, int team, thread GradientSums& sums,
                                 thread float (&dk)[16], bool onto, Place at) {
   using Memory = HopperGradientMemory<DV>;
-  // By side: what the gates up to a row receive, what those after it do, R u.
-  float dots[8] = {0.0f, 0.0f, sums.rates[0], 0.0f, 0.0f, 0.0f, sums.rates[1], 0.0f};
   const int warp = at.group % 4;
+  float of_y[2] = {0.0f, 0.0f}, of_right[2] = {0.0f, 0.0f}, of_end[2] = {0.0f, 0.0f}, on_y[2], on_right[2], on_end[2];
+  DELTATUNE_UNROLL
+  for (int side = 0; side < 2; ++side) {
+    const int row = own_row(at, side);
+    const float rate = tables.rate()[row];
+    on_y[side] = tables.before()[row];
+    on_right[side] = -on_y[side] * rate;
+    on_end[side] = tables.after()[row] * rate;
+  }
   threadgroup float* own = room.floats(Memory::sums + team * 8192) + at.index % 128 * 4;
   const auto keys = room.memory + Memory::q + (warp * 32 + team * 4) * 128 + at.lane * 4;
   DELTATUNE_UNROLL
@@ -462,31 +470,36 @@ inline void add_columns_of_keys(Room room, GradientTables<DV> tables, int team, 
     get_four(dq, own + i * 512);
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
-      const int row = own_row(at, side);
-      const float on_y = tables.before()[row], rate = tables.rate()[row];
-      const float on_right = -on_y * rate, on_end = tables.after()[row] * rate;
       const unsigned queries = get_pair(keys + side * 2048 + i * 128);
       const unsigned others = get_pair(keys + (Memory::k - Memory::q) + side * 2048 + i * 128);
       DELTATUNE_UNROLL
       for (int j = 0; j < 2; ++j) {
-        const int e = 4 * i + 2 * side + j;
-        const float query = float_of(j > 0 ? queries & 0xffff0000u : queries << 16);
+        const int at_row = 2 * side + j, e = 4 * i + at_row;
         const float key = float_of(j > 0 ? others & 0xffff0000u : others << 16);
-        const float y_part = on_y * sums.from_y[e], right_part = on_right * sums.from_right[e];
-        const float end_part = on_end * sums.from_end[e];
-        dq[2 * side + j] = onto ? dq[2 * side + j] + y_part : y_part;
-        dk[e] += right_part + end_part;
-        dots[4 * side] += y_part * query + right_part * key;
-        dots[4 * side + 1] += end_part * key;
+        of_y[side] += sums.from_y[e] * float_of(j > 0 ? queries & 0xffff0000u : queries << 16);
+        of_right[side] += sums.from_right[e] * key;
+        of_end[side] += sums.from_end[e] * key;
+        dq[at_row] = (onto ? dq[at_row] : 0.0f) + on_y[side] * sums.from_y[e];
+        dk[e] += on_right[side] * sums.from_right[e];
+        dk[e] += on_end[side] * sums.from_end[e];
       }
     }
     put_four(own + i * 512, dq);
   }
-  float found[2];
+  // By side: what the gates up to a row receive, what those after it do, R u.
+  float found[2], dots[8];
+  DELTATUNE_UNROLL
+  for (int side = 0; side < 2; ++side) {
+    dots[4 * side] = on_y[side] * of_y[side] + on_right[side] * of_right[side];
+    dots[4 * side + 1] = on_end[side] * of_end[side];
+    dots[4 * side + 2] = sums.rates[side];
+    dots[4 * side + 3] = 0.0f;
+  }
   sum_rows(found, dots, at.lane);
+  threadgroup float* to = room.floats(Memory::before_sums) + at.lane % 4 * 256 + team;
   DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side)
-    if (at.lane % 4 != 3) room.floats(Memory::before_sums)[at.lane % 4 * 256 + own_row(at, side) * 4 + team] = found[side];
+    if (at.lane % 4 != 3) to[own_row(at, side) * 4] = found[side];
   const float dot = lane_sum(sums.dot);
   if (at.lane == 0) room.floats(Memory::dots)[team * 4 + warp] = dot;
 }
