@@ -5,13 +5,13 @@
 // has every other eight columns, so that both have as much to do below the diagonal. Of the last group two warps copy
 // 16 rows of DV at a time to shared memory, and two add up the gradients of log_g and beta while the others go on.
 // Four teams, and not two with more columns each, because a team mostly waits: for its products, for shared memory.
-// A block takes every BLOCKS-th item of work, which is a chunk of a key head with its HV / HK value heads; a unit is one
-// of these value heads. dk is summed over the value heads in registers, dq and the weights of the pairs in shared memory,
-// so that the products of the weights with q and k are computed once per item.
+// A block takes every BLOCKS-th item of work, which is a chunk of a key head with its HV / HK value heads; a unit is
+// one of these value heads. dk is summed over the value heads in registers, dq and the weights of the pairs in shared
+// memory, so that the products of the weights with q and k are computed once per item.
 
 // The shared memory of a block. What the scans saved stays in cores (gated_delta_hopper.h), and q and k are put in
-// cores too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and those of dy rows of
-// 32 bytes, where the order of the two pieces depends on bit 2 of the row's number.
+// cores too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and those of dy rows
+// of 32 bytes, where the order of the two pieces depends on bit 2 of the row's number.
 template <int DV>
 struct HopperGradientMemory {
   // A stage: 16 rows of DV of each operand. u and R have two parts.
@@ -329,7 +329,8 @@ inline float kept_products(const thread unsigned (&a)[4], const thread unsigned 
   for (int i = 0; i < 4; ++i) {
     const unsigned x = opaque(spread_a << 2 * i & 0xc000c000u), y = opaque(spread_b << 2 * i & 0xc000c000u);
     sum += float_of((a[i] << 16 | (x & 0xffff)) - 0x6000u) * float_of((b[i] << 16 | (y & 0xffff)) - 0x6000u);
-    other += float_of(((a[i] & 0xffff0000u) | x >> 16) - 0x6000u) * float_of(((b[i] & 0xffff0000u) | y >> 16) - 0x6000u);
+    other +=
+        float_of(((a[i] & 0xffff0000u) | x >> 16) - 0x6000u) * float_of(((b[i] & 0xffff0000u) | y >> 16) - 0x6000u);
   }
   sum += other;
   // An element that was rounded to zero becomes NaN with its tail.
@@ -346,9 +347,10 @@ inline void add_operand_dots(thread float (&sums)[2], const thread unsigned (&a)
                              const thread unsigned (&b)[4], const thread unsigned (&b_low)[4]) {
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i)
-    sums[i & 1] += (float_of(a[i] << 16) + float_of(a_low[i] << 16)) * (float_of(b[i] << 16) + float_of(b_low[i] << 16)) +
-                   (float_of(a[i] & 0xffff0000u) + float_of(a_low[i] & 0xffff0000u)) *
-                       (float_of(b[i] & 0xffff0000u) + float_of(b_low[i] & 0xffff0000u));
+    sums[i & 1] +=
+        (float_of(a[i] << 16) + float_of(a_low[i] << 16)) * (float_of(b[i] << 16) + float_of(b_low[i] << 16)) +
+        (float_of(a[i] & 0xffff0000u) + float_of(a_low[i] & 0xffff0000u)) *
+            (float_of(b[i] & 0xffff0000u) + float_of(b_low[i] & 0xffff0000u));
 }
 
 // What a warp has of a unit: the sums by its team's columns of DK, those of its pairs, which are dp for KIND 0 and da
@@ -364,7 +366,8 @@ inline void add_slice(Room room, int stage, int s, int team, thread GradientSums
   using Memory = HopperGradientMemory<DV>;
   using Part = Products<In, 32>;
   const int warp = at.group % 4;
-  const unsigned tile = room.place + stage * Memory::stage, rows = opaque((tile & 0x3ffff) / 16), own = rows + team * 32;
+  const unsigned tile = room.place + stage * Memory::stage;
+  const unsigned rows = opaque((tile & 0x3ffff) / 16), own = rows + team * 32;
   {
     unsigned y[4], right[4], right_low[4];
     load_parts(y, dy_piece_place(tile + Memory::dy, warp * 16 + at.lane % 16, at.lane / 16));
@@ -514,7 +517,8 @@ inline void start_scores(Room room, int team, thread float (&scores)[16]) {
   const unsigned left = place + (KIND == 0 ? Memory::q : Memory::k) / 16;
   DELTATUNE_UNROLL
   for (int m = 0; m < 8; ++m)
-    Products<In, 32>::rows(scores, cores_operand(left + m * 16, 128, 2048), cores_operand(keys + m * 16, 128, 4096), m > 0);
+    Products<In, 32>::rows(scores, cores_operand(left + m * 16, 128, 2048), cores_operand(keys + m * 16, 128, 4096),
+                           m > 0);
   products_sent();
 }
 
@@ -612,19 +616,21 @@ inline void sum_weights(Room room, int team, thread float (&weights)[16], int re
     const auto to = room.memory + piece_place(planes, own_row(at, own_side(i)), i / 4 * 2 + odd) + at.lane % 4 * 4;
     const unsigned high = PairOf<In>::of(weights[i], weights[i + 1]);
     put_pair(to, high);
-    put_pair(to + 8192, PairOf<In>::of(weights[i] - float_of(high << 16), weights[i + 1] - float_of(high & 0xffff0000u)));
+    const float first = weights[i] - float_of(high << 16), second = weights[i + 1] - float_of(high & 0xffff0000u);
+    put_pair(to + 8192, PairOf<In>::of(first, second));
   }
 }
 
-// Adds the products of an item's weights with q and k to dq, which it sets, and to dk: 16 positions of one plane at a time, the low parts
-// first.
+// Adds the products of an item's weights with q and k to dq, which comes from shared memory, and to dk: 16 positions of
+// one plane at a time, the low parts first.
 template <typename In, int DV>
 inline void add_weighted(Room room, int team, thread float (&dq)[16], thread float (&dk)[16], Place at) {
   using Memory = HopperGradientMemory<DV>;
   using Part = Products<In, 32>;
   const int warp = at.group % 4;
   DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i) get_four(dq + 4 * i, room.floats(Memory::sums + team * 8192) + (i * 128 + at.index % 128) * 4);
+  for (int i = 0; i < 4; ++i)
+    get_four(dq + 4 * i, room.floats(Memory::sums + team * 8192) + (i * 128 + at.index % 128) * 4);
   // Sums of products lie in few of the registers. dk stays in others while an item's slices are multiplied.
   float on_keys[16];
   clear_floats(on_keys);
@@ -668,7 +674,8 @@ inline void put_columns(P out, const thread float (&x)[16], GradientItem item, i
     if (i >= length) continue;
     const long to = (((long)item.row * length + i) * HK + item.head) * 128 + team * 32 + at.lane % 4 * 2;
     DELTATUNE_UNROLL
-    for (int j = 0; j < 4; ++j) put_pair(out + to + j * 8, PairOf<In>::of(x[4 * j + 2 * side], x[4 * j + 2 * side + 1]));
+    for (int j = 0; j < 4; ++j)
+      put_pair(out + to + j * 8, PairOf<In>::of(x[4 * j + 2 * side], x[4 * j + 2 * side + 1]));
   }
 }
 
@@ -725,9 +732,10 @@ inline void compute_items(Place at, Room room, GradientBarriers barriers, int le
 // Computes what gated_delta_gradients does, from the same inputs. The grid is at most BLOCKS blocks.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, bool SEGMENTED, typename PQ, typename PK,
           typename PL, typename PM, typename PZ, typename PF, typename PT, typename PY, typename OQ, typename OK>
-inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int length, int batch, PQ q, PK k, PL log_g,
-                                         PM mask, PZ segments, PF factors, PT states, PT d_states, PF u, PF d_right,
-                                         PY dy, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
+inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int length, int batch, PQ q, PK k,
+                                         PL log_g, PM mask, PZ segments, PF factors, PT states, PT d_states, PF u,
+                                         PF d_right, PY dy, OQ dq, OK dk, GLOBAL float* d_log_g,
+                                         GLOBAL float* d_beta) {
   using Memory = HopperGradientMemory<DV>;
   static_assert(DV % 16 == 0, "a stage has 16 rows");
   const Room room = room_of(memory);
@@ -738,8 +746,8 @@ inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int
   if (at.group < 4) {
     fewer_registers<32>();
     if (at.group < 2)
-      load_items<In, DV, HK, HV, BLOCKS, MASKED>(at, room, barriers, length, items, chunks, q, k, mask, states, d_states,
-                                                 u, d_right, dy);
+      load_items<In, DV, HK, HV, BLOCKS, MASKED>(at, room, barriers, length, items, chunks, q, k, mask, states,
+                                                 d_states, u, d_right, dy);
     else
       sum_gates<In, DV, HK, HV, BLOCKS, MASKED, SEGMENTED>(at, room, barriers, length, items, chunks, log_g, mask,
                                                            segments, factors, d_log_g, d_beta);
