@@ -38,7 +38,7 @@ static int copy_count, met[most_barriers], meetings[most_barriers];
 static long looks;
 static Send sends[host::most_lanes][most_sends];
 static int send_count[host::most_lanes];
-enum : long { most_looks = 300000 };
+enum : long { most_looks = 3000000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
 static unsigned published[host::most_lanes][4];
