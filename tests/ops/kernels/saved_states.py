@@ -34,7 +34,8 @@ def _tails(metal: np.ndarray) -> np.ndarray:
     by_place = np.zeros((blocks, rows // 16, 16, 128), np.uint8)
     by_place[:, :, (_ELEMENTS >> 2) * 8 + (_LANES >> 2 & 4) + (_LANES >> 1 & 3), columns] = found
     columns = _TILES * 16 + (_LANES & 3) * 2 + (_ELEMENTS & 1) + (_ELEMENTS >> 2) * 8
-    cuda = by_place[:, :, (_LANES >> 2) + (_ELEMENTS >> 1 & 1) * 8, columns] << (6 - _ELEMENTS // 2 * 2).astype(np.uint8)
+    places = (6 - _ELEMENTS // 2 * 2).astype(np.uint8)
+    cuda = by_place[:, :, (_LANES >> 2) + (_ELEMENTS >> 1 & 1) * 8, columns] << places
     bytes_ = np.stack([np.bitwise_or.reduce(cuda[..., odd::2], axis=-1) for odd in (0, 1)], axis=-1)
     return bytes_.reshape(blocks, -1, 2, 16, 16).transpose(0, 1, 3, 2, 4).reshape(blocks, rows, 2, 16)
 

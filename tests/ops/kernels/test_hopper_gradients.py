@@ -25,7 +25,7 @@ CHUNKS_OF_64 = {"chunk": 64, "gradient_groups": 8, "stages": 2, "overlay": False
 
 
 class WithHopper:
-    """Runs Hopper's kernel on one host machine, with the scans' results in CUDA's form, and other kernels on another."""
+    """Runs Hopper's kernel on one host machine, with the scans' results in CUDA's form, and others on another."""
 
     def __init__(self, machine, hopper):
         self.machine, self.hopper = machine, hopper

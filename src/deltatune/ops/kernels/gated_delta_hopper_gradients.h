@@ -123,16 +123,20 @@ inline void load_items(Place at, Room room, GradientBarriers barriers, int lengt
   constexpr int slices = DV / 16, repeats = HV / HK, before_keys = slices < 5 ? slices - 1 : 4;
   const int index = at.index;
   const bool aligned = aligned16(q) && aligned16(k) && aligned16(dy);
-  // What was sent before is waited for when the next is on its way.
-  unsigned sent = ~0u;
+  // What was sent is announced when three more are on their way; these are the mbarriers of the last three.
+  constexpr unsigned none = ~0u;
+  unsigned sent[3] = {none, none, none};
+  const auto announce = [&](unsigned mbarrier) {
+    copies_fence();
+    release(mbarrier, at);
+  };
   const auto send = [&](unsigned mbarrier) {
     pieces_sent();
-    if (sent != ~0u) {
-      pieces_wait<1>();
-      copies_fence();
-      release(sent, at);
+    if (sent[0] != none) {
+      pieces_wait<3>();
+      announce(sent[0]);
     }
-    sent = mbarrier;
+    sent[0] = sent[1], sent[1] = sent[2], sent[2] = mbarrier;
   };
   int stage = 0, use = 0;
   for (int number = at.x, round = 0; number < items; number += BLOCKS, ++round) {
@@ -167,10 +171,9 @@ inline void load_items(Place at, Room room, GradientBarriers barriers, int lengt
       send(barriers.keys());
     }
   }
-  if (sent == ~0u) return;
   pieces_wait<0>();
-  copies_fence();
-  release(sent, at);
+  for (int i = 0; i < 3; ++i)
+    if (sent[i] != none) announce(sent[i]);
 }
 
 // The tables and sums of one unit's gates in shared memory.
