@@ -12,6 +12,7 @@ import pytest
 from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import gated_delta_naive, hopper_gradients
+from deltatune.ops.gated_delta.fused_op import tiling_of
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bf16_norm
 from deltatune.ops.kernels.launch import FOLDER, Launch, header
 
@@ -73,4 +74,66 @@ def test_beside_naive(name, make, check, on_host, norms, table):
     naive = norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive))
     bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
     assert not {key: (error, bounds[key]) for key, error in found.items() if error > bounds[key]}
-    print({key: float(np.round(found[key] * 1e3, 3)) for key in ("q", "k", "log_g", "beta")})
+
+
+def test_the_order_of_lanes_and_the_number_of_blocks_change_no_bit(make, on_host, table, monkeypatch):
+    case = table.Case("order", **CASES["documents, masked middle"])
+    first, _ = on_host(make(), case, mx.bfloat16, lanes=1, **CHUNKS_OF_64)
+    for lanes, blocks in ((2, 3), (3, 1)):
+        monkeypatch.setattr(nvidia, "limits", lambda blocks=blocks: nvidia.Limits(nvidia.H200.block_bytes, blocks))
+        again, _ = on_host(make(), case, mx.bfloat16, lanes=lanes, **CHUNKS_OF_64)
+        for key in ("q", "k", "log_g", "beta"):
+            assert mx.array_equal(first[key].view(mx.uint16), again[key].view(mx.uint16)), (key, lanes)
+
+
+# Defects by name: a part of the kernel's text, and what replaces it.
+DEFECTS = {
+    "a stage overwritten before it is read": ("if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);", ""),
+    "a stage announced before it arrives": ("pieces_wait<3>();", ""),
+    "sums read before they are written": ("    mbarrier_wait(barriers.sums(), step);\n", ""),
+    "the other panel": ("own_panel = PART * Memory::panel", "own_panel = (1 - PART) * Memory::panel"),
+    "weights of the last value head alone": ("weights[4 * i + j] += before[j];", ""),
+    "dq of the last value head alone": ("dq[4 * i + j] += before[j];", ""),
+    "rows past the end": ("      if (i >= length) continue;\n      const long to", "      const long to"),
+    "no weights with q": ("Half::columns(dk, y_turned[plane], queries);", ""),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_shows(name, make, on_host, norms, table, host_module):
+    machine = make(host_module.plant(HOPPER, *DEFECTS[name]))
+    case = table.Case("planted", **SIZES | {"length": 300, "repeats": 2, "gates": "mixed"})
+    try:
+        worst = max(norms(*on_host(machine, case, mx.bfloat16, **CHUNKS_OF_64)).values())
+    except host_module.HostError as refusal:
+        worst = np.inf
+        print(refusal)
+    assert not worst <= fused_bf16_norm(0.0)
+
+
+# Defects that the gradient of the gates alone shows.
+TAILS = {
+    "the tail of another tile": ("(PART * 4 + warp) * 2);", "(PART * 4 + (warp ^ 1)) * 2);"),
+    "tails without their sign": ("^ 0xa000a000u", "^ 0x20002000u"),
+    "rows by one part alone": ("if (s % 2 == PART) add_operand_dots", "if (s % 2 == 0) add_operand_dots"),
+    "R without its low plane in the pairs": ("Half::columns(sums.pairs, right_low, high);", ""),
+    "pairs of P alone": ("row_sums[t * 4 + b] += row_sums[256 + t * 4 + b];", ""),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_what_only_the_gradient_of_the_gates_shows(name, make, on_host, norms, table, host_module):
+    machine = make(host_module.plant(HOPPER, *TAILS[name]))
+    case = table.Case("planted", **SIZES | OPEN | {"keys": "near", "beta": 1.9})
+    assert not norms(*on_host(machine, case, mx.bfloat16, **CHUNKS_OF_64))["log_g"] <= fused_bf16_norm(0.0)
+
+
+def test_which_calls_the_kernel_serves():
+    def tiling(machine="cuda", dtype=mx.bfloat16, key_size=128, value_size=128):
+        shape = (1, 100, 2, 4, key_size, value_size)
+        return tiling_of(machine, shape, dtype, masked=False, segmented=False, per_channel=False)
+
+    assert hopper_gradients.serves(tiling())
+    assert hopper_gradients.serves(tiling(value_size=64))
+    others = [tiling("metal"), tiling(dtype=mx.float16), tiling(key_size=64), tiling(value_size=96)]
+    assert not any(hopper_gradients.serves(other) for other in others)
