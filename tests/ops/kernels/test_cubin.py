@@ -52,6 +52,7 @@ def gpu(monkeypatch, tmp_path) -> SimpleNamespace:
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(launch, "_machine", lambda: "cuda")
     monkeypatch.setattr(cubin, "architecture", lambda: pretended.architecture)
+    monkeypatch.setattr(nvidia, "generation", lambda: int("".join(filter(str.isdigit, pretended.architecture))))
     monkeypatch.setattr(nvrtc, "compiled", compiled)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", precompiled)
     launch.kernel_of.cache_clear()

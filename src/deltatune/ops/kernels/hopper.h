@@ -89,13 +89,12 @@ inline void copy_piece(unsigned to, const In* from, bool live, bool aligned) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :: "r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
   } else {
-    uint4 found = make_uint4(0, 0, 0, 0);
-    if (live) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) reinterpret_cast<In*>(&found)[i] = from[i];
+    // One element at a time, so that this rare case takes few registers.
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      const unsigned short x = live ? reinterpret_cast<const unsigned short*>(from)[i] : 0;
+      asm volatile("st.shared.u16 [%0], %1;" :: "r"(to + 2 * i), "h"(x) : "memory");
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-                 :: "r"(to), "r"(found.x), "r"(found.y), "r"(found.z), "r"(found.w) : "memory");
   }
 }
 inline void pieces_sent() { asm volatile("cp.async.commit_group;" ::: "memory"); }
