@@ -153,7 +153,7 @@ PATCHES = (
         check=_is_silu,
     ),
     Patch(
-        **_RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
+        **RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
         package="mlx",
         versions=">=0.31.2,<0.33",
         module="mlx.nn.layers.embedding",
