@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import mlx.core as mx
 
@@ -43,14 +43,22 @@ def _fused(call: Call) -> Candidate | str:
     reason = fused_op.unsupported(call.q, call.k, call.v, tiling)
     if reason or tiling is None:
         return reason or "it has no tiling"
-    # With the call's own tiling on a small batch, what is compiled for the check serves the training too.
+    name, checked = _checked(tiling)
+    return Candidate(fused_op.gated_delta_fused, call.shape_class(name), checked)
+
+
+@lru_cache(maxsize=256)
+def _checked(tiling: Tiling) -> tuple[str, Implementation]:
+    """Return the text of a call's own tiling on a small batch, and the function that runs the kernels with it.
+
+    What is compiled for the check serves the training too.
+    """
     small = replace(tiling, batch=machine_trial.BATCH, length=machine_trial.LENGTH)
 
     def tiling_of_check(*_: object, **__: object) -> Tiling:
         return small
 
-    checked = partial(fused_op.gated_delta_fused, tiling_of_call=tiling_of_check)
-    return Candidate(fused_op.gated_delta_fused, call.shape_class(repr(small)), checked)
+    return repr(small), partial(fused_op.gated_delta_fused, tiling_of_call=tiling_of_check)
 
 
 def _native(call: Call) -> Candidate | str:

@@ -7,7 +7,7 @@ from those of fused.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import mlx.core as mx
 
@@ -48,6 +48,7 @@ class HopperTiling(Tiling):
         return _GRADIENT_BYTES
 
 
+@lru_cache(maxsize=256)
 def choose_hopper_tiling(shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool) -> HopperTiling | None:
     """Return how Hopper's scans divide a call of shape (B, T, Hk, Hv, Dk, Dv); None where they do not support it."""
     *_, key_size, value_size = shape
