@@ -6,10 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import gated_delta_naive
+from deltatune.ops.gated_delta.fused_hopper import HopperTiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
 from deltatune.ops.kernels.launch import FOLDER, header
@@ -61,4 +63,76 @@ def test_beside_naive(name, run, on_host, errors, norms, table):
     found, naive = norms(*results), norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive))
     bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
     assert not {key: (error, bounds[key]) for key, error in found.items() if error > bounds[key]}
-    print({key: round(error * 1e3, 2) for key, error in found.items()})
+
+
+DEFECTS = {
+    "a stage overwritten before it is read": (
+        "    if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);\n    const",
+        "    const",
+    ),
+    "a state overwritten before it is read": ("  if (step > 0) mbarrier_wait(barriers.state_read(), step - 1);\n", ""),
+    "a chunk read before it has arrived": (
+        "  const auto start = [&](int n) {\n    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);\n",
+        "  const auto start = [&](int n) {\n",
+    ),
+    "a state read before it is there": ("    mbarrier_wait(barriers.state(), n);\n", ""),
+    "u read before it is there": ("    mbarrier_wait(barriers.chunk(n), n / 2);\n", ""),
+    "R written in place of what others read": ("  named_barrier<128, 1>();\n", ""),
+    "a product that is not waited for": (
+        "    add_by_keys<DK>(state, high, stage + Memory::k);\n    products_sent();\n"
+        "    hand_chunk_over<Memory>(stage, barriers, n, x, at);\n    products_wait<0>();",
+        "    add_by_keys<DK>(state, high, stage + Memory::k);\n    products_sent();\n"
+        "    hand_chunk_over<Memory>(stage, barriers, n, x, at);",
+    ),
+    "the low parts of a triangle at another place": ("(i + 4) * core_bytes", "(i + 2) * core_bytes"),
+    "no zeros above a triangle": ("put_zeros(tile == 10 ? 0 : 2, at.lane);", ""),
+    "rows past the end": ("if (row < left) put_piece", "put_piece"),
+    "sums read before they are written": ("    mbarrier_wait(barriers.sums(), step);\n", ""),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_shows(name, run, norms, table, host_module):
+    case = table.Case("planted", **SIZES | OPEN | {"length": 300, "repeats": 2, "beta": 1.9, "keys": "near"})
+    bounds = {key: fused_bf16_norm(0.0) for key in ("y", "q", "k", "v", "log_g", "beta")} | {"state": 1e-3}
+    try:
+        found = norms(*run(case, host_module.plant(HOPPER, *DEFECTS[name])))
+    except host_module.HostError as refusal:
+        print(refusal)
+        return
+    assert {key: found[key] for key, bound in bounds.items() if not found[key] <= bound}
+
+
+ROUNDED = (
+    "times_positions<DK>(x, low_rows, room.place + n % STAGES * Memory::stage + Memory::k, false);",
+    "clear_floats(x);",
+)
+
+
+def test_a_state_keeps_more_than_bf16(run, norms, table):
+    """With beta 2 and open gates no error fades, so keys must meet both parts of the state."""
+    case = table.Case("beta 2", **SIZES | OPEN | {"beta": 2.0})
+    assert norms(*run(case))["state"] <= 2.0**-13 < norms(*run(case, HOPPER.replace(*ROUNDED)))["state"]
+
+
+def test_other_orders_of_the_lanes_give_the_same_bits(run, table):
+    case = table.Case("orders", **SIZES | {"repeats": 2, "gates": "mixed"})
+    first, second = (run(case, seed=seed)[0] for seed in (1, 2))
+    assert all(
+        np.array_equal(np.array(first[key].astype(mx.float32)), np.array(second[key].astype(mx.float32)))
+        for key in first
+    )
+
+
+def test_which_calls_the_kernels_serve(monkeypatch):
+    monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
+
+    def serve(machine="cuda", dtype=mx.bfloat16, key_size=128, value_size=128, per_channel=False):
+        shape = (1, 100, 2, 4, key_size, value_size)
+        tiling = tiling_of(machine, shape, dtype, masked=False, segmented=False, per_channel=per_channel)
+        return isinstance(tiling, HopperTiling)
+
+    assert serve()
+    assert serve(value_size=64)
+    others = [{"machine": "metal"}, {"dtype": mx.float16}, {"key_size": 64}, {"value_size": 96}, {"per_channel": True}]
+    assert not any(serve(**other) for other in others)
