@@ -48,16 +48,22 @@ class HopperTiling(Tiling):
         return _GRADIENT_BYTES
 
 
-@lru_cache(maxsize=256)
 def choose_hopper_tiling(shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool) -> HopperTiling | None:
-    """Return how Hopper's scans divide a call of shape (B, T, Hk, Hv, Dk, Dv); None where they do not support it."""
+    """Return how Hopper's kernels divide a call of shape (B, T, Hk, Hv, Dk, Dv); None where they do not support it."""
+    if nvidia.generation() != nvidia.HOPPER:
+        return None
+    return _tiling(shape, dtype, masked, segmented, nvidia.limits())
+
+
+@lru_cache(maxsize=256)
+def _tiling(shape: Shape, dtype: mx.Dtype, masked: bool, segmented: bool, limits: nvidia.Limits) -> HopperTiling | None:
     *_, key_size, value_size = shape
     other = choose_tiling("cuda", shape, dtype, masked=masked, segmented=segmented)
     if dtype != mx.bfloat16 or key_size != _KEY_SIZE or value_size not in _VALUE_SIZES or other is None:
         return None
     sizes = {field.name: getattr(other, field.name) for field in fields(other)}
     tiling = HopperTiling(**sizes | {"chunk": _CHUNK, "slice": _ROWS, "split": 1, "loaders": 0})
-    return tiling if tiling.fits and nvidia.generation() == nvidia.HOPPER else None
+    return tiling if tiling.largest_bytes <= limits.block_bytes else None
 
 
 def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:

@@ -2,15 +2,15 @@
 // prepare kernel, which writes Z and P in the form that they read. The formulas are those of gated_delta.h.
 //
 // A block has three teams of four warps. One loads chunks. One goes through the chunks: it holds 64 rows of a state in
-// its registers, transposed as everything that it computes of a chunk: rows of DV by positions or by keys. Each result is
-// in registers in the form of the next product's left operand. It hands each state and each u, in bf16, to the third team,
-// which computes y or dv from them and writes everything to device memory.
+// its registers, transposed as everything that it computes of a chunk: rows of DV by positions or by keys. Each result
+// is in registers in the form of the next product's left operand. This team hands each state and each u, in bf16, to
+// the third team, which computes y or dv from them and writes everything to device memory.
 // What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h).
 //
 // Matrices that the kernels hand to one another consist of cores: 8 x 8 matrices of bf16, 128 bytes each. A group of
 // lanes writes a core at once from its registers, and the tensor cores multiply with cores as they are. States have
 // their cores in rows, [DV / 8, DK / 8]. So have u and R [DV / 8, 8]: all high parts, then all low parts, then for each
-// 16 rows the tails of the state, 16 bytes a lane (put_tails).
+// 16 rows the tails of the state, 16 bytes a lane (tails_of).
 // Z and P of a chunk are in a grid of 8 x 12 cores. The high part of core (I, J) of the lower triangle is at (I, J).
 // Its low part is at (J, I + 4), above the triangle. Either way the distances between neighbours are constant, as the
 // tensor cores want them. Products take 32 positions at a time, so the 16 x 16 tiles (0, 1) and (2, 3) are zeros.
@@ -92,8 +92,8 @@ struct CoreTriangles {
 };
 
 // Computes what gated_delta_prepare does.
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED, typename PQ,
-          typename PK, typename PL, typename PB, typename PM, typename PZ>
+template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
+          typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ>
 inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
                                        PM mask, PZ segments, GLOBAL In* solve, GLOBAL In* scores,
                                        GLOBAL float* factors) {
@@ -101,9 +101,9 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
       at, memory, length, q, k, log_g, beta, mask, segments, CoreTriangles{solve, scores}, factors);
 }
 
-// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY with padding, P, and
-// the factors; then a state and its tails as cores. When Z and V are read, u or R of the chunk takes their place, and
-// rows of y or dv on their way out take that of P.
+// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY with padding, P,
+// and the factors; then a state and its tails as cores. When Z and V are read, u or R of the chunk takes their place,
+// and rows of y or dv on their way out take that of P.
 template <int DK, int STAGES>
 struct HopperScanMemory {
   static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
@@ -114,8 +114,8 @@ struct HopperScanMemory {
   static constexpr constant int bytes = barriers + 96 + 1024;
 };
 
-// The mbarriers of a scan: a stage has arrived, and it is no longer needed; a state and a chunk's u or R are handed over,
-// and the state has been read.
+// The mbarriers of a scan: a stage has arrived, and it is no longer needed; a state has been handed over, and it has
+// been read; u or R of a chunk has been handed over.
 struct ScanBarriers {
   unsigned place;
   inline unsigned here(int stage) const { return place + 8 * stage; }
@@ -146,7 +146,8 @@ inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live l
   constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = SWIZZLED ? 64 : COLUMNS + 8;
   const int c = index % pieces, first = index / pieces;
   // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
-  threadgroup bf16* place = SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * 8;
+  threadgroup bf16* place =
+      SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * 8;
   const auto source = from + first * row_stride + c * 8;
   if (!Live::masked && live.left >= 64 && aligned16(from)) {
     const unsigned start = shared_place(place);
@@ -209,7 +210,8 @@ inline void times_positions(thread float (&d)[32], const thread unsigned (&a)[DK
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side)
       Products<bf16, 32>::held_rows(d + 16 * side, a + 4 * m,
-                                    rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16), onto || m > 0);
+                                    rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16),
+                                    onto || m > 0);
   }
 }
 // Does so for a state in shared memory, as cores.
@@ -288,13 +290,14 @@ inline unsigned lane_core(unsigned cores, int row, int lane) {
 inline void put_cores(unsigned to, int row, const thread unsigned* operand, int lane) {
   put_parts(lane_core(to, row, lane), operand);
 }
-// Returns, for two tiles of a state, the two bits of each element that follow those of its bf16 (metal.h explains them):
-// a lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
+// Returns, for two tiles of a state, the two bits of each element that follow those of its bf16 (metal.h explains
+// them): a lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
 inline unsigned tails_of(const thread float* x) {
   unsigned tails = 0;
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const unsigned first = second_bytes_of(x[2 * i], x[2 * i + 1]), second = second_bytes_of(x[8 + 2 * i], x[9 + 2 * i]);
+    const unsigned first = second_bytes_of(x[2 * i], x[2 * i + 1]);
+    const unsigned second = second_bytes_of(x[8 + 2 * i], x[9 + 2 * i]);
     tails |= (lower_halves(first, second) & 0xc0c0c0c0u) >> 2 * i;
   }
   return tails;
@@ -352,7 +355,8 @@ struct OwnRows {
   }
 };
 
-// Calls use(i, first, second) for each pair of elements 2 i and 2 i + 1 of a warp's 16 rows of u or R, in shared memory.
+// Calls use(i, first, second) for each pair of elements 2 i and 2 i + 1 of a warp's 16 rows of u or R, which are in
+// shared memory.
 template <typename Memory, typename Use>
 inline void each_pair_of_chunk(unsigned stage, Place at, Use use) {
   const unsigned from = lane_core(stage + Memory::solve + at.group % 4 * 2048, 1024, at.lane);
@@ -367,6 +371,11 @@ inline void each_pair_of_chunk(unsigned stage, Place at, Use use) {
   }
 }
 
+// A warp's 16 columns of the rows at `offset` of a stage.
+template <typename Memory>
+inline threadgroup bf16* own_columns(Room room, int stage, int offset, int strip) {
+  return reinterpret_cast<threadgroup bf16*>(room.memory + stage * Memory::stage + offset) + strip * 16;
+}
 // The address that a lane names to load or store the transpose of 16 positions, from 16 j on, of a group's 16 columns.
 inline unsigned turned_place(threadgroup const bf16* rows, int j, int lane) {
   return shared_place(rows + (16 * j + (lane & 7) + ((lane & 16) >> 1)) * 72 + (lane & 8));
@@ -420,7 +429,8 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   float state[DK / 2], x[32], before[16], rate[16];
   unsigned rows[DK / 4], low_rows[DK / 4], high[16], low[16], pairs[16];
   load_rows<DK, DV>(state, initial, has_initial, head, row, lane);
-  // Computes K S^T of a chunk from both parts of S, for an error of u stays in the state, while the state is handed over and what comes next is read.
+  // Computes K S^T of a chunk, while the state is handed over and what comes next is read. Both parts of S are
+  // multiplied, for an error of u stays in the state.
   const auto start = [&](int n) {
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
     copies_fence();
@@ -433,12 +443,10 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     products_sent();
     times_positions<DK>(x, rows, room.place + n % STAGES * Memory::stage + Memory::k, true);
     products_sent();
-    threadgroup const bf16* values =
-        reinterpret_cast<threadgroup const bf16*>(room.memory + n % STAGES * Memory::stage + Memory::values) + strip * 16;
     hand_state_over<Memory, DK>(room, barriers, n, rows, state, at);
     products_wait<1>();
     register_fence(low_rows);
-    load_turned(pairs, values, lane);
+    load_turned(pairs, own_columns<Memory>(room, n % STAGES, Memory::values, strip), lane);
     threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
     get_positions(before, factors, lane);
     get_positions(rate, factors + 128, lane);
@@ -533,9 +541,9 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     for (int i = 0; i < 16; ++i) high[i] = high_pair(out[2 * i], out[2 * i + 1]);
     // All warps have read P.
     named_barrier<128, 2>();
-    write_positions(
-        reinterpret_cast<threadgroup bf16*>(room.memory + n % STAGES * Memory::stage + Memory::scores) + strip * 16, high,
-        y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV, length - n * 64, lane);
+    write_positions(own_columns<Memory>(room, n % STAGES, Memory::scores, strip), high,
+                    y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV,
+                    length - n * 64, lane);
     if (sends) blocks_read();
     release(barriers.state_read(), at);
     release(barriers.read(n % STAGES), at);
@@ -543,8 +551,8 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
   if (sends) blocks_arrived();
 }
 
-// The registers of a thread of each team. A block starts with 168 for each of its 384 threads: a team that asks for more
-// than the others gave back waits forever.
+// The registers of a thread of each team. A block starts with 168 for each of its 384 threads: a team that asks for
+// more than the others gave back waits forever.
 enum ScanRegisters : int { SCAN_LOADER = 64, SCAN_CHAIN = 248, SCAN_WRITER = 192 };
 static_assert(SCAN_LOADER + SCAN_CHAIN + SCAN_WRITER <= 3 * 168, "teams share out what the block starts with");
 
@@ -585,10 +593,7 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
   unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
   load_rows<DK, DV>(state, d_last, true, head, row, lane);
   const auto get_gradients = [&](int step) {
-    load_turned(gradients,
-                reinterpret_cast<threadgroup const bf16*>(room.memory + step % STAGES * Memory::stage + Memory::values) +
-                    strip * 16,
-                lane);
+    load_turned(gradients, own_columns<Memory>(room, step % STAGES, Memory::values, strip), lane);
   };
   // Starts P^T dY of a step's chunk.
   const auto start_part = [&](int step) {
@@ -703,10 +708,9 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
       get_two(rate, rates + i / 2 * 8 + lane % 4 * 2);
       high[i] = high_pair(rate[0] * first, rate[1] * second);
     });
-    write_positions(
-        reinterpret_cast<threadgroup bf16*>(room.memory + step % STAGES * Memory::stage + Memory::scores) + strip * 16,
-        high, dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV, length - n * 64,
-        lane);
+    write_positions(own_columns<Memory>(room, step % STAGES, Memory::scores, strip), high,
+                    dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV,
+                    length - n * 64, lane);
     if (sends) blocks_read();
     release(barriers.state_read(), at);
     release(barriers.read(step % STAGES), at);
