@@ -34,6 +34,7 @@ class HopperTiling(Tiling):
 
     @property
     def scan_groups(self) -> int:
+        """Groups of 32 threads per block of either scan: three teams of four."""
         return 12
 
     @cached_property
@@ -120,7 +121,7 @@ def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, dy: mx.arra
 
 
 def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:
-    """Return the launch of the kernel. Arguments and outputs are those of `fused.gradients`."""
+    """Return the launch of the gradient kernel. Arguments and outputs are those of `fused.gradients`."""
     names = ("q", "k", "log_g", "mask", "segments")
     inputs, outputs = x.named(*names) | scanned, gradient_outputs(tiling, x)
     # One block to a multiprocessor; each takes every so manyth chunk of a key head.

@@ -545,6 +545,8 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
                     y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV,
                     length - n * 64, lane);
     if (sends) blocks_read();
+    // The next chunk is copied to where y was on its way.
+    copies_fence();
     release(barriers.state_read(), at);
     release(barriers.read(n % STAGES), at);
   }
@@ -712,6 +714,7 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
                     dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV,
                     length - n * 64, lane);
     if (sends) blocks_read();
+    copies_fence();
     release(barriers.state_read(), at);
     release(barriers.read(step % STAGES), at);
   }
