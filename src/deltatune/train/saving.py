@@ -10,7 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
 
-from ..data.peekable_order import PeekableOrder
+from ..data import BatchOrder
+from ..data.stream_order import StreamOrder
 from ..errors import UserError
 from ..lora import pissa
 from ..machine import blas
@@ -52,7 +53,7 @@ class Saving:
         self,
         model: nn.Module,
         optimizer: mlx.optimizers.Optimizer,
-        order: PeekableOrder,
+        order: BatchOrder | StreamOrder,
         outputs: Outputs,
         world: World,
         identity: dict[str, Any],
