@@ -27,16 +27,30 @@ def compiled(text: str, name: str, architecture: str) -> bytes:
     Raises:
         RuntimeError: The text does not compile (the message contains the compiler's), or the compiler is not installed.
     """
+    return _results_of(text, name, architecture)[0]
+
+
+def report(text: str, name: str, architecture: str) -> str:
+    """Compile a kernel, and return the assembler's report: its registers, its spills, and what it runs slowly.
+
+    Arguments and errors are those of `compiled`.
+    """
+    return _results_of(text, name, architecture, "--ptxas-options=-v")[1]
+
+
+def _results_of(text: str, name: str, architecture: str, *more: str) -> tuple[bytes, str]:
+    """Return the cubin and the compiler's messages."""
     program = ctypes.c_void_p()
     _call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
     try:
         options = [f"--gpu-architecture={architecture}", "--device-as-default-execution-space", "--disable-warnings"]
-        options.append(f"--include-path={_headers()}")
+        options += [f"--include-path={_headers()}", *more]
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if _library().nvrtcCompileProgram(program, len(options), arguments):
-            log = _read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
+        failed = _library().nvrtcCompileProgram(program, len(options), arguments)
+        log = _read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
+        if failed:
             raise RuntimeError(f"{name} does not compile for {architecture}: {log}")
-        return _read("nvrtcGetCUBIN", program)
+        return _read("nvrtcGetCUBIN", program), log
     finally:
         _library().nvrtcDestroyProgram(ctypes.byref(program))
 
