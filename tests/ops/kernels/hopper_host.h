@@ -18,19 +18,12 @@ struct Product {
   unsigned long long left, right;
   float (*value)(unsigned short);
 };
-// 16 bytes that a lane copies by itself.
-struct Piece {
-  unsigned to;
-  const char* from;
-  int group;
-  bool live;
-};
 // A block on its way out of shared memory, which leaves when its lane waits for that.
 struct Send {
   char* to;
   unsigned from, bytes;
 };
-enum : int { most_sends = 8, most_copies = 16384, most_products = 256, most_pieces = 256, most_barriers = 16 };
+enum : int { most_sends = 8, most_copies = 16384, most_products = 256, most_barriers = 16 };
 static Gate gates[host::threadgroup_limit / 8];
 static Copy copies[most_copies];
 static int copy_count, met[most_barriers], meetings[most_barriers];
@@ -42,8 +35,6 @@ enum : long { most_looks = 3000000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
 static unsigned published[host::most_lanes][4];
-static Piece pieces[host::most_lanes][most_pieces];
-static int pieces_on_way[host::most_lanes], sets_sent[host::most_lanes];
 
 static char* memory_at(unsigned place) {
   return host::arena.start + place;
@@ -143,8 +134,6 @@ inline void mbarrier_init(unsigned gate, int count) {
   hopper::copy_count = 0;
   hopper::looks = 0;
   memset(hopper::met, 0, sizeof hopper::met);
-  memset(hopper::pieces_on_way, 0, sizeof hopper::pieces_on_way);
-  memset(hopper::sets_sent, 0, sizeof hopper::sets_sent);
   memset(hopper::queued, 0, sizeof hopper::queued);
   memset(hopper::send_count, 0, sizeof hopper::send_count);
   memset(hopper::sent, 0, sizeof hopper::sent);
@@ -204,27 +193,6 @@ inline void named_barrier() {
     hopper::looks = 0;
   }
   while (hopper::meetings[NUMBER] == round) hopper::go_on();
-}
-template <typename P>
-inline void copy_piece(unsigned to, P from, bool live, bool) {
-  const int me = host::current;
-  if (to % 16) hopper::fail("a piece that does not start on 16 bytes");
-  if (hopper::pieces_on_way[me] == hopper::most_pieces) hopper::fail("too many pieces");
-  memset(hopper::memory_at(to), 0xff, 16);
-  hopper::pieces[me][hopper::pieces_on_way[me]++] = hopper::Piece{to, (const char*)from, hopper::sets_sent[me], live};
-}
-inline void pieces_sent() { ++hopper::sets_sent[host::current]; }
-template <int LEFT>
-inline void pieces_wait() {
-  const int me = host::current, upto = hopper::sets_sent[me] - LEFT, count = hopper::pieces_on_way[me];
-  int done = 0;
-  for (; done < count && hopper::pieces[me][done].group < upto; ++done) {
-    const hopper::Piece& piece = hopper::pieces[me][done];
-    if (piece.live) memcpy(hopper::memory_at(piece.to), piece.from, 16);
-    else memset(hopper::memory_at(piece.to), 0, 16);
-  }
-  for (int i = done; i < count; ++i) hopper::pieces[me][i - done] = hopper::pieces[me][i];
-  hopper::pieces_on_way[me] -= done;
 }
 // Loads elements (row, 2 c) and (row, 2 c + 1) of each part, or of its transpose, with row = lane / 4 and c = lane % 4.
 inline void load_parts_of(unsigned (&r)[4], unsigned place, bool turned) {

@@ -81,26 +81,6 @@ inline void put_piece(In* to, const In* from, bool live) {
   *reinterpret_cast<uint4*>(to) = found;
 }
 
-// Copies 16 bytes of a row of an input into a tile, or zeros if the row is not live. What a thread copied until
-// pieces_sent is there after pieces_wait, when at most LEFT such sets are still on their way.
-template <typename In>
-inline void copy_piece(unsigned to, const In* from, bool live, bool aligned) {
-  if (aligned) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 :: "r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
-  } else {
-    // One element at a time, so that this rare case takes few registers.
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      const unsigned short x = live ? reinterpret_cast<const unsigned short*>(from)[i] : 0;
-      asm volatile("st.shared.u16 [%0], %1;" :: "r"(to + 2 * i), "h"(x) : "memory");
-    }
-  }
-}
-inline void pieces_sent() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-inline void pieces_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
-
 // Loads a left operand of 16 rows and columns, in four parts of 8 x 8: lanes 8 i to 8 i + 7 name the addresses of the
 // rows of part i. load_turned_parts loads the transpose of each part.
 inline void load_parts(unsigned (&r)[4], unsigned place) {
