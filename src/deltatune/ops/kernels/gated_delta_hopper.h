@@ -36,14 +36,15 @@ inline float second_of(unsigned pair) {
 inline unsigned low_pair(float first, float second, unsigned high) {
   return PairOf<bf16>::of(first - first_of(high), second - second_of(high));
 }
+inline void split_pair(thread unsigned& high, thread unsigned& low, float first, float second) {
+  high = high_pair(first, second);
+  low = low_pair(first, second, high);
+}
 template <int COUNT>
 inline void split_pairs(thread unsigned (&high)[COUNT / 2], thread unsigned (&low)[COUNT / 2],
                         const thread float (&x)[COUNT]) {
   DELTATUNE_UNROLL
-  for (int i = 0; i < COUNT / 2; ++i) {
-    high[i] = high_pair(x[2 * i], x[2 * i + 1]);
-    low[i] = low_pair(x[2 * i], x[2 * i + 1], high[i]);
-  }
+  for (int i = 0; i < COUNT / 2; ++i) split_pair(high[i], low[i], x[2 * i], x[2 * i + 1]);
 }
 
 // Writes the elements (i, j) and (i, j + 1) of a triangle, j even.
@@ -264,11 +265,7 @@ inline void add_times_triangle(thread float (&d)[32], const thread unsigned (&hi
   add_times_cores<TURNED, false>(d, high, triangle);
 }
 
-// The position of element i of a team's result [64, 64], and a factor of each position.
-inline int position_of(int i, int lane) {
-  return i / 4 * 8 + lane % 4 * 2 + (i & 1);
-}
-// Reads the numbers of a lane's positions: two for every four elements of such a result.
+// Reads the numbers of a lane's positions: two for every four elements of a team's result [64, 64].
 inline void get_positions(thread float (&to)[16], threadgroup const float* from, int lane) {
   DELTATUNE_UNROLL
   for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + lane % 4 * 2);
@@ -276,10 +273,6 @@ inline void get_positions(thread float (&to)[16], threadgroup const float* from,
 // The number among these of the first of elements 2 i and 2 i + 1.
 inline constexpr int pair_of(int i) {
   return i / 2 * 2;
-}
-inline void split_pair(thread unsigned& high, thread unsigned& low, float first, float second) {
-  high = high_pair(first, second);
-  low = low_pair(first, second, high);
 }
 
 // Writes a left operand, 16 rows by 16 columns, as cores in shared memory, or reads it. The next row of cores is `row`
@@ -403,21 +396,34 @@ inline void write_positions(threadgroup bf16* rows, const thread unsigned (&x)[1
   }
 }
 
+// Writes y or dv of a step's chunk, whose first row is at `to`, and ends the step for the team that writes.
+template <typename Memory, int STAGES>
+inline void write_and_release(Place at, Room room, ScanBarriers barriers, int step, const thread unsigned (&x)[16],
+                              GLOBAL bf16* to, long row_stride, int left) {
+  const int strip = at.group % 4;
+  write_positions(own_columns<Memory>(room, step % STAGES, Memory::scores, strip), x, to + strip * 16, row_stride, left,
+                  at.lane);
+  if (strip == 0 && at.lane == 0) blocks_read();
+  // The next chunk is copied to where these rows were on their way.
+  copies_fence();
+  release(barriers.state_read(), at);
+  release(barriers.read(step % STAGES), at);
+}
+
+// Loads and stores a team's 64 rows of a state in fp32.
 template <int DK, int DV, typename P>
-inline void load_rows(thread float (&state)[DK / 2], P from, bool there, long head, int row, int lane) {
+inline void load_rows(thread float (&state)[DK / 2], P from, bool there, long head, Place at) {
   DELTATUNE_UNROLL
   for (int i = 0; i < DK / 2; ++i) {
-    const int r = row + lane / 4 + (i >> 1 & 1) * 8;
-    state[i] = there ? from[(head * DV + r) * DK + position_of(i, lane)] : 0.0f;
+    const long row = head * DV + at.x * 64 + own_row(at, own_side(i));
+    state[i] = there ? from[row * DK + own_column(at, i)] : 0.0f;
   }
 }
 template <int DK, int DV>
-inline void store_rows(const thread float (&state)[DK / 2], GLOBAL float* to, long head, int row, int lane) {
+inline void store_rows(const thread float (&state)[DK / 2], GLOBAL float* to, long head, Place at) {
   DELTATUNE_UNROLL
-  for (int i = 0; i < DK / 2; ++i) {
-    const int r = row + lane / 4 + (i >> 1 & 1) * 8;
-    to[(head * DV + r) * DK + position_of(i, lane)] = state[i];
-  }
+  for (int i = 0; i < DK / 2; ++i)
+    to[(head * DV + at.x * 64 + own_row(at, own_side(i))) * DK + own_column(at, i)] = state[i];
 }
 
 // Goes through the chunks: the chain from state to state.
@@ -425,10 +431,10 @@ template <typename In, int DK, int DV, int STAGES, typename PI>
 inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
                         GLOBAL float* last, long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, strip = at.group % 4, row = at.x * 64 + strip * 16;
+  const int lane = at.lane, strip = at.group % 4;
   float state[DK / 2], x[32], before[16], rate[16];
   unsigned rows[DK / 4], low_rows[DK / 4], high[16], low[16], pairs[16];
-  load_rows<DK, DV>(state, initial, has_initial, head, row, lane);
+  load_rows<DK, DV>(state, initial, has_initial, head, at);
   // Computes K S^T of a chunk, while the state is handed over and what comes next is read. Both parts of S are
   // multiplied, for an error of u stays in the state.
   const auto start = [&](int n) {
@@ -495,14 +501,14 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     release(barriers.read(n % STAGES), at);
     if (n + 1 < chunks) start(n + 1);
   }
-  store_rows<DK, DV>(state, last, head, row, lane);
+  store_rows<DK, DV>(state, last, head, at);
 }
 // Computes y from the states and u, and writes all three.
 template <typename In, int DK, int DV, int HV, int STAGES>
 inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, strip = at.group % 4, chunks = (length + 63) / 64;
-  const bool sends = strip == 0 && lane == 0;
+  const int lane = at.lane, chunks = (length + 63) / 64;
+  const bool sends = at.group % 4 == 0 && lane == 0;
   float out[32];
   unsigned high[16], low[16];
   for (int n = 0; n < chunks; ++n) {
@@ -541,14 +547,9 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     for (int i = 0; i < 16; ++i) high[i] = high_pair(out[2 * i], out[2 * i + 1]);
     // All warps have read P.
     named_barrier<128, 2>();
-    write_positions(own_columns<Memory>(room, n % STAGES, Memory::scores, strip), high,
-                    y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV,
-                    length - n * 64, lane);
-    if (sends) blocks_read();
-    // The next chunk is copied to where y was on its way.
-    copies_fence();
-    release(barriers.state_read(), at);
-    release(barriers.read(n % STAGES), at);
+    write_and_release<Memory, STAGES>(at, room, barriers, n, high,
+                                      y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
+                                      length - n * 64);
   }
   if (sends) blocks_arrived();
 }
@@ -557,6 +558,24 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
 // more than the others gave back waits forever.
 enum ScanRegisters : int { SCAN_LOADER = 64, SCAN_CHAIN = 248, SCAN_WRITER = 192 };
 static_assert(SCAN_LOADER + SCAN_CHAIN + SCAN_WRITER <= 3 * 168, "teams share out what the block starts with");
+// Runs a block of either scan: each team calls its function with its place, the shared memory and the mbarriers.
+template <int DK, int STAGES, typename Load, typename Chain, typename Write>
+inline void run_teams(Place at, threadgroup char* memory, Load load, Chain chain, Write write) {
+  const Room room = room_of(memory);
+  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
+  barriers.template start<STAGES>(at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    fewer_registers<SCAN_LOADER>();
+    load(at, room, barriers);
+  } else if (at.group < 8) {
+    more_registers<SCAN_CHAIN>();
+    chain(at, room, barriers);
+  } else {
+    more_registers<SCAN_WRITER>();
+    write(at, room, barriers);
+  }
+}
 
 // The forward scan, with the arguments and results of gated_delta_scan. A block does 64 rows of one state; the grid is
 // (DV / 64, HV, B).
@@ -565,24 +584,21 @@ template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, 
 inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask,
                                     PI initial, bool has_initial, PS solve, PS scores, PF factors, GLOBAL In* y,
                                     GLOBAL In* states, GLOBAL float* u, GLOBAL float* last) {
-  const Room room = room_of(memory);
-  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
-  barriers.template start<STAGES>(at);
-  at.group = uniform(at.group);
-  if (at.group < 4) {
-    fewer_registers<SCAN_LOADER>();
-    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
-                                                           factors);
-  } else if (at.group < 8) {
-    more_registers<SCAN_CHAIN>();
-    scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
-  } else {
-    more_registers<SCAN_WRITER>();
-    const OwnRows<DK, DV> own{at.x * 64, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
-    write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y);
-  }
+  run_teams<DK, STAGES>(
+      at, memory,
+      [&](Place at, Room room, ScanBarriers barriers) {
+        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
+                                                               factors);
+      },
+      [&](Place at, Room room, ScanBarriers barriers) {
+        scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
+      },
+      [&](Place at, Room room, ScanBarriers barriers) {
+        const OwnRows<DK, DV> own{at.x * 64, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+        write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y);
+      });
 }
 
 // Goes through the chunks in reverse order: the chain of the gradients of the states.
@@ -590,10 +606,10 @@ template <typename In, int DK, int DV, int STAGES, typename PE>
 inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunks, PE d_last, GLOBAL float* d_initial,
                            long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, strip = at.group % 4, row = at.x * 64 + strip * 16;
+  const int lane = at.lane, strip = at.group % 4;
   float state[DK / 2], x[32], part[32], after[16], rate[16];
   unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
-  load_rows<DK, DV>(state, d_last, true, head, row, lane);
+  load_rows<DK, DV>(state, d_last, true, head, at);
   const auto get_gradients = [&](int step) {
     load_turned(gradients, own_columns<Memory>(room, step % STAGES, Memory::values, strip), lane);
   };
@@ -687,14 +703,14 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     release(barriers.read(step % STAGES), at);
     if (step + 1 < chunks) start(step + 1);
   }
-  store_rows<DK, DV>(state, d_initial, head, row, lane);
+  store_rows<DK, DV>(state, d_initial, head, at);
 }
 // Computes dv from R, and writes it, R, and the gradients of the states.
 template <typename In, int DK, int DV, int HV, int STAGES>
 inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* dv) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, strip = at.group % 4, chunks = (length + 63) / 64;
-  const bool sends = strip == 0 && lane == 0;
+  const int lane = at.lane, chunks = (length + 63) / 64;
+  const bool sends = at.group % 4 == 0 && lane == 0;
   unsigned high[16];
   for (int step = 0; step < chunks; ++step) {
     const int n = chunks - 1 - step;
@@ -710,13 +726,9 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
       get_two(rate, rates + i / 2 * 8 + lane % 4 * 2);
       high[i] = high_pair(rate[0] * first, rate[1] * second);
     });
-    write_positions(own_columns<Memory>(room, step % STAGES, Memory::scores, strip), high,
-                    dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row + strip * 16, HV * DV,
-                    length - n * 64, lane);
-    if (sends) blocks_read();
-    copies_fence();
-    release(barriers.state_read(), at);
-    release(barriers.read(step % STAGES), at);
+    write_and_release<Memory, STAGES>(at, room, barriers, step, high,
+                                      dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
+                                      length - n * 64);
   }
   if (sends) blocks_arrived();
 }
@@ -727,22 +739,19 @@ template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, 
 inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask,
                                        PE d_last, PS solve, PS scores, PF factors, GLOBAL In* d_states,
                                        GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial) {
-  const Room room = room_of(memory);
-  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
-  barriers.template start<STAGES>(at);
-  at.group = uniform(at.group);
-  if (at.group < 4) {
-    fewer_registers<SCAN_LOADER>();
-    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
-                                                          factors);
-  } else if (at.group < 8) {
-    more_registers<SCAN_CHAIN>();
-    reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
-  } else {
-    more_registers<SCAN_WRITER>();
-    const OwnRows<DK, DV> own{at.x * 64, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
-    write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
-  }
+  run_teams<DK, STAGES>(
+      at, memory,
+      [&](Place at, Room room, ScanBarriers barriers) {
+        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
+                                                              factors);
+      },
+      [&](Place at, Room room, ScanBarriers barriers) {
+        reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
+      },
+      [&](Place at, Room room, ScanBarriers barriers) {
+        const OwnRows<DK, DV> own{at.x * 64, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
+        write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
+      });
 }
