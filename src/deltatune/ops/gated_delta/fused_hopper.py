@@ -13,7 +13,16 @@ import mlx.core as mx
 
 from ...machine import nvidia
 from ..kernels.launch import Arrays, Launch, Outputs, Values
-from .fused import PREPARED, KernelInputs, call_arguments, gradient_outputs, make_launch, reverse_outputs, scan_outputs
+from .fused import (
+    PREPARED,
+    KernelInputs,
+    call_arguments,
+    gradient_outputs,
+    make_launch,
+    prepare_as,
+    reverse_outputs,
+    scan_outputs,
+)
 from .tiling import Shape, Tiling, choose_tiling
 
 # The positions of a chunk; the bytes of its Z or P; the rows of a state that a team of four groups holds; what a
@@ -69,20 +78,7 @@ def _tiling(shape: Shape, dtype: mx.Dtype, masked: bool, segmented: bool, limits
 
 def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
     """Return the launch of the prepare kernel: for each chunk solve and scores in bf16, and factors [3, C]."""
-    chunks = (tiling.batch, tiling.value_heads, tiling.chunks)
-    names = ("q", "k", "log_g", "beta", "mask", "segments")
-    triangle = ((*chunks, _TRIANGLE // 2), mx.bfloat16)
-    return make_launch(
-        "hopper_prepare",
-        tiling,
-        names,
-        x.named(*names),
-        {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, tiling.chunk), mx.float32)},
-        memory=("PrepareMemory", ("In", "C", "DK", "UNSTAGED"), tiling.prepare_bytes),
-        blocks=(tiling.chunks, tiling.value_heads, tiling.batch),
-        groups=4,
-        values=("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED"),
-    )
+    return prepare_as("hopper_prepare", tiling, x, _TRIANGLE // 2, mx.bfloat16)
 
 
 def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs) -> Launch:

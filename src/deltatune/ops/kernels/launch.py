@@ -153,10 +153,9 @@ def _bodies(name: str) -> tuple[str, ...]:
         return WEIGHTED_NORM
     if name.startswith("attention"):
         return (*HOPPER_WORDS, *ATTENTION, "attention_hopper.h") if HOPPER in name else ATTENTION
-    if name == "gated_delta_hopper_gradients":
-        return (*HOPPER_WORDS, *GATED_DELTA[:1], "gated_delta_hopper_gradients.h")
     if HOPPER in name:
-        return (*HOPPER_WORDS, *GATED_DELTA[:1], "gated_delta_hopper.h")
+        own = "gated_delta_hopper_gradients.h" if name.endswith("gradients") else "gated_delta_hopper.h"
+        return (*HOPPER_WORDS, *GATED_DELTA[:1], own)
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
 
 
