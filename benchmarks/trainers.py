@@ -164,7 +164,7 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
             mx.eval(total, weight, gradients)
             norm = whole.update(gradients, total, weight)
             del gradients
-            mx.eval(model.trainable_parameters(), optimizer.state, norm, get_key())
+            mx.eval(whole.parameters(), optimizer.state, norm, get_key())
             if mx.get_cache_memory() > cache_to_keep():
                 mx.clear_cache()
             return (total / weight).item()

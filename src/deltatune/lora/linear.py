@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ..machine import backend
 from ..ops.low_rank import add_product, both_products, columns_product, rows_product
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
+from .together import current
 from .weights import dense_weight, input_size, is_quantized
 
 
@@ -121,7 +122,9 @@ class LoRALinear(Adapter):
         self.lora_b = mx.zeros((rank, outputs))
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._with_update(self.linear, x)
+        adapters = current()
+        y = adapters.output(self, x) if adapters and type(self) is LoRALinear else None
+        return self._with_update(self.linear, x) if y is None else y
 
     def _with_update(self, base: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
         return with_update(base, x, self.dropout(x), self.lora_a, self.lora_b, self.scale)

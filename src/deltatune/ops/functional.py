@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, cast
 
@@ -69,6 +70,40 @@ def undisturbed(module: nn.Module | None) -> Iterator[None]:
             vars(part).update(attributes)
 
 
+_once: ContextVar[bool] = ContextVar("deltatune_differentiated_once", default=False)
+
+
+@contextmanager
+def differentiated_once() -> Iterator[None]:
+    """Within the context, what is traced is a training step: nobody maps it, or differentiates its gradients.
+
+    MLX keeps the rule of a custom function in the graph and walks through it at every step. Rules that only a second
+    derivative or mx.vmap needs are therefore left out here. The context must enclose the call of mx.value_and_grad.
+    """
+    token = _once.set(True)
+    try:
+        yield
+    finally:
+        _once.reset(token)
+
+
+def is_differentiated_once() -> bool:
+    """Whether this is within `differentiated_once`."""
+    return _once.get()
+
+
+def not_differentiated_again(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is called in forward or backward passes written by hand, with a rule for its gradient.
+
+    Only a derivative of such a pass asks for the rule, so `differentiated_once` leaves it out.
+    """
+    if is_differentiated_once():
+        return function
+    with_rule = mx.custom_function(function)
+    with_rule.vjp(rule)
+    return cast(Callable[..., Any], with_rule)
+
+
 def refuse_second_derivative(message: str) -> Callable[..., None]:
     """Return the vjp rule of a backward pass that is written by hand: it raises NotImplementedError(message)."""
 
@@ -78,12 +113,16 @@ def refuse_second_derivative(message: str) -> Callable[..., None]:
     return refuse
 
 
-@cache
 def without_vmap(message: str) -> Callable[..., tuple[mx.array, ...]]:
     """Return the identity on arrays, with a vmap rule that raises ValueError(message).
 
-    MLX asks this rule before it reaches functions behind it that have none.
+    MLX asks this rule before it reaches functions behind it that have none. `differentiated_once` leaves it out.
     """
+    return (lambda *arrays: arrays) if is_differentiated_once() else _without_vmap(message)
+
+
+@cache
+def _without_vmap(message: str) -> Callable[..., tuple[mx.array, ...]]:
 
     def refuse(*_: object) -> None:
         raise ValueError(message)

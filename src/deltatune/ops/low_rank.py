@@ -6,6 +6,7 @@ launch each (kernels/low_rank.h). Elsewhere, and for other dtypes and sizes, MLX
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import mlx.core as mx
@@ -58,6 +59,30 @@ def rows_product(
     return scaled_product(scale, x, weight.T if transpose else weight)
 
 
+def rows_products(x: mx.array, weights: Sequence[mx.array], *, execute: Execute | None = None) -> list[mx.array]:
+    """Return x times each of the weights, [rows, r] each, reading x once if they are equally wide.
+
+    Args:
+        x: [rows, K].
+        weights: matrices [K, r] of x's dtype.
+        execute: as in `rows_product`.
+    """
+    rank = _rank_together(weights)
+    if rank and (execute or covered(rank, x, *weights)):
+        kernel = RowsKernel(x.dtype, rank, rows_lines(x.shape[0], rank), False, len(weights))
+        if execute or _passes_trial(kernel):
+            return kernel([x, *weights], 1.0, execute or Launch.run)
+    return [rows_product(x, weight, execute=execute) for weight in weights]
+
+
+def _rank_together(matrices: Sequence[mx.array]) -> int:
+    """The rank of adapters' matrices [lines, r] taken as one, or 0 where a kernel cannot take them so."""
+    first, *more = (matrix.shape[1] for matrix in matrices)
+    rank = first * (1 + len(more))
+    fits = not more or first % 8 == 0
+    return rank if fits and rank <= MOST and all(other == first for other in more) else 0
+
+
 def columns_product(left: mx.array, right: mx.array, scale: float = 1.0, *, execute: Execute | None = None) -> mx.array:
     """Return scale * left^T right, summed over all leading axes, with gradients by MLX's products.
 
@@ -79,6 +104,22 @@ def columns_product(left: mx.array, right: mx.array, scale: float = 1.0, *, exec
         if execute or _passes_trial(kernel.on_trial()):
             return kernel([narrow, wide], scale, execute or Launch.run)[0]
     return scaled_product(scale, left.T, right)
+
+
+def columns_products(x: mx.array, narrow: Sequence[mx.array], *, execute: Execute | None = None) -> list[mx.array]:
+    """Return x^T times each of the narrow matrices, [K, r] each, reading x once if they are equally wide.
+
+    Args:
+        x: [rows, K].
+        narrow: matrices [rows, r] of x's dtype.
+        execute: as in `rows_product`.
+    """
+    rank = _rank_together(narrow)
+    if rank and (execute or covered(rank, x, *narrow)):
+        kernel = ColumnsKernel(x.dtype, rank, *division(*x.shape, rank, False), False, len(narrow))
+        if execute or _passes_trial(kernel.on_trial()):
+            return kernel([*narrow, x], 1.0, execute or Launch.run)
+    return [columns_product(x, one, execute=execute) for one in narrow]
 
 
 def both_products(
@@ -136,8 +177,29 @@ def add_product(
     return mx.addmm(y, low_rank, weight.T if transpose else weight, alpha=scale)
 
 
+def add_products(
+    y: mx.array, narrow: Sequence[mx.array], weights: Sequence[mx.array], *, execute: Execute | None = None
+) -> mx.array:
+    """Return y plus each narrow matrix times the transpose of its weight, rounded once if they are equally wide.
+
+    Args:
+        y: [rows, N].
+        narrow: matrices [rows, r] of y's dtype.
+        weights: as many matrices [N, r] of y's dtype.
+        execute: as in `rows_product`.
+    """
+    rank = _rank_together(weights)
+    if rank and (execute or covered(rank, y, *narrow, *weights)):
+        kernel = WideKernel(y.dtype, rank, True, len(weights))
+        if execute or _passes_trial(kernel):
+            return kernel([y, *narrow, *weights], 1.0, execute or Launch.run)[0]
+    for one, weight in zip(narrow, weights, strict=True):
+        y = add_product(y, one, weight, transpose=True, execute=execute)
+    return y
+
+
 def _matrix(array: mx.array) -> mx.array:
-    return array.reshape(-1, array.shape[-1])
+    return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
 
 
 def covered(rank: int, wide: mx.array, *others: mx.array) -> bool:
@@ -163,25 +225,32 @@ def _passes_trial(kernel: LowRankKernel, execute: Execute = Launch.run) -> bool:
 
 
 def _trial_shapes(kernel: LowRankKernel) -> list[tuple[int, int]]:
-    rank = kernel.rank
+    rank, count = kernel.rank, kernel.count
+    each = rank // count
     if isinstance(kernel, RowsKernel):
         rows, width = 37 + kernel.lines, 64 * kernel.groups + 72
-        return [(rows, width), (rank, width) if kernel.transpose else (width, rank)]
+        return [(rows, width), *[(rank, width) if kernel.transpose else (width, each)] * count]
     if isinstance(kernel, WideKernel):
         rows, width = 293, 136
-        return [(rows, width), (rows, rank), (width, rank) if kernel.transpose else (rank, width)]
+        weights = [(width, each) if kernel.transpose else (rank, width)] * count
+        return [(rows, width), *[(rows, each)] * count, *weights]
     assert isinstance(kernel, ColumnsKernel)
     rows, width = 2 * kernel.each + 37, kernel.side * STRIPE + 72
-    return [(rows, rank), (rows, width), *([(rank, width)] if isinstance(kernel, BothKernel) else [])]
+    further = [(rank, width)] if isinstance(kernel, BothKernel) else []
+    return [*[(rows, each)] * count, (rows, width), *further]
 
 
 def _in_float64(kernel: LowRankKernel, *arrays: np.ndarray) -> list[np.ndarray]:
-    first, second = arrays[:2]
     if isinstance(kernel, RowsKernel):
-        return [_SCALE * first @ (second.T if kernel.transpose else second)]
+        x, *weights = arrays
+        return [_SCALE * x @ (weight.T if kernel.transpose else weight) for weight in weights]
     if isinstance(kernel, WideKernel):
-        return [first + _SCALE * second @ (arrays[2].T if kernel.transpose else arrays[2])]
+        y, *rest = arrays
+        pairs = zip(rest[: kernel.count], rest[kernel.count :], strict=True)
+        return [y + sum(_SCALE * narrow @ (w.T if kernel.transpose else w) for narrow, w in pairs)]
     if isinstance(kernel, BothKernel):
-        return [_SCALE * first.T @ second, _SCALE * second @ arrays[2].T]
+        narrow, wide, weight = arrays
+        return [_SCALE * narrow.T @ wide, _SCALE * wide @ weight.T]
     assert isinstance(kernel, ColumnsKernel)
-    return [_SCALE * (first.T @ second if kernel.across else second.T @ first)]
+    *several, wide = arrays
+    return [_SCALE * (narrow.T @ wide if kernel.across else wide.T @ narrow) for narrow in several]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import mlx.core as mx
 
 from ..machine import backend, nvidia
+from .functional import not_differentiated_again
 from .kernels.launch import LOW_RANK, Execute, Launch, numbers
 
 # How many rows a block of `rows` may take, and the most sums of a block, and of one with all groups.
@@ -20,6 +21,7 @@ STRIPE, _TOGETHER, _IDLE = 64, 2, 2**15
 # The groups of a block of `wide`, each of which takes 32 rows of 64 columns.
 _WIDE_GROUPS = 8
 
+T = TypeVar("T")
 Arrays = Sequence[mx.array]
 
 
@@ -28,25 +30,32 @@ class LowRankKernel:
 
     Attributes:
         name: the kernel's name for messages.
-        results: how many of the launch's outputs are results; the others are what blocks hand to one another.
+        rank: the width of the narrow matrices together.
+        count: the number of narrow matrices, and of weights.
+        results: how many of the launch's first outputs are results; the others are what blocks hand to one another.
     """
 
     name: ClassVar[str]
-    results: ClassVar[int] = 1
     dtype: mx.Dtype
     rank: int
+    count: int = 1
+
+    @property
+    def results(self) -> int:
+        return 1
 
     def __call__(self, arrays: Arrays, scale: float, execute: Execute) -> list[mx.array]:
         """Run the kernel; its gradients are those of `with_mlx`."""
+
+        def forward(*given: mx.array) -> list[mx.array]:
+            return execute(self.launch(given, scale))[: self.results]
 
         def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
             # MLX passes a single array by itself, and several as a list.
             given = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
             return mx.vjp(lambda *given: self.with_mlx(given, scale), list(primals), given)[1]
 
-        function: Any = mx.custom_function(lambda *given: execute(self.launch(given, scale))[: self.results])
-        function.vjp(backward)
-        return list(function(*arrays))
+        return list(not_differentiated_again(forward, backward)(*arrays))
 
     def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
         """Return what the kernel computes, by MLX's products."""
@@ -59,33 +68,41 @@ class LowRankKernel:
 
 @dataclass(frozen=True)
 class RowsKernel(LowRankKernel):
-    """scale * x weight, for x [rows, inputs]: sums along rows.
+    """scale * x weight, for x [rows, inputs] and each of some weights: sums along rows.
 
     Args:
-        dtype: that of both operands and of the result.
-        rank: the width of the result.
+        dtype: that of all operands and results.
+        rank: the width of all results together.
         lines: how many rows a block takes.
-        transpose: whether the weight is [rank, inputs] and not [inputs, rank].
+        transpose: whether the weight is [rank, inputs] and not [inputs, rank]; then there is one.
+        count: the number of weights, and of results. All are equally wide, by a multiple of 8 if there are several.
     """
 
     dtype: mx.Dtype
     rank: int
     lines: int
     transpose: bool
+    count: int = 1
     name = "rows"
 
+    @property
+    def results(self) -> int:
+        return self.count
+
     def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        x, weight = arrays
-        return [scaled_product(scale, x, weight.T if self.transpose else weight)]
+        x, *weights = arrays
+        return [scaled_product(scale, x, weight.T if self.transpose else weight) for weight in weights]
 
     def launch(self, arrays: Arrays, scale: float) -> Launch:
-        x, weight = arrays
+        x, *weights = arrays
         groups = self.groups
+        given, outputs = _numbered("weight", weights), _numbered("out", [None] * self.count)
+        shape = (x.shape[0], self.rank // self.count)
         return Launch(
             name=f"{LOW_RANK}_rows",
             memory="LowRankRowsMemory",
-            inputs={"x": x, "weight": weight, "numbers": numbers(float(scale))},
-            outputs={"out": ((x.shape[0], self.rank), self.dtype)},
+            inputs={"x": x, **given, "numbers": numbers(float(scale))},
+            outputs=dict.fromkeys(outputs, (shape, self.dtype)),
             values={
                 "In": self.dtype,
                 "RANK": self.rank,
@@ -98,6 +115,7 @@ class RowsKernel(LowRankKernel):
             blocks=(-(-x.shape[0] // self.lines), 1, 1),
             bytes=groups * self.lines * (padded(self.rank) + 1) * 4,
             groups=groups,
+            arguments=("x", _together(tuple(given), shape[1]), "numbers", _together(tuple(outputs), shape[1])),
             sizes=("x_shape[0]", "x_shape[1]"),
         )
 
@@ -109,14 +127,15 @@ class RowsKernel(LowRankKernel):
 
 @dataclass(frozen=True)
 class ColumnsKernel(LowRankKernel):
-    """scale * narrow^T wide [rank, columns], or its transpose: sums over rows.
+    """scale * narrow^T wide [rank, columns], or its transpose, for each of some narrow matrices: sums over rows.
 
     Args:
-        dtype: that of both operands and of the result.
-        rank: the width of `narrow`.
+        dtype: that of all operands and results.
+        rank: the width of all narrow matrices together.
         side: how many stripes of columns a block takes.
         each: how many rows a block may take; the kernel's text does not depend on it.
-        across: whether the result is [rank, columns] and not [columns, rank].
+        across: whether the result is [rank, columns] and not [columns, rank]; then there is one narrow matrix.
+        count: the number of narrow matrices and of results, as in RowsKernel.
     """
 
     dtype: mx.Dtype
@@ -124,29 +143,32 @@ class ColumnsKernel(LowRankKernel):
     side: int
     each: int
     across: bool
+    count: int = 1
     name = "columns"
+
+    @property
+    def results(self) -> int:
+        return self.count
 
     def on_trial(self) -> Self:
         """Return the kernel with so few rows a block that a trial has several of them. Its text is the same."""
         return replace(self, each=round_rows(self.rank, self.side))
 
     def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        narrow, wide = arrays
-        return [scaled_product(scale, *((narrow.T, wide) if self.across else (wide.T, narrow)))]
+        *narrow, wide = arrays
+        return [scaled_product(scale, *((one.T, wide) if self.across else (wide.T, one))) for one in narrow]
 
     def launch(self, arrays: Arrays, scale: float) -> Launch:
-        narrow, wide = arrays
+        *narrow, wide = arrays
         rows, columns = wide.shape
         tiles, parts = self.grid(rows, columns)
+        given, results, each = _numbered("narrow", narrow), _numbered("out", narrow), self.rank // self.count
+        outputs = dict.fromkeys(results, ((self.rank, columns) if self.across else (columns, each), self.dtype))
         return Launch(
             name=f"{LOW_RANK}_columns",
             memory="LowRankColumnsMemory",
-            inputs={"narrow": narrow, "wide": wide, "numbers": numbers(float(scale))},
-            outputs={
-                "out": ((self.rank, columns) if self.across else (columns, self.rank), self.dtype),
-                "shares": self.shares(parts, tiles),
-                "marks": ((2 * parts * tiles, 2), mx.uint32),
-            },
+            inputs={**given, "wide": wide, "numbers": numbers(float(scale))},
+            outputs=outputs | {"handed": self.handed(parts, tiles)},
             values={
                 "In": self.dtype,
                 "RANK": self.rank,
@@ -160,6 +182,13 @@ class ColumnsKernel(LowRankKernel):
             blocks=(tiles, parts, 1),
             bytes=_column_bytes(self.rank, self.side, False),
             groups=column_groups(self.rank),
+            arguments=(
+                _together(tuple(given), each),
+                "wide",
+                "numbers",
+                _together(tuple(results), each),
+                "handed",
+            ),
             sizes=("wide_shape[0]", "wide_shape[1]", "threadgroups_per_grid.y"),
         )
 
@@ -167,9 +196,10 @@ class ColumnsKernel(LowRankKernel):
         """The number of blocks next to one another, and below one another."""
         return -(-columns // (self.side * STRIPE)), -(-rows // self.each)
 
-    def shares(self, parts: int, tiles: int) -> tuple[tuple[int, ...], mx.Dtype]:
-        """The array in which blocks hand over their sums in fp32: four elements where each block has whole sums."""
-        return (parts * tiles * self.side * STRIPE * self.rank if parts > 1 else 4,), mx.float32
+    def handed(self, parts: int, tiles: int, along: int = 0) -> tuple[tuple[int, ...], mx.Dtype]:
+        """The array in which blocks hand over marks, their sums over rows, and `along` elements of those along rows."""
+        blocks = parts * tiles
+        return (4 * blocks + (blocks * self.side * STRIPE * self.rank if parts > 1 else 0) + along,), mx.float32
 
 
 @dataclass(frozen=True)
@@ -180,7 +210,10 @@ class BothKernel(ColumnsKernel):
     """
 
     name = "both"
-    results = 2
+
+    @property
+    def results(self) -> int:
+        return 2
 
     def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
         narrow, wide, weight = arrays
@@ -190,7 +223,7 @@ class BothKernel(ColumnsKernel):
         narrow, wide, weight = arrays
         rows, columns = wide.shape
         tiles, parts = self.grid(rows, columns)
-        along_shares = tiles * -(-rows * self.rank // 4) * 4 if tiles > 1 else 4
+        along = tiles * -(-rows * self.rank // 4) * 4 if tiles > 1 else 0
         return Launch(
             name=f"{LOW_RANK}_both",
             memory="LowRankColumnsMemory",
@@ -203,9 +236,7 @@ class BothKernel(ColumnsKernel):
             outputs={
                 "out": ((self.rank, columns), self.dtype),
                 "along": ((rows, self.rank), self.dtype),
-                "shares": self.shares(parts, tiles),
-                "along_shares": ((along_shares,), mx.float32),
-                "marks": ((2 * parts * tiles, 2), mx.uint32),
+                "handed": self.handed(parts, tiles, along),
             },
             values={
                 "In": self.dtype,
@@ -225,30 +256,36 @@ class BothKernel(ColumnsKernel):
 
 @dataclass(frozen=True)
 class WideKernel(LowRankKernel):
-    """y + scale * narrow weight, for y [rows, columns].
+    """y + scale * narrow weight, for y [rows, columns], summed over some pairs of a narrow matrix and a weight.
 
     Args:
         dtype: that of all arrays.
-        rank: the width of `narrow`.
-        transpose: whether the weight is [columns, rank] and not [rank, columns].
+        rank: the width of all narrow matrices together.
+        transpose: whether the weight is [columns, rank] and not [rank, columns]; else there is one.
+        count: the number of narrow matrices and of weights, as in RowsKernel.
     """
 
     dtype: mx.Dtype
     rank: int
     transpose: bool
+    count: int = 1
     name = "wide"
 
     def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        y, narrow, weight = arrays
-        return [mx.addmm(y, narrow, weight.T if self.transpose else weight, alpha=scale)]
+        y = arrays[0]
+        for narrow, weight in zip(arrays[1 : 1 + self.count], arrays[1 + self.count :], strict=True):
+            y = mx.addmm(y, narrow, weight.T if self.transpose else weight, alpha=scale)
+        return [y]
 
     def launch(self, arrays: Arrays, scale: float) -> Launch:
-        y, narrow, weight = arrays
+        y, *rest = arrays
         rows, columns = y.shape
+        narrow, weights = _numbered("narrow", rest[: self.count]), _numbered("weight", rest[self.count :])
+        each = self.rank // self.count
         return Launch(
             name=f"{LOW_RANK}_wide",
             memory="LowRankWideMemory",
-            inputs={"narrow": narrow, "weight": weight, "y": y, "numbers": numbers(float(scale))},
+            inputs={**narrow, **weights, "y": y, "numbers": numbers(float(scale))},
             outputs={"out": (y.shape, self.dtype)},
             values={"In": self.dtype, "RANK": self.rank, "GROUPS": _WIDE_GROUPS, "TURNED": self.transpose},
             order=("In", "RANK", "GROUPS", "TURNED"),
@@ -256,8 +293,20 @@ class WideKernel(LowRankKernel):
             blocks=(-(-columns // 64), -(-rows // (32 * _WIDE_GROUPS)), 1),
             bytes=16,
             groups=_WIDE_GROUPS,
+            arguments=(_together(tuple(narrow), each), _together(tuple(weights), each), "y", "numbers", "out"),
             sizes=("y_shape[0]", "y_shape[1]"),
         )
+
+
+def _numbered(name: str, arrays: Sequence[T]) -> dict[str, T]:
+    """Return the arrays by `name` with their numbers, a single one by the name alone."""
+    return {f"{name}{i if len(arrays) > 1 else ''}": array for i, array in enumerate(arrays)}
+
+
+@cache
+def _together(names: tuple[str, ...], each: int) -> str:
+    """Return the text of one argument that stands for these arrays, whose lines have `each` elements."""
+    return names[0] if len(names) == 1 else f"several<{each}>({', '.join(names)})"
 
 
 def rows_lines(total: int, rank: int) -> int:

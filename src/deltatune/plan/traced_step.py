@@ -136,7 +136,7 @@ def build(
         third: list[mx.array] = []
         if experts is not None:
             step.finish_update(experts._replace(touched=_every_expert(experts)))
-            third = [*_leaves(model.trainable_parameters()), *_leaves(optimizer.state)]
+            third = [*_leaves(step.parameters()), *_leaves(optimizer.state)]
             dropped = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm])
             evaluated |= _addresses(layout, second) | {node.address for node in all_nodes(update_nodes)}
             phases.append(_experts_phase(layout, third, evaluated, dropped))
@@ -163,7 +163,7 @@ def _outputs(
     new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
     first = [loss, weight, *step.figures, *_leaves(new)]
     norm, experts = step.begin_update(*new)
-    second = [*_leaves(model.trainable_parameters()), *step.joined, *_leaves(optimizer.state), norm]
+    second = [*_leaves(step.parameters()), *_leaves(optimizer.state), norm]
     second += _leaves(experts) if experts else []
     return first, second, gradients, experts, norm
 

@@ -60,17 +60,8 @@ class Bundle:
         return [piece.reshape(shape) for piece, shape in zip(mx.split(joined, ends), self.shapes, strict=True)]
 
     def used(self, joined: mx.array) -> list[mx.array]:
-        """Return the parameters in the dtype that the model uses; their gradients come joined, in `joined`'s dtype."""
-
-        def forward(joined: mx.array) -> list[mx.array]:
-            return self.part(joined if self.used_as is None else joined.astype(self.used_as))
-
-        def backward(primal: mx.array, cotangents: Sequence[mx.array], _: Any) -> mx.array:
-            return joining.end_to_end(cotangents).astype(primal.dtype)
-
-        function: Any = mx.custom_function(forward)
-        function.vjp(backward)
-        return function(joined)
+        """Return the parameters in the dtype that the model uses."""
+        return self.part(joined if self.used_as is None else joined.astype(self.used_as))
 
 
 class Bundles:
@@ -136,6 +127,15 @@ class Bundles:
         for bundle, joined in zip(self.all, tree.get(TOGETHER, []), strict=True):
             rest += zip(bundle.paths, bundle.used(joined) if used else bundle.part(joined), strict=True)
         return tree_unflatten(rest)
+
+    def join_gradients(self, gradients: Any, parameters: Any) -> Any:
+        """Join the gradients of what `part` gave for `parameters` with `used`, in the dtypes of `parameters`."""
+        flat = dict(leaves(gradients))
+        together = [
+            joining.end_to_end([flat[path] for path in bundle.paths]).astype(joined.dtype)
+            for bundle, joined in zip(self.all, parameters.get(TOGETHER, []), strict=True)
+        ]
+        return self.join(gradients, together)
 
     def part_state(self, state: Any) -> Any:
         """Return an optimizer's state with each moment at the path of its parameter, as a saved run holds it."""

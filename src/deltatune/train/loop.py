@@ -335,7 +335,7 @@ class Trainer:
         # All numbers travel in one message with the update, which saves a round trip for each.
         figures = [sums.reshape(-1) for sums in self._step.figures]
         numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))
-        mx.eval(self.model.trainable_parameters(), self._optimizer.state, norm, numbers)
+        mx.eval(self._step.parameters(), self._optimizer.state, norm, numbers)
         values: Any = numbers.tolist()
         return Advance(tuple(values), None if norm is None else number(norm))
 

@@ -18,19 +18,21 @@ from mlx.utils import tree_map
 
 from ..data import Batch
 from ..lora.linear import factor_dtypes
+from ..lora.together import together
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.inputs import VisionBatch
 from ..models.vision.split import VisionArrays, vision_arrays
 from ..ops import side_outputs
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.experts import routing
+from ..ops.functional import differentiated_once
 from ..ops.segments import segments
 from . import optimizer as updates
 from .bundles import TOGETHER, Bundles
 from .distributed import World
 from .expert_updates import ActiveExperts, ExpertGradients
 from .routers import FIGURES, RouterLosses, real_lengths
-from .tree import leaves, number
+from .tree import leaves, number, places
 
 # A step on images is compiled for at most this many numbers of positions.
 _POSITION_COUNTS = 4
@@ -91,7 +93,10 @@ def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = N
     preferences = None
     if batch.preferences is not None:
         preferences = {name: mx.array(getattr(batch.preferences, name)) for name in _PREFERENCE_ARRAYS}
-    return mx.array(batch.inputs), mx.array(batch.targets), mx.array(batch.weights), packed, images, preferences
+    # One array, because MLX on CUDA takes half a millisecond for each that comes from the host.
+    weights_as_integers = np.asarray(batch.weights, np.float32).view(np.int32)
+    inputs, targets, weights = mx.array(np.stack([batch.inputs, batch.targets, weights_as_integers]))
+    return inputs, targets, weights.view(mx.float32), packed, images, preferences
 
 
 def counted_positions(weights: np.ndarray) -> np.ndarray | None:
@@ -126,7 +131,6 @@ def mean_loss_and_gradients(
     loss: LossFunction,
     batch: Arrays,
     parameters: Any = None,
-    used: Callable[[Any], Any] = lambda parameters: parameters,
     routers: RouterLosses | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[Any, ...]:
@@ -136,8 +140,7 @@ def mean_loss_and_gradients(
         model: The model.
         loss: The loss.
         batch: The batch.
-        parameters: What to differentiate by; the model's trainable parameters by default.
-        used: A function from `parameters` to the model's trainable parameters.
+        parameters: What the model uses in the place of its trainable parameters, and what is differentiated by.
         routers: What is added to the mean for the routers of a mixture; None for a model without routers.
         lengths: With `routers`, how many positions of each row hold tokens, [B].
 
@@ -148,7 +151,7 @@ def mean_loss_and_gradients(
     inputs, packed = batch[0], batch[3]
 
     def mean(parameters: Any) -> tuple[mx.array, ...]:
-        model.update(used(parameters))
+        model.update(parameters)
         with side_outputs.collecting(routers is not None) as sums:
             total, weight, *figures = loss_of(loss, batch)
         quotient = total / mx.where(weight > 0, weight, 1.0)
@@ -162,7 +165,7 @@ def mean_loss_and_gradients(
     if routers is not None and lengths is not None:
         watching = routing.watching(lengths, inputs.shape[1], trained=routers.trained)
     try:
-        with segments(packed), watching:
+        with segments(packed), watching, differentiated_once(), together(model):
             (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
                 trainable if parameters is None else parameters
             )
@@ -233,9 +236,12 @@ class Step:
         parameters = model.trainable_parameters()
         separate = self._active.paths if self._active else ()
         self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model), rates)
-        # The current bundles, and the model's parameters that are parts of them, by path.
+        # Where the model holds each trainable parameter: walking through all modules at each step takes milliseconds.
+        self._places = places(model, [path for path, _ in leaves(parameters)])
+        # The current bundles, and the model's parameters that are parts of them, by path. It holds no other parameters,
+        # because a reference to them would keep MLX from updating experts in place.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
-        optimizer.init(self._parameters())
+        optimizer.init(self.parameters())
         self.tower = frozen_tower(model)
         self.figures: list[mx.array] = []
         random = mx.random.state
@@ -243,13 +249,14 @@ class Step:
         state = [optimizer.state]
         self._update = partial(mx.compile, inputs=state, outputs=state)(self._trace_update)
 
-    def _parameters(self) -> Any:
+    def parameters(self) -> Any:
         """Return the trainable parameters in joined form; bundles are made again if a parameter has been replaced."""
-        parameters = self._model.trainable_parameters()
-        now = {path: leaf for path, leaf in leaves(parameters) if path in self.bundles.members}
-        if not all(self._joined[1].get(path) is leaf for path, leaf in now.items()):
+        members = self.bundles.members
+        now = {path: place.array for path, place in self._places.items() if path in members}
+        if not all(self._joined[1].get(path) is array for path, array in now.items()):
             self._joined = [bundle.join(now) for bundle in self.bundles.all], now
-        return self.bundles.join(parameters, self._joined[0])
+        separate = {path: place.array for path, place in self._places.items() if path not in members}
+        return self.bundles.join(separate, self._joined[0])
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -259,13 +266,13 @@ class Step:
     @property
     def joined(self) -> list[mx.array]:
         """The bundles of parameters that the next step reads."""
-        return self._parameters().get(TOGETHER, [])
+        return self.parameters().get(TOGETHER, [])
 
     def zeros(self) -> Any:
         """Return the start of an accumulation: fp32 zeros, or None if every micro-batch is an update."""
         if not self._accumulates:
             return None
-        return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self._parameters())
+        return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self.parameters())
 
     def micro_batch(self, batch: Batch, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
         """Return the sum of losses, the sum of weights, and `accumulated` plus the gradients of the sum of losses.
@@ -279,7 +286,7 @@ class Step:
         self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None
     ) -> tuple[mx.array, mx.array, Any]:
         """Do what micro_batch() does, for a batch of MLX arrays and, with routers, the lengths of its rows."""
-        loss, weight, gradients, *self.figures = self._micro_batch(batch, accumulated, self._parameters(), lengths)
+        loss, weight, gradients, *self.figures = self._micro_batch(batch, accumulated, self.parameters(), lengths)
         return loss, weight, gradients
 
     def sum_over_ranks(self, sums: Sums) -> Sums:
@@ -303,14 +310,14 @@ class Step:
         norm, experts = self.begin_update(gradients, loss, weight)
         del gradients
         if experts is not None:
-            mx.eval(self._model.trainable_parameters(), self._optimizer.state, norm, experts)
+            mx.eval(self.parameters(), self._optimizer.state, norm, experts)
             if number(experts.healthy):
                 self.finish_update(experts)
         return norm
 
     def begin_update(self, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[mx.array, ExpertGradients | None]:
         """Update all parameters but active experts; return the norm, and what finish_update() needs or None."""
-        parameters = self._parameters()
+        parameters = self.parameters()
         if self._active is None:
             parameters, parts, norm = self._update(parameters, gradients, loss, weight)
             self._replace(parameters, parts)
@@ -325,19 +332,24 @@ class Step:
         assert self._active is not None
         self._active.update(experts)
 
-    def _replace(self, parameters: Any, parts: Any) -> None:
-        """Set the model's parameters to `parts`, and remember the bundles that they are parts of."""
-        self._model.update(parts)
-        now = {path: leaf for path, leaf in leaves(parts) if path in self.bundles.members}
+    def _replace(self, parameters: Any, parts: dict[str, mx.array]) -> None:
+        """Set the model's parameters to `parts`, by path, and remember the bundles that they are parts of.
+
+        Parts of bundles stay lazy until something reads them, which no step does.
+        """
+        for path, part in parts.items():
+            self._places[path].array = part
+        now = {path: part for path, part in parts.items() if path in self.bundles.members}
         self._joined = parameters.get(TOGETHER, []), now
 
     def _trace_micro_batch(
         self, batch: Arrays, accumulated: Any, parameters: Any, lengths: mx.array | None
     ) -> tuple[Any, ...]:
-        used = partial(self.bundles.part, used=True)
+        used = self.bundles.part(parameters, used=True)
         loss, weight, gradients, *figures = mean_loss_and_gradients(
-            self._model, self._loss, batch, parameters, used, self.routers, lengths
+            self._model, self._loss, batch, used, self.routers, lengths
         )
+        gradients = self.bundles.join_gradients(gradients, parameters)
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
@@ -345,7 +357,7 @@ class Step:
         return loss, weight, gradients, *figures
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
-        """Return the new parameters in joined form, the same in the model's form, and the norm.
+        """Return the new parameters in joined form, the same in the model's form by path, and the norm.
 
         With active experts, the fields of ExpertGradients come fourth.
         """
@@ -360,7 +372,7 @@ class Step:
         if self._active is None:
             healthy = mx.isfinite(loss)
             parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates=rates)
-            return parameters, self.bundles.part(parameters), norm
+            return parameters, dict(leaves(self.bundles.part(parameters))), norm
         norm = updates.global_norm(experts).square() / divisor.square()
         if leaves(gradients):
             norm = norm + updates.global_norm(gradients).square()
@@ -369,4 +381,4 @@ class Step:
         parameters, _ = updates.apply(optimizer, parameters, gradients, healthy, self._clip, norm, rates)
         factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
         touched = self._active.touched(experts)
-        return parameters, self.bundles.part(parameters), norm, (experts, touched, factor, healthy)
+        return parameters, dict(leaves(self.bundles.part(parameters))), norm, (experts, touched, factor, healthy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +14,34 @@ from mlx.utils import tree_flatten
 def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     """Return the (dotted path, array) of every leaf, in order."""
     return tree_flatten(tree)  # type: ignore[return-value]
+
+
+@dataclass
+class Place:
+    """Where a tree holds an array: an entry of a dict (as a module is), or of a list."""
+
+    container: Any
+    key: str | int
+
+    @property
+    def array(self) -> mx.array:
+        return self.container[self.key]
+
+    @array.setter
+    def array(self, array: mx.array) -> None:
+        self.container[self.key] = array
+
+
+def places(tree: Any, paths: Sequence[str]) -> dict[str, Place]:
+    """Return the places of the arrays at dotted `paths` of a tree or module."""
+    found = {}
+    for path in paths:
+        *names, last = path.split(".")
+        container = tree
+        for name in names:
+            container = container[int(name) if isinstance(container, (list, tuple)) else name]
+        found[path] = Place(container, int(last) if isinstance(container, list) else last)
+    return found
 
 
 def seed_iteration(seed: int, iteration: int, rank: int) -> None:

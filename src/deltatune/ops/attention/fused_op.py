@@ -10,7 +10,7 @@ from typing import cast
 import mlx.core as mx
 
 from ...machine import backend, nvidia
-from ..functional import refuse_second_derivative, without_vmap
+from ..functional import not_differentiated_again, refuse_second_derivative, without_vmap
 from ..kernels.launch import Execute, Launch
 from . import fused, hopper
 from .blocked import NO_SECOND_DERIVATIVE, NO_VMAP
@@ -119,16 +119,15 @@ def _forward_by(options: FusedOptions, machine: str, execute: Execute) -> _Funct
             dk, dv = execute(fused.keys(options, x, dy, sums, delta, machine))
         return dq, dk, dv, *([sink_gradient(x.sinks, sums, delta)] if x.sinks is not None else [])
 
-    forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
-    call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
+    forward = mx.custom_function(run_forward)
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
-        gradients = call_backward(*primals, cotangents[0], *outputs)
+        backward = not_differentiated_again(run_backward, refuse_second_derivative(NO_SECOND_DERIVATIVE))
+        gradients = backward(*primals, cotangents[0], *outputs)
         return *gradients, *map(mx.zeros_like, primals[len(gradients) :])
 
     forward.vjp(vjp)
-    backward.vjp(refuse_second_derivative(NO_SECOND_DERIVATIVE))
-    return call_forward
+    return cast(_Function, forward)
 
 
 def sink_gradient(sinks: mx.array, sums: mx.array, delta: mx.array) -> mx.array:

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import is_floating, promoted, refuse_second_derivative
+from ..functional import is_floating, not_differentiated_again, promoted, refuse_second_derivative
 from .activation import swiglu
 from .projection import Projection
 from .tiles import Chunk, Sorted, Tiled, scores_of, tile_rows
@@ -117,16 +117,16 @@ class _Block:
         forward: Any = mx.custom_function(
             lambda x, scores, *more: self.forward(x, scores, more[:num_routing], more[num_routing:])
         )
-        backward: Any = mx.custom_function(
-            lambda dy, x, scores, *more: self.backward(dy, x, scores, more[:num_routing], more[num_routing:])
-        )
+
+        def backward(dy: mx.array, x: mx.array, scores: mx.array, *more: mx.array) -> list[mx.array]:
+            return self.backward(dy, x, scores, more[:num_routing], more[num_routing:])
 
         def vjp(primals: Any, cotangent: mx.array, _output: mx.array) -> Any:
-            dx, dscores, *d_arguments = backward(cotangent, *primals)
+            gradients = not_differentiated_again(backward, refuse_second_derivative(_NO_SECOND_DERIVATIVE))
+            dx, dscores, *d_arguments = gradients(cotangent, *primals)
             return [dx, dscores, *map(mx.zeros_like, primals[2 : 2 + num_routing]), *d_arguments]
 
         forward.vjp(vjp)
-        backward.vjp(refuse_second_derivative(_NO_SECOND_DERIVATIVE))
         return forward
 
     def forward(self, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays) -> mx.array:

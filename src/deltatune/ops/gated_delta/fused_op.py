@@ -9,7 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import refuse_second_derivative, without_vmap
+from ..functional import not_differentiated_again, refuse_second_derivative, without_vmap
 from ..kernels.launch import Execute, Launch
 from . import fused, fused_channel, fused_hopper
 from .fused import KernelInputs
@@ -147,13 +147,12 @@ def _differentiable(
         return (dq, dk, dv, d_log_g, d_beta, d_initial)[:floats]
 
     # These have no vmap rule: MLX would map the graph inside them too, whose custom kernels have none (without_vmap).
-    forward, backward = mx.custom_function(run_forward), mx.custom_function(run_backward)
-    call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
+    forward = mx.custom_function(run_forward)
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
-        gradients = call_backward(*primals, *cotangents[:2], *outputs[2:])
+        backward = not_differentiated_again(run_backward, refuse_second_derivative(NO_SECOND_DERIVATIVE))
+        gradients = backward(*primals, *cotangents[:2], *outputs[2:])
         return *gradients, *map(mx.zeros_like, primals[floats:])
 
     forward.vjp(vjp)
-    backward.vjp(refuse_second_derivative(NO_SECOND_DERIVATIVE))
-    return call_forward
+    return cast(_Function, forward)

@@ -8,6 +8,49 @@
 inline constexpr int rank_tiles(int rank) { return (rank + 7) / 8; }
 inline constexpr int line_floats(int rank) { return rank_tiles(rank) * 8 + 1; }
 
+// Matrices [lines, EACH] of adapters that read one input. Together they stand for one matrix whose lines have the ranks
+// of all of them, one adapter after another. EACH is a multiple of 8, so that eight ranks belong to one adapter.
+template <int EACH, int COUNT, typename P>
+struct Several {
+  P parts[COUNT];
+  inline P of_rank(int rank) const {
+    P part = parts[0];
+    DELTATUNE_UNROLL
+    for (int i = 1; i < COUNT; ++i)
+      if (rank >= i * EACH) part = parts[i];
+    return part;
+  }
+};
+template <int EACH, typename P, typename... More>
+inline Several<EACH, 1 + (int)sizeof...(More), P> several(P first, More... more) {
+  return {{first, more...}};
+}
+template <int BYTES, int EACH, int COUNT, typename P>
+inline bool starts_at_multiple(Several<EACH, COUNT, P> matrices) {
+  bool all = true;
+  DELTATUNE_UNROLL
+  for (int i = 0; i < COUNT; ++i) all = all && starts_at_multiple<BYTES>(matrices.parts[i]);
+  return all;
+}
+// A single matrix itself. What is written for one alone has to compile for several, too, but is never run for them.
+template <typename P>
+inline P single(P matrix) {
+  return matrix;
+}
+template <int EACH, int COUNT, typename P>
+inline P single(Several<EACH, COUNT, P> matrices) {
+  return matrices.parts[0];
+}
+// The address of an element of a matrix whose lines have RANK elements.
+template <int RANK, typename P>
+inline P in_line(P matrix, long line, int rank) {
+  return matrix + line * RANK + rank;
+}
+template <int RANK, int EACH, int COUNT, typename P>
+inline P in_line(Several<EACH, COUNT, P> matrices, long line, int rank) {
+  return matrices.of_rank(rank) + line * EACH + rank % EACH;
+}
+
 // LINES is the number of rows of x that a block takes.
 template <int RANK, int LINES, int GROUPS>
 struct LowRankRowsMemory {
@@ -45,13 +88,13 @@ inline void load_inputs(thread unsigned (&left)[LINES / 8][4], thread unsigned (
   for (int n = 0; n < rank_tiles(RANK); ++n) {
     if (TRANSPOSED) {
       const int k = start + t * 8, column = n * 8 + g;
-      load_pairs<ALIGNED>(right[n], weight + (long)column * inputs + k, column < RANK && k < inputs ? 8 : 0);
+      load_pairs<ALIGNED>(right[n], single(weight) + (long)column * inputs + k, column < RANK && k < inputs ? 8 : 0);
     } else {
       DELTATUNE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const int k = start + (g >> 1) * 8 + i * 2 + (g & 1), column = n * 8 + t * 2;
         unsigned pair[1];
-        load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)k * RANK + column, k < inputs ? RANK - column : 0);
+        load_pairs<ALIGNED && RANK % 2 == 0>(pair, in_line<RANK>(weight, k, column), k < inputs ? RANK - column : 0);
         right[n][i] = pair[0];
       }
     }
@@ -98,10 +141,12 @@ inline void add_along_rows(thread float (&sums)[LINES / 16][rank_tiles(RANK)][4]
 }
 
 // Computes out [rows, RANK] = scale * x [rows, inputs] times weight: [RANK, inputs] where TRANSPOSED, else
-// [inputs, RANK]. `inputs` is a multiple of 8, and scale is one fp32 number. A block takes LINES rows.
-template <typename In, int RANK, int LINES, int GROUPS, bool TRANSPOSED, typename PX, typename PW, typename PS>
+// [inputs, RANK]. `inputs` is a multiple of 8, and scale is one fp32 number. A block takes LINES rows. Unless TRANSPOSED,
+// weight and out may be Several.
+template <typename In, int RANK, int LINES, int GROUPS, bool TRANSPOSED, typename PX, typename PW, typename PS,
+          typename PO>
 inline void low_rank_rows(Place at, threadgroup char* memory, int rows, int inputs, PX x, PW weight, PS scale,
-                          GLOBAL In* out) {
+                          PO out) {
   constexpr int tiles = rank_tiles(RANK);
   const int from = at.x * LINES;
   const float factor = scale[0];
@@ -126,7 +171,7 @@ inline void low_rank_rows(Place at, threadgroup char* memory, int rows, int inpu
     float sum = 0.0f;
     DELTATUNE_UNROLL
     for (int group = 0; group < GROUPS; ++group) sum += all[(group * LINES + row) * line_floats(RANK) + column];
-    out[(long)(from + row) * RANK + column] = static_cast<In>(factor * sum);
+    *in_line<RANK>(out, from + row, column) = static_cast<In>(factor * sum);
   }
 }
 
@@ -162,7 +207,7 @@ inline void load_rows(thread unsigned (&found)[4][4], thread unsigned (&right)[r
     for (int part = 0; part < 2; ++part) {
       const int row = start + part * 8 + g, place = n * 8 + t * 2;
       unsigned pair[1];
-      load_pairs<ALIGNED && RANK % 2 == 0>(pair, narrow + (long)row * RANK + place, row < end ? RANK - place : 0);
+      load_pairs<ALIGNED && RANK % 2 == 0>(pair, in_line<RANK>(narrow, row, place), row < end ? RANK - place : 0);
       right[n][part] = pair[0];
     }
   }
@@ -344,28 +389,36 @@ inline void add_over_rows(thread float (&over)[stripe / 16][rank_tiles(RANK)][4]
   }
 }
 
-// The place in out of element i of the sums over rows of a tile: out is [RANK, columns] where ACROSS, else
-// [columns, RANK]. Four neighbouring elements have neighbouring places. It is -1 past the last column.
+// Whether element i of the sums over rows of a tile is there: out is [RANK, columns] where ACROSS, else
+// [columns, RANK]. Four neighbouring elements have neighbouring places in it.
 template <int RANK, int SIDE, bool ACROSS>
-inline long place_of(int i, int columns, int from) {
+inline bool is_there(int i, int columns, int from) {
+  return from + (ACROSS ? i % (SIDE * stripe) : i / RANK) < columns;
+}
+template <int RANK, int SIDE, bool ACROSS, typename PO>
+inline auto place_of(PO out, int i, int columns, int from) {
   constexpr int width = SIDE * stripe;
-  if (from + (ACROSS ? i % width : i / RANK) >= columns) return -1;
-  return ACROSS ? (long)(i / width) * columns + from + i % width : (long)from * RANK + i;
+  return ACROSS ? single(out) + (long)(i / width) * columns + from + i % width
+                : in_line<RANK>(out, from + i / RANK, i % RANK);
 }
 
 // The body of the two kernels below. The rows are divided into parts, and a block takes a part of SIDE stripes. It
 // writes its share of the sums that other blocks add to, and sets its marks; the last block finishes the sums, and no
 // block waits for another.
 template <typename In, int RANK, int SIDE, int GROUPS, bool ACROSS, bool ALONG, typename PN, typename PX, typename PW,
-          typename PS, typename PO, typename PP>
+          typename PS, typename PR, typename PO>
 inline void sum_over_rows(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
-                          PW weight, PS scale, GLOBAL In* out, PO along, GLOBAL float* shares, PP along_shares,
-                          GLOBAL unsigned* marks) {
+                          PW weight, PS scale, PR out, PO along, GLOBAL float* handed) {
   constexpr int tiles = rank_tiles(RANK), width = SIDE * stripe;
   const float factor = scale[0];
   const int round = GROUPS / SIDE * steps_at_once(RANK) * 16, from = at.x * width;
   const int each = ((rows + parts - 1) / parts + round - 1) / round * round, last = at.y * each + each;
   const ColumnShare share = {at.x, (columns + width - 1) / width, at.y, parts, at.y * each, last < rows ? last : rows};
+  // What blocks hand to one another: two marks of each block, its share of the sums over rows, and of those along rows.
+  const long blocks = (long)parts * share.tiles, size = width * RANK;
+  GLOBAL unsigned* marks = reinterpret_cast<GLOBAL unsigned*>(handed);
+  GLOBAL float* shares = handed + 4 * blocks;
+  const auto along_shares = Choice<ALONG>::of(shares + (parts > 1 ? blocks * size : 0), Nothing{});
   threadgroup float* all = reinterpret_cast<threadgroup float*>(memory);
   float over[stripe / 16][tiles][4] = {};
   if (starts_at_multiple<16>(wide) && starts_at_multiple<4>(narrow) && starts_at_multiple<16>(weight))
@@ -382,18 +435,16 @@ inline void sum_over_rows(Place at, threadgroup char* memory, int rows, int colu
     for (int n = 0; n < tiles; ++n) keep_sums<RANK, stripe>(all, over[m][n], at.group, line, line + 1, n, at.lane);
   }
   barrier();
-  const long size = width * RANK;
   DELTATUNE_ROLLED
   for (int i = at.index; i < width * RANK; i += GROUPS * 32) {
     const int column = ACROSS ? i % width : i / RANK, rank = ACROSS ? i / width : i % RANK;
-    const long place = place_of<RANK, SIDE, ACROSS>(i, columns, from);
-    if (place < 0) continue;
+    if (!is_there<RANK, SIDE, ACROSS>(i, columns, from)) continue;
     float sum = 0.0f;
     DELTATUNE_UNROLL
     for (int down = 0; down < GROUPS / SIDE; ++down)
       sum += all[((down * SIDE + column / stripe) * stripe + column % stripe) * line_floats(RANK) + rank];
     if (share.parts == 1)
-      out[place] = static_cast<In>(factor * sum);
+      *place_of<RANK, SIDE, ACROSS>(out, i, columns, from) = static_cast<In>(factor * sum);
     else
       shares[(at.y * share.tiles + at.x) * size + i] = sum;
   }
@@ -412,33 +463,32 @@ inline void sum_over_rows(Place at, threadgroup char* memory, int rows, int colu
   barrier();
   DELTATUNE_ROLLED
   for (int i = at.index * 4; all[0] > 0.0f && i < width * RANK; i += GROUPS * 128) {
-    const long place = place_of<RANK, SIDE, ACROSS>(i, columns, from);
-    if (place < 0) continue;
+    if (!is_there<RANK, SIDE, ACROSS>(i, columns, from)) continue;
+    const auto to = place_of<RANK, SIDE, ACROSS>(out, i, columns, from);
     float sums[4];
     sum_of_blocks(sums, shares + at.x * size + i, share.parts, share.tiles * size);
     DELTATUNE_UNROLL
-    for (int e = 0; e < 4; ++e) out[place + e] = static_cast<In>(factor * sums[e]);
+    for (int e = 0; e < 4; ++e) to[e] = static_cast<In>(factor * sums[e]);
   }
   if (all[1] > 0.0f) finish_along<In, RANK, GROUPS>(factor, rows, share, along, along_shares, at.index);
 }
 
 // Computes out = scale times the sum over the rows of narrow [rows, RANK] and wide [rows, columns], each row's outer
 // product: [RANK, columns] where ACROSS, else [columns, RANK]. `columns` is a multiple of 8, and
-// scale is one fp32 number.
-template <typename In, int RANK, int SIDE, int GROUPS, bool ACROSS, typename PN, typename PX, typename PS>
+// scale is one fp32 number. Unless ACROSS, narrow and out may be Several.
+template <typename In, int RANK, int SIDE, int GROUPS, bool ACROSS, typename PN, typename PX, typename PS, typename PO>
 inline void low_rank_columns(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
-                             PS scale, GLOBAL In* out, GLOBAL float* shares, GLOBAL unsigned* marks) {
+                             PS scale, PO out, GLOBAL float* handed) {
   sum_over_rows<In, RANK, SIDE, GROUPS, ACROSS, false>(at, memory, rows, columns, parts, narrow, wide, Nothing{}, scale,
-                                                       out, Nothing{}, shares, Nothing{}, marks);
+                                                       out, Nothing{}, handed);
 }
 // Computes out [RANK, columns] as above and, from the same reading of wide, along [rows, RANK] = scale * wide times the
 // transpose of weight [RANK, columns].
 template <typename In, int RANK, int SIDE, int GROUPS, typename PN, typename PX, typename PW, typename PS>
 inline void low_rank_both(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
-                          PW weight, PS scale, GLOBAL In* out, GLOBAL In* along, GLOBAL float* shares,
-                          GLOBAL float* along_shares, GLOBAL unsigned* marks) {
+                          PW weight, PS scale, GLOBAL In* out, GLOBAL In* along, GLOBAL float* handed) {
   sum_over_rows<In, RANK, SIDE, GROUPS, true, true>(at, memory, rows, columns, parts, narrow, wide, weight, scale, out,
-                                                    along, shares, along_shares, marks);
+                                                    along, handed);
 }
 
 // Loads the fragments of 64 columns of the weight, from `from` on: [columns, RANK] where TURNED, else [RANK, columns].
@@ -457,12 +507,12 @@ inline void load_weight(thread unsigned (&right)[2][4][(RANK + 15) / 16 * 2], in
         for (int j = 0; j < 4; ++j) {
           const int column = within(from + part * 32 + (g >> 1) * 8 + j * 2 + (g & 1), columns), rank = k * 8 + t * 2;
           unsigned pair[1];
-          load_pairs<ALIGNED && RANK % 2 == 0>(pair, weight + (long)column * RANK + rank, RANK - rank);
+          load_pairs<ALIGNED && RANK % 2 == 0>(pair, in_line<RANK>(weight, column, rank), RANK - rank);
           found[j] = pair[0];
         }
       } else if (k * 8 < RANK) {
         const int column = within(from / 8 + part * 4 + t, columns / 8) * 8, rank = k * 8 + g;
-        load_pairs<ALIGNED>(found, weight + (long)rank * columns + column, rank < RANK ? 8 : 0);
+        load_pairs<ALIGNED>(found, single(weight) + (long)rank * columns + column, rank < RANK ? 8 : 0);
         DELTATUNE_UNROLL
         for (int j = 0; j < 4; ++j) found[j] = across_lanes(found[j]);
       }
@@ -496,7 +546,7 @@ inline void add_to_tile(int rows, int columns, int from, int column, float facto
         const int row = within(from + m * 16 + (i & 1) * 8 + g, rows), rank = k * 16 + (i >> 1) * 8 + t * 2;
         unsigned pair[1] = {};
         if (k * 16 + (i >> 1) * 8 < RANK)
-          load_pairs<ALIGNED && RANK % 2 == 0>(pair, narrow + (long)row * RANK + rank, RANK - rank);
+          load_pairs<ALIGNED && RANK % 2 == 0>(pair, in_line<RANK>(narrow, row, rank), RANK - rank);
         left[m][k][i] = pair[0];
       }
     }
@@ -537,7 +587,7 @@ struct LowRankWideMemory {
 
 // Computes out [rows, columns] = y + scale * narrow [rows, RANK] times weight: [columns, RANK] where TURNED, else
 // [RANK, columns]. `columns` is a multiple of 8, and scale is one fp32 number. A block takes 64 columns of 32 rows a
-// group.
+// group. Where TURNED, narrow and weight may be Several.
 template <typename In, int RANK, int GROUPS, bool TURNED, typename PN, typename PW, typename PY, typename PS>
 inline void low_rank_wide(Place at, threadgroup char*, int rows, int columns, PN narrow, PW weight, PY y, PS scale,
                           GLOBAL In* out) {

@@ -35,10 +35,15 @@ def end_to_end(arrays: Sequence[mx.array], *, execute: Execute | None = None) ->
 
 
 def _joined(arrays: Sequence[mx.array], execute: Execute) -> mx.array:
-    inputs = {f"x{i}": array.reshape(-1) for i, array in enumerate(arrays)}
+    inputs = {f"x{i}": array for i, array in enumerate(arrays)}
     total = sum(array.size for array in arrays)
-    pairs = ", ".join(f"{name}, (int){name}_shape[0]" for name in inputs)
+    pairs = ", ".join(f"{name}, {_size_text(name, array.ndim)}" for name, array in inputs.items())
     return execute(Pass("end_to_end", inputs, {"y": ((total,), mx.float32)}, ("at", "y", pairs), total))[0]
+
+
+def _size_text(name: str, axes: int) -> str:
+    """The text of an array's number of elements."""
+    return " * ".join(["(int)1", *(f"(int){name}_shape[{axis}]" for axis in range(axes))])
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from .. import trial
-from ..functional import refuse_second_derivative
+from ..functional import not_differentiated_again, refuse_second_derivative
 from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
@@ -69,17 +69,19 @@ _trials: dict[Any, bool] = {}
 @cache
 def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
     forward: Any = mx.custom_function(lambda *arrays: execute(passes.forward(*arrays)))
-    backward: Any = mx.custom_function(lambda *arrays: execute(passes.backward(*arrays)))
+    message = f"{passes.name} has no second derivative: its backward pass is written by hand."
+
+    def backward(*arrays: mx.array) -> list[mx.array]:
+        return execute(passes.backward(*arrays))
 
     def vjp(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         # MLX passes a single array by itself, and several as a list.
         given, d = ([group] if isinstance(group, mx.array) else list(group) for group in (primals, cotangents))
         fixed = [mx.zeros_like(array) for array in given[len(given) - passes.fixed :]]
-        return [*backward(*given, *d), *passes.parameters(given, d), *fixed]
+        gradients = not_differentiated_again(backward, refuse_second_derivative(message))(*given, *d)
+        return [*gradients, *passes.parameters(given, d), *fixed]
 
     forward.vjp(vjp)
-    message = f"{passes.name} has no second derivative: its backward pass is written by hand."
-    backward.vjp(refuse_second_derivative(message))
     return cast(Callable[..., Arrays], forward)
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from .. import trial
-from ..functional import refuse_second_derivative
+from ..functional import not_differentiated_again, refuse_second_derivative
 from ..kernels.launch import ABSENT, Arrays, Execute, Launch, Outputs, Values
 from .passes import BOUNDS, LEAST
 
@@ -87,6 +87,9 @@ def _fits(width: int) -> bool:
     return width % 8 == 0 and width <= WIDEST
 
 
+_NO_SECOND_DERIVATIVE = "An RMS norm has no second derivative: its backward pass is written by hand."
+
+
 @cache
 def _function(kind: str, eps: float, execute: Execute) -> Any:
     """Return the function of `x` (alone, branch) or `x, other` (sum) and `weight`, with its gradient."""
@@ -101,13 +104,13 @@ def _function(kind: str, eps: float, execute: Execute) -> Any:
         x, *others, weight = primals
         *d_sum, dy = [cotangents] if isinstance(cotangents, mx.array) else cotangents
         h = outputs[0] if kind == "sum" else x
-        dx = backward(h, weight, dy.astype(h.dtype), *(d.astype(h.dtype) for d in d_sum))
+        gradient = not_differentiated_again(backward, refuse_second_derivative(_NO_SECOND_DERIVATIVE))
+        dx = gradient(h, weight, dy.astype(h.dtype), *(d.astype(h.dtype) for d in d_sum))
         return [dx] * (1 + len(others)) + [_weight_gradient(h, weight, dy.astype(h.dtype), eps)]
 
-    backward: Any = mx.custom_function(lambda *arrays: execute(_backward(*arrays, eps=eps))[0])
-    backward.vjp(
-        refuse_second_derivative("An RMS norm has no second derivative: its backward pass is written by hand.")
-    )
+    def backward(*arrays: mx.array) -> mx.array:
+        return execute(_backward(*arrays, eps=eps))[0]
+
     function: Any = mx.custom_function(forward)
     function.vjp(vjp)
     return function

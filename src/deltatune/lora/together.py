@@ -1,0 +1,85 @@
+"""Computes the adapters that read one input together, while a training step is traced (ops/adapted_products.py).
+
+A layer calls its projections one by one. The first of them that is called computes the outputs of all that read the
+same array, and each of the others finds its own there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..ops.adapted_products import AdaptedMatrix, adapted_products
+from ..ops.low_rank import covered
+from .adapter import Adapter
+
+# The names of modules that read one input, as the models of mlx-lm and mlx-vlm call them.
+_READ_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
+
+
+class AdaptersTogether:
+    """Which adapters of a model read one input, and outputs that were computed and not yet asked for."""
+
+    def __init__(self, model: nn.Module):
+        self._groups: dict[int, list[Adapter]] = {}
+        # By module, the input and the output that another module of its group has computed.
+        self._computed: dict[int, tuple[mx.array, mx.array]] = {}
+        for parent in model.modules():
+            for names in _READ_TOGETHER:
+                group = [parent[name] for name in names if isinstance(parent.get(name), Adapter)]
+                if len(group) == len(names):
+                    self._groups |= {id(module): group for module in group}
+
+    def output(self, module: Adapter, x: mx.array) -> mx.array | None:
+        """Return the output of `module` for x [..., in], or None where it has to compute it alone."""
+        source, y = self._computed.pop(id(module), (None, None))
+        if source is x:
+            return y
+        if not _joins(module, module, x):
+            return None
+        group = [other for other in self._groups.get(id(module), [module]) if _joins(other, module, x)]
+        matrices = [_matrix(other, x.dtype) for other in group]
+        outputs = dict(zip(map(id, group), adapted_products(x, matrices, module.scale), strict=True))
+        own = outputs.pop(id(module))
+        self._computed |= {key: (x, output) for key, output in outputs.items()}
+        return own
+
+
+def _joins(other: Adapter, module: Adapter, x: mx.array) -> bool:
+    """Whether kernels compute `other` for x, in one call with `module`."""
+    linear = other.base
+    if type(other) is not type(module) or type(linear) is not nn.Linear or "bias" in linear or other.dropout_rate:
+        return False
+    alike = (other.rank, other.scale) == (module.rank, module.scale) and linear.weight.dtype == x.dtype
+    return alike and covered(other.rank, x)
+
+
+def _matrix(module: Adapter, dtype: mx.Dtype) -> AdaptedMatrix:
+    return AdaptedMatrix(module.base["weight"], module["lora_a"].astype(dtype), module["lora_b"].astype(dtype))
+
+
+_current: ContextVar[AdaptersTogether | None] = ContextVar("deltatune_adapters_together", default=None)
+
+
+@contextmanager
+def together(model: nn.Module) -> Iterator[None]:
+    """Within the context, adapters of `model` that read one input are computed together."""
+    token = _current.set(AdaptersTogether(model))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> AdaptersTogether | None:
+    """Return what the innermost `together` has made, or None."""
+    return _current.get()

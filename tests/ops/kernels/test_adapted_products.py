@@ -1,0 +1,226 @@
+"""Linear layers with LoRA that read one input, by kernels on the host machine, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from deltatune.lora.linear import LoRALinear
+from deltatune.lora.together import together
+from deltatune.machine import backend
+from deltatune.ops import low_rank
+from deltatune.ops.adapted_products import AdaptedMatrix, adapted_products
+from deltatune.ops.kernels.launch import FOLDER, Launch, header
+from deltatune.ops.low_rank import add_products, columns_products, rows_products
+from deltatune.ops.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
+
+TEXT = (
+    header("metal", ()) + (Path(__file__).parent / "fragments_host.h").read_text() + (FOLDER / "low_rank.h").read_text()
+)
+SCALE = 1.75
+# The number of adapters and their rank; the last of them no kernel takes together.
+TOGETHER = [(2, 8), (3, 16), (4, 8), (4, 16)]
+SEPARATE = [(2, 4), (3, 32)]
+
+
+@pytest.fixture(scope="module")
+def make_machine(host_folder, host_module):
+    """Return make_machine(text, watch=False) -> a host machine with the least memory of a block on NVIDIA GPUs."""
+
+    def machine(text: str = TEXT, watch: bool = False):
+        return host_module.HostMachine(host_folder, text, watch, 99 * 1024, cuda=True)
+
+    return machine
+
+
+@pytest.fixture(scope="module")
+def gpu(make_machine):
+    return make_machine()
+
+
+@pytest.fixture
+def on_gpu(gpu, monkeypatch) -> list[str]:
+    """Pretend that MLX runs on an NVIDIA GPU, on which every product is large; returns the kernels' names, as used."""
+    names = []
+
+    def run(launch: Launch) -> list[mx.array]:
+        names.append(launch.name.removeprefix("low_rank_"))
+        return gpu.run(launch)
+
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(low_rank, "LEAST", 1)
+    monkeypatch.setattr(low_rank, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(Launch, "run", run)
+    return names
+
+
+def _wide(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32), dtype=np.float64)
+
+
+def _drawn(*shapes: tuple[int, ...]) -> list[mx.array]:
+    draw = np.random.default_rng(len(shapes))
+    return [mx.array(draw.normal(size=shape).astype(np.float32)).astype(mx.bfloat16) for shape in shapes]
+
+
+def _worst(found: mx.array, exact: np.ndarray, terms: np.ndarray) -> float:
+    """The largest error as a share of what it may be: one rounding to bf16, and one of fp32 for each term of a sum."""
+    assert found.shape == exact.shape
+    worst = (np.abs(_wide(found) - exact) / (2.0**-8 * np.abs(exact) + terms + 2.0**-24)).max()
+    return float("inf") if np.isnan(worst) else float(worst)
+
+
+def _errors(machine, count: int, rank: int, rows: int = 70, width: int = 136, seed: int = 1) -> list[float]:
+    """The errors of the products along rows, over rows, and of those that are added to a matrix."""
+    x, *more = _drawn((rows, width), *[(width, rank)] * count, *[(rows, rank)] * count)
+    weights, narrow = more[:count], more[count:]
+    execute = partial(machine.run, seed=seed)
+    x64 = _wide(x)
+    errors = []
+    for found, weight in zip(rows_products(x, weights, execute=execute), map(_wide, weights), strict=True):
+        errors.append(_worst(found, x64 @ weight, width * 2.0**-23 * np.abs(x64) @ np.abs(weight)))
+    for found, one in zip(columns_products(x, narrow, execute=execute), map(_wide, narrow), strict=True):
+        errors.append(_worst(found, x64.T @ one, rows * 2.0**-23 * np.abs(x64.T) @ np.abs(one)))
+    pairs = list(zip(map(_wide, narrow), map(_wide, weights), strict=True))
+    exact = x64 + sum(one @ weight.T for one, weight in pairs)
+    size = np.abs(x64) + sum(np.abs(one) @ np.abs(weight.T) for one, weight in pairs)
+    errors.append(_worst(add_products(x, narrow, weights, execute=execute), exact, count * rank * 2.0**-23 * size))
+    return errors
+
+
+@pytest.mark.parametrize(("count", "rank"), TOGETHER)
+def test_products_of_several_adapters_against_float64(count, rank, gpu, monkeypatch):
+    monkeypatch.setattr(low_rank, "division", lambda *_: (1, 256))
+    assert max(_errors(gpu, count, rank)) <= 1
+    assert max(_errors(gpu, count, rank, rows=600, width=200)) <= 1
+
+
+def test_no_bit_depends_on_the_order_of_lanes_and_blocks(make_machine, monkeypatch):
+    monkeypatch.setattr(low_rank, "division", lambda *_: (1, 128))
+    machine = make_machine(watch=True)
+    assert _errors(machine, 3, 8, rows=300, seed=1) == _errors(machine, 3, 8, rows=300, seed=2)
+
+
+DEFECTS = {
+    "the first adapter alone": ("if (rank >= i * EACH) part = parts[i];", ""),
+    "the next rank's adapter": ("if (rank >= i * EACH)", "if (rank + 8 >= i * EACH)"),
+    "ranks of all adapters in a line": ("line * EACH + rank % EACH", "line * EACH + rank"),
+    "lines of all adapters": ("line * EACH + rank % EACH", "line * EACH * COUNT + rank % EACH"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect(defect, make_machine, host_module):
+    machine = make_machine(host_module.plant(TEXT, *DEFECTS[defect]), watch=True)
+    fault, worst = "", float("nan")
+    try:
+        worst = max(_errors(machine, 3, 8))
+    except host_module.HostError as error:
+        fault = str(error)
+    assert fault.startswith("low_rank_") if fault else not worst <= 1
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        RowsKernel(mx.bfloat16, 24, 16, False, 3),
+        ColumnsKernel(mx.bfloat16, 32, 1, 256, False, 2),
+        WideKernel(mx.bfloat16, 16, True, 2),
+    ],
+    ids=str,
+)
+def test_kernels_of_several_adapters_are_tried_before_they_serve(kernel, gpu):
+    assert low_rank._passes_trial(kernel, gpu.run)
+    assert not low_rank._passes_trial(kernel, lambda launch: [array * 1.05 for array in gpu.run(launch)])
+
+
+@pytest.mark.parametrize(("count", "rank"), [(1, 8), (3, 8), *SEPARATE])
+def test_layers_and_their_gradients_against_float64(count, rank, on_gpu):
+    sizes = [64, 40, 16][:count]
+    shapes = [(2, 9, 32)]
+    for outputs in sizes:
+        shapes += [(outputs, 32), (32, rank), (rank, outputs), (2, 9, outputs)]
+    x, *rest = _drawn(*shapes)
+    matrices = [rest[4 * i : 4 * i + 3] for i in range(count)]
+    cotangents = [rest[4 * i + 3] for i in range(count)]
+
+    def function(x: mx.array, *arrays: mx.array) -> list[mx.array]:
+        return adapted_products(x, [AdaptedMatrix(*arrays[3 * i : 3 * i + 3]) for i in range(count)], SCALE)
+
+    outputs, gradients = mx.vjp(function, [x, *(a for matrix in matrices for a in matrix)], cotangents)
+    mx.eval(outputs, gradients)
+    once = 1 if count == 1 or rank == 8 else count
+    launches = {"rows": once, "wide": count + once, "both": count, "columns": once}
+    assert {name: on_gpu.count(name) for name in launches} == launches
+    x, exact, expected = _wide(x), [], [0.0]
+    for (weight, a, b), dy in zip(matrices, cotangents, strict=True):
+        weight, a, b, dy = map(_wide, (weight, a, b, dy))
+        exact.append(x @ weight.T + SCALE * x @ a @ b)
+        expected[0] = expected[0] + dy @ weight + SCALE * dy @ b.T @ a.T
+        expected += [np.einsum("ijn,ijk->nk", dy, x), SCALE * np.einsum("ijk,ijr->kr", x, dy @ b.T)]
+        expected.append(SCALE * np.einsum("ijr,ijn->rn", x @ a, dy))
+    for found, right in zip((*outputs, *gradients), (*exact, *expected), strict=True):
+        # Results are rounded to bf16 once for each product that is added to them.
+        assert np.abs(_wide(found) - right).max() <= (1 + 2 * count) * 2.0**-8 * np.abs(right).max()
+
+
+class _Layer(nn.Module):
+    def __init__(self, rank: int = 8, dropout: float = 0.0, bias: bool = False):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            LoRALinear.from_base(nn.Linear(*sizes, bias=bias), rank, 2.0, dropout)
+            for sizes in ((32, 48),) * 2 + ((48, 32),)
+        )
+        for module in (self.gate_proj, self.up_proj, self.down_proj):
+            module.freeze()
+            module.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+            module.lora_b = mx.random.normal(module.lora_b.shape)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _loss_and_gradients(layer: nn.Module, x: mx.array):
+    return nn.value_and_grad(layer, lambda layer, x: layer(x).astype(mx.float32).square().sum())(layer, x)
+
+
+def _layer(**options) -> tuple[nn.Module, mx.array]:
+    mx.random.seed(3)
+    layer = _Layer(**options)
+    layer.apply(lambda array: array.astype(mx.bfloat16) if array.ndim == 2 and 8 not in array.shape else array)
+    return layer, mx.random.normal((2, 9, 32)).astype(mx.bfloat16)
+
+
+def test_projections_that_read_one_input_are_computed_together(on_gpu):
+    layer, x = _layer()
+    expected = _loss_and_gradients(layer, x)
+    mx.eval(expected)
+    assert on_gpu.count("rows") == 3
+    assert on_gpu.count("columns") == 3
+    on_gpu.clear()
+    with together(layer):
+        found = _loss_and_gradients(layer, x)
+        # A second call with another input computes anew.
+        assert not mx.array_equal(layer(x * 2), layer(x))
+    mx.eval(found)
+    assert on_gpu.count("columns") == 2
+    assert on_gpu.count("both") == 3
+    assert abs(found[0].item() - expected[0].item()) <= 2.0**-7 * abs(expected[0].item())
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        for factor in ("lora_a", "lora_b"):
+            one, other = found[1][name][factor], expected[1][name][factor]
+            assert np.abs(_wide(one) - _wide(other)).max() <= 2.0**-5 * np.abs(_wide(other)).max()
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"bias": True}], ids=str)
+def test_other_layers_are_computed_alone(options, on_gpu):
+    layer, x = _layer(**options)
+    layer.eval()
+    alone = layer(x)
+    with together(layer):
+        assert mx.array_equal(layer(x), alone)
