@@ -1,4 +1,4 @@
-"""Launches Hopper's own kernel for the product of rows sorted by expert, which kernels/expert_product_hopper.h explains."""
+"""Launches Hopper's own kernel for products of rows sorted by expert (kernels/expert_product_hopper.h)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ...machine import backend, nvidia
-from ..kernels.launch import Launch
+from ..kernels.launch import Launch, Values
 
 # Sizes must be multiples of the first and have two of them; the experts that a block can count; the most tiles of rows,
 # whose numbers have 16 bits.
@@ -24,7 +24,7 @@ class HopperTile(NamedTuple):
     columns: int
 
 
-def supports(rows: mx.array, weight: mx.array, transpose: bool) -> bool:
+def supports(rows: mx.array, weight: mx.array) -> bool:
     """Whether the kernel can compute such a product: in bf16 or fp16 on Hopper, with sizes that are multiples of 64."""
     if backend.device() != "cuda" or nvidia.generation() != nvidia.HOPPER or rows.dtype not in _DTYPES:
         return False
@@ -55,7 +55,7 @@ def product_launch(
     tiles = (rows.shape[0] // (64 * tile.teams) + ends.size) * -(-outputs // tile.columns)
     # One block to a multiprocessor; each computes every so manyth tile.
     blocks = nvidia.limits().multiprocessors
-    values = {"In": rows.dtype, "TEAMS": tile.teams, "COLUMNS": tile.columns, "BLOCKS": blocks}
+    values: Values = {"In": rows.dtype, "TEAMS": tile.teams, "COLUMNS": tile.columns, "BLOCKS": blocks}
     return Launch(
         name="expert_hopper_product",
         memory="HopperExpertMemory",
