@@ -16,7 +16,8 @@ template <> struct ExpertRegisters<3> { static constexpr constant int load = 32,
 template <typename In, int TEAMS, int COLUMNS>
 struct HopperExpertMemory {
   static constexpr constant int rows = 0, weight = TEAMS * 64 * 128, stage = weight + COLUMNS * 128;
-  static constexpr constant int most_experts = 512, others = 64 + 64 + 64 + most_experts * 2;
+  // Each thread counts the tiles of one expert.
+  static constexpr constant int most_experts = (TEAMS + 1) * 128, others = 64 + 64 + 64 + most_experts * 2;
   static constexpr constant int stages = (232448 - 1024 - others) / stage < 4 ? (232448 - 1024 - others) / stage : 4;
   static constexpr constant int barriers = stages * stage, places = barriers + 64, totals = places + 64;
   static constexpr constant int tiles = totals + 64, bytes = tiles + most_experts * 2 + 1024;
