@@ -30,7 +30,7 @@ def calls(monkeypatch):
     def scaled(values: mx.array, scale) -> mx.array:
         return values * (scale if isinstance(scale, float) else scale.astype(mx.float32))
 
-    def product(rows, weight, ends, transpose, scale=1.0, onto=None):
+    def product(rows, weight, ends, transpose, scale, onto, tile):
         assert rows.ndim == 2
         assert ends.dtype == mx.int32
         assert ends.shape == weight.shape[:1]

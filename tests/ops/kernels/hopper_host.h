@@ -287,6 +287,11 @@ inline void put_piece(To to, From from, bool live) {
     if (live) to[i] = from[i];
   }
 }
+template <typename To, typename From>
+inline void put_whole_piece(To to, From from) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) hopper::fail("a piece that is not aligned to 16 bytes");
+  memcpy((void*)to, (const void*)from, 16);
+}
 
 inline void products_start() {}
 inline void products_sent() { ++hopper::sent[host::current]; }
@@ -323,6 +328,9 @@ struct Products {
   }
   static void rows(float* d, unsigned long long a, unsigned long long b, int onto) {
     queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, d, nullptr, a, b, value});
+  }
+  static void shared_columns(float* d, unsigned long long a, unsigned long long b, int onto) {
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 1, d, nullptr, a, b, value});
   }
   static void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) {
     queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 0, d, a, 0, b, value});

@@ -203,14 +203,8 @@ def tried(monkeypatch):
         monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
         rows, low = mx.zeros((5, 136), mx.bfloat16), mx.zeros((5, 8), mx.bfloat16)
         a, b = mx.zeros((3, 8, 136), mx.bfloat16), mx.zeros((3, 136, 8), mx.bfloat16)
-        products = [
-            product_trial.product_serves(rows, a, True, False),
-            product_trial.product_serves(low, a, False, True),
-        ]
-        products += [
-            product_trial.product_serves(low, b, True, True),
-            product_trial.product_serves(rows, b, False, False),
-        ]
+        calls = [(rows, a, True, False), (low, a, False, True), (low, b, True, True), (rows, b, False, False)]
+        products = [product_trial.product_tile(*call) is not None for call in calls]
         return [*products, product_trial.gradient_serves(low, rows), product_trial.gradient_serves(rows, low)]
 
     yield ask

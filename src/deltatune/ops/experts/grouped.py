@@ -2,7 +2,7 @@
 
 MLX's own products of this kind do not use tensor cores while TF32 is off. These kernels serve bf16, with fp32 sums.
 fp32 stays with MLX, whose products are exact, and so does fp16: the kernels would hold each number as a pair of bf16
-and make three products of one.
+and make three products of one. Hopper has a kernel of its own for most products (grouped_hopper.py), in fp16 too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import mlx.core as mx
 
 from ...machine import backend, nvidia
 from ..kernels.launch import Launch, numbers
+from . import grouped_hopper
+from .grouped_hopper import HopperTile
 
 # The groups of 32 lanes in a block, and the bytes of its barriers.
 _GROUPS, _BARRIER_BYTES = 4, 16
@@ -50,6 +52,7 @@ def product(
     transpose: bool,
     scale: mx.array | float = 1.0,
     onto: mx.array | None = None,
+    tile: TileShape | HopperTile | None = None,
 ) -> mx.array:
     """Return onto + scale * rows times their expert's matrix, [R, N].
 
@@ -60,8 +63,9 @@ def product(
         transpose: whether the matrices are multiplied by their last axis.
         scale: one fp32 number.
         onto: [R, N] of the rows' dtype, or None.
+        tile: the tile of a block, which also names the kernel; without one, `product_tile` chooses.
     """
-    tile = product_tile(rows.shape[1], weight.shape[1 if transpose else 2])
+    tile = tile or product_tile(rows.shape[1], weight.shape[1 if transpose else 2])
     return product_launch(rows, weight, ends, transpose, scale, onto, tile).run()[0]
 
 
@@ -89,9 +93,11 @@ def product_launch(
     transpose: bool,
     scale: mx.array | float,
     onto: mx.array | None,
-    tile: TileShape,
+    tile: TileShape | HopperTile,
 ) -> Launch:
     """Describe the launch of `product` with a given tile."""
+    if isinstance(tile, HopperTile):
+        return grouped_hopper.product_launch(rows, weight, ends, transpose, _numbers(scale), onto, tile)
     tile_rows, tile_columns, depth, _ = tile
     outputs = weight.shape[1 if transpose else 2]
     inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": _numbers(scale)}

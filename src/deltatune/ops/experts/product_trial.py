@@ -8,24 +8,35 @@ import mlx.core as mx
 import numpy as np
 
 from .. import trial
-from ..kernels.launch import Launch
-from . import grouped
+from ..kernels.launch import HOPPER, Launch
+from . import grouped, grouped_hopper
 from .grouped import TileShape
+from .grouped_hopper import HopperTile
 from .tolerances import GROUPED, ON_TENSOR_CORES
 
 # How many rows each expert has: the first and the fourth none, the second more than a tile.
-_COUNTS = (0, 140, 1, 0, 27)
+_COUNTS = (0, 200, 1, 0, 27)
 # The sizes of matrices for which grouped.py chooses a narrow tile, a tile of little depth, and any other.
 _SMALL, _SHALLOW, _LARGE = 8, 24, 136
+# The sizes for Hopper's kernel: more inputs than a block has stages for, and a tile of which a part is there.
+_INPUTS, _OUTPUTS_OVER = 384, 64
 _SCALE = 1.75
 
 
-def product_serves(rows: mx.array, weight: mx.array, transpose: bool, added: bool) -> bool:
-    """Whether `grouped.product` is to be used: it supports these arrays, and was found right on this machine."""
+def product_tile(rows: mx.array, weight: mx.array, transpose: bool, added: bool) -> TileShape | HopperTile | None:
+    """Return the tile with which `grouped.product` is to be called, or None where MLX's products are to serve.
+
+    It is of a kernel that supports these arrays and was found right on this machine, Hopper's own if there is one.
+    """
     outputs, inputs = weight.shape[1:] if transpose else weight.shape[:0:-1]
-    if rows.dtype != weight.dtype or not grouped.supports(rows.dtype, inputs, outputs):
-        return False
-    return _product_passes(rows.dtype, transpose, added, grouped.product_tile(inputs, outputs))
+    if rows.dtype != weight.dtype:
+        return None
+    tiles: list[TileShape | HopperTile] = []
+    if grouped_hopper.supports(rows, weight):
+        tiles.append(grouped_hopper.product_tile(outputs))
+    if grouped.supports(rows.dtype, inputs, outputs):
+        tiles.append(grouped.product_tile(inputs, outputs))
+    return next((tile for tile in tiles if _product_passes(rows.dtype, transpose, added, tile)), None)
 
 
 def gradient_serves(left: mx.array, right: mx.array) -> bool:
@@ -37,15 +48,22 @@ def gradient_serves(left: mx.array, right: mx.array) -> bool:
 
 
 @cache
-def _product_passes(dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape) -> bool:
-    outputs = _SMALL if tile[1] < _LARGE // 2 else _LARGE
-    inputs = _SHALLOW if tile == grouped.product_tile(_SHALLOW, outputs) else _LARGE
+def _product_passes(dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile) -> bool:
+    inputs, outputs = _sizes_for(tile)
     rows, onto, weight = _random_arrays(dtype, inputs, outputs)
     products = [x @ w.T for x, w in zip(_by_expert(rows), _float64(weight), strict=True)]
     expected = _SCALE * np.concatenate(products) + (_float64(onto) if added else 0.0)
     matrices = weight if transpose else mx.contiguous(weight.swapaxes(-1, -2))
     launch = grouped.product_launch(rows, matrices, _ends(), transpose, _SCALE, onto if added else None, tile)
     return _agrees(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
+
+
+def _sizes_for(tile: TileShape | HopperTile) -> tuple[int, int]:
+    """Return the inputs and outputs of a product with this tile."""
+    if isinstance(tile, HopperTile):
+        return _INPUTS, tile.columns + _OUTPUTS_OVER
+    outputs = _SMALL if tile[1] < _LARGE // 2 else _LARGE
+    return _SHALLOW if tile == grouped.product_tile(_SHALLOW, outputs) else _LARGE, outputs
 
 
 @cache
@@ -78,10 +96,12 @@ def _by_expert(rows: mx.array) -> list[np.ndarray]:
 
 
 def _agrees(launch: Launch, expected: np.ndarray, bound: float) -> bool:
+    instead = "other kernels or MLX's own products" if HOPPER in launch.name else "MLX's own products"
+
     def error() -> float:
         (shape, dtype) = launch.outputs["out"]
         # The output gets the memory of this array, so that an element that the kernel does not write is NaN.
         mx.eval(mx.full(shape, np.nan, dtype))
         return trial.relative_error(launch.run()[0], expected)
 
-    return trial.passes(launch.name, error, bound, "MLX's own products")
+    return trial.passes(launch.name, error, bound, instead)

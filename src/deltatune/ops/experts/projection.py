@@ -215,11 +215,13 @@ def product(
     """
     weight = weight.astype(rows.dtype)
     one_dtype = onto is None or onto.dtype == rows.dtype
-    if chunk.ends is not None and one_dtype and product_trial.product_serves(rows, weight, transpose, onto is not None):
-        onto_rows = None if onto is None else onto.squeeze(1)
-        factor = 1.0 if scale is None else scale
-        y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows)
-        return y.reshape(-1, 1, y.shape[-1])
+    if chunk.ends is not None and one_dtype:
+        tile = product_trial.product_tile(rows, weight, transpose, onto is not None)
+        if tile is not None:
+            onto_rows = None if onto is None else onto.squeeze(1)
+            factor = 1.0 if scale is None else scale
+            y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, tile)
+            return y.reshape(-1, 1, y.shape[-1])
     if chunk.ends is not None:
         rows = single_rows(rows)
     if backend.device() == "cuda":

@@ -144,7 +144,7 @@ def _source(
 def _bodies(name: str) -> tuple[str, ...]:
     """Return the files that hold the body `name` and what it calls."""
     if name.startswith("expert"):
-        return ("expert_product.h",)
+        return (*HOPPER_WORDS, "expert_product_hopper.h") if HOPPER in name else ("expert_product.h",)
     if name.startswith("vocabulary"):
         return VOCABULARY
     if name.startswith(LOW_RANK):

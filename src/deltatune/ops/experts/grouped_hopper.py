@@ -1,0 +1,87 @@
+"""Launches Hopper's own kernel for products of rows sorted by expert (kernels/expert_product_hopper.h)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ...machine import backend, nvidia
+from ..kernels.launch import Launch, Values
+
+# Sizes must be multiples of the first, and larger. Numbers of tiles have 16 bits.
+_UNIT, _MOST_TILES = 64, 2**16 - 1
+# The threads of a team; the most stages of a block's shared memory; bytes beside them, and those that align it.
+_TEAM, _STAGES, _BARRIERS, _ALIGNMENT = 128, 4, 3 * 64, 1024
+_DTYPES = (mx.bfloat16, mx.float16)
+
+
+class HopperTile(NamedTuple):
+    """The tile of a block: how many teams multiply 64 rows each, and the columns."""
+
+    teams: int
+    columns: int
+
+    @property
+    def most_experts(self) -> int:
+        """How many experts a block can have: each thread, of these teams and one that loads, counts one's tiles."""
+        return _TEAM * (self.teams + 1)
+
+
+_WIDE, _NARROW = HopperTile(3, 256), HopperTile(3, 128)
+
+
+def supports(rows: mx.array, weight: mx.array) -> bool:
+    """Whether the kernel can compute such a product: in bf16 or fp16 on Hopper, with sizes that are multiples of 64."""
+    if backend.device() != "cuda" or nvidia.generation() != nvidia.HOPPER or rows.dtype not in _DTYPES:
+        return False
+    experts, *sizes = weight.shape
+    if experts > _WIDE.most_experts or rows.shape[0] // _UNIT + experts > _MOST_TILES:
+        return False
+    return all(size % _UNIT == 0 and size > _UNIT for size in sizes)
+
+
+def product_tile(outputs: int) -> HopperTile:
+    """Choose the tile of a product."""
+    return _WIDE if outputs > _NARROW.columns else _NARROW
+
+
+def product_launch(
+    rows: mx.array,
+    weight: mx.array,
+    ends: mx.array,
+    transpose: bool,
+    scale: mx.array,
+    onto: mx.array | None,
+    tile: HopperTile,
+) -> Launch:
+    """Describe the launch of the product, whose arguments are those of `grouped.product`; scale is an array [1]."""
+    outputs = weight.shape[1 if transpose else 2]
+    inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": scale}
+    if onto is not None:
+        inputs["onto"] = onto
+    tiles = (rows.shape[0] // (_UNIT * tile.teams) + ends.size) * -(-outputs // tile.columns)
+    # One block to a multiprocessor; each computes every so manyth tile.
+    blocks = nvidia.limits().multiprocessors
+    values: Values = {"In": rows.dtype, "TEAMS": tile.teams, "COLUMNS": tile.columns, "BLOCKS": blocks}
+    return Launch(
+        name="expert_hopper_product",
+        memory="HopperExpertMemory",
+        inputs=inputs,
+        outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
+        values=values | {"TRANSPOSED": transpose, "ADDED": onto is not None},
+        order=(*values, "TRANSPOSED", "ADDED"),
+        memory_order=("In", "TEAMS", "COLUMNS"),
+        blocks=(min(blocks, tiles), 1, 1),
+        bytes=_bytes(tile),
+        groups=_TEAM // 32 * (tile.teams + 1),
+        arguments=("rows", "weight", "ends", "scale", "rows" if onto is None else "onto", "out"),
+        sizes=("rows_shape[1]", f"weight_shape[{1 if transpose else 2}]", "ends_shape[0]"),
+    )
+
+
+def _bytes(tile: HopperTile) -> int:
+    """The bytes of a block's shared memory: as many stages of both operands as fit."""
+    stage = (_UNIT * tile.teams + tile.columns) * 128
+    others = _BARRIERS + 2 * tile.most_experts + _ALIGNMENT
+    return min(_STAGES, (nvidia.H200.block_bytes - others) // stage) * stage + others

@@ -1,0 +1,289 @@
+// The product of rows that are sorted by expert with their experts' matrices, on Hopper, for bf16 and fp16. What it
+// computes, and `ends`, are explained in expert_product.h.
+// A block has a team of four warps that loads, and TEAMS teams that multiply, 64 rows each. It computes one tile of the
+// result after another, and while the last rows of one are written, the operands of the next are on their way.
+// Reading the matrices is what bounds it. A tile is therefore as tall as registers allow, so that an expert's matrix is
+// seldom read twice, and blocks that run at the same time compute neighbouring tiles, which share their operands in L2.
+
+// The registers of a thread of the loading team and of the others. A block starts with as many for each of its threads
+// as the multiprocessor has: a team that asks for more than the others gave back waits forever.
+template <int TEAMS> struct ExpertRegisters;
+template <> struct ExpertRegisters<2> { static constexpr constant int load = 40, multiply = 232, start = 168; };
+template <> struct ExpertRegisters<3> { static constexpr constant int load = 32, multiply = 160, start = 128; };
+
+// The shared memory of a block: for each stage, 64 columns of a tile's rows and 64 inputs of COLUMNS outputs of the
+// matrix; then where the tile of each stage lies, how many tiles the experts have, and barriers.
+template <typename In, int TEAMS, int COLUMNS>
+struct HopperExpertMemory {
+  static constexpr constant int rows = 0, weight = TEAMS * 64 * 128, stage = weight + COLUMNS * 128;
+  // Each thread counts the tiles of one expert.
+  static constexpr constant int most_experts = (TEAMS + 1) * 128, others = 64 + 64 + 64 + most_experts * 2;
+  static constexpr constant int stages = (232448 - 1024 - others) / stage < 4 ? (232448 - 1024 - others) / stage : 4;
+  static constexpr constant int barriers = stages * stage, places = barriers + 64, totals = places + 64;
+  static constexpr constant int tiles = totals + 64, bytes = tiles + most_experts * 2 + 1024;
+};
+
+// The mbarriers of a stage: its operands have arrived, and all warps have read them.
+struct ExpertBarriers {
+  unsigned place;
+  inline unsigned here(int stage) const { return place + 8 * stage; }
+  inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
+  template <int TEAMS, int STAGES>
+  inline void start(Place at) const {
+    if (at.index == 0) {
+      for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
+      for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), TEAMS * 4);
+      mbarriers_started();
+    }
+  }
+};
+
+// A tile of the result: its first row, how many rows its expert has from there on (none after the last tile), and its
+// first column. The loader names each stage's tile to the others.
+struct ExpertTile {
+  int row, height, column;
+};
+inline void put_expert_tile(threadgroup int* to, ExpertTile tile) {
+  to[0] = tile.row, to[1] = tile.height, to[2] = tile.column;
+}
+inline ExpertTile get_expert_tile(threadgroup const int* from) {
+  return ExpertTile{uniform(from[0]), uniform(from[1]), uniform(from[2])};
+}
+
+// Counts for each expert the tiles of ROWS rows of all experts up to this one.
+template <int ROWS, typename PE>
+inline void count_expert_tiles(threadgroup unsigned short* tiles, threadgroup int* totals, PE ends, int experts,
+                               Place at) {
+  const int e = at.index, rows = e < experts ? ends[e] - (e > 0 ? ends[e - 1] : 0) : 0;
+  int upto = (rows + ROWS - 1) / ROWS, all = upto;
+  DELTATUNE_UNROLL
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = lane_exchange(all, step);
+    upto += at.lane & step ? other : 0;
+    all += other;
+  }
+  if (at.lane == 0) totals[at.group] = all;
+  barrier();
+  for (int group = 0; group < at.group; ++group) upto += totals[group];
+  if (e < experts) tiles[e] = (unsigned short)upto;
+  barrier();
+}
+
+// Returns the place of tile `number` of `across` in each row of tiles.
+template <int ROWS, int COLUMNS, typename PE>
+inline ExpertTile expert_tile(int number, int across, threadgroup const unsigned short* tiles, PE ends, int experts,
+                              thread int& expert, int lane) {
+  const int down = number / across;
+  int found = 0;
+  for (int e = lane; e < experts; e += 32) found += tiles[e] <= down ? 1 : 0;
+  expert = (int)lane_sum((float)found);
+  if (expert >= experts) return ExpertTile{0, 0, 0};
+  const int start = expert > 0 ? ends[expert - 1] : 0, before = expert > 0 ? tiles[expert - 1] : 0;
+  const int row = start + (down - before) * ROWS;
+  return ExpertTile{row, ends[expert] - row, (number - down * across) * COLUMNS};
+}
+
+// Copies a thread's pieces of PANELS panels of ROWS x 64 elements, every 16th row from its first on. Rows from `live` on,
+// and columns from `width` on, keep what is in their place.
+template <int ROWS, int PANELS, typename In, typename P>
+inline void copy_panels(threadgroup In* to, P from, int stride, int live, int width, bool aligned, unsigned mbarrier) {
+  const long step = (long)16 * stride;
+  if (aligned) {
+    const unsigned place = shared_place(to);
+    DELTATUNE_UNROLL
+    for (int row = 0; row < ROWS; row += 16, from += step) {
+      DELTATUNE_UNROLL
+      for (int panel = 0; panel < PANELS; ++panel)
+        if (row < live && panel * 64 < width)
+          copy_signalled_piece(place + (panel * ROWS + row) * 128, from + panel * 64, true, mbarrier);
+    }
+    return;
+  }
+  for (int row = 0; row < ROWS && row < live; row += 16, from += step)
+    for (int panel = 0; panel < PANELS && panel * 64 < width; ++panel)
+      put_piece(to + (panel * ROWS + row) * 64, from + panel * 64, true);
+  copies_fence();
+}
+
+// Loads the operands of one tile after another.
+template <typename In, int TEAMS, int COLUMNS, int BLOCKS, bool TRANSPOSED, typename PX, typename PW, typename PE>
+inline void load_expert_tiles(Place at, Room room, ExpertBarriers barriers, int inputs, int outputs, int experts,
+                              PX rows, PW weight, PE ends) {
+  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
+  constexpr int ROWS = TEAMS * 64;
+  const int across = (outputs + COLUMNS - 1) / COLUMNS, weight_stride = TRANSPOSED ? inputs : outputs;
+  const bool rows_aligned = aligned16(rows), weight_aligned = aligned16(weight);
+  const auto tiles = reinterpret_cast<threadgroup unsigned short*>(room.memory + Memory::tiles);
+  // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
+  const int first = at.index / 8, piece = at.index % 8, own = first * 64 + ((piece ^ first) & 7) * 8;
+  int stage = 0, use = 0, expert = 0;
+  for (int number = at.x;; number += BLOCKS) {
+    const ExpertTile tile = expert_tile<ROWS, COLUMNS>(number, across, tiles, ends, experts, expert, at.lane);
+    const int height = tile.height - first, width = outputs - tile.column;
+    auto rows_from = rows + (long)(tile.row + first) * inputs + piece * 8;
+    auto weight_from = weight + (long)expert * inputs * outputs + (TRANSPOSED ? (long)tile.column * inputs : tile.column);
+    weight_from += (long)first * weight_stride + piece * 8;
+    for (int left = inputs; left > 0; left -= 64) {
+      const unsigned mbarrier = barriers.here(stage);
+      if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
+      if (at.index == 0) {
+        put_expert_tile(reinterpret_cast<threadgroup int*>(room.memory + Memory::places) + 4 * stage, tile);
+        mbarrier_arrive(mbarrier);
+      }
+      if (tile.height > 0) {
+        const auto to = reinterpret_cast<threadgroup In*>(room.memory + stage * Memory::stage) + own;
+        copy_panels<ROWS, 1>(to, rows_from, inputs, height, 64, rows_aligned, mbarrier);
+        copy_panels<TRANSPOSED ? COLUMNS : 64, TRANSPOSED ? 1 : COLUMNS / 64>(
+            to + Memory::weight / 2, weight_from, weight_stride, TRANSPOSED ? width - first : 64, width, weight_aligned,
+            mbarrier);
+      }
+      signalled_pieces_sent(mbarrier);
+      if (++stage == Memory::stages) stage = 0, ++use;
+      if (tile.height <= 0) return;
+      rows_from += 64;
+      weight_from += TRANSPOSED ? 64 : 64 * (long)outputs;
+    }
+  }
+}
+
+// Adds the product of a stage to d, or sets d to it: 64 rows times the matrix. The compiler gives a thread no product of
+// more columns where a block has four teams.
+template <typename In, int COLUMNS, bool TRANSPOSED>
+inline void multiply_expert_stage(thread float (&d)[COLUMNS / 2], unsigned rows, unsigned weight, bool onto) {
+  const unsigned left_place = opaque((rows & 0x3ffff) >> 4), right_place = opaque((weight & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const unsigned long long left = rows_operand(left_place + k * 2);
+    DELTATUNE_UNROLL
+    for (int side = 0; side < COLUMNS / 128; ++side) {
+      const unsigned right = right_place + side * 1024;
+      if (TRANSPOSED) Products<In, 128>::rows(d + 64 * side, left, rows_operand(right + k * 2), onto || k > 0);
+      else Products<In, 128>::shared_columns(d + 64 * side, left, columns_operand(right + k * 128, 8192), onto || k > 0);
+    }
+  }
+}
+
+// Writes a warp's 16 rows of a tile, of which `height` are there, by way of its 2048 bytes of shared memory: 64 columns
+// at a time, in the form of a packed tile. `onto` and `out` start at the strip; `width` columns are left of the matrix.
+template <typename In, int COLUMNS, bool ADDED, typename PO>
+inline void write_expert_strip(threadgroup In* strip, const thread float (&sums)[COLUMNS / 2], float factor, PO onto,
+                               GLOBAL In* out, int stride, int height, int width, int lane) {
+  const unsigned place = shared_place(strip) + (lane & 15) * 128;
+  const int first = lane / 8, piece = lane % 8 * 8;
+  DELTATUNE_UNROLL
+  for (int part = 0; part < COLUMNS / 64; ++part) {
+    if (part * 64 >= width) continue;
+    if (ADDED) {
+      for (int row = first; row < 16; row += 4)
+        put_piece(strip + row * 64 + ((lane ^ row) & 7) * 8, onto + (long)row * stride + part * 64 + piece,
+                  row < height);
+      group_barrier();
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      unsigned pairs[4];
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float x = factor * sums[part * 32 + j * 8 + 2 * i], y = factor * sums[part * 32 + j * 8 + 2 * i + 1];
+        if (ADDED) {
+          const int row = lane / 4 + (i & 1) * 8;
+          threadgroup const In* old = strip + row * 64 + (((2 * j + (i >> 1)) ^ row) & 7) * 8 + lane % 4 * 2;
+          x = static_cast<float>(old[0]) + x, y = static_cast<float>(old[1]) + y;
+        }
+        pairs[i] = PairOf<In>::of(x, y);
+      }
+      put_parts(place + (((2 * j + (lane >> 4)) ^ lane) & 7) * 16, pairs);
+    }
+    group_barrier();
+    DELTATUNE_UNROLL
+    for (int row = first; row < 16; row += 4)
+      if (row < height)
+        put_whole_piece(out + (long)row * stride + part * 64 + piece, strip + row * 64 + ((lane ^ row) & 7) * 8);
+    group_barrier();
+  }
+}
+
+// A barrier of one team that multiplies.
+inline void expert_team_barrier(int team) {
+  if (team == 1) named_barrier<128, 1>();
+  else if (team == 2) named_barrier<128, 2>();
+  else named_barrier<128, 3>();
+}
+
+// Computes a team's 64 rows of one tile after another.
+template <typename In, int TEAMS, int COLUMNS, bool TRANSPOSED, bool ADDED, typename PO>
+inline void multiply_expert_tiles(Place at, Room room, ExpertBarriers barriers, int inputs, int outputs, float factor,
+                                  PO onto, GLOBAL In* out) {
+  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
+  const int team = at.group / 4, top = (team - 1) * 64, strip = at.group % 4, steps = inputs / 64;
+  int stage = 0, use = 0;
+  const auto advance = [&]() {
+    release(barriers.read(stage), at);
+    if (++stage == Memory::stages) stage = 0, ++use;
+  };
+  float sums[COLUMNS / 2];
+  for (;;) {
+    mbarrier_wait(barriers.here(stage), use);
+    const ExpertTile tile =
+        get_expert_tile(reinterpret_cast<threadgroup const int*>(room.memory + Memory::places) + 4 * stage);
+    if (tile.height <= 0) return;
+    if (tile.height <= top) {
+      for (int step = 0; step < steps; ++step) {
+        mbarrier_wait(barriers.here(stage), use);
+        advance();
+      }
+      continue;
+    }
+    for (int step = 0;; ++step) {
+      mbarrier_wait(barriers.here(stage), use);
+      copies_fence();
+      const unsigned place = room.place + stage * Memory::stage;
+      register_fence(sums);
+      products_start();
+      multiply_expert_stage<In, COLUMNS, TRANSPOSED>(sums, place + Memory::rows + top * 128, place + Memory::weight,
+                                                     step > 0);
+      products_sent();
+      products_wait<0>();
+      register_fence(sums);
+      if (step + 1 == steps) break;
+      advance();
+    }
+    // The last stage's rows have been multiplied by all warps, and the results take their place.
+    expert_team_barrier(team);
+    const int row = top + strip * 16;
+    const long first = (long)(tile.row + row) * outputs + tile.column;
+    const auto memory = room.memory + stage * Memory::stage + Memory::rows + row * 128;
+    if (tile.height > row)
+      write_expert_strip<In, COLUMNS, ADDED>(reinterpret_cast<threadgroup In*>(memory), sums, factor, onto + first,
+                                             out + first, outputs, tile.height - row, outputs - tile.column, at.lane);
+    advance();
+  }
+}
+
+// Computes what expert_product does, for inputs and outputs that are multiples of 64. The grid is BLOCKS blocks at
+// most. Block b computes the tiles b, b + BLOCKS, and so on, of TEAMS x 64 rows and COLUMNS columns; those of one
+// expert follow one another.
+template <typename In, int TEAMS, int COLUMNS, int BLOCKS, bool TRANSPOSED, bool ADDED, typename PX, typename PW,
+          typename PE, typename PS, typename PO>
+inline void expert_hopper_product(Place at, threadgroup char* memory, int inputs, int outputs, int experts, PX rows,
+                                  PW weight, PE ends, PS scale, PO onto, GLOBAL In* out) {
+  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
+  using Registers = ExpertRegisters<TEAMS>;
+  static_assert(Registers::load + TEAMS * Registers::multiply <= (TEAMS + 1) * Registers::start,
+                "teams share out what the block starts with");
+  const Room room = room_of(memory);
+  const ExpertBarriers barriers{room.place + Memory::barriers};
+  barriers.template start<TEAMS, Memory::stages>(at);
+  count_expert_tiles<TEAMS * 64>(reinterpret_cast<threadgroup unsigned short*>(room.memory + Memory::tiles),
+                                 reinterpret_cast<threadgroup int*>(room.memory + Memory::totals), ends, experts, at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    fewer_registers<Registers::load>();
+    load_expert_tiles<In, TEAMS, COLUMNS, BLOCKS, TRANSPOSED>(at, room, barriers, inputs, outputs, experts, rows, weight,
+                                                              ends);
+  } else {
+    more_registers<Registers::multiply>();
+    multiply_expert_tiles<In, TEAMS, COLUMNS, TRANSPOSED, ADDED>(at, room, barriers, inputs, outputs, scale[0], onto,
+                                                                 out);
+  }
+}

@@ -1,0 +1,182 @@
+"""Hopper's kernel for products of rows sorted by expert, run on the host machine and compared with float64.
+
+Outputs start as NaN.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from beside import load
+from deltatune.machine import backend, nvidia
+from deltatune.ops.experts import grouped, grouped_hopper, product_trial
+from deltatune.ops.experts.grouped_hopper import HopperTile
+from deltatune.ops.experts.tolerances import GROUPED
+from deltatune.ops.kernels.launch import FOLDER, Launch, header
+
+HERE = Path(__file__).parent
+FILES = ("hopper_tiles.h", "expert_product_hopper.h")
+HOPPER = "".join(
+    [header("metal", ()), (HERE / "hopper_host.h").read_text(), *((FOLDER / name).read_text() for name in FILES)]
+)
+of_any_machine = load(HERE / "test_expert_product.py")
+
+# How many rows each expert has, the inputs and the outputs.
+UNEVEN = ([70, 0, 3, 131, 64, 1], 192, 192)
+CASES = {
+    "uneven": UNEVEN,
+    "empty experts, five stages": ([0, 0, 200, 0, 16, 0], 320, 320),
+    "all rows on the first": ([193, 0], 128, 128),
+    "more experts than lanes": ([0] * 20 + [5] + [2] * 20 + [0, 1], 128, 128),
+    "one row": ([0, 1, 0], 128, 128),
+}
+
+
+@pytest.fixture
+def run(host_folder, host_module, monkeypatch):
+    """Return run(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3) -> the kernel's product."""
+    machines = {}
+
+    def multiply(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3) -> mx.array:
+        monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, blocks))
+        if text not in machines:
+            machines[text] = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
+        weight = case.weight if transpose else mx.contiguous(case.weight.swapaxes(-1, -2))
+        tile = grouped_hopper.product_tile(case.weight.shape[1])
+        launch = grouped.product_launch(case.rows, weight, case.ends, transpose, case.scale, onto, tile)
+        return machines[text].run(launch, seed)[0]
+
+    return multiply
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_product(name, transpose, run):
+    case = of_any_machine.ExpertCase(*CASES[name])
+    assert of_any_machine._error(run(case, transpose), case.truth) <= GROUPED["bfloat16"]
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_added_onto_another(transpose, run):
+    case = of_any_machine.ExpertCase(*UNEVEN)
+    onto = mx.contiguous(case.dy[::-1])
+    error = of_any_machine._error(run(case, transpose, onto), case.truth + of_any_machine._wide(onto))
+    assert error <= GROUPED["bfloat16"]
+
+
+def test_fp16(run):
+    case = of_any_machine.ExpertCase([70, 0, 3], 128, 128, mx.float16)
+    onto = case.dy
+    error = of_any_machine._error(run(case, True, onto), case.truth + of_any_machine._wide(onto))
+    assert error <= GROUPED["float16"]
+
+
+def test_rows_past_the_end_of_an_expert_are_not_read(run):
+    """One expert's rows and matrix are NaN, and the products of the others are finite and right."""
+    counts = [33, 70, 40]
+    case = of_any_machine.ExpertCase(counts, 128, 128)
+    bad = mx.array([0.0, np.nan, 0.0])
+    case.rows = case.rows + bad[mx.array(np.repeat([0, 1, 2], counts))][:, None].astype(mx.bfloat16)
+    case.weight = case.weight + bad[:, None, None].astype(mx.bfloat16)
+    good = np.flatnonzero(np.repeat([True, False, True], counts))
+    for transpose in (True, False):
+        error = of_any_machine._error(run(case, transpose)[mx.array(good)], case.truth[good])
+        assert error <= GROUPED["bfloat16"]
+
+
+def test_neither_the_order_of_lanes_nor_the_number_of_blocks_changes_a_bit(run):
+    case = of_any_machine.ExpertCase(*UNEVEN)
+    first, *others = (run(case, True, seed=seed, blocks=blocks) for seed, blocks in ((1, 3), (2, 3), (1, 1), (1, 40)))
+    assert all(mx.array_equal(first, other) for other in others)
+
+
+def test_operands_that_start_anywhere(run):
+    """The host's buffers are all aligned, so the text says that they are not."""
+    text = HOPPER.replace("return (uintptr_t)p % 16 == 0;", "return false;")
+    assert text != HOPPER
+    case = of_any_machine.ExpertCase(*UNEVEN)
+    for transpose in (True, False):
+        assert mx.array_equal(run(case, transpose, text=text), run(case, transpose))
+
+
+# Each defect: the text, and what replaces it.
+DEFECTS = {
+    "an expert's last row left out": ("ends[expert] - row,", "ends[expert] - row - 1,"),
+    "a row of the next expert written": ("(row < height)\n        put_whole", "(row <= height)\n        put_whole"),
+    "columns past the last written": ("if (part * 64 >= width) continue;", ""),
+    "a tile of an expert left out": ("(rows + ROWS - 1) / ROWS, all", "rows / ROWS, all"),
+    "tiles of experts of other groups of lanes left out": ("upto += totals[group];", ";"),
+    "a stage overwritten before it is read": ("if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);", ""),
+    "a stage read before it has arrived": ("mbarrier_wait(barriers.here(stage), use);\n      copies_fence();", ""),
+    "a product that is not waited for": ("products_wait<0>();\n      register_fence(sums);\n      if", "if"),
+    "results among rows that are on their way": (
+        "if (step + 1 == steps) break;",
+        "if (step + 1 == steps) { release(barriers.read(stage), at); break; }",
+    ),
+    "a matrix read before it is there": ("row < height);\n      group_barrier();", "row < height);"),
+    "the first inputs left out": ("onto || k > 0);\n      else", "k > 0);\n      else"),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_shows(name, run, host_module):
+    # The experts of a second group of lanes have rows too.
+    case = of_any_machine.ExpertCase([70, 0, 200, 3] + [0] * 30 + [64, 1], 384, 192)
+    try:
+        found = run(case, True, case.dy, text=host_module.plant(HOPPER, *DEFECTS[name]))
+    except host_module.HostError as refusal:
+        fault = str(refusal)
+    else:
+        worst = of_any_machine._error(found, case.truth + of_any_machine._wide(case.dy))
+        fault = "" if worst <= GROUPED["bfloat16"] else f"expert_hopper_product: {worst}"
+    # The fault comes from the run and not from the compiler.
+    assert fault.startswith("expert_")
+
+
+@pytest.fixture
+def tried(host_folder, host_module, monkeypatch):
+    """Return tried(text) -> the tile that serves a product of 256 x 256 when Hopper's kernel has this text."""
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
+    monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
+    product_trial._product_passes.cache_clear()
+    other = host_module.HostMachine(host_folder, header("metal", ("expert_product.h",)), bytes=nvidia.H200.block_bytes)
+
+    def ask(text: str):
+        own = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
+        machine = host_module.OneKernelReplaced("expert_hopper_product", own, other)
+        monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
+        return product_trial.product_tile(
+            mx.zeros((5, 256), mx.bfloat16), mx.zeros((2, 256, 256), mx.bfloat16), True, True
+        )
+
+    yield ask
+    product_trial._product_passes.cache_clear()
+
+
+def test_the_kernel_serves_where_it_is_right(tried, caplog):
+    assert tried(HOPPER) == HopperTile(3, 256)
+    assert not caplog.records
+
+
+def test_another_kernel_serves_where_it_is_wrong(tried, host_module, caplog):
+    assert tried(host_module.plant(HOPPER, *DEFECTS["an expert's last row left out"])) == of_any_machine.USED["wide"]
+    assert "expert_hopper_product is off by" in caplog.text
+
+
+def test_which_products_the_kernel_serves(monkeypatch):
+    def serves(device="cuda", generation=90, dtype=mx.bfloat16, rows=5, experts=3, outputs=128, inputs=192):
+        monkeypatch.setattr(backend, "device", lambda: device)
+        monkeypatch.setattr(nvidia, "generation", lambda: generation)
+        arrays = [mx.zeros(shape, dtype) for shape in ((rows, inputs), (experts, outputs, inputs))]
+        return grouped_hopper.supports(*arrays)
+
+    assert serves()
+    assert serves(dtype=mx.float16)
+    others = [{"device": "metal"}, {"generation": 100}, {"dtype": mx.float32}, {"experts": 513}, {"rows": 2**22}]
+    others += [{"outputs": 136}, {"outputs": 64}, {"inputs": 64}, {"inputs": 72}]
+    assert not any(serves(**other) for other in others)
