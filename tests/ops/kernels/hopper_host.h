@@ -252,7 +252,8 @@ inline void multiply_accumulate(float* c, const unsigned (&a)[4], unsigned b0, u
     for (int k = 0; k < 16; ++k) {
       const int upper = k / 8, holder = k % 8 / 2, shift = k % 2 * 16;
       const unsigned left = hopper::published[first + lane / 4 * 4 + holder][e / 2 + upper * 2] >> shift << 16;
-      const unsigned right = hopper::published[first + (lane % 4 * 2 + e % 2) * 4 + holder][4 + upper] >> shift << 16;
+      const int column = lane % 4 * 2 + e % 2;
+      const unsigned right = hopper::published[first + column * 4 + holder][4 + upper] >> shift << 16;
       c[e] += as_type<float>(left) * as_type<float>(right);
     }
   host::meet_group(7);

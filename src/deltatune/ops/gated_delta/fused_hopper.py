@@ -43,6 +43,16 @@ class HopperTiling(Tiling):
     """The sizes of a call and how Hopper's kernels divide it: a block of a scan computes 64 rows of a state."""
 
     @property
+    def prepare_heads(self) -> int:
+        """The value heads of a block of the prepare kernel, which share the products of their key head."""
+        return min(2, self.value_heads // self.key_heads)
+
+    @cached_property
+    def prepare_bytes(self) -> int:
+        """Bytes of shared memory per block of the prepare kernel."""
+        return 4 * _CHUNK * self.key_size + self.prepare_heads * 16 * (_CHUNK + 1) + 16 + 1024
+
+    @property
     def scan_groups(self) -> int:
         """Groups of 32 threads per block of either scan: three teams of four."""
         return 12
@@ -84,13 +94,12 @@ def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
     triangle = ((*chunks, _TRIANGLE // 2), mx.bfloat16)
     inputs = x.named(*names)
     outputs = {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, _CHUNK), mx.float32)}
-    # The value heads of a block, which share the products of q and k.
-    heads = min(2, tiling.value_heads // tiling.key_heads)
+    blocks_of_head = -(-tiling.value_heads // (tiling.key_heads * tiling.prepare_heads))
     values: Values = {
         "In": tiling.dtype,
         "HK": tiling.key_heads,
         "HV": tiling.value_heads,
-        "HEADS": heads,
+        "HEADS": tiling.prepare_heads,
         "MASKED": tiling.masked,
         "SEGMENTED": tiling.segmented,
     }
@@ -102,8 +111,8 @@ def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
         values=values,
         order=tuple(values),
         memory_order=("HEADS",),
-        blocks=(tiling.chunks, tiling.key_heads * -(-tiling.value_heads // (tiling.key_heads * heads)), tiling.batch),
-        bytes=4 * _CHUNK * tiling.key_size + heads * 16 * (_CHUNK + 1) + 16 + 1024,
+        blocks=(tiling.chunks, tiling.key_heads * blocks_of_head, tiling.batch),
+        bytes=tiling.prepare_bytes,
         arguments=call_arguments(names, tuple(inputs), tuple(outputs)),
         resident=_PREPARE_RESIDENT,
     )

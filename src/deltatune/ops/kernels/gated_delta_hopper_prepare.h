@@ -76,7 +76,7 @@ inline void split_tile(thread SplitTile& to, const thread float (&x)[8]) {
 // The triangles of a value head in shared memory. A lane's place among the cores of a tile depends on which of the two
 // dimensions has the larger distance; low parts have the other one, and so have transposes.
 struct CoreTriangle {
-  unsigned place, by_rows, by_columns;
+  unsigned by_rows, by_columns;
   inline void load(thread SplitTile& to, int a, int b) const {
     load_parts(to.high, by_rows + core_high(2 * a, 2 * b));
     load_parts(to.low, by_columns + core_low(2 * a, 2 * b));
@@ -98,7 +98,7 @@ struct CoreTriangle {
 };
 inline CoreTriangle core_triangle(unsigned place, int lane) {
   const unsigned first = place + (lane & 7) * 16, side = lane >> 3 & 1, other = lane >> 4;
-  return CoreTriangle{place, first + side * core_row + other * core_bytes, first + side * core_bytes + other * core_row};
+  return CoreTriangle{first + side * core_row + other * core_bytes, first + side * core_bytes + other * core_row};
 }
 
 // Weighs a warp's tile in column `b` of Q K^T and K K^T for a value head. It writes the tile of P to device memory, and
@@ -362,18 +362,21 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
 
   const unsigned triangle = room.place + Memory::solve + own_head * triangle_bytes;
   const TriangleSolver solver{core_triangle(triangle, lane), own.rate(), lane};
-  if (own_head < heads) solver.merge_tiles(warp % 2 * 2);
-  barrier();
   float y[2][8];
   SplitTile scaled[2];
-  if (own_head < heads) solver.start_column(y, scaled, warp % 2);
-  // The other warp has read the tiles of N that this one now overwrites.
+  if (own_head < heads) {
+    solver.merge_tiles(warp % 2 * 2);
+    group_barrier();
+    solver.start_column(y, scaled, warp % 2);
+  }
+  // The other warp has read the tiles of N that this one now overwrites, and has put tile (3, 2) of Z.
   barrier();
   if (own_head < heads) solver.finish_column(y, scaled, warp % 2);
   copies_fence();
   barrier();
   if (own_head < heads && t == 0) {
     send_block(solve + chunk_of(own_head) * (triangle_bytes / 2), triangle, triangle_bytes);
-    blocks_arrived();
+    // The block's memory is read when it ends. What was sent arrives before the kernel ends.
+    blocks_read();
   }
 }

@@ -59,7 +59,7 @@ class Launch:
         groups: Groups of 32 lanes per block.
         arguments: The text of the body's arguments; by default the names of the inputs and of the outputs.
         sizes: The text of the sizes that the body takes before its arguments; by default the sequence's length.
-        resident: How many blocks must fit on a multiprocessor, which bounds a lane's registers (Hopper's kernels alone).
+        resident: How many blocks of a kernel of Hopper's must fit on a multiprocessor, which bounds a lane's registers.
     """
 
     name: str
