@@ -1,21 +1,21 @@
 // The prepare kernel of gated_delta.h on Hopper, for bf16, keys of 128 and chunks of 64 positions. Letters and formulas
 // are those of that file, and Z and P are written as gated_delta_hopper_cores.h says.
 //
-// A block does a chunk of a key head, for two of its value heads or one. Its four warps multiply K and Q with K once:
-// warp w has rows 16 w to 16 w + 15 of Q K^T and K K^T in registers. It weighs them for each value head, writes P to
-// device memory from the registers, puts N into shared memory as cores, and computes its diagonal tile of Z, for both
-// value heads at once. Then two warps take each value head and put a tile of Z in the place of each tile of N. They
-// compute with the transposes of tiles, for then each result is in registers in the form of the next product's left
-// operand, and the diagonal tiles are already where a load can transpose them.
+// A block does a chunk of a key head, for two of its value heads or one. Its four warps multiply Q with K once, and then
+// K with K: warp w has rows 16 w to 16 w + 15 of the product in registers. It weighs them for each value head, writes P
+// to device memory from the registers, puts N into shared memory as cores, and computes its diagonal tile of Z, for
+// both value heads at once. Then two warps take each value head and put a tile of Z in the place of each tile of N.
+// They compute with the transposes of tiles, for then each result is in registers in the form of the next product's
+// left operand. The two products come one after the other, for more blocks fit with half the registers.
 
-// The shared memory of a block. Once K and Q are multiplied, the triangles of the value heads take their place, and by
-// value head and warp the tiles of D on the diagonal, which become those of N.
+// The shared memory of a block. Once Q is multiplied, the tiles of D on the diagonal take its place, by value head and
+// warp, and become those of N. Once K is multiplied too, so do the triangles of the value heads.
 template <int HEADS>
 struct HopperPrepareMemory {
   static constexpr constant int k = 0, q = 16384, solve = 0, diagonal = 2 * triangle_bytes;
   static constexpr constant int tables = 32768, table = (4 * 64 + 4) * 4, arrival = tables + HEADS * table;
   static constexpr constant int bytes = arrival + 16 + 1024;
-  static_assert(diagonal + 2 * 4096 <= tables, "what takes the place of K and Q fits there");
+  static_assert(diagonal >= q && diagonal + 2 * 4096 <= tables, "the tiles fit in the place of Q");
 };
 
 // The gates of a chunk and value head, beta, and products of gates as in Decay of gated_delta.h.
@@ -101,11 +101,12 @@ inline CoreTriangle core_triangle(unsigned place, int lane) {
   return CoreTriangle{first + side * core_row + other * core_bytes, first + side * core_bytes + other * core_row};
 }
 
-// Weighs a warp's tile in column `b` of Q K^T and K K^T for a value head. It writes the tile of P to device memory, and
-// that of N to shared memory: on the diagonal in fp32, elsewhere as cores.
-inline void weigh_tile(const thread float* qk, const thread float* kk, PrepareTables tables, DiagonalTiles diagonal,
-                       int head, CoreTriangle triangle, GLOBAL bf16* scores, int warp, int b, int lane) {
-  float p[8], n[8];
+// Weighs a warp's tile in column `b` of Q K^T for a value head, and writes that tile of P to device memory. For KEYS it
+// weighs that of K K^T, and puts the tile of N into shared memory: on the diagonal in fp32, elsewhere as cores.
+template <bool KEYS>
+inline void weigh_tile(const thread float* products, PrepareTables tables, DiagonalTiles diagonal, int head,
+                       CoreTriangle triangle, GLOBAL bf16* scores, int warp, int b, int lane) {
+  float x[8];
   if (b < warp) {
     const float middle = tables.between(warp, b);
     float prefix[2], suffix[4];
@@ -114,32 +115,47 @@ inline void weigh_tile(const thread float* qk, const thread float* kk, PrepareTa
     get_two(suffix, tables.suffix() + b * 16 + lane % 4 * 2);
     get_two(suffix + 2, tables.suffix() + b * 16 + 8 + lane % 4 * 2);
     DELTATUNE_UNROLL
-    for (int e = 0; e < 8; ++e) {
-      const float d = prefix[e >> 1 & 1] * middle * suffix[e / 4 * 2 + e % 2];
-      p[e] = d * qk[e];
-      n[e] = d * kk[e];
-    }
+    for (int e = 0; e < 8; ++e) x[e] = prefix[e >> 1 & 1] * middle * suffix[e / 4 * 2 + e % 2] * products[e];
   } else {
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
+      x[e] = 0.0f;
+      if (b > warp) continue;
       const int i = lane / 4 + (e >> 1 & 1) * 8, j = lane % 4 * 2 + e % 2 + e / 4 * 8;
       threadgroup float* place = diagonal.row(head, i) + j;
-      const float d = b == warp && i >= j ? *place : 0.0f;
-      p[e] = b == warp ? d * qk[e] : 0.0f;
-      n[e] = 0.0f;
-      if (b == warp) *place = i > j ? d * kk[e] : 0.0f;
+      if (KEYS) *place = i > j ? *place * products[e] : 0.0f;
+      else x[e] = (i >= j ? *place : 0.0f) * products[e];
     }
+    if (KEYS && b == warp) return;
   }
   SplitTile tile;
-  split_tile(tile, p);
+  split_tile(tile, x);
+  if (KEYS) {
+    triangle.put(tile, warp, b);
+    return;
+  }
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i) {
     put_pair(scores + core_high(2 * warp + i % 2, 2 * b + i / 2) / 2, tile.high[i]);
     put_pair(scores + core_low(2 * warp + i % 2, 2 * b + i / 2) / 2, tile.low[i]);
   }
-  if (b == warp) return;
-  split_tile(tile, n);
-  triangle.put(tile, warp, b);
+}
+// Does so for all tiles of a warp and all value heads. A lane writes to `scores`, and for the next value head
+// `next_head` elements further.
+template <bool KEYS, typename Tables>
+inline void weigh_rows(const thread float (&products)[32], Tables tables_of, DiagonalTiles diagonal, unsigned triangles,
+                       GLOBAL bf16* scores, long next_head, int heads, int warp, int lane) {
+  DELTATUNE_UNROLL
+  for (int b = 0; b < 4; ++b) {
+    // Above the diagonal there are zeros beside every second tile.
+    if (b > warp + 1 || (b > warp && warp % 2)) continue;
+    _Pragma("unroll 1")
+    for (int head = 0; head < heads; ++head) {
+      const CoreTriangle triangle = core_triangle(triangles + head * triangle_bytes, lane);
+      weigh_tile<KEYS>(products + 8 * b, tables_of(head), diagonal, head, triangle, scores + head * next_head, warp, b,
+                       lane);
+    }
+  }
 }
 
 // Computes a column of diagonal tile b of Z by forward substitution, and puts it at `to`, where the triangle starts.
@@ -320,17 +336,18 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
   }
   mbarrier_wait(arrival, 0);
   copies_fence();
-  float qk[32], kk[32];
-  register_fence(qk);
-  register_fence(kk);
-  products_start();
-  multiply_rows<In, 64, 128>(kk, room.place + Memory::k, 8192, room.place + Memory::k, 8192);
-  multiply_rows<In, 64, 128>(qk, room.place + Memory::q, 8192, room.place + Memory::k, 8192);
-  products_sent();
-  products_wait<0>();
-  register_fence(qk);
-  register_fence(kk);
-  barrier();
+  float products[32];
+  // Multiplies with K. All warps have read both operands when it returns.
+  const auto multiply_by_keys = [&](int operand) {
+    register_fence(products);
+    products_start();
+    multiply_rows<In, 64, 128>(products, room.place + operand, 8192, room.place + Memory::k, 8192);
+    products_sent();
+    products_wait<0>();
+    register_fence(products);
+    barrier();
+  };
+  multiply_by_keys(Memory::q);
   if (own_head < heads) {
     GLOBAL float* to = factors + chunk_of(own_head) * 192 + t;
     to[0] = own.between(t / 16, -1) * own.prefix()[t];
@@ -342,25 +359,19 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
   const int own_side = lane / 16;
   if (own_side < heads) diagonal.fill(own_side, lane % 16, tables_of(own_side).gate + warp * 16);
   group_barrier();
-  GLOBAL bf16* own_scores = scores + chunk_of(0) * (triangle_bytes / 2) + lane * 2;
+  const unsigned triangles = room.place + Memory::solve;
+  GLOBAL bf16* to = scores + chunk_of(0) * (triangle_bytes / 2) + lane * 2;
   const long next_head = (long)chunks * (triangle_bytes / 2);
-  DELTATUNE_UNROLL
-  for (int b = 0; b < 4; ++b) {
-    // Above the diagonal there are zeros beside every second tile.
-    if (b > warp + 1 || (b > warp && warp % 2)) continue;
-    _Pragma("unroll 1")
-    for (int head = 0; head < heads; ++head)
-      weigh_tile(qk + 8 * b, kk + 8 * b, tables_of(head), diagonal, head,
-                 core_triangle(room.place + Memory::solve + head * triangle_bytes, lane),
-                 own_scores + head * next_head, warp, b, lane);
-  }
+  weigh_rows<false>(products, tables_of, diagonal, triangles, to, next_head, heads, warp, lane);
+  multiply_by_keys(Memory::k);
+  weigh_rows<true>(products, tables_of, diagonal, triangles, to, next_head, heads, warp, lane);
   group_barrier();
   if (own_side < heads)
     solve_column(diagonal, own_side, tables_of(own_side).rate() + warp * 16,
                  room.memory + Memory::solve + own_side * triangle_bytes, warp, lane % 16);
   barrier();
 
-  const unsigned triangle = room.place + Memory::solve + own_head * triangle_bytes;
+  const unsigned triangle = triangles + own_head * triangle_bytes;
   const TriangleSolver solver{core_triangle(triangle, lane), own.rate(), lane};
   float y[2][8];
   SplitTile scaled[2];
