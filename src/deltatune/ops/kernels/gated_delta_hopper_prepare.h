@@ -1,8 +1,8 @@
 // The prepare kernel of gated_delta.h on Hopper, for bf16, keys of 128 and chunks of 64 positions. Letters and formulas
 // are those of that file, and Z and P are written as gated_delta_hopper_cores.h says.
 //
-// A block does a chunk of a key head, for two of its value heads or one. Its four warps multiply Q with K once, and then
-// K with K: warp w has rows 16 w to 16 w + 15 of the product in registers. It weighs them for each value head, writes P
+// A block does a chunk of a key head, for two of its value heads or one. Its four warps multiply Q with K once, then K
+// with K: warp w has rows 16 w to 16 w + 15 of the product in registers. It weighs them for each value head, writes P
 // to device memory from the registers, puts N into shared memory as cores, and computes its diagonal tile of Z, for
 // both value heads at once. Then two warps take each value head and put a tile of Z in the place of each tile of N.
 // They compute with the transposes of tiles, for then each result is in registers in the form of the next product's
