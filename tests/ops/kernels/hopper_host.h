@@ -34,7 +34,7 @@ static int send_count[host::most_lanes];
 enum : long { most_looks = 3000000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes], sent[host::most_lanes];
-static unsigned published[host::most_lanes][4];
+static unsigned published[host::most_lanes][6];
 
 static char* memory_at(unsigned place) {
   return host::arena.start + place;
@@ -240,6 +240,24 @@ inline void blocks_arrived() { blocks_read(); }
 inline void load_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, false); }
 inline void load_turned_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, true); }
 inline float float_of(unsigned bits) { return as_type<float>(bits); }
+
+// Adds to c [16, 8] the product of a [16, 16] and b [16, 8], whose upper and lower eight rows are b0 and b1.
+inline void multiply_accumulate(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  const int me = host::current, lane = host::lane_id(), first = me - lane;
+  for (int i = 0; i < 4; ++i) hopper::published[me][i] = a[i];
+  hopper::published[me][4] = b0;
+  hopper::published[me][5] = b1;
+  host::meet_group(6);
+  for (int e = 0; e < 4; ++e)
+    for (int k = 0; k < 16; ++k) {
+      const int upper = k / 8, holder = k % 8 / 2, shift = k % 2 * 16;
+      const unsigned left = hopper::published[first + lane / 4 * 4 + holder][e / 2 + upper * 2] >> shift << 16;
+      const int column = lane % 4 * 2 + e % 2;
+      const unsigned right = hopper::published[first + column * 4 + holder][4 + upper] >> shift << 16;
+      c[e] += as_type<float>(left) * as_type<float>(right);
+    }
+  host::meet_group(7);
+}
 
 template <int COUNT>
 inline void more_registers() {}

@@ -17,7 +17,8 @@ from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fus
 from deltatune.ops.kernels.launch import FOLDER, header
 
 HERE = Path(__file__).parent
-FILES = ("hopper_tiles.h", "gated_delta.h", "gated_delta_hopper.h", "gated_delta_hopper_gradients.h")
+PARTS = ("cores", "prepare", "gradients")
+FILES = ("hopper_tiles.h", "gated_delta.h", *(f"gated_delta_hopper_{part}.h" for part in PARTS), "gated_delta_hopper.h")
 HOPPER = "".join(
     [header("metal", ()), (HERE / "hopper_host.h").read_text(), *((FOLDER / name).read_text() for name in FILES)]
 )
@@ -85,7 +86,7 @@ DEFECTS = {
         "    hand_chunk_over<Memory>(stage, barriers, n, x, at);",
     ),
     "the low parts of a triangle at another place": ("(i + 4) * core_bytes", "(i + 2) * core_bytes"),
-    "no zeros above a triangle": ("put_zeros(tile == 10 ? 0 : 2, at.lane);", ""),
+    "no zeros above a triangle": ("if (b > warp + 1 || (b > warp && warp % 2)) continue;", "if (b > warp) continue;"),
     "rows past the end": ("if (row < left) put_piece", "put_piece"),
     "sums read before they are written": ("    mbarrier_wait(barriers.sums(), step);\n", ""),
 }

@@ -13,7 +13,7 @@ from deltatune.ops.kernels.launch import header
 
 # Each kernel and the function with its body.
 KERNELS = {
-    "prepare": "prepare_chunk",
+    "prepare": "gated_delta_prepare",
     "scan": "scan_chunks",
     "reverse": "reverse_chunks",
     "gradients": "gated_delta_gradients",

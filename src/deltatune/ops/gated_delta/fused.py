@@ -152,16 +152,11 @@ def prepare(tiling: Tiling, x: KernelInputs) -> Launch:
 
     For each chunk it writes the packed triangles solve and scores, and factors [3, C].
     """
-    return prepare_as("prepare", tiling, x, tiling.triangle_elements, mx.float32)
-
-
-def prepare_as(name: str, tiling: Tiling, x: KernelInputs, elements: int, dtype: mx.Dtype) -> Launch:
-    """Return the launch of the prepare kernel of this name, which writes triangles of `elements` numbers of `dtype`."""
     chunks = (tiling.batch, tiling.value_heads, tiling.chunks)
     names = ("q", "k", "log_g", "beta", "mask", "segments")
-    triangle = ((*chunks, elements), dtype)
+    triangle = ((*chunks, tiling.triangle_elements), mx.float32)
     return make_launch(
-        name,
+        "prepare",
         tiling,
         names,
         x.named(*names),

@@ -19,7 +19,6 @@ from .fused import (
     call_arguments,
     gradient_outputs,
     make_launch,
-    prepare_as,
     reverse_outputs,
     scan_outputs,
 )
@@ -33,6 +32,8 @@ _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block,
 # those that align it among them, and its groups of 32 threads.
 _STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 226_656, 20
+# The blocks of the prepare kernel on a multiprocessor: each mostly waits, so that their number decides its speed.
+_PREPARE_RESIDENT = 6
 __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]
 _SCAN_VALUES = ("In", "DK", "DV", "HK", "HV", "STAGES", "MASKED")
 
@@ -40,6 +41,16 @@ _SCAN_VALUES = ("In", "DK", "DV", "HK", "HV", "STAGES", "MASKED")
 @dataclass(frozen=True)
 class HopperTiling(Tiling):
     """The sizes of a call and how Hopper's kernels divide it: a block of a scan computes 64 rows of a state."""
+
+    @property
+    def prepare_heads(self) -> int:
+        """The value heads of a block of the prepare kernel, which share the products of their key head."""
+        return min(2, self.value_heads // self.key_heads)
+
+    @cached_property
+    def prepare_bytes(self) -> int:
+        """Bytes of shared memory per block of the prepare kernel."""
+        return 4 * _CHUNK * self.key_size + self.prepare_heads * 16 * (_CHUNK + 1) + 16 + 1024
 
     @property
     def scan_groups(self) -> int:
@@ -78,7 +89,33 @@ def _tiling(shape: Shape, dtype: mx.Dtype, masked: bool, segmented: bool, limits
 
 def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
     """Return the launch of the prepare kernel: for each chunk solve and scores in bf16, and factors [3, C]."""
-    return prepare_as("hopper_prepare", tiling, x, _TRIANGLE // 2, mx.bfloat16)
+    names = ("q", "k", "log_g", "beta", "mask", "segments")
+    chunks = (tiling.batch, tiling.value_heads, tiling.chunks)
+    triangle = ((*chunks, _TRIANGLE // 2), mx.bfloat16)
+    inputs = x.named(*names)
+    outputs = {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, _CHUNK), mx.float32)}
+    blocks_of_head = -(-tiling.value_heads // (tiling.key_heads * tiling.prepare_heads))
+    values: Values = {
+        "In": tiling.dtype,
+        "HK": tiling.key_heads,
+        "HV": tiling.value_heads,
+        "HEADS": tiling.prepare_heads,
+        "MASKED": tiling.masked,
+        "SEGMENTED": tiling.segmented,
+    }
+    return Launch(
+        name="gated_delta_hopper_prepare",
+        memory="HopperPrepareMemory",
+        inputs=inputs,
+        outputs=outputs,
+        values=values,
+        order=tuple(values),
+        memory_order=("HEADS",),
+        blocks=(tiling.chunks, tiling.key_heads * blocks_of_head, tiling.batch),
+        bytes=tiling.prepare_bytes,
+        arguments=call_arguments(names, tuple(inputs), tuple(outputs)),
+        resident=_PREPARE_RESIDENT,
+    )
 
 
 def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs) -> Launch:

@@ -238,35 +238,18 @@ inline void solve_triangle(Place at, Z z, N scratch, N n, threadgroup const floa
   }
 }
 
-// How the prepare kernel writes P, tile by tile, and Z, when it is complete: as packed triangles.
-template <typename In, int C>
-struct PackedTriangles {
-  GLOBAL float* solve;
-  GLOBAL float* scores;
-  long chunk;
-  inline PackedTriangles of_chunk(long number) const { return PackedTriangles{solve, scores, number}; }
-  inline void put_scores(int row, int column, const thread Tile& tile, int lane) const {
-    put_tile<true, true>(stored_at<Wide<In>>(scores, chunk, packed_offset(C / 16)),
-                         packed_offset(row) + column * 16, packed_stride(row), tile, 16, 16, lane);
-  }
-  template <int GROUPS, typename Z>
-  inline void put_solve(Z z, Place at) const {
-    constexpr int triangle = packed_offset(C / 16);
-    write_block<triangle, GROUPS * 32>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);
-  }
-};
-
 // Computes what the scans need of each chunk and what does not depend on its state. Each block does one chunk; the grid
 // is (chunks, HV, B).
 // Inputs: q, k [B,T,HK,DK]; log_g, beta [B,T,HV]; mask [B,T] and segments [B,T], or Nothing.
-// Outputs, for each of [B,HV,chunks]: solve, which is Z, and scores, which is P, both written by `triangles`; factors
-// [3,C], which are G, E and beta (0 where a step is not live).
+// Outputs, for each of [B,HV,chunks]: solve, which is Z, and scores, which is P, both packed triangles; factors [3,C],
+// which are G, E and beta (0 where a step is not live).
 // The threads copy Q and K to shared memory, and one thread per position computes its gate. Each group then takes pairs
 // of tiles of P and N, and solve_triangle computes Z.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
-          typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ, typename Triangles>
-inline void prepare_chunk(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta, PM mask,
-                          PZ segments, Triangles all_triangles, GLOBAL float* factors) {
+          typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ>
+inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta, PM mask,
+                                PZ segments, GLOBAL float* solve, GLOBAL float* scores,
+                                GLOBAL float* factors) {
   using Memory = PrepareMemory<In, C, DK, UNSTAGED>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
   constexpr int pairs = blocks * (blocks + 1) / 2, triangle = packed_offset(blocks);
@@ -277,7 +260,6 @@ inline void prepare_chunk(Place at, threadgroup char* memory, int length, PQ q, 
   const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, triangle);
   const Wide<In> scratch = shared_at<Wide<In>>(memory, Memory::scratch, C * square);
   const Wide<In> n = shared_at<Wide<In>>(memory, Memory::n, C * square);
-  const Triangles triangles = all_triangles.of_chunk(chunk);
   threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::blocks);
   const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
   threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::gate);
@@ -331,20 +313,13 @@ inline void prepare_chunk(Place at, threadgroup char* memory, int length, PQ q, 
       kk.set(e, i > j ? d * kk.get(e) : 0.0f);
       if (row == column) diagonal[i * 17 + (j & 15)] = kk.get(e);
     }
-    triangles.put_scores(row, column, qk, at.lane);
+    put_tile<true, true>(stored_at<Wide<In>>(scores, chunk, triangle), packed_offset(row) + column * 16,
+                         packed_stride(row), qk, 16, 16, at.lane);
     if (row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
   }
   barrier();
   solve_triangle<C, GROUPS>(at, z, scratch, n, diagonal, rate);
-  triangles.template put_solve<GROUPS>(z, at);
-}
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
-          typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ>
-inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta, PM mask,
-                                PZ segments, GLOBAL float* solve, GLOBAL float* scores,
-                                GLOBAL float* factors) {
-  prepare_chunk<In, C, DK, HK, HV, GROUPS, UNSTAGED, MASKED, SEGMENTED>(
-      at, memory, length, q, k, log_g, beta, mask, segments, PackedTriangles<In, C>{solve, scores, 0}, factors);
+  write_block<triangle, threads>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);
 }
 
 // The types of the matrices that the two scans multiply with the state. With one gate per head they are K and Q, and

@@ -1,106 +1,11 @@
-// The two scans of gated_delta.h on Hopper, for bf16, chunks of 64 positions, and heads of whole 64 columns; and the
-// prepare kernel, which writes Z and P in the form that they read. The formulas are those of gated_delta.h.
+// The two scans of gated_delta.h on Hopper, for bf16, chunks of 64 positions, and heads of whole 64 columns. Formulas are
+// those of gated_delta.h, and matrices in device memory have the form that gated_delta_hopper_cores.h describes.
 //
 // A block has three teams of four warps. One loads chunks. One goes through the chunks: it holds 64 rows of a state in
 // its registers, transposed as everything that it computes of a chunk: rows of DV by positions or by keys. Each result
 // is in registers in the form of the next product's left operand. This team hands each state and each u, in bf16, to
 // the third team, which computes y or dv from them and writes everything to device memory.
 // What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h).
-//
-// Matrices that the kernels hand to one another consist of cores: 8 x 8 matrices of bf16, 128 bytes each. A group of
-// lanes writes a core at once from its registers, and the tensor cores multiply with cores as they are. States have
-// their cores in rows, [DV / 8, DK / 8]. So have u and R [DV / 8, 8]: all high parts, then all low parts, then for each
-// 16 rows the tails of the state, 16 bytes a lane (tails_of).
-// Z and P of a chunk are in a grid of 8 x 12 cores. The high part of core (I, J) of the lower triangle is at (I, J).
-// Its low part is at (J, I + 4), above the triangle. Either way the distances between neighbours are constant, as the
-// tensor cores want them. Products take 32 positions at a time, so the 16 x 16 tiles (0, 1) and (2, 3) are zeros.
-
-enum CoreSizes : int { core_bytes = 128, core_row = 12 * core_bytes, triangle_bytes = 8 * core_row };
-inline constexpr int core_high(int i, int j) {
-  return i * core_row + j * core_bytes;
-}
-inline constexpr int core_low(int i, int j) {
-  return j * core_row + (i + 4) * core_bytes;
-}
-
-// Splits pairs of fp32 numbers into pairs of high and of low parts.
-inline unsigned high_pair(float first, float second) {
-  return PairOf<bf16>::of(first, second);
-}
-inline float first_of(unsigned pair) {
-  return float_of(pair << 16);
-}
-inline float second_of(unsigned pair) {
-  return float_of(pair & 0xffff0000u);
-}
-inline unsigned low_pair(float first, float second, unsigned high) {
-  return PairOf<bf16>::of(first - first_of(high), second - second_of(high));
-}
-inline void split_pair(thread unsigned& high, thread unsigned& low, float first, float second) {
-  high = high_pair(first, second);
-  low = low_pair(first, second, high);
-}
-template <int COUNT>
-inline void split_pairs(thread unsigned (&high)[COUNT / 2], thread unsigned (&low)[COUNT / 2],
-                        const thread float (&x)[COUNT]) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < COUNT / 2; ++i) split_pair(high[i], low[i], x[2 * i], x[2 * i + 1]);
-}
-
-// Writes the elements (i, j) and (i, j + 1) of a triangle, j even.
-inline void put_core_pair(GLOBAL bf16* to, int i, int j, float first, float second) {
-  const int within = i % 8 * 8 + j % 8;
-  const unsigned high = high_pair(first, second);
-  put_pair(to + core_high(i / 8, j / 8) / 2 + within, high);
-  put_pair(to + core_low(i / 8, j / 8) / 2 + within, low_pair(first, second, high));
-}
-// How the prepare kernel writes P and Z, as CoreTriangles.
-struct CoreTriangles {
-  GLOBAL bf16* solve;
-  GLOBAL bf16* scores;
-  inline CoreTriangles of_chunk(long chunk) const {
-    return CoreTriangles{solve + chunk * (triangle_bytes / 2), scores + chunk * (triangle_bytes / 2)};
-  }
-  inline void put_scores(int a, int b, const thread Tile& tile, int lane) const {
-    DELTATUNE_UNROLL
-    for (int e = 0; e < 8; e += 2)
-      put_core_pair(scores, 16 * a + tile_row(e, lane), 16 * b + tile_column(e, lane), tile.get(e), tile.get(e + 1));
-  }
-  template <int GROUPS, typename Z>
-  inline void put_solve(Z z, Place at) const {
-    for (int tile = at.group; tile < 12; tile += GROUPS) {
-      if (tile >= 10) {
-        put_zeros(tile == 10 ? 0 : 2, at.lane);
-        continue;
-      }
-      const int a = tile < 1 ? 0 : tile < 3 ? 1 : tile < 6 ? 2 : 3, b = tile - a * (a + 1) / 2;
-      DELTATUNE_UNROLL
-      for (int core = 0; core < 4; ++core) {
-        const int i = core / 2 * 8 + at.lane / 4, j = core % 2 * 8 + at.lane % 4 * 2;
-        const int from = packed_offset(a) + i * packed_stride(a) + b * 16 + j;
-        put_core_pair(solve, 16 * a + i, 16 * b + j, z.get(from), z.get(from + 1));
-      }
-    }
-  }
-  // Writes zeros to tile (a, a + 1) of both.
-  inline void put_zeros(int a, int lane) const {
-    for (int core = 0; core < 4; ++core) {
-      const int i = 16 * a + core / 2 * 8 + lane / 4, j = 16 * (a + 1) + core % 2 * 8 + lane % 4 * 2;
-      put_core_pair(solve, i, j, 0.0f, 0.0f);
-      put_core_pair(scores, i, j, 0.0f, 0.0f);
-    }
-  }
-};
-
-// Computes what gated_delta_prepare does.
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
-          typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ>
-inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
-                                       PM mask, PZ segments, GLOBAL In* solve, GLOBAL In* scores,
-                                       GLOBAL float* factors) {
-  prepare_chunk<In, C, DK, HK, HV, GROUPS, UNSTAGED, MASKED, SEGMENTED>(
-      at, memory, length, q, k, log_g, beta, mask, segments, CoreTriangles{solve, scores}, factors);
-}
 
 // The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY with padding, P,
 // and the factors; then a state and its tails as cores. When Z and V are read, u or R of the chunk takes their place,
@@ -139,33 +44,6 @@ struct ScanBarriers {
     barrier();
   }
 };
-
-// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, or to rows with
-// padding. Rows that are not live become zeros.
-template <int COLUMNS, bool SWIZZLED, typename P, typename Live>
-inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live live, unsigned mbarrier, int index) {
-  constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = SWIZZLED ? 64 : COLUMNS + 8;
-  const int c = index % pieces, first = index / pieces;
-  // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
-  threadgroup bf16* place =
-      SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * 8;
-  const auto source = from + first * row_stride + c * 8;
-  if (!Live::masked && live.left >= 64 && aligned16(from)) {
-    const unsigned start = shared_place(place);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 64 / step; ++i)
-      copy_signalled_piece(start + i * step * stride * 2, source + i * step * row_stride, true, mbarrier);
-    return;
-  }
-  const bool aligned = aligned16(from);
-  for (int i = 0; i < 64 / step; ++i) {
-    const bool on = live(first + i * step);
-    const auto row = on ? source + i * step * row_stride : from;
-    if (aligned) copy_signalled_piece(shared_place(place + i * step * stride), row, on, mbarrier);
-    else put_piece(place + i * step * stride, row, on);
-  }
-  if (!aligned) copies_fence();
-}
 
 // Loads chunk after chunk. REVERSE begins with the last one.
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename PQ,
@@ -275,14 +153,6 @@ inline constexpr int pair_of(int i) {
   return i / 2 * 2;
 }
 
-// Writes a left operand, 16 rows by 16 columns, as cores in shared memory, or reads it. The next row of cores is `row`
-// bytes further.
-inline unsigned lane_core(unsigned cores, int row, int lane) {
-  return cores + (lane >> 3 & 1) * row + (lane >> 4) * 128 + (lane & 7) * 16;
-}
-inline void put_cores(unsigned to, int row, const thread unsigned* operand, int lane) {
-  put_parts(lane_core(to, row, lane), operand);
-}
 // Returns, for two tiles of a state, the two bits of each element that follow those of its bf16 (metal.h explains
 // them): a lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
 inline unsigned tails_of(const thread float* x) {

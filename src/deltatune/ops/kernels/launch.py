@@ -59,6 +59,7 @@ class Launch:
         groups: Groups of 32 lanes per block.
         arguments: The text of the body's arguments; by default the names of the inputs and of the outputs.
         sizes: The text of the sizes that the body takes before its arguments; by default the sequence's length.
+        resident: How many blocks of a kernel of Hopper's must fit on a multiprocessor, which bounds a lane's registers.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Launch:
     groups: int = 4
     arguments: tuple[str, ...] | None = None
     sizes: tuple[str, ...] | None = None
+    resident: int = 1
 
     @property
     def source(self) -> str:
@@ -85,7 +87,9 @@ class Launch:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
         names = tuple(self.inputs), tuple(self.outputs)
         threads = self.groups * 32 if HOPPER in self.name or self.name.startswith(LOW_RANK) else 0
-        kernel = kernel_of(_machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads)
+        kernel = kernel_of(
+            _machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads, self.resident
+        )
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 
@@ -154,9 +158,16 @@ def _bodies(name: str) -> tuple[str, ...]:
     if name.startswith("attention"):
         return (*HOPPER_WORDS, *ATTENTION, "attention_hopper.h") if HOPPER in name else ATTENTION
     if HOPPER in name:
-        own = "gated_delta_hopper_gradients.h" if name.endswith("gradients") else "gated_delta_hopper.h"
-        return (*HOPPER_WORDS, *GATED_DELTA[:1], own)
+        return (*HOPPER_WORDS, *GATED_DELTA[:1], *_hopper_gated_delta(name))
     return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
+
+
+def _hopper_gated_delta(name: str) -> tuple[str, ...]:
+    """Return the files that a gated delta kernel of Hopper's has in addition to gated_delta.h."""
+    if name.endswith("gradients"):
+        return ("gated_delta_hopper_gradients.h",)
+    own = "gated_delta_hopper_prepare.h" if name.endswith("prepare") else "gated_delta_hopper.h"
+    return ("gated_delta_hopper_cores.h", own)
 
 
 @cache
