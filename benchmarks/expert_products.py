@@ -126,7 +126,7 @@ def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--teams", type=int, nargs="+", default=[3], help="the teams of Hopper's blocks, 64 rows each")
+    parser.add_argument("--teams", type=int, nargs="+", default=[2], help="the teams of Hopper's blocks, 64 rows each")
     parser.add_argument("--tiny", action="store_true", help="errors alone, on sizes for compute-sanitizer")
     options = parser.parse_args()
     counts = np.array(TINY_COUNTS) if options.tiny else counts_of(options.tokens)

@@ -46,7 +46,7 @@ def run(host_folder, host_module, monkeypatch):
         if text not in machines:
             machines[text] = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
         weight = case.weight if transpose else mx.contiguous(case.weight.swapaxes(-1, -2))
-        tile = grouped_hopper.product_tile(case.weight.shape[1])
+        tile = grouped_hopper.product_tile(case.weight.shape[1], case.weight.shape[0])
         launch = grouped.product_launch(case.rows, weight, case.ends, transpose, case.scale, onto, tile)
         return machines[text].run(launch, seed)[0]
 

@@ -28,7 +28,9 @@ class HopperTile(NamedTuple):
         return _TEAM * (self.teams + 1)
 
 
-_WIDE, _NARROW = HopperTile(3, 256), HopperTile(3, 128)
+# Two teams are a little faster than three, which can count more experts.
+_FEW_TEAMS, _MANY_TEAMS = 2, 3
+_WIDE, _NARROW = 256, 128
 
 
 def supports(rows: mx.array, weight: mx.array) -> bool:
@@ -36,14 +38,15 @@ def supports(rows: mx.array, weight: mx.array) -> bool:
     if backend.device() != "cuda" or nvidia.generation() != nvidia.HOPPER or rows.dtype not in _DTYPES:
         return False
     experts, *sizes = weight.shape
-    if experts > _WIDE.most_experts or rows.shape[0] // _UNIT + experts > _MOST_TILES:
+    if experts > HopperTile(_MANY_TEAMS, _WIDE).most_experts or rows.shape[0] // _UNIT + experts > _MOST_TILES:
         return False
     return all(size % _UNIT == 0 and size > _UNIT for size in sizes)
 
 
-def product_tile(outputs: int) -> HopperTile:
-    """Choose the tile of a product."""
-    return _WIDE if outputs > _NARROW.columns else _NARROW
+def product_tile(outputs: int, experts: int) -> HopperTile:
+    """Choose the tile of a product with so many outputs and experts."""
+    few = HopperTile(_FEW_TEAMS, _WIDE if outputs > _NARROW else _NARROW)
+    return few if experts <= few.most_experts else few._replace(teams=_MANY_TEAMS)
 
 
 def product_launch(

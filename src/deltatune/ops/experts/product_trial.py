@@ -33,7 +33,7 @@ def product_tile(rows: mx.array, weight: mx.array, transpose: bool, added: bool)
         return None
     tiles: list[TileShape | HopperTile] = []
     if grouped_hopper.supports(rows, weight):
-        tiles.append(grouped_hopper.product_tile(outputs))
+        tiles.append(grouped_hopper.product_tile(outputs, weight.shape[0]))
     if grouped.supports(rows.dtype, inputs, outputs):
         tiles.append(grouped.product_tile(inputs, outputs))
     return next((tile for tile in tiles if _product_passes(rows.dtype, transpose, added, tile)), None)

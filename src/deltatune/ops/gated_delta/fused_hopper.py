@@ -33,7 +33,7 @@ _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
 # those that align it among them, and its groups of 32 threads.
 _STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 226_656, 20
 # The blocks of the prepare kernel on a multiprocessor: each mostly waits, so that their number decides its speed.
-_PREPARE_RESIDENT = 6
+_PREPARE_RESIDENT = 5
 __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]
 _SCAN_VALUES = ("In", "DK", "DV", "HK", "HV", "STAGES", "MASKED")
 
