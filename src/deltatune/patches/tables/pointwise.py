@@ -5,13 +5,14 @@ Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...machine import backend
-from ...ops.pointwise import conv, norms, rows, silu
+from ...ops.pointwise import conv, heads, norms, rows, silu
 from ..patch_record import Function, Patch, describe_difference
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
@@ -107,24 +108,56 @@ def _embedding(upstream: Function) -> Function:
 
 
 def _attention(upstream: Function) -> Function:
-    """Attention whose queries come with a gate: one pass norms the queries and applies the gate's sigmoid."""
+    """Attention whose queries come with a gate: its norms, rotary embedding and gate take one pass each way."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         if cache is not None or type(self.q_norm) is not nn.RMSNorm:
             return upstream(self, x, mask, cache)
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        both, weight, eps = mx.unflatten(self.q_proj(x), -1, (heads, -1)), self.q_norm["weight"], self.q_norm.eps
-        if not norms.norm_and_gate_serves(both, weight, eps):
-            return upstream(self, x, mask, cache)
-        queries, gate = norms.norm_and_gate(both, weight, eps)
-        keys, values = (mx.unflatten(each(x), -1, (groups, -1)) for each in (self.k_proj, self.v_proj))
-        queries, keys, values = (each.swapaxes(1, 2) for each in (queries, self.k_norm(keys), values))
-        output = mx.fast.scaled_dot_product_attention(
-            self.rope(queries), self.rope(keys), values, scale=self.scale, mask=mask
+        both = mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1))
+        keys, values = (
+            mx.unflatten(each(x), -1, (self.num_key_value_heads, -1)) for each in (self.k_proj, self.v_proj)
         )
-        return self.o_proj((output.swapaxes(1, 2) * gate).flatten(2))
+        found = _turned(self, both, keys) or _normed(self, both, keys)
+        if found is None:
+            return upstream(self, x, mask, cache)
+        queries, gate, keys = found
+        output = mx.fast.scaled_dot_product_attention(queries, keys, values.swapaxes(1, 2), scale=self.scale, mask=mask)
+        gated = heads.times_gate(output, gate) if heads.serves_gate(output, gate) else output.swapaxes(1, 2) * gate
+        return self.o_proj(gated.flatten(2))
 
     return __call__
+
+
+def _turned(layer: Any, both: mx.array, keys: mx.array) -> Sequence[mx.array] | None:
+    """Queries and keys as attention takes them, and the gate between the two, by one kernel for each projection.
+
+    Args:
+        layer: the attention.
+        both: queries and gates, [B, T, H, 2 W].
+        keys: [B, T, K, W].
+
+    Returns:
+        Queries [B, H, T, W], the sigmoid of the gates [B, T, H, W] and keys [B, K, T, W]; None if no kernel serves.
+    """
+    rope, q_norm, k_norm = layer.rope, layer.q_norm, layer.k_norm
+    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1 and type(k_norm) is nn.RMSNorm
+    if not plain:
+        return None
+    of_queries = (both, q_norm["weight"], q_norm.eps, rope.dims, rope.base, True)
+    of_keys = (keys, k_norm["weight"], k_norm.eps, rope.dims, rope.base, False)
+    if not (heads.serves(*of_queries) and heads.serves(*of_keys)):
+        return None
+    return [*heads.turned_heads(*of_queries), *heads.turned_heads(*of_keys)]
+
+
+def _normed(layer: Any, both: mx.array, keys: mx.array) -> Sequence[mx.array] | None:
+    """The same as `_turned` for every rotary embedding, with a kernel for the queries' norm and the gate alone."""
+    weight, eps = layer.q_norm["weight"], layer.q_norm.eps
+    if not norms.norm_and_gate_serves(both, weight, eps):
+        return None
+    queries, gate = norms.norm_and_gate(both, weight, eps)
+    queries, keys = (layer.rope(each.swapaxes(1, 2)) for each in (queries, layer.k_norm(keys)))
+    return [queries, gate, keys]
 
 
 def _is_swiglu(upstream: Function, _ours: Function) -> str | None:
