@@ -6,7 +6,7 @@ Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -108,56 +108,52 @@ def _embedding(upstream: Function) -> Function:
 
 
 def _attention(upstream: Function) -> Function:
-    """Attention whose queries come with a gate: its norms, rotary embedding and gate take one pass each way."""
+    """Attention whose queries come with a gate: norms, rotary embedding, gate and change of order take one pass."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         if cache is not None or type(self.q_norm) is not nn.RMSNorm:
             return upstream(self, x, mask, cache)
-        both = mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1))
+        found = _queries_and_gate(self, mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1)))
+        if found is None:
+            return upstream(self, x, mask, cache)
+        queries, gate = found
         keys, values = (
             mx.unflatten(each(x), -1, (self.num_key_value_heads, -1)) for each in (self.k_proj, self.v_proj)
         )
-        found = _turned(self, both, keys) or _normed(self, both, keys)
-        if found is None:
-            return upstream(self, x, mask, cache)
-        queries, gate, keys = found
-        output = mx.fast.scaled_dot_product_attention(queries, keys, values.swapaxes(1, 2), scale=self.scale, mask=mask)
+        output = mx.fast.scaled_dot_product_attention(
+            queries, _keys(self, keys), values.swapaxes(1, 2), scale=self.scale, mask=mask
+        )
         gated = heads.times_gate(output, gate) if heads.serves_gate(output, gate) else output.swapaxes(1, 2) * gate
         return self.o_proj(gated.flatten(2))
 
     return __call__
 
 
-def _turned(layer: Any, both: mx.array, keys: mx.array) -> Sequence[mx.array] | None:
-    """Queries and keys as attention takes them, and the gate between the two, by one kernel for each projection.
-
-    Args:
-        layer: the attention.
-        both: queries and gates, [B, T, H, 2 W].
-        keys: [B, T, K, W].
-
-    Returns:
-        Queries [B, H, T, W], the sigmoid of the gates [B, T, H, W] and keys [B, K, T, W]; None if no kernel serves.
-    """
-    rope, q_norm, k_norm = layer.rope, layer.q_norm, layer.k_norm
-    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1 and type(k_norm) is nn.RMSNorm
-    if not plain:
-        return None
-    of_queries = (both, q_norm["weight"], q_norm.eps, rope.dims, rope.base, True)
-    of_keys = (keys, k_norm["weight"], k_norm.eps, rope.dims, rope.base, False)
-    if not (heads.serves(*of_queries) and heads.serves(*of_keys)):
-        return None
-    return [*heads.turned_heads(*of_queries), *heads.turned_heads(*of_keys)]
-
-
-def _normed(layer: Any, both: mx.array, keys: mx.array) -> Sequence[mx.array] | None:
-    """The same as `_turned` for every rotary embedding, with a kernel for the queries' norm and the gate alone."""
-    weight, eps = layer.q_norm["weight"], layer.q_norm.eps
+def _queries_and_gate(layer: Any, both: mx.array) -> Sequence[mx.array] | None:
+    """Queries [B, H, T, W] and the gate's sigmoid [B, T, H, W] from their projection; None if no kernel serves."""
+    weight, eps, rotary = layer.q_norm["weight"], layer.q_norm.eps, _rotary(layer.rope)
+    if rotary is not None and heads.serves(both, weight, eps, *rotary, gated=True):
+        return heads.turned_heads(both, weight, eps, *rotary, gated=True)
     if not norms.norm_and_gate_serves(both, weight, eps):
         return None
     queries, gate = norms.norm_and_gate(both, weight, eps)
-    queries, keys = (layer.rope(each.swapaxes(1, 2)) for each in (queries, layer.k_norm(keys)))
-    return [queries, gate, keys]
+    return layer.rope(queries.swapaxes(1, 2)), gate
+
+
+def _keys(layer: Any, keys: mx.array) -> mx.array:
+    """Keys [B, H, T, W] from their projection [B, T, H, W]."""
+    norm, rotary = layer.k_norm, _rotary(layer.rope)
+    if rotary is not None and type(norm) is nn.RMSNorm:
+        weight, eps = norm["weight"], norm.eps
+        if heads.serves(keys, weight, eps, *rotary, gated=False):
+            return heads.turned_heads(keys, weight, eps, *rotary, gated=False)[0]
+    return cast(mx.array, layer.rope(norm(keys).swapaxes(1, 2)))
+
+
+def _rotary(rope: Any) -> tuple[int, float] | None:
+    """The rotary dimensions and the base of an embedding that the kernels compute, else None."""
+    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
+    return (rope.dims, rope.base) if plain else None
 
 
 def _is_swiglu(upstream: Function, _ours: Function) -> str | None:
