@@ -25,9 +25,9 @@ EPS, BASE = 1e-3, 1e4
 CASES = {
     "eight heads of 32, gates": (32, 16, 8, 5, True),
     "one head of 32, all of it turns": (32, 32, 1, 7, False),
-    "three heads of 64, gates, all of it turns": (64, 64, 3, 5, True),
+    "six heads of 64, gates, all of it turns": (64, 64, 6, 5, True),
     "one token of two heads of 16": (16, 16, 2, 1, True),
-    "six heads of 128": (128, 32, 6, 3, False),
+    "three heads of 128": (128, 32, 3, 3, False),
     "four heads of 256, gates": (256, 64, 4, 3, True),
     "two heads of 256, all of it turns": (256, 256, 2, 15, False),
 }
@@ -164,7 +164,7 @@ def test_planted_defects_are_seen(defect, host_folder):
     text = header("metal", BODIES)
     assert old in text
     execute = HostMachine(host_folder, text.replace(old, new)).run
-    case = "three heads of 64, gates, all of it turns"
+    case = "six heads of 64, gates, all of it turns"
     try:
         found = gate_errors(execute, width=16) if of_gate else turned_errors(case, execute)
     except HostError:
