@@ -13,7 +13,17 @@ import numpy as np
 
 from ..machine import backend
 from ..ops.kernels.launch import Launch
-from ..ops.pointwise import conv_heads, conv_silu, gated_norm, gates, norm, norm_and_gate, swiglu
+from ..ops.pointwise import (
+    conv_heads,
+    conv_silu,
+    gated_norm,
+    gates,
+    norm,
+    norm_and_gate,
+    swiglu,
+    times_gate,
+    turned_heads,
+)
 from ..ops.pointwise.adam import AdamStep
 from ..ops.pointwise.conv import NormedHeads
 from ..ops.pointwise.joining import end_to_end
@@ -74,6 +84,20 @@ def reference_heads(
     return heads.query_factor * q, heads.key_factor * k, v
 
 
+def reference_turned_heads(
+    x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: float, gated: bool
+) -> tuple[mx.array, ...]:
+    """The definition of `turned_heads`, in float64."""
+    width, half = weight.shape[0], rotary_dims // 2
+    angles = np.outer(np.arange(x.shape[1]), base ** (-np.arange(half) / half))
+    # MLX's own cosine has the digits of fp32 alone, in float64 too.
+    cosine, sine = (mx.array(of(angles), dtype=mx.float64) for of in (np.cos, np.sin))
+    rows = (x[..., :width] * inverse_rms(x[..., :width], eps) * weight).swapaxes(1, 2)
+    one, other, rest = mx.split(rows, [half, rotary_dims], axis=-1)
+    y = mx.concatenate([one * cosine - other * sine, other * cosine + one * sine, rest], axis=-1)
+    return (y, mx.sigmoid(x[..., width:])) if gated else (y,)
+
+
 @dataclass(frozen=True)
 class PointwiseCase:
     """A pass by name, its definition for float64, the shapes of its arguments, and what runs it on a GPU."""
@@ -115,6 +139,7 @@ def cases(quick: bool) -> list[PointwiseCase]:
             lambda x, w: (x[..., :width] * inverse_rms(x[..., :width], _EPS) * w, mx.sigmoid(x[..., width:])),
             [(rows, heads, 2 * width), (width,)],
         ),
+        *_around_attention(quick, width),
         PointwiseCase(
             "sum and norm",
             lambda x, other, w, execute: tuple(sum_norm(x, other, w, _EPS, execute=execute)),
@@ -134,6 +159,23 @@ def cases(quick: bool) -> list[PointwiseCase]:
         ),
         PointwiseCase("gates", gates, reference_gates, [(rows, heads)] * 2 + [(heads,)] * 2),
     ]
+
+
+def _around_attention(quick: bool, width: int) -> list[PointwiseCase]:
+    # There are few tokens and many rows: fp32 rounds the angles of later tokens by more than a bound for sums.
+    batch, length, heads = (2, 19, 4) if quick else (64, 64, 16)
+    rotary = (_EPS, width // 2, 1e7)
+    turned = [
+        PointwiseCase(
+            "turned heads and gates" if gated else "turned heads",
+            lambda x, w, execute, gated=gated: tuple(turned_heads(x, w, *rotary, gated, execute=execute)),
+            lambda x, w, gated=gated: reference_turned_heads(x, w, *rotary, gated),
+            [(batch, length, heads, 2 * width if gated else width), (width,)],
+        )
+        for gated in (True, False)
+    ]
+    shapes: Shapes = [(batch, heads, length, width), (batch, length, heads, width)]
+    return [*turned, PointwiseCase("times gate", times_gate, lambda y, gate: y.swapaxes(1, 2) * gate, shapes)]
 
 
 def compare(case: PointwiseCase, dtype: mx.Dtype, execute: Callable[[Any], list[mx.array]] | None = None) -> Outcome:

@@ -410,6 +410,8 @@ inline float log2(float x) { return log2f(x); }
 inline float fmax(float x, float y) { return fmaxf(x, y); }
 inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 inline float sqrt(float x) { return sqrtf(x); }
+inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
+inline float rint(float x) { return rintf(x); }
 template <typename To, typename From>
 inline To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");

@@ -20,7 +20,7 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
 from deltatune.ops.kernels.launch import WEIGHTED_NORM, header
-from deltatune.ops.pointwise import conv, gating, norms, silu, weighted_norms
+from deltatune.ops.pointwise import conv, gating, heads, norms, silu, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.segments import segments
@@ -29,13 +29,15 @@ from deltatune.patches.tables import mlx_lm
 from model_gradients import without_gradient
 
 CONVS = ("conv and silu of documents", "conv, silu and norms of documents", "conv and silu", "conv, silu and norms")
-NAMES = ("gated norm", "norm and gate", "norm", *CONVS, "gates", "swiglu")
+AROUND_ATTENTION = ("turned heads and gates", "turned heads", "times gate")
+NAMES = ("gated norm", "norm and gate", "norm", *CONVS, "gates", "swiglu", *AROUND_ATTENTION)
 # These families convolve queries, keys and values together, and norm them in the same pass.
 TOGETHER = ("qwen3_5", "qwen3_next")
 # The kernels that each family uses besides that of its convolution.
 SERVED = {
-    "qwen3_5": {"norm and gate", "gates", "gated norm", "swiglu"},
-    "qwen3_next": {"norm and gate", "gates", "gated norm", "swiglu"},
+    "qwen3_5": {*AROUND_ATTENTION, "gates", "gated norm", "swiglu"},
+    # Too few of its elements turn.
+    "qwen3_next": {"norm and gate", "times gate", "gates", "gated norm", "swiglu"},
     "olmo_hybrid": {"norm", "gates", "gated norm"},
     "kimi_linear": {"norm", "swiglu"},
 }
@@ -65,7 +67,7 @@ def as_on_cuda(monkeypatch, machine) -> set[str]:
     monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
     monkeypatch.setattr(weighted_norms, "_function", normed)
     monkeypatch.setattr(weighted_norms, "_passes_trial", lambda *_: True)
-    for module in (silu, norms, conv, gating, weighted_norms):
+    for module in (silu, norms, conv, gating, weighted_norms, heads):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     return served

@@ -1,12 +1,25 @@
 """Elementwise and row-wise operations of training, each as one kernel, for CUDA, where mx.compile fuses nothing.
 
-They are the norms, gates, activation and convolution of a gated-delta layer, Adam's update, and choosing and summing
-the rows of experts. Each is compared with MLX's operations before its first use on a machine (passes.py).
+They are the norms, gates, activation and convolution of a gated-delta layer, the norms, rotary embedding and gate
+around attention, Adam's update, and choosing and summing the rows of experts. Each is compared with MLX's operations
+before its first use on a machine (passes.py).
 """
 
 from .conv import conv_heads, conv_silu
 from .gating import gates, log_gate
+from .heads import times_gate, turned_heads
 from .norms import gated_norm, norm, norm_and_gate
 from .silu import swiglu
 
-__all__ = ["conv_heads", "conv_silu", "gated_norm", "gates", "log_gate", "norm", "norm_and_gate", "swiglu"]
+__all__ = [
+    "conv_heads",
+    "conv_silu",
+    "gated_norm",
+    "gates",
+    "log_gate",
+    "norm",
+    "norm_and_gate",
+    "swiglu",
+    "times_gate",
+    "turned_heads",
+]

@@ -1,4 +1,4 @@
-"""One launch of a kernel body in kernels/pointwise.h, with a lane for each piece of work and 128 lanes per block."""
+"""One launch of a kernel body in kernels/pointwise.h or heads.h, with a lane for each piece of work, 128 to a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..kernels.launch import Arrays, Outputs, Values, kernel_of, launched
 
-BODIES = ("pointwise.h",)
+BODIES = ("pointwise.h", "heads.h")
 GROUPS = 4
 _LANES = GROUPS * 32
 _PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thread_index_in_threadgroup;\n"
@@ -21,7 +21,7 @@ class Pass:
     """A launch of one kernel body.
 
     Args:
-        name: the name of the body in kernels/pointwise.h.
+        name: the name of the body.
         inputs: the input arrays by name.
         outputs: the shapes and dtypes of the output arrays by name.
         arguments: the body's arguments, as they are written in the kernel's text.

@@ -5,13 +5,14 @@ Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...machine import backend
-from ...ops.pointwise import conv, norms, rows, silu
+from ...ops.pointwise import conv, heads, norms, rows, silu
 from ..patch_record import Function, Patch, describe_difference
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
@@ -107,24 +108,52 @@ def _embedding(upstream: Function) -> Function:
 
 
 def _attention(upstream: Function) -> Function:
-    """Attention whose queries come with a gate: one pass norms the queries and applies the gate's sigmoid."""
+    """Attention whose queries come with a gate: norms, rotary embedding, gate and change of order take one pass."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         if cache is not None or type(self.q_norm) is not nn.RMSNorm:
             return upstream(self, x, mask, cache)
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        both, weight, eps = mx.unflatten(self.q_proj(x), -1, (heads, -1)), self.q_norm["weight"], self.q_norm.eps
-        if not norms.norm_and_gate_serves(both, weight, eps):
+        found = _queries_and_gate(self, mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1)))
+        if found is None:
             return upstream(self, x, mask, cache)
-        queries, gate = norms.norm_and_gate(both, weight, eps)
-        keys, values = (mx.unflatten(each(x), -1, (groups, -1)) for each in (self.k_proj, self.v_proj))
-        queries, keys, values = (each.swapaxes(1, 2) for each in (queries, self.k_norm(keys), values))
-        output = mx.fast.scaled_dot_product_attention(
-            self.rope(queries), self.rope(keys), values, scale=self.scale, mask=mask
+        queries, gate = found
+        keys, values = (
+            mx.unflatten(each(x), -1, (self.num_key_value_heads, -1)) for each in (self.k_proj, self.v_proj)
         )
-        return self.o_proj((output.swapaxes(1, 2) * gate).flatten(2))
+        output = mx.fast.scaled_dot_product_attention(
+            queries, _keys(self, keys), values.swapaxes(1, 2), scale=self.scale, mask=mask
+        )
+        gated = heads.times_gate(output, gate) if heads.serves_gate(output, gate) else output.swapaxes(1, 2) * gate
+        return self.o_proj(gated.flatten(2))
 
     return __call__
+
+
+def _queries_and_gate(layer: Any, both: mx.array) -> Sequence[mx.array] | None:
+    """Queries [B, H, T, W] and the gate's sigmoid [B, T, H, W] from their projection; None if no kernel serves."""
+    weight, eps, rotary = layer.q_norm["weight"], layer.q_norm.eps, _rotary(layer.rope)
+    if rotary is not None and heads.serves(both, weight, eps, *rotary, gated=True):
+        return heads.turned_heads(both, weight, eps, *rotary, gated=True)
+    if not norms.norm_and_gate_serves(both, weight, eps):
+        return None
+    queries, gate = norms.norm_and_gate(both, weight, eps)
+    return layer.rope(queries.swapaxes(1, 2)), gate
+
+
+def _keys(layer: Any, keys: mx.array) -> mx.array:
+    """Keys [B, H, T, W] from their projection [B, T, H, W]."""
+    norm, rotary = layer.k_norm, _rotary(layer.rope)
+    if rotary is not None and type(norm) is nn.RMSNorm:
+        weight, eps = norm["weight"], norm.eps
+        if heads.serves(keys, weight, eps, *rotary, gated=False):
+            return heads.turned_heads(keys, weight, eps, *rotary, gated=False)[0]
+    return cast(mx.array, layer.rope(norm(keys).swapaxes(1, 2)))
+
+
+def _rotary(rope: Any) -> tuple[int, float] | None:
+    """The rotary dimensions and the base of an embedding that the kernels compute, else None."""
+    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
+    return (rope.dims, rope.base) if plain else None
 
 
 def _is_swiglu(upstream: Function, _ours: Function) -> str | None:

@@ -1,0 +1,222 @@
+"""What surrounds the attention of a layer: the norm, rotary embedding and gate before it, and the gate's product after.
+
+Projections have one token after the other, [B, T, H, W], and attention takes one head after the other, [B, H, T, W].
+The kernels read the one and write the other, so that nothing is copied from one order to the other by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+from ..kernels.launch import ABSENT, Outputs
+from .norms import WIDTHS
+from .pass_launch import Execute, Pass
+from .passes import LEAST, Arrays, Passes
+
+# The supported rotary dimensions: two elements that turn together are in lanes whose numbers differ in one bit.
+ROTARY = (16, 32, 64, 128, 256)
+# A lane computes up to so many heads of its token, a power of two, for which it computes sines and cosines once.
+MOST_HEADS = 4
+
+
+def turned_heads(
+    x: mx.array,
+    weight: mx.array,
+    eps: float,
+    rotary_dims: int,
+    base: float,
+    gated: bool,
+    *,
+    execute: Execute = Pass.run,
+) -> list[mx.array]:
+    """Return the normed and turned heads of x for attention, and the sigmoid of their gates if they have any.
+
+    A head h becomes h / sqrt(mean(h^2) + eps) * weight. Its elements i and i + rotary_dims / 2 then turn by the angle
+    t base^(-2i / rotary_dims) at position t. One kernel computes all of it in fp32, and one its gradient.
+
+    Args:
+        x: [B, T, H, W] floats, W one of WIDTHS; [B, T, H, 2 W] if gated, with the gate in each head's second half.
+        weight: [W].
+        eps: what is added to the mean of the squares.
+        rotary_dims: how many elements of a head turn, one of ROTARY.
+        base: that of the angles.
+        gated: whether x has gates.
+        execute: runs a launch; tests run it on the host machine.
+
+    Returns:
+        [B, H, T, W] in x's dtype; if gated, also sigmoid(gate) [B, T, H, W].
+
+    Raises:
+        ValueError: `covers` refuses the arrays.
+
+    Source: `Qwen3NextAttention` of mlx_lm/models/qwen3_next.py, with `mx.fast.rope` (traditional=False).
+    """
+    if not covers(x, weight, rotary_dims, gated):
+        raise ValueError(
+            f"turned_heads: x {x.shape} {x.dtype}, weight {weight.shape} and {rotary_dims} rotary dimensions do not "
+            f"fit; expected floats [B, T, H, {'2 W' if gated else 'W'}], W one of {WIDTHS}, a weight [W], and rotary "
+            f"dimensions up to W among {ROTARY}."
+        )
+    form = _form(x, weight, eps, rotary_dims, base, gated)
+    return _turned(form)(x, weight, _frequencies(rotary_dims, float(base)), execute=execute)
+
+
+def times_gate(y: mx.array, gate: mx.array, *, execute: Execute = Pass.run) -> mx.array:
+    """Return the output of attention times a gate, one token after the other, with one kernel each way.
+
+    Args:
+        y: [B, H, T, W] floats, W a multiple of 8.
+        gate: [B, T, H, W], in y's dtype.
+        execute: runs a launch; tests run it on the host machine.
+
+    Returns:
+        [B, T, H, W], in y's dtype.
+
+    Raises:
+        ValueError: `covers_gate` refuses the arrays.
+    """
+    if not covers_gate(y, gate):
+        raise ValueError(
+            f"times_gate: y {y.shape} {y.dtype} and gate {gate.shape} {gate.dtype} do not fit; expected floats "
+            "[B, H, T, 8 n] and a gate [B, T, H, 8 n] of the same dtype."
+        )
+    return _gated(y.shape[-1])(y, gate, execute=execute)[0]
+
+
+def covers(x: mx.array, weight: mx.array, rotary_dims: int, gated: bool) -> bool:
+    """Whether the kernels of `turned_heads` can compute with these arrays."""
+    if x.ndim != 4 or weight.ndim != 1 or weight.shape[0] not in WIDTHS or x.size == 0:
+        return False
+    width = weight.shape[0]
+    fits = x.shape[-1] == width * (2 if gated else 1) and rotary_dims in ROTARY and rotary_dims <= width
+    return fits and mx.issubdtype(x.dtype, mx.floating)
+
+
+def covers_gate(y: mx.array, gate: mx.array) -> bool:
+    """Whether the kernels of `times_gate` can compute with these arrays."""
+    if y.ndim != 4 or gate.ndim != 4 or y.size == 0 or y.shape[-1] % 8:
+        return False
+    batch, heads, length, width = y.shape
+    fits = gate.shape == (batch, length, heads, width) and gate.dtype == y.dtype
+    return fits and mx.issubdtype(y.dtype, mx.floating)
+
+
+def serves(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: float, gated: bool) -> bool:
+    """Whether `turned_heads` is to be used: the kernels cover the arrays, are faster, and were found right here."""
+    if x.size < LEAST or not covers(x, weight, rotary_dims, gated):
+        return False
+    form = _form(x, weight, eps, rotary_dims, base, gated)
+    shape = (2, 37, 3 * form.heads, x.shape[-1])
+    others = [_frequencies(rotary_dims, float(base))]
+    return _turned(form).passes_trial((shape, x.dtype), (weight.shape, weight.dtype), others=others)
+
+
+def serves_gate(y: mx.array, gate: mx.array) -> bool:
+    """Whether `times_gate` is to be used: the kernels cover the arrays, are faster, and were found right here."""
+    if y.size < LEAST or not covers_gate(y, gate):
+        return False
+    width = y.shape[-1]
+    return _gated(width).passes_trial(((2, 3, 37, width), y.dtype), ((2, 37, 3, width), y.dtype))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the kernels' text depends on: a row's elements, the heads of a lane, those that turn; and the constants."""
+
+    width: int
+    heads: int
+    rotary_dims: int
+    base: float
+    eps: float
+    gated: bool
+
+    @property
+    def name(self) -> str:
+        what = "turned heads and gates" if self.gated else "turned heads"
+        return f"{what} of {self.width} ({self.heads} a lane, {self.rotary_dims} turn, {self.base}, {self.eps})"
+
+    def launch(self, name: str, inputs: dict[str, mx.array], outputs: Outputs, last: tuple[str, ...]) -> Pass:
+        """Describe the launch of the body `name`, whose last arguments are `last`."""
+        batch, length, heads, _ = inputs["x"].shape
+        lanes = self.width // 8
+        first = ("(long)x_shape[0] * x_shape[1]", "x_shape[1]", "x_shape[2]", f"{self.eps!r}f")
+        constants = (lanes, self.heads, self.rotary_dims, int(self.gated))
+        count = batch * length * (heads // self.heads) * lanes
+        return Pass(name, inputs, outputs, (*first, "x", "weight", "frequencies", *last), count, constants)
+
+
+def _form(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: float, gated: bool) -> _Form:
+    heads = MOST_HEADS
+    while x.shape[2] % heads:
+        heads //= 2
+    return _Form(weight.shape[0], heads, rotary_dims, float(base), float(eps), gated)
+
+
+@cache
+def _frequencies(rotary_dims: int, base: float) -> mx.array:
+    """The angles at position 1, [rotary_dims / 2] in fp32: the same array at every call."""
+    return mx.array((base ** (-2.0 * np.arange(rotary_dims // 2) / rotary_dims)).astype(np.float32))
+
+
+def _inverse_rms(rows: mx.array, eps: float) -> mx.array:
+    return mx.rsqrt(mx.square(rows).mean(axis=-1, keepdims=True) + eps)
+
+
+def _turn(form: _Form, rows: mx.array, scale: float) -> mx.array:
+    """Turn rows [B, H, T, W] by MLX's operation: forwards by a scale of 1, back by -1."""
+    return mx.fast.rope(rows, form.rotary_dims, traditional=False, base=form.base, scale=scale, offset=0)
+
+
+@cache
+def _turned(form: _Form) -> Passes:
+    def forward(x: mx.array, weight: mx.array, frequencies: mx.array) -> Pass:
+        batch, length, heads, _ = x.shape
+        inputs = {"x": x, "weight": weight, "frequencies": frequencies}
+        outputs: Outputs = {"y": ((batch, heads, length, form.width), x.dtype)}
+        if form.gated:
+            outputs["gate"] = (batch, length, heads, form.width), x.dtype
+        return form.launch("turned_heads_forward", inputs, outputs, ("y", "gate" if form.gated else ABSENT))
+
+    def backward(x: mx.array, weight: mx.array, frequencies: mx.array, *cotangents: mx.array) -> Pass:
+        inputs = {"x": x, "weight": weight, "frequencies": frequencies}
+        inputs |= {f"d{name}": d.astype(x.dtype) for name, d in zip(("y", "gate"), cotangents, strict=False)}
+        last = ("dy", "dgate" if form.gated else ABSENT, "dx")
+        return form.launch("turned_heads_backward", inputs, {"dx": (x.shape, x.dtype)}, last)
+
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
+        x, weight, _ = primals
+        rows = x[..., : form.width].astype(mx.float32)
+        turned_back = _turn(form, cotangents[0].astype(mx.float32), -1.0).swapaxes(1, 2)
+        d_weight = turned_back * rows * _inverse_rms(rows, form.eps)
+        return [d_weight.sum(axis=(0, 1, 2)).astype(weight.dtype)]
+
+    def plain(x: mx.array, weight: mx.array, _frequencies: mx.array) -> Arrays:
+        rows, *gates = mx.split(x, 2, axis=-1) if form.gated else [x]
+        normed = rows * _inverse_rms(rows, form.eps) * weight
+        return [_turn(form, normed.swapaxes(1, 2), 1.0), *map(mx.sigmoid, gates)]
+
+    return Passes(form.name, forward, backward, plain, parameters, fixed=1)
+
+
+@cache
+def _gated(width: int) -> Passes:
+    first = ("(long)gate_shape[0] * gate_shape[1]", "gate_shape[1]", "gate_shape[2]")
+
+    def forward(y: mx.array, gate: mx.array) -> Pass:
+        inputs = {"y": y, "gate": gate}
+        arguments = (*first, "y", "gate", "out")
+        return Pass("times_gate_forward", inputs, {"out": (gate.shape, y.dtype)}, arguments, y.size // 8, (width // 8,))
+
+    def backward(y: mx.array, gate: mx.array, d: mx.array) -> Pass:
+        inputs = {"y": y, "gate": gate, "d": d.astype(y.dtype)}
+        outputs: Outputs = {"dy": (y.shape, y.dtype), "dgate": (gate.shape, y.dtype)}
+        return Pass("times_gate_backward", inputs, outputs, (*first, *inputs, *outputs), y.size // 8, (width // 8,))
+
+    def plain(y: mx.array, gate: mx.array) -> Arrays:
+        return [y.swapaxes(1, 2) * gate]
+
+    return Passes(f"times gate of {width}", forward, backward, plain)

@@ -1,0 +1,173 @@
+"""Attention with a gate gives what upstream's gives, by the kernels that serve its rotary embedding and its norms."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextAttention
+from mlx_lm.models.rope_utils import initialize_rope
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ops" / "kernels"))
+
+from host_machine import HostMachine
+
+from deltatune import patches
+from deltatune.machine import backend
+from deltatune.ops.kernels.launch import header
+from deltatune.ops.pointwise import heads, norms
+from deltatune.ops.pointwise.pass_launch import BODIES
+from deltatune.ops.pointwise.passes import Passes
+from deltatune.patches import patched
+from deltatune.patches.tables import pointwise
+
+pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="the host machine needs a CPU")
+HEADS, GROUPS, WIDTH, ROTARY, LENGTH = 4, 2, 32, 16, 9
+TURNED = {"turned heads and gates", "turned heads", "times gate"}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+# What attention is given, and the kernels that serve it.
+ROPES = {
+    "the default": ({"type": "default", "mrope_section": [3, 3, 2]}, TURNED),
+    "sections": ({"type": "mrope", "mrope_section": [3, 3, 2]}, TURNED),
+    "none stated": (None, TURNED),
+    "stretched positions": ({"type": "linear", "factor": 2.0}, {"norm and gate", "times gate"}),
+    "yarn": (YARN, {"norm and gate", "times gate"}),
+}
+
+
+@pytest.fixture
+def served(host_folder, monkeypatch):
+    """Patches of an NVIDIA GPU, whose kernels the host machine runs. The set names those that ran."""
+    machine, call, names = HostMachine(host_folder, header("metal", BODIES)), Passes.__call__, set()
+
+    def recorded(self, *arrays, execute=None):
+        names.add(self.name.split(" of ")[0])
+        return call(self, *arrays, execute=machine.run)
+
+    monkeypatch.setattr(Passes, "__call__", recorded)
+    monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
+    for module in (heads, norms):
+        monkeypatch.setattr(module, "LEAST", 8)
+    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
+    return names
+
+
+def attention(rope_scaling=None):
+    sizes = dict.fromkeys(ModelArgs.__annotations__, 1)
+    del sizes["full_attention_interval"]
+    sizes |= {"hidden_size": 24, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": WIDTH}
+    options = {"partial_rotary_factor": ROTARY / WIDTH, "max_position_embeddings": 64, "rope_theta": 1e4}
+    mx.random.seed(3)
+    layer = Qwen3NextAttention(
+        ModelArgs(**sizes | options | {"rms_norm_eps": 1e-5, "attention_bias": False, "rope_scaling": rope_scaling})
+    )
+    for norm in (layer.q_norm, layer.k_norm):
+        norm.weight = 1 + 0.2 * mx.random.normal((WIDTH,))
+    return layer
+
+
+def results(layer, mask="causal"):
+    """The output, and the gradients of the input and of every parameter."""
+    x, d = (mx.random.normal((2, LENGTH, 24), key=mx.random.key(i)) for i in range(2))
+
+    def loss(parameters, x):
+        layer.update(parameters)
+        return (layer(x, mask) * d).sum()
+
+    held = layer.trainable_parameters()
+    output, gradients = layer(x, mask), mx.grad(loss, argnums=(0, 1))(held, x)
+    layer.update(held)
+    return dict(tree_flatten({"output": output, "parameters": gradients[0], "dx": gradients[1]}))
+
+
+def assert_close(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, exact in wanted.items():
+        # Two chains of fp32 operations differ by a few units of 2^-24 in sums of up to 128 terms.
+        assert np.abs(np.array(found[name] - exact)).max() < 1e-5 * np.abs(np.array(exact)).max(), name
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_it_gives_what_upstream_gives(rope, served):
+    scaling, kernels = ROPES[rope]
+    layer = attention(scaling)
+    wanted = results(layer)
+    with patched():
+        found = results(layer)
+    assert served == kernels
+    assert_close(found, wanted)
+
+
+def test_positions_run_on_through_packed_documents(served):
+    layer, owner = attention(), mx.array([0] * 4 + [1] * (LENGTH - 4))
+    mask = create_causal_mask(LENGTH) & (owner[:, None] == owner)
+    wanted = results(layer, mask)
+    with patched():
+        assert_close(results(layer, mask), wanted)
+    assert served == TURNED
+
+
+class _OtherNorm(nn.RMSNorm):
+    """A norm of a class that the kernels do not know."""
+
+
+def changed(layer, what):
+    if what == "traditional pairs":
+        layer.rope = initialize_rope(ROTARY, 1e4, traditional=True)
+    elif what == "too few turn":
+        layer.rope = initialize_rope(8, 1e4, traditional=False)
+    elif what == "a norm of the keys":
+        layer.k_norm = _OtherNorm(WIDTH)
+    else:
+        layer.q_norm = _OtherNorm(WIDTH)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("what", "kernels"),
+    [
+        ("traditional pairs", {"norm and gate", "times gate"}),
+        ("too few turn", {"norm and gate", "times gate"}),
+        ("a norm of the keys", {"turned heads and gates", "times gate"}),
+        ("a norm of the queries", set()),
+    ],
+)
+def test_what_the_kernels_do_not_know_stays_with_mlx(what, kernels, served):
+    layer = changed(attention(), what)
+    wanted = results(layer)
+    with patched():
+        found = results(layer)
+    assert served == kernels
+    assert_close(found, wanted)
+
+
+def test_kernels_that_are_refused_or_too_small_do_not_serve(served, monkeypatch):
+    layer = attention()
+    wanted = results(layer)
+    monkeypatch.setattr(heads, "LEAST", 10**6)
+    with patched():
+        assert_close(results(layer), wanted)
+    assert served == {"norm and gate"}
+    served.clear()
+    monkeypatch.setattr(Passes, "passes_trial", lambda *_, **__: False)
+    monkeypatch.setattr(heads, "LEAST", 8)
+    with patched():
+        found = results(layer)
+    assert not served
+    assert all(mx.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_with_a_cache_it_is_upstreams(served):
+    layer = attention()
+    x = mx.random.normal((2, LENGTH, 24), key=mx.random.key(0))
+    wanted = layer(x, "causal", KVCache())
+    with patched():
+        assert mx.array_equal(layer(x, "causal", KVCache()), wanted)
+    assert not served
