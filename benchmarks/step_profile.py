@@ -1,10 +1,11 @@
 """Shows where the time of a training step goes on an NVIDIA GPU: by kernel, and by the CUDA calls of the CPU.
 
-usage: python benchmarks/step_profile.py [--shape 0.8B] [--checkpoint] [--batch 2] [--tokens 2048] [--steps 3]
+usage: python benchmarks/step_profile.py [--shape 0.8B] [--checkpoint] [--batch 2] [--tokens 2048] [--steps 3] [--waits]
 
 PyTorch's profiler records what MLX launches, so PyTorch with CUDA must be installed beside MLX. The table of kernels
 gives how often each runs in a step, its time and its share; the table of calls gives the time that the CPU spent in
-each. "GPU busy" is the sum of the kernels' times, and it is compared with the time of a step without the profiler.
+each. "GPU busy" is the sum of the kernels' times, and it is compared with the time of a step without the profiler. With
+--waits, no step starts before the one before is done.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def recorded(trainer: Any, steps: int) -> list[dict[str, Any]]:
     """Run some steps under PyTorch's profiler and return the complete events of its trace."""
     from torch.profiler import ProfilerActivity, profile
 
+    # A step that was started early belongs to no recorded one, as the last recorded one starts another.
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             trainer.step()
@@ -65,6 +68,7 @@ def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
     parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--waits", action="store_true")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--layers", type=int)
@@ -75,12 +79,12 @@ def main() -> None:
     shape = replace(trainers.SHAPES[options.shape], **changes)
     torch.cuda.init()
     print(f"{heading()}\n{shape}", flush=True)
-    with trainers.deltatune(shape, checkpoint=options.checkpoint) as trainer:
+    with trainers.deltatune(shape, checkpoint=options.checkpoint, waits=options.waits) as trainer:
         for _ in range(3):
             trainer.step()
         trainer.reset_peak()
         times = []
-        for _ in range(6):
+        for _ in range(12):
             start = time.perf_counter()
             trainer.step()
             times.append(time.perf_counter() - start)

@@ -135,8 +135,11 @@ def batch_of(rows: np.ndarray) -> Any:
 
 
 @contextmanager
-def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
-    """deltatune's training step as train/loop.py makes it, without data, files and screen."""
+def deltatune(shape: Shape, checkpoint: bool, waits: bool = False) -> Iterator[Trainer]:
+    """deltatune's training step as train/micro_batches.py makes it, without data, files and screen.
+
+    The next step is started before the result of one is read, as in training, unless each step `waits`.
+    """
     model = mlx_model(shape)
     ready = time.perf_counter()
     import mlx.core as mx
@@ -146,6 +149,7 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
     from deltatune.machine.backend import cache_to_keep
     from deltatune.ops.random_state import get_key
     from deltatune.train.distributed import World
+    from deltatune.train.micro_batches import may_start_early
     from deltatune.train.optimizer import build_optimizer
     from deltatune.train.setup import training
     from deltatune.train.step import Step
@@ -159,15 +163,26 @@ def deltatune(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
         whole = Step(model, optimizer, trained.loss, World())
         mx.eval(model.parameters(), optimizer.state)
 
+        early = may_start_early(World(), config) and not waits
+        evaluate: Any = mx.async_eval if early else mx.eval
+        started: list[Any] = []
+
+        def launched() -> Any:
+            results = whole.micro_batch(batch, whole.zeros())
+            evaluate(results)
+            return results
+
         def step() -> float:
-            total, weight, gradients = whole.micro_batch(batch, whole.zeros())
-            mx.eval(total, weight, gradients)
+            total, weight, gradients = started.pop() if started else launched()
             norm = whole.update(gradients, total, weight)
             del gradients
-            mx.eval(whole.parameters(), optimizer.state, norm, get_key())
+            evaluate(whole.parameters(), optimizer.state, norm, get_key())
+            if early:
+                started.append(launched())
+            loss = total.item() / weight.item()
             if mx.get_cache_memory() > cache_to_keep():
                 mx.clear_cache()
-            return (total / weight).item()
+            return loss
 
         yield Trainer(ready, step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
 

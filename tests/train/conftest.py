@@ -21,7 +21,7 @@ from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Splits
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
-from deltatune.train import Trainer
+from deltatune.train import Trainer, loop, micro_batches
 from deltatune.train.log import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
@@ -93,6 +93,22 @@ def make_trainer(
         )
 
     return factory
+
+
+@pytest.fixture
+def early_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Iterations are started early, as on an NVIDIA GPU; the list holds those during which another one was."""
+    during: list[int] = []
+    plain = micro_batches.MicroBatches._start_next
+
+    def start_next(self: Any, after_update: bool) -> None:
+        during.append(self._saving.progress.iteration + 1)
+        plain(self, after_update)
+
+    monkeypatch.setattr(micro_batches, "may_start_early", lambda *_: True)
+    monkeypatch.setattr(loop, "LONGEST", 1e9)
+    monkeypatch.setattr(micro_batches.MicroBatches, "_start_next", start_next)
+    return during
 
 
 TRAIN = "import sys\nfrom deltatune.cli import main\nsys.exit(main(['train', *sys.argv[1:]]))\n"

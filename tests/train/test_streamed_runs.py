@@ -45,7 +45,10 @@ def test_a_resumed_stream_ends_with_the_same_bits(streamed, tmp_path, screen_tex
 
 
 @pytest.mark.bad_input("`streaming`: a row that cannot be trained on, met during training")
-def test_a_bad_row_costs_nothing_that_was_trained(streamed, data_folder, tmp_path, screen_text):
+@pytest.mark.parametrize("early", [False, True], ids=["", "iterations start early"])
+def test_a_bad_row_costs_nothing_that_was_trained(streamed, data_folder, tmp_path, screen_text, request, early):
+    if early:
+        request.getfixturevalue("early_starts")
     data = tmp_path / "data"
     shutil.copytree(data_folder, data)
     lines = (data / "train.jsonl").read_text().splitlines(keepends=True)

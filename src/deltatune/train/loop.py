@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data import Batch, Splits
+from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
 from . import announce, content, log, nonfinite, state
@@ -26,6 +27,7 @@ from .distributed import World
 from .ending import Ending
 from .evaluate import Evaluation
 from .folder import RunFolder
+from .micro_batches import LONGEST, MicroBatches
 from .optimizer import build_optimizer
 from .outputs import Outputs
 from .preferences.figures import means
@@ -35,8 +37,7 @@ from .result import Advance, Result
 from .samples import Samples
 from .saving import Saving
 from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
-from .step import LossFunction, Sums
-from .tree import number, seed_iteration
+from .step import LossFunction
 
 
 class Trainer:
@@ -80,6 +81,7 @@ class Trainer:
         self.world = world or World()
         check(model, tokenizer, config, splits)
         self._train_order = training_order(splits, config, self.world)
+        self._order = PeekableOrder(self._train_order)
         self.config = config = with_iterations(config, self._train_order)
         self.screen = screen or log.Screen(shown=self.world.main)
         self._samples = Samples(model, tokenizer, config, plain_text=splits.plain_text)
@@ -88,7 +90,7 @@ class Trainer:
         self._optimizer = build_optimizer(config)
         self._facts = content.facts(model, config, model_config)
         identity = state.fingerprint(config, **self._facts)
-        self._saving = Saving(model, self._optimizer, self._train_order, self.outputs, self.world, identity)
+        self._saving = Saving(model, self._optimizer, self._order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
 
@@ -156,6 +158,8 @@ class Trainer:
         self._figures = trained.figures + self._step.reports
         self._evaluation = Evaluation(self.model, loss, world, trained.figures)
         self._saving.begin(self._step)
+        given = self._step, self._saving, self._ending, self._order, config, world
+        self._micro_batches = MicroBatches(self.model, self._optimizer, *given)
         self._batches: list[Batch] = []
         self._window: deque[tuple[float, int]] = deque()
         self._recent: deque[float] = deque(maxlen=50)
@@ -281,7 +285,6 @@ class Trainer:
         self._saving.note_start()
         batch = self._next_batch()
         self._batches.append(batch)
-        seed_iteration(self.config.seed, progress.iteration, self.world.rank)
         (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._advance(batch)
         progress.iteration += 1
         if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
@@ -302,7 +305,7 @@ class Trainer:
     def _next_batch(self) -> Batch:
         """Return the next batch; if a stream has a row that cannot be trained on, the state is saved first."""
         try:
-            return next(self._train_order)
+            return next(self._order)
         except UserError as error:
             self._ending.in_order()
             self._saving.save_last_update()
@@ -313,31 +316,19 @@ class Trainer:
 
     def _advance(self, batch: Batch) -> Advance:
         """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks."""
-        progress, world, saving = self.progress, self.world, self._saving
-        loss, weight, gradients = self._step.micro_batch(batch, saving.sums.gradients)
-        sums = Sums(gradients, saving.sums.loss + loss, saving.sums.weight + weight)
-        completes = progress.micro_batches + 1 >= self.config.grad_accumulation_steps
-        saving.sums = self._step.sum_over_ranks(sums) if completes else sums
-        del gradients, sums
-        # The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
-        # unchanged.
-        with self._ending.waiting():
-            mx.eval(loss, weight, saving.sums)
-        progress.micro_batches += 1
-        norm = None
-        if completes:
-            saving.updating = True
-            norm = self._step.update(*saving.sums)
-            # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
-            saving.sums = saving.sums._replace(gradients=None)
-        tokens = sum(sum(row) for row in batch.positions)
-        asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
-        # All numbers travel in one message with the update, which saves a round trip for each.
-        figures = [sums.reshape(-1) for sums in self._step.figures]
-        numbers = world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))
-        mx.eval(self._step.parameters(), self._optimizer.state, norm, numbers)
-        values: Any = numbers.tolist()
-        return Advance(tuple(values), None if norm is None else number(norm))
+        return self._micro_batches.advance(batch, self._goes_on())
+
+    def _goes_on(self) -> bool:
+        """Whether the next iteration follows the present one directly, and is short enough to be started early."""
+        config, at = self.config, self.progress.iteration + 1
+        if at >= config.iters or self._ending.stop.asked or not self._recent or self._recent[-1] > LONGEST:
+            return False
+        due = [config.save_every]
+        if self._valid_order is not None and config.val_batches:
+            due.append(config.steps_per_eval)
+        if self._samples.prompts:
+            due.append(config.steps_per_sample or config.steps_per_eval)
+        return all(at % each for each in due)
 
     def _report_training(self) -> None:
         progress = self.progress

@@ -10,8 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
 
-from ..data import BatchOrder
-from ..data.stream_order import StreamOrder
+from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..lora import pissa
 from ..machine import blas
@@ -53,7 +52,7 @@ class Saving:
         self,
         model: nn.Module,
         optimizer: mlx.optimizers.Optimizer,
-        order: BatchOrder | StreamOrder,
+        order: PeekableOrder,
         outputs: Outputs,
         world: World,
         identity: dict[str, Any],

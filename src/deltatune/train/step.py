@@ -272,7 +272,7 @@ class Step:
 
         What the main thread has left lazy would wait for all that this thread has queued.
         """
-        joined = self._joined[0]
+        joined = self.joined
         parts = dict(leaves(self.bundles.part({TOGETHER: joined})))
         mx.eval(parts)
         self._replace({TOGETHER: joined}, parts)

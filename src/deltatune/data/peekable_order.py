@@ -1,0 +1,44 @@
+"""An order of training whose next batch can be had early, while its place in the data stays that before the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UserError
+from .batch import Batch
+from .order import BatchOrder
+from .stream_order import StreamOrder
+
+
+class PeekableOrder:
+    """Hands out the batches of `order`, and can show the next one early: state() is then still the one before it."""
+
+    def __init__(self, order: BatchOrder | StreamOrder):
+        self._order = order
+        self._next: Batch | UserError | None = None
+        self._before: dict[str, Any] = {}
+
+    def peek(self) -> Batch | None:
+        """Return the next batch; None if it cannot be had, which __next__ then says."""
+        if self._next is None:
+            self._before = self._order.state()
+            try:
+                self._next = next(self._order)
+            except UserError as error:
+                self._next = error
+        return None if isinstance(self._next, UserError) else self._next
+
+    def __next__(self) -> Batch:
+        found, self._next = self._next, None
+        if isinstance(found, UserError):
+            raise found
+        return next(self._order) if found is None else found
+
+    def state(self) -> dict[str, Any]:
+        """Return the place in the data before the batch that comes next."""
+        return self._order.state() if self._next is None else self._before
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the place that state() returned."""
+        self._next = None
+        self._order.restore(state)

@@ -1,0 +1,155 @@
+"""Computes micro-batches and updates, and starts a micro-batch before the results of the one before have been read.
+
+An NVIDIA GPU waits for the CPU, which builds and launches thousands of operations a step. If nothing is due between two
+iterations, the second one's forward and backward pass is therefore launched while the GPU computes the first. It waits
+for nothing but the update before it, and changes neither parameters nor optimizer: where the first iteration fails or
+the run is asked to stop, its results are dropped, and the state is saved as if it had never been started.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers
+import numpy as np
+
+from ..config import TrainConfig
+from ..data import Batch
+from ..data.peekable_order import PeekableOrder
+from ..machine import backend
+from .distributed import World
+from .ending import Ending
+from .result import Advance
+from .saving import Saving
+from .step import Step, Sums
+from .tree import leaves, number, seed_iteration
+
+# The most bytes of parameters that train in a run that starts iterations early. Those of adapters are a small part of a
+# step's memory; those of full fine-tuning must not wait in it beside the next iteration.
+MOST_TRAINED = 2**28
+# Iterations of more seconds are not worth it, and a second Ctrl-C has to wait for one that was started early.
+LONGEST = 1.0
+
+
+class _Started(NamedTuple):
+    """A micro-batch that was started early, or the error that starting it met."""
+
+    batch: Batch
+    results: tuple[mx.array, mx.array, Any] | None
+    figures: list[mx.array]
+    problem: Exception | None
+
+
+class MicroBatches:
+    """Computes the micro-batches of a run one after another, and the update where one is due.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        step: The compiled step.
+        saving: The sums and the progress of the run.
+        ending: It lets another thread save while this one waits for a batch's gradients.
+        order: The training batches.
+        config: The options of the run.
+        world: The ranks of the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: mlx.optimizers.Optimizer,
+        step: Step,
+        saving: Saving,
+        ending: Ending,
+        order: PeekableOrder,
+        config: TrainConfig,
+        world: World,
+    ):
+        self._optimizer, self._step = optimizer, step
+        self._saving, self._ending, self._order = saving, ending, order
+        self._config, self._world = config, world
+        self._started: _Started | None = None
+        trained = sum(leaf.nbytes for _, leaf in leaves(model.trainable_parameters()))
+        self._can_start_early = may_start_early(world, config) and trained <= MOST_TRAINED
+
+    def advance(self, batch: Batch, starts_next: bool) -> Advance:
+        """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks.
+
+        Args:
+            batch: The batch that the order has handed out.
+            starts_next: Whether another iteration follows directly, so that it may be started before this one is done.
+        """
+        saving, progress, world = self._saving, self._saving.progress, self._world
+        early = starts_next and self._can_start_early
+        loss, weight, gradients = self._taken(batch)
+        figures = [sums.reshape(-1) for sums in self._step.figures]
+        sums = Sums(gradients, saving.sums.loss + loss, saving.sums.weight + weight)
+        completes = progress.micro_batches + 1 >= self._config.grad_accumulation_steps
+        saving.sums = self._step.sum_over_ranks(sums) if completes else sums
+        del gradients, sums
+        # The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
+        # unchanged.
+        if early:
+            mx.async_eval(loss, weight, saving.sums)
+        else:
+            with self._ending.waiting():
+                mx.eval(loss, weight, saving.sums)
+        progress.micro_batches += 1
+        norm = None
+        if completes:
+            saving.updating = True
+            norm = self._step.update(*saving.sums)
+            # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
+            saving.sums = saving.sums._replace(gradients=None)
+        tokens = sum(sum(row) for row in batch.positions)
+        numbers = [loss, weight, *figures]
+        if world.size > 1:
+            # All numbers travel in one message with the update, which saves a round trip for each.
+            asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
+            numbers = [world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))]
+        evaluate = mx.async_eval if early else mx.eval
+        evaluate(self._step.parameters(), self._optimizer.state, norm, numbers)
+        if early:
+            self._start_next(completes)
+        values: list[Any] = [value for array in numbers for value in np.array(array).reshape(-1).tolist()]
+        if world.size == 1:
+            values[2:2] = [tokens, self._ending.stop.asked]
+        return Advance(tuple(values), None if norm is None else number(norm))
+
+    def _taken(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
+        """Return the losses, weights and gradients of `batch`, which may have been started already."""
+        started, self._started = self._started, None
+        if started is None or started.batch is not batch:
+            return self._launched(batch, self._saving.sums.gradients, self._saving.progress.iteration)
+        if started.problem is not None:
+            raise started.problem
+        assert started.results is not None
+        self._step.figures = started.figures
+        return started.results
+
+    def _launched(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
+        seed_iteration(self._config.seed, iteration, self._world.rank)
+        return self._step.micro_batch(batch, accumulated)
+
+    def _start_next(self, after_update: bool) -> None:
+        """Start the next micro-batch. An error in it is raised when its turn comes, after this one has been counted."""
+        batch = self._order.peek()
+        # A vision tower that does not train would be waited for here.
+        if batch is None or batch.images is not None:
+            return
+        accumulated = self._step.zeros() if after_update else self._saving.sums.gradients
+        results, figures, problem = None, [], None
+        try:
+            results = self._launched(batch, accumulated, self._saving.progress.iteration + 1)
+            figures = self._step.figures
+            mx.async_eval(results, figures)
+        except Exception as error:  # noqa: BLE001  (it is raised in _taken)
+            results, problem = None, error
+        self._started = _Started(batch, results, figures, problem)
+
+
+def may_start_early(world: World, config: TrainConfig) -> bool:
+    """Whether iterations may be started early: on one NVIDIA GPU, if no update waits for which experts had tokens."""
+    return backend.device() == "cuda" and world.size == 1 and config.expert_updates != "active"

@@ -1,0 +1,139 @@
+"""An iteration that starts while another is computed changes no bit, and leaves no trace where that one fails."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.config import TrainConfig
+from deltatune.errors import UserError
+from deltatune.machine import backend
+from deltatune.train import StoppedError, micro_batches
+from deltatune.train.distributed import World
+from deltatune.train.micro_batches import MicroBatches, may_start_early
+from killed_runs import result
+
+# Nothing but iterations, so that each one but the first starts early.
+ONLY = {"val_batches": 0, "save_every": 100}
+
+
+def same(one, other):
+    """Assert that two runs left the same files, states and metrics."""
+    ours, theirs = result(one), result(other)
+    names = {name for name in theirs if not name[0].isdigit()}
+    assert "optimizer/step" in names
+    assert {name for name in names if ours[name] != theirs[name]} == set()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_bit_is_the_same(make_trainer, tmp_path, request, accumulate):
+    """Dropout draws the same, and evaluations, saves and reports see the same parameters."""
+    given = {"grad_accumulation_steps": accumulate}
+    make_trainer(adapter_path=str(tmp_path / "straight"), **given).run()
+    make_trainer(adapter_path=str(tmp_path / "only"), **given, **ONLY).run()
+    during = request.getfixturevalue("early_starts")
+    make_trainer(**given).run()
+    same(tmp_path / "out", tmp_path / "straight")
+    # The first iteration says how long one takes; a save follows the third and the sixth, an evaluation the fourth.
+    assert during == [2, 5, 7]
+    during.clear()
+    make_trainer(adapter_path=str(tmp_path / "out only"), **given, **ONLY).run()
+    same(tmp_path / "out only", tmp_path / "only")
+    assert during == [2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("iteration", [3, 4])
+def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
+    make_trainer, tmp_path, early_starts, monkeypatch, iteration, accumulate
+):
+    given = {**ONLY, "grad_accumulation_steps": accumulate}
+    make_trainer(adapter_path=str(tmp_path / "straight"), **given).run()
+    trainer = make_trainer(**given)
+    plain = MicroBatches._start_next
+
+    def start_next(self, after_update):
+        plain(self, after_update)
+        if trainer.progress.iteration == iteration - 1:
+            trainer._ending.stop.asked = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MicroBatches, "_start_next", start_next)
+        with pytest.raises(StoppedError, match=f"stopped after iteration {iteration} of 8"):
+            trainer.run()
+    assert iteration in early_starts
+    make_trainer(resume=True, **given).run()
+    same(tmp_path / "out", tmp_path / "straight")
+
+
+def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(make_trainer, tmp_path, early_starts, monkeypatch):
+    given = {**ONLY, "grad_accumulation_steps": 1}
+    make_trainer(adapter_path=str(tmp_path / "straight"), **given).run()
+    trainer = make_trainer(**given)
+    plain = MicroBatches._start_next
+
+    def out_of_memory(*_):
+        raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
+
+    def start_next(self, after_update):
+        if trainer.progress.iteration == 3:
+            monkeypatch.setattr(trainer._step, "micro_batch", out_of_memory)
+        plain(self, after_update)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MicroBatches, "_start_next", start_next)
+        with pytest.raises(RuntimeError, match="Unable to allocate") as error:
+            trainer.run()
+    assert "The state after iteration 4 is saved in" in error.value.__notes__[0]
+    make_trainer(resume=True, **given).run()
+    same(tmp_path / "out", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nan_in_an_iteration_keeps_the_state_before_it(make_trainer, tmp_path, early_starts, monkeypatch, accumulate):
+    """The loss of iteration 6 is NaN, which is read when iteration 7 has been started."""
+    given = {**ONLY, "grad_accumulation_steps": accumulate}
+    make_trainer(adapter_path=str(tmp_path / "straight"), **given).run()
+    trainer, kept = make_trainer(**given), []
+    plain = MicroBatches._taken
+
+    def taken(self, batch):
+        loss, weight, gradients = plain(self, batch)
+        if trainer.progress.iteration == 6 - accumulate:
+            kept[:] = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
+        return loss * (mx.nan if trainer.progress.iteration == 5 else 1), weight, gradients
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MicroBatches, "_taken", taken)
+        with pytest.raises(UserError, match=f"iteration 6: the loss is nan.* iteration {6 - accumulate} is saved"):
+            trainer.run()
+    assert early_starts[-1] == 6
+    now = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
+    assert all(np.array_equal(one, other) for one, other in zip(now, kept, strict=True))
+    make_trainer(resume=True, **given).run()
+    same(tmp_path / "out", tmp_path / "straight")
+
+
+def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):
+    trainer = make_trainer(**ONLY, iters=4)
+    monkeypatch.setattr(micro_batches, "MOST_TRAINED", 1000)
+    trainer.run()
+    assert early_starts == []
+    monkeypatch.undo()
+
+    class Ranks(World):
+        def __init__(self):
+            self.size = 2
+
+    config, active = TrainConfig(), TrainConfig(expert_updates="active")
+    for device, expected in (("cpu", False), ("metal", False), ("cuda", True)):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        assert may_start_early(World(), config) is expected
+    assert not may_start_early(World(), active)
+    assert not may_start_early(Ranks(), config)
+
+
+def test_long_iterations_do_not_start_early(make_trainer, early_starts, monkeypatch):
+    monkeypatch.setattr("deltatune.train.loop.LONGEST", 0.0)
+    make_trainer(**ONLY, iters=4).run()
+    assert early_starts == []
