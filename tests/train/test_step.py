@@ -13,7 +13,7 @@ from deltatune.data import Batch
 from deltatune.patches import patched
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
-from deltatune.train.step import Step, full_loss, mean_loss_and_gradients
+from deltatune.train.step import Step, _from_host, full_loss, mean_loss_and_gradients
 
 
 class Tiny(nn.Module):
@@ -178,3 +178,21 @@ def test_packed_documents_get_the_gradients_they_get_alone(tiny_model):
     expected, got = (dict(tree_flatten(gradients)) for _, _, gradients in results)
     for name, value in expected.items():
         assert mx.abs(got[name] - value).max() <= 2e-5 * mx.abs(value).max() + 1e-7, name
+
+
+@pytest.mark.parametrize("kinds", [(np.int32, np.int32, np.float32), (np.int64, np.int32, np.float32)], ids=str)
+def test_arrays_from_the_host_keep_their_numbers(kinds):
+    given = [np.arange(12, dtype=kind).reshape(3, 4)[:, 1:] + kind(1) for kind in kinds]
+    for found, array in zip(_from_host(*given), given, strict=True):
+        assert np.array_equal(np.array(found), array)
+    assert [array.shape for array in _from_host(given[0], given[1][:2])] == [(3, 3), (2, 3)]
+
+
+def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
+    model = Tiny()
+    step = Step(model, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(model), World())
+    before, weight = step.joined, mx.array(np.array(model.out.weight))
+    step.settle()
+    assert before
+    assert [id(array) for array in step.joined] == [id(array) for array in before]
+    assert mx.array_equal(model.out.weight, weight)

@@ -187,6 +187,7 @@ class Saving:
         self.progress.blas_threads = threads.number if threads else 0
         self.progress.ranks = self._world.size
         if self._world.main:
+            self._step.settle()
             arrays = state.pack("trainable", self._model.trainable_parameters())
             arrays |= state.pack("start", pissa.starts(self._model))
             moments = self._step.bundles.part_state(self._optimizer.state)

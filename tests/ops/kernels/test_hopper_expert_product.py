@@ -159,7 +159,7 @@ def tried(host_folder, host_module, monkeypatch):
 
 
 def test_the_kernel_serves_where_it_is_right(tried, caplog):
-    assert tried(HOPPER) == HopperTile(3, 256)
+    assert tried(HOPPER) == HopperTile(2, 256)
     assert not caplog.records
 
 

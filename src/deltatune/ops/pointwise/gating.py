@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from .pass_launch import Execute, Pass
+from .pass_launch import Execute, Pass, size_of
 from .passes import Arrays, Passes
 
 # The fewest elements for which the kernel is used: it saves a dozen launches, which few elements are enough for.
@@ -46,8 +46,8 @@ def gates(
             f"gates: a {a.shape}, b {b.shape}, A_log {A_log.shape} and dt_bias {dt_bias.shape} do not fit."
         )
     passes = _passes(a.shape[-1], float(largest_beta))
-    log_g, beta = passes(a.reshape(-1), b.reshape(-1), A_log, dt_bias, execute=execute)
-    return log_g.reshape(a.shape), beta.reshape(a.shape)
+    log_g, beta = passes(a, b, A_log, dt_bias, execute=execute)
+    return log_g, beta
 
 
 def covers(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> bool:
@@ -62,7 +62,7 @@ def serves(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, largest
     if a.size < LEAST or not covers(a, b, A_log, dt_bias):
         return False
     heads = a.shape[-1]
-    kinds = [((12 * heads,), a.dtype)] * 2 + [(x.shape, x.dtype) for x in (A_log, dt_bias)]
+    kinds = [((2, 6, heads), a.dtype)] * 2 + [(x.shape, x.dtype) for x in (A_log, dt_bias)]
     return _passes(heads, float(largest_beta)).passes_trial(*kinds)
 
 
@@ -91,18 +91,18 @@ def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float
 
 @cache
 def _passes(heads: int, largest_beta: float) -> Passes:
-    numbers = ("(long)a_shape[0]", str(heads), f"{largest_beta!r}f")
+    numbers = str(heads), f"{largest_beta!r}f"
 
     def forward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Pass:
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
         outputs = dict.fromkeys(("log_g", "beta"), (a.shape, mx.float32))
-        return Pass("gates_forward", inputs, outputs, (*numbers, *inputs, *outputs), a.shape[0])
+        return Pass("gates_forward", inputs, outputs, (size_of("a", a), *numbers, *inputs, *outputs), a.size)
 
     def backward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, *cotangents: mx.array) -> Pass:
         d = dict(zip(("dlog_g", "dbeta"), (d.astype(mx.float32) for d in cotangents), strict=True))
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, **d}
         outputs = dict.fromkeys(("da", "db"), (a.shape, a.dtype))
-        return Pass("gates_backward", inputs, outputs, (*numbers, *inputs, *outputs), a.shape[0])
+        return Pass("gates_backward", inputs, outputs, (size_of("a", a), *numbers, *inputs, *outputs), a.size)
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         a, _, A_log, dt_bias = primals
@@ -112,7 +112,6 @@ def _passes(heads: int, largest_beta: float) -> Passes:
         return [d_A_log, d_dt_bias]
 
     def plain(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Arrays:
-        shape = (-1, heads)
-        return [log_gate(A_log, a.reshape(shape), dt_bias).reshape(-1), largest_beta * mx.sigmoid(b)]
+        return [log_gate(A_log, a, dt_bias), largest_beta * mx.sigmoid(b)]
 
     return Passes(f"gates of {heads} heads (beta up to {largest_beta})", forward, backward, plain, parameters)

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from .. import trial
-from .pass_launch import Execute, Pass
+from .pass_launch import Execute, Pass, size_of
 
 # The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)
 MOST = 64
@@ -37,13 +37,8 @@ def end_to_end(arrays: Sequence[mx.array], *, execute: Execute | None = None) ->
 def _joined(arrays: Sequence[mx.array], execute: Execute) -> mx.array:
     inputs = {f"x{i}": array for i, array in enumerate(arrays)}
     total = sum(array.size for array in arrays)
-    pairs = ", ".join(f"{name}, {_size_text(name, array.ndim)}" for name, array in inputs.items())
+    pairs = ", ".join(f"{name}, (int)({size_of(name, array)})" for name, array in inputs.items())
     return execute(Pass("end_to_end", inputs, {"y": ((total,), mx.float32)}, ("at", "y", pairs), total))[0]
-
-
-def _size_text(name: str, axes: int) -> str:
-    """The text of an array's number of elements."""
-    return " * ".join(["(int)1", *(f"(int){name}_shape[{axis}]" for axis in range(axes))])
 
 
 @cache

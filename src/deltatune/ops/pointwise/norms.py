@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..kernels.launch import Outputs, numbers
-from .pass_launch import Execute, Pass
+from .pass_launch import Execute, Pass, size_of
 from .passes import LEAST, Arrays, Passes
 
 # The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
@@ -59,7 +59,7 @@ def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float, *, exe
             "expected a gate like x, and a weight of x's last axis."
         )
     passes = _gated(_width(x), float(eps))
-    return passes(x.reshape(-1, 8), gate.reshape(-1, 8), weight, execute=execute)[0].reshape(x.shape)
+    return passes(x, gate, weight, execute=execute)[0]
 
 
 def norm_and_gate(
@@ -126,7 +126,9 @@ def gated_norm_serves(x: mx.array, weight: mx.array, gate: mx.array, eps: float)
     return (
         x.size >= LEAST
         and covers(x, gate)
-        and _gated(_width(x), float(eps)).passes_trial(*[((96, 8), x.dtype)] * 2, (weight.shape, weight.dtype))
+        and _gated(_width(x), float(eps)).passes_trial(
+            *[((3, 32, _width(x)), x.dtype)] * 2, (weight.shape, weight.dtype)
+        )
     )
 
 
@@ -161,17 +163,18 @@ def _norm(width: int, factor: float, eps: float) -> Passes:
 
 @cache
 def _gated(width: int, eps: float) -> Passes:
-    first = (_COUNT, f"{eps!r}f")
+    def first(x: mx.array) -> tuple[str, str]:
+        return f"{size_of('x', x)} / 8", f"{eps!r}f"
 
     def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Pass:
         inputs = {"x": x, "weight": weight, "gate": gate}
-        arguments = (*first, "x", "weight", "gate", "y")
-        return Pass("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, arguments, x.shape[0], (width // 8,))
+        arguments = (*first(x), "x", "weight", "gate", "y")
+        return Pass("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, arguments, x.size // 8, (width // 8,))
 
     def backward(x: mx.array, gate: mx.array, weight: mx.array, dy: mx.array) -> Pass:
         inputs = {"x": x, "weight": weight, "gate": gate, "dy": dy.astype(x.dtype)}
         outputs = dict.fromkeys(("dx", "dgate"), (x.shape, x.dtype))
-        return Pass("gated_norm_backward", inputs, outputs, (*first, *inputs, *outputs), x.shape[0], (width // 8,))
+        return Pass("gated_norm_backward", inputs, outputs, (*first(x), *inputs, *outputs), x.size // 8, (width // 8,))
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, gate, dy = (array.reshape(-1, width).astype(mx.float32) for array in (*primals[:2], cotangents[0]))

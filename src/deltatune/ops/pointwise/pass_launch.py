@@ -60,5 +60,10 @@ class Pass:
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 
+def size_of(name: str, array: mx.array) -> str:
+    """Return the text of the number of elements of an input called `name`."""
+    return " * ".join(f"(long){name}_shape[{axis}]" for axis in range(array.ndim)) or "1"
+
+
 # Runs a launch: Pass.run on a GPU, or the host machine in tests.
 Execute = Callable[[Pass], list[mx.array]]

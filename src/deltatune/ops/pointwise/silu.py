@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .pass_launch import Execute, Pass
+from ..kernels.launch import Outputs
+from .pass_launch import Execute, Pass, size_of
 from .passes import LEAST, Arrays, Passes
 
 
@@ -25,7 +26,7 @@ def swiglu(gate: mx.array, x: mx.array, *, execute: Execute = Pass.run) -> mx.ar
     if not covers(gate, x):
         given = f"{list(gate.shape)} {gate.dtype} and {list(x.shape)} {x.dtype}"
         raise ValueError(f"swiglu: gate and x must be floats of one shape and dtype, a multiple of 8, got {given}.")
-    return _PASSES(gate.reshape(-1, 8), x.reshape(-1, 8), execute=execute)[0].reshape(gate.shape)
+    return _PASSES(gate, x, execute=execute)[0]
 
 
 def covers(gate: mx.array, x: mx.array) -> bool:
@@ -36,7 +37,7 @@ def covers(gate: mx.array, x: mx.array) -> bool:
 
 def serves(gate: mx.array, x: mx.array) -> bool:
     """Whether `swiglu` is to be used: the kernels cover these arrays, are faster, and were found right here."""
-    return gate.size >= LEAST and covers(gate, x) and _PASSES.passes_trial(*[((96, 8), gate.dtype)] * 2)
+    return gate.size >= LEAST and covers(gate, x) and _PASSES.passes_trial(*[((2, 48, 8), gate.dtype)] * 2)
 
 
 def _plain(gate: mx.array, x: mx.array) -> Arrays:
@@ -45,14 +46,18 @@ def _plain(gate: mx.array, x: mx.array) -> Arrays:
 
 def _forward(gate: mx.array, x: mx.array) -> Pass:
     inputs = {"gate": gate, "x": x}
-    return Pass("swiglu_forward", inputs, {"y": (gate.shape, gate.dtype)}, (_COUNT, *inputs, "y"), gate.shape[0])
+    outputs: Outputs = {"y": (gate.shape, gate.dtype)}
+    return Pass("swiglu_forward", inputs, outputs, (_pieces(gate), *inputs, *outputs), gate.size // 8)
 
 
 def _backward(gate: mx.array, x: mx.array, dy: mx.array) -> Pass:
     inputs = {"gate": gate, "x": x, "dy": dy.astype(gate.dtype)}
     outputs = dict.fromkeys(("dgate", "dx"), (gate.shape, gate.dtype))
-    return Pass("swiglu_backward", inputs, outputs, (_COUNT, *inputs, *outputs), gate.shape[0])
+    return Pass("swiglu_backward", inputs, outputs, (_pieces(gate), *inputs, *outputs), gate.size // 8)
 
 
-_COUNT = "(long)gate_shape[0]"
+def _pieces(gate: mx.array) -> str:
+    return f"{size_of('gate', gate)} / 8"
+
+
 _PASSES = Passes("swiglu", _forward, _backward, _plain)
