@@ -22,7 +22,7 @@ from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tilin
 from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.kernels.launch import Launch
 from deltatune.ops.low_rank import add_product, both_products, columns_product, rows_product
-from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, swiglu
+from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, swiglu, times_gate, turned_heads
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
@@ -82,6 +82,10 @@ def passes(dtype: mx.Dtype) -> None:
     gradients(lambda *arrays: [conv_silu(*arrays)], x, taps)
     gradients(lambda *arrays: [conv_silu(*arrays, mx.zeros((2, 17), mx.int32))], x, taps)
     gradients(gates, x, x, weight, weight)
+    for heads, size in ((4, 128), (1, 64)):
+        of_heads, gated = mx.zeros((2, 20, heads, size), dtype), size == 128
+        gradients(lambda each, gated=gated: turned_heads(each, weight, 1e-6, 32, 1e4, gated), of_heads)
+    gradients(lambda *arrays: [times_gate(*arrays)], x[:, None], x[:, :, None])
     rows, index = x.reshape(40, 64), mx.arange(40)
     mx.eval(take_rows(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
     mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,))] * 4))
@@ -99,7 +103,7 @@ def experts(dtype: mx.Dtype) -> None:
 
 
 def experts_on_hopper() -> None:
-    ends, tile = mx.array([1, 40], mx.int32), grouped_hopper.product_tile(256)
+    ends, tile = mx.array([1, 40], mx.int32), grouped_hopper.product_tile(256, 2)
     rows, weight = mx.zeros((40, 256), mx.bfloat16), mx.zeros((2, 256, 256), mx.bfloat16)
     for transpose, onto in itertools.product((True, False), (None, rows)):
         mx.eval(grouped.product(rows, weight, ends, transpose, 1.0, onto, tile))
