@@ -209,9 +209,9 @@ def test_the_arguments_of_a_launch(gpu):
     x, gate = mx.zeros((4, 40, 8)), mx.zeros((4, 40, 8))
     mx.eval(swiglu(gate, x))
     (launched,) = gpu.launches
-    assert launched["scalars"] == [160, 8]
+    assert launched["scalars"] == [4, 40, 8]
     assert (launched["grid"], launched["threadgroup"]) == ((256, 1, 1), (128, 1, 1))
-    assert (launched["output_shapes"], launched["output_dtypes"]) == ([(160, 8)], [mx.float32])
+    assert (launched["output_shapes"], launched["output_dtypes"]) == ([(4, 40, 8)], [mx.float32])
     assert launched["ensure_row_contiguous"]
 
 
