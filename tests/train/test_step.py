@@ -13,7 +13,8 @@ from deltatune.data import Batch
 from deltatune.patches import patched
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
-from deltatune.train.step import Step, _from_host, full_loss, mean_loss_and_gradients
+from deltatune.train.step import Step, full_loss, mean_loss_and_gradients
+from deltatune.train.tree import from_host
 
 
 class Tiny(nn.Module):
@@ -183,9 +184,9 @@ def test_packed_documents_get_the_gradients_they_get_alone(tiny_model):
 @pytest.mark.parametrize("kinds", [(np.int32, np.int32, np.float32), (np.int64, np.int32, np.float32)], ids=str)
 def test_arrays_from_the_host_keep_their_numbers(kinds):
     given = [np.arange(12, dtype=kind).reshape(3, 4)[:, 1:] + kind(1) for kind in kinds]
-    for found, array in zip(_from_host(*given), given, strict=True):
+    for found, array in zip(from_host(*given), given, strict=True):
         assert np.array_equal(np.array(found), array)
-    assert [array.shape for array in _from_host(given[0], given[1][:2])] == [(3, 3), (2, 3)]
+    assert [array.shape for array in from_host(given[0], given[1][:2])] == [(3, 3), (2, 3)]
 
 
 def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from .kernels.launch import Execute
-from .low_rank import add_product, add_products, both_products, columns_products, rows_products
+from .low_rank import add_product, add_products, as_matrix, both_products, columns_products, rows_products
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def adapted_products(
 
     def forward(x: mx.array, *arrays: mx.array) -> list[mx.array]:
         weights, downs, ups = _thirds(arrays)
-        rows = _rows(x)
+        rows = as_matrix(x)
         low_rank = rows_products(rows, downs, execute=execute)
         sums = [
             add_product(rows @ weight.T, h, b, scale, execute=execute)
@@ -54,7 +54,7 @@ def adapted_products(
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         x, *arrays = primals
         weights, downs, ups = _thirds(arrays)
-        rows, cotangents = _rows(x), [_rows(dy) for dy in cotangents[:count]]
+        rows, cotangents = as_matrix(x), [as_matrix(dy) for dy in cotangents[:count]]
         both = [
             both_products(dy, h, b, scale, execute=execute)
             for dy, h, b in zip(cotangents, outputs[count:], ups, strict=True)
@@ -77,7 +77,3 @@ def adapted_products(
 def _thirds(arrays: Sequence[mx.array]) -> tuple[Sequence[mx.array], Sequence[mx.array], Sequence[mx.array]]:
     count = len(arrays) // 3
     return arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
-
-
-def _rows(array: mx.array) -> mx.array:
-    return array.reshape(-1, array.shape[-1])

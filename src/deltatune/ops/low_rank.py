@@ -52,7 +52,7 @@ def rows_product(
     """
     rank = weight.shape[0 if transpose else 1]
     if execute or covered(rank, x, weight):
-        rows = _matrix(x)
+        rows = as_matrix(x)
         kernel = RowsKernel(x.dtype, rank, rows_lines(rows.shape[0], rank), transpose)
         if execute or _passes_trial(kernel):
             return kernel([rows, weight], scale, execute or Launch.run)[0].reshape(*x.shape[:-1], rank)
@@ -95,7 +95,7 @@ def columns_product(left: mx.array, right: mx.array, scale: float = 1.0, *, exec
     Returns:
         [N, K] in left's dtype.
     """
-    left, right = _matrix(left), _matrix(right)
+    left, right = as_matrix(left), as_matrix(right)
     across = left.shape[-1] <= right.shape[-1]
     narrow, wide = (left, right) if across else (right, left)
     rank = narrow.shape[-1]
@@ -139,10 +139,10 @@ def both_products(
     """
     rank = b.shape[0]
     if execute or covered(rank, d, low_rank, b):
-        wide = _matrix(d)
+        wide = as_matrix(d)
         kernel = BothKernel(d.dtype, rank, *division(*wide.shape, rank, True), True)
         if execute or _passes_trial(kernel.on_trial()):
-            over, along = kernel([_matrix(low_rank), wide, b], scale, execute or Launch.run)
+            over, along = kernel([as_matrix(low_rank), wide, b], scale, execute or Launch.run)
             return along.reshape(low_rank.shape), over
     return rows_product(d, b, scale, transpose=True), columns_product(low_rank, d, scale)
 
@@ -173,7 +173,7 @@ def add_product(
     if execute or covered(rank, y, low_rank, weight):
         kernel = WideKernel(y.dtype, rank, transpose)
         if execute or _passes_trial(kernel):
-            return kernel([_matrix(y), _matrix(low_rank), weight], scale, execute or Launch.run)[0].reshape(y.shape)
+            return kernel([as_matrix(y), as_matrix(low_rank), weight], scale, execute or Launch.run)[0].reshape(y.shape)
     return mx.addmm(y, low_rank, weight.T if transpose else weight, alpha=scale)
 
 
@@ -198,7 +198,8 @@ def add_products(
     return y
 
 
-def _matrix(array: mx.array) -> mx.array:
+def as_matrix(array: mx.array) -> mx.array:
+    """Return the array [..., N] as a matrix [rows, N]."""
     return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
 
 

@@ -32,7 +32,7 @@ from .bundles import TOGETHER, Bundles
 from .distributed import World
 from .expert_updates import ActiveExperts, ExpertGradients
 from .routers import FIGURES, RouterLosses, real_lengths
-from .tree import leaves, number, places
+from .tree import from_host, leaves, number, places
 
 # A step on images is compiled for at most this many numbers of positions.
 _POSITION_COUNTS = 4
@@ -42,8 +42,6 @@ _POSITION_COUNTS = 4
 # argument, counts them in the second sum, and returns a third array, [2, figures] (preferences/loss.py).
 LossFunction = Callable[..., tuple[mx.array, ...]]
 Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None, VisionArrays | None, dict[str, mx.array] | None]
-# The dtypes of numbers of four bytes.
-_SAME_SIZE = {np.dtype(np.int32): mx.int32, np.dtype(np.float32): mx.float32}
 # The arrays of a PreferenceBatch that a step reads.
 _PREFERENCE_ARRAYS = ("documents", "present", "desirable", "reference", "tokens", "lengths")
 
@@ -95,17 +93,8 @@ def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = N
     preferences = None
     if batch.preferences is not None:
         preferences = {name: mx.array(getattr(batch.preferences, name)) for name in _PREFERENCE_ARRAYS}
-    inputs, targets, weights = _from_host(batch.inputs, batch.targets, batch.weights)
+    inputs, targets, weights = from_host(batch.inputs, batch.targets, batch.weights)
     return inputs, targets, weights, packed, images, preferences
-
-
-def _from_host(*arrays: np.ndarray) -> list[mx.array]:
-    """Convert arrays, in one copy where they have one shape: MLX on CUDA takes half a millisecond for each copy."""
-    kinds = {array.dtype for array in arrays}
-    if len({array.shape for array in arrays}) > 1 or not kinds <= _SAME_SIZE.keys():
-        return [mx.array(array) for array in arrays]
-    joined = mx.array(np.stack([np.ascontiguousarray(array).view(np.int32) for array in arrays]))
-    return [joined[i].view(_SAME_SIZE[array.dtype]) for i, array in enumerate(arrays)]
 
 
 def counted_positions(weights: np.ndarray) -> np.ndarray | None:
@@ -270,7 +259,7 @@ class Step:
     def settle(self) -> None:
         """Compute the parameters that are parts of bundles, which a step leaves lazy, in the thread that calls this.
 
-        What the main thread has left lazy would wait for all that this thread has queued.
+        As the main thread left them, they would wait for all that it has queued.
         """
         joined = self.joined
         parts = dict(leaves(self.bundles.part({TOGETHER: joined})))

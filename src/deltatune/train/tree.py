@@ -44,6 +44,19 @@ def places(tree: Any, paths: Sequence[str]) -> dict[str, Place]:
     return found
 
 
+# The dtypes of numbers of four bytes.
+_FOUR_BYTES = {np.dtype(np.int32): mx.int32, np.dtype(np.float32): mx.float32}
+
+
+def from_host(*arrays: np.ndarray) -> list[mx.array]:
+    """Convert arrays, in one copy where they have one shape: MLX on CUDA takes half a millisecond for each copy."""
+    kinds = {array.dtype for array in arrays}
+    if len({array.shape for array in arrays}) > 1 or not kinds <= _FOUR_BYTES.keys():
+        return [mx.array(array) for array in arrays]
+    joined = mx.array(np.stack([np.ascontiguousarray(array).view(np.int32) for array in arrays]))
+    return [joined[i].view(_FOUR_BYTES[array.dtype]) for i, array in enumerate(arrays)]
+
+
 def seed_iteration(seed: int, iteration: int, rank: int) -> None:
     """Seed MLX from these three numbers, so that dropout depends on nothing else and no random state must be saved."""
     drawn = np.random.SeedSequence([seed % 2**64, iteration, rank]).generate_state(1, np.uint64)
