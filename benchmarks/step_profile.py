@@ -5,7 +5,7 @@ usage: python benchmarks/step_profile.py [--shape 0.8B] [--checkpoint] [--batch 
 PyTorch's profiler records what MLX launches, so PyTorch with CUDA must be installed beside MLX. The table of kernels
 gives how often each runs in a step, its time and its share; the table of calls gives the time that the CPU spent in
 each. "GPU busy" is the sum of the kernels' times, and it is compared with the time of a step without the profiler. With
---waits, no step starts before the one before is done.
+--waits, no step starts before the one before is done. --bits 4 trains on packed weights, and --kind full all weights.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--waits", action="store_true")
+    parser.add_argument("--bits", type=int, default=0, help="of packed weights; 0 for those of the shape")
+    parser.add_argument("--kind", choices=["lora", "dora", "full"], default="lora", help="what trains")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--layers", type=int)
@@ -79,7 +81,8 @@ def main() -> None:
     shape = replace(trainers.SHAPES[options.shape], **changes)
     torch.cuda.init()
     print(f"{heading()}\n{shape}", flush=True)
-    with trainers.deltatune(shape, checkpoint=options.checkpoint, waits=options.waits) as trainer:
+    given = {name: getattr(options, name) for name in ("checkpoint", "waits", "bits", "kind")}
+    with trainers.deltatune(shape, **given) as trainer:
         for _ in range(3):
             trainer.step()
         trainer.reset_peak()

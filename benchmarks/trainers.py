@@ -135,14 +135,23 @@ def batch_of(rows: np.ndarray) -> Any:
 
 
 @contextmanager
-def deltatune(shape: Shape, checkpoint: bool, waits: bool = False) -> Iterator[Trainer]:
+def deltatune(
+    shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, kind: str = "lora"
+) -> Iterator[Trainer]:
     """deltatune's training step as train/micro_batches.py makes it, without data, files and screen.
 
-    The next step is started before the result of one is read, as in training, unless each step `waits`.
+    The next step is started before the result of one is read, as in training, unless each step `waits`. Weights are
+    packed to `bits` if these are given, and `kind` is the fine_tune_type.
     """
     model = mlx_model(shape)
-    ready = time.perf_counter()
     import mlx.core as mx
+    import mlx.nn as nn
+
+    if bits:
+        whole_groups = lambda _, module: hasattr(module, "to_quantized") and module["weight"].shape[-1] % 64 == 0  # noqa: E731
+        nn.quantize(model, 64, bits, class_predicate=whole_groups)
+        mx.eval(model.parameters())
+    ready = time.perf_counter()
 
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
@@ -154,8 +163,8 @@ def deltatune(shape: Shape, checkpoint: bool, waits: bool = False) -> Iterator[T
     from deltatune.train.setup import training
     from deltatune.train.step import Step
 
-    config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=checkpoint)
-    convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
+    config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=checkpoint, fine_tune_type=kind)
+    convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=kind, num_layers=-1)
     batch = batch_of(shape.rows())
     with training(model, config, compare=False) as trained:
         model.train()
