@@ -13,8 +13,7 @@ norm, MLX's rotary embedding, the copies that attention needs, and a product. --
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from unittest.mock import patch
 
@@ -22,35 +21,26 @@ import deltatune  # noqa: F401  (sets MLX's variables, so before mlx)
 
 # isort: split
 import mlx.core as mx
-import numpy as np
 
 import processes
 from deltatune.machine import backend
 from deltatune.ops.pointwise import heads, norm_and_gate, times_gate, turned_heads
 from deltatune.ops.pointwise.weighted_norms import weighted_norm
-from deltatune.ops.trial import relative_error
-from deltatune.selftest.measure import poison
 from deltatune.selftest.pointwise import reference_turned_heads
 from machine import heading
+from pass_checks import Arrays, Function, drawn, errors, microseconds
 
 BATCH, TOKENS, QUERIES, KEYS, WIDTH = 2, 2048, 8, 2, 256
 EPS, ROTARY, BASE = 1e-6, 64, 1e7
 # Rounding to the dtype, and what fp32 sums of 256 terms cost; MLX's gradient of the weight sums over all tokens.
 BOUNDS = {mx.float32: 4e-6, mx.bfloat16: 2.0**-8}
 ANGLE = 2.0**-23
-Arrays = list[mx.array]
-Function = Callable[..., Arrays]
-
-
-def drawn(*shapes: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> Arrays:
-    keys = mx.random.split(mx.random.key(seed), len(shapes))
-    return [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(shapes, keys, strict=True)]
 
 
 @cache
 def weight() -> mx.array:
     """The weight of both norms: the same array at every call."""
-    made = drawn((WIDTH,), seed=9)[0]
+    made = drawn([(WIDTH,)], seed=9)[0]
     mx.eval(made)
     return made
 
@@ -85,22 +75,10 @@ def in_steps(both: mx.array, key_rows: mx.array, y: mx.array) -> Arrays:
 def check(name: str, ours: Function, exact: Function, arrays: Arrays) -> bool:
     """Print the errors of the outputs and gradients of one case; return whether they are within the bounds."""
     dtype, tokens = arrays[0].dtype, max(arrays[0].shape[1:3])
-    d = [mx.random.normal(y.shape, key=mx.random.key(i)).astype(dtype) for i, y in enumerate(ours(*arrays))]
-
-    def both() -> Arrays:
-        outputs, gradients = mx.vjp(ours, arrays, d)
-        mx.eval(outputs, gradients)
-        return [*outputs, *gradients]
-
-    poison(both())
-    found = both()
-    with mx.stream(mx.cpu):
-        wide, wide_d = ([array.astype(mx.float64) for array in group] for group in (arrays, d))
-        truth = [np.array(each) for group in mx.vjp(exact, wide, wide_d) for each in group]
-    errors = [relative_error(one, other) for one, other in zip(found, truth, strict=True)]
+    found = errors(ours, exact, arrays)
     bound = BOUNDS[dtype] + ANGLE * tokens
-    good = all(error <= bound for error in errors)
-    cells = " ".join(f"{error:.1e}" for error in errors)
+    good = all(error <= bound for error in found)
+    cells = " ".join(f"{error:.1e}" for error in found)
     kind = f"{name}, {str(dtype).split('.')[-1]}, {tokens} tokens"
     print(f"| {kind} | {cells} | {bound:.1e} | {'' if good else 'over'} |", flush=True)
     return good
@@ -109,30 +87,21 @@ def check(name: str, ours: Function, exact: Function, arrays: Arrays) -> bool:
 def check_all() -> bool:
     good = []
     for dtype, tokens in ((mx.bfloat16, 149), (mx.float32, 149), (mx.float32, 6001)):
-        rows = drawn((1, tokens, KEYS, WIDTH), (WIDTH,), dtype=dtype)
-        gated = drawn((BATCH, tokens, QUERIES, 2 * WIDTH), (WIDTH,), dtype=dtype)
+        rows = drawn([(1, tokens, KEYS, WIDTH), (WIDTH,)], dtype)
+        gated = drawn([(BATCH, tokens, QUERIES, 2 * WIDTH), (WIDTH,)], dtype)
         reference = [lambda x, w, g=g: list(reference_turned_heads(x, w, EPS, ROTARY, BASE, g)) for g in (False, True)]
         good.append(check("keys", keys, reference[0], rows))
         if tokens < 1000:
             good.append(check("queries and gates", queries, reference[1], gated))
-    arrays = drawn((BATCH, QUERIES, 149, WIDTH), (BATCH, 149, QUERIES, WIDTH))
+    arrays = drawn([(BATCH, QUERIES, 149, WIDTH), (BATCH, 149, QUERIES, WIDTH)])
     good.append(check("product", product, lambda y, gate: [y.swapaxes(1, 2) * gate], arrays))
     return all(good)
 
 
-def microseconds(graph: Callable[[], Iterator[mx.array]], calls: int) -> float:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        mx.eval(list(graph()))
-        times.append(time.perf_counter() - start)
-    return 1e6 * min(times[1:]) / calls
-
-
 def timed(function: Function, shapes: list[tuple[int, ...]], calls: int) -> list[float]:
     """Microseconds of the forward pass, of the backward pass, and of both."""
-    given = [drawn(*shapes, seed=seed) for seed in range(4)]
-    d = drawn(*[y.shape for y in function(*given[0])], seed=8)
+    given = [drawn(shapes, seed=seed) for seed in range(4)]
+    d = drawn([y.shape for y in function(*given[0])], seed=8)
     mx.eval(given, d)
 
     def forward() -> Iterator[mx.array]:

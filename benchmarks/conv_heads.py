@@ -13,7 +13,6 @@ the tokens.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -24,14 +23,14 @@ import deltatune  # noqa: F401  (sets MLX's variables, so before mlx)
 import mlx.core as mx
 import numpy as np
 
+import pass_checks
 import processes
 from deltatune.machine import backend
 from deltatune.ops.pointwise import conv, conv_heads, conv_silu, norm
 from deltatune.ops.pointwise.conv import NormedHeads, Walk
-from deltatune.ops.trial import relative_error
-from deltatune.selftest.measure import poison
 from deltatune.selftest.pointwise import reference_heads
 from machine import heading
+from pass_checks import Arrays
 
 TAPS, CHECKED, BATCH, TOKENS = 4, 149, 2, 2048
 # Heads, their size and value channels: the 0.8B shape, 16 and 32 heads, and other sizes of a head.
@@ -43,7 +42,6 @@ BOUND_OF_WEIGHT = {mx.float32: 1e-5, mx.bfloat16: 2.0**-5}
 # Tokens of a lane, rows ahead, and resident blocks forward and backward.
 SWEEP = [(8, 3, 4, 3), (16, 2, 4, 3), (16, 3, 5, 4), (16, 4, 4, 3), (32, 2, 4, 3), (32, 3, 4, 3), (64, 3, 4, 3)]
 NAMES = ("q", "k", "v", "dx", "dweight", "dstate")
-Arrays = list[mx.array]
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,7 @@ class Layer:
     def drawn(self, tokens: int, dtype: mx.Dtype, seed: int = 0) -> Arrays:
         """x, the weight, and a state."""
         shapes = [(BATCH, tokens, self.channels), (self.channels, TAPS), (BATCH, TAPS - 1, self.channels)]
-        keys = mx.random.split(mx.random.key(seed), len(shapes))
-        return [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(shapes, keys, strict=True)]
+        return pass_checks.drawn(shapes, dtype, seed)
 
     def in_one_pass(self, x: mx.array, weight: mx.array) -> Arrays:
         return conv_heads(x, weight, self.heads)
@@ -84,25 +81,14 @@ def errors(layer: Layer, dtype: mx.Dtype, documents: bool) -> dict[str, float]:
     """The errors of outputs and gradients on a few tokens, with a state and, if asked, several documents."""
     owner = np.searchsorted([1, 4, 40, 90], np.arange(CHECKED), side="right") if documents else None
     segments = None if owner is None else mx.broadcast_to(mx.array(owner.astype(np.int32)), (BATCH, CHECKED))
-    arrays = layer.drawn(CHECKED, dtype)
 
     def ours(x: mx.array, weight: mx.array, state: mx.array) -> Arrays:
         return conv_heads(x, weight, layer.heads, state, segments)
 
-    d = [mx.random.normal(y.shape, key=mx.random.key(i)).astype(dtype) for i, y in enumerate(ours(*arrays))]
+    def exact(x: mx.array, weight: mx.array, state: mx.array) -> Arrays:
+        return list(reference_heads(x, weight, layer.heads, state, owner))
 
-    def both() -> Arrays:
-        outputs, gradients = mx.vjp(ours, arrays, d)
-        mx.eval(outputs, gradients)
-        return [*outputs, *gradients]
-
-    poison(both())
-    found = both()
-    with mx.stream(mx.cpu):
-        wide, wide_d = ([array.astype(mx.float64) for array in group] for group in (arrays, d))
-        exact = mx.vjp(lambda x, w, s: list(reference_heads(x, w, layer.heads, s, owner)), wide, wide_d)
-        truth = [np.array(array) for group in exact for array in group]
-    return {name: relative_error(one, other) for name, one, other in zip(NAMES, found, truth, strict=True)}
+    return dict(zip(NAMES, pass_checks.errors(ours, exact, layer.drawn(CHECKED, dtype)), strict=True))
 
 
 def check(name: str, layer: Layer, dtype: mx.Dtype, documents: bool) -> bool:
@@ -113,15 +99,6 @@ def check(name: str, layer: Layer, dtype: mx.Dtype, documents: bool) -> bool:
     kind = f"{str(dtype).split('.')[-1]}{', documents' * documents}"
     print(f"| {name}, {kind} | {cells} | {'over: ' + ', '.join(over) if over else ''} |", flush=True)
     return not over
-
-
-def microseconds(graph: Callable[[], Iterator[mx.array]], calls: int) -> float:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        mx.eval(list(graph()))
-        times.append(time.perf_counter() - start)
-    return 1e6 * min(times[1:]) / calls
 
 
 def timed(layer: Layer, function: Callable[[mx.array, mx.array], Arrays], calls: int) -> list[float]:
@@ -141,7 +118,7 @@ def timed(layer: Layer, function: Callable[[mx.array, mx.array], Arrays], calls:
             yield from [dx, *outputs] if with_outputs else [dx]
 
     passes = (forward, lambda: gradients(False), lambda: gradients(True))
-    return [microseconds(each, calls) for each in passes]
+    return [pass_checks.microseconds(each, calls) for each in passes]
 
 
 def line(name: str, layer: Layer, function: Callable[[mx.array, mx.array], Arrays], calls: int) -> str:

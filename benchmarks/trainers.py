@@ -134,6 +134,11 @@ def batch_of(rows: np.ndarray) -> Any:
     return Batch(rows[:, :-1], rows[:, 1:], weights, None, tuple(("random",) for _ in rows), lengths)
 
 
+def _has_whole_groups(_path: str, module: Any) -> bool:
+    """Whether a module's weight can be packed in groups of 64 inputs."""
+    return hasattr(module, "to_quantized") and module["weight"].shape[-1] % 64 == 0
+
+
 @contextmanager
 def deltatune(
     shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, kind: str = "lora"
@@ -148,8 +153,7 @@ def deltatune(
     import mlx.nn as nn
 
     if bits:
-        whole_groups = lambda _, module: hasattr(module, "to_quantized") and module["weight"].shape[-1] % 64 == 0  # noqa: E731
-        nn.quantize(model, 64, bits, class_predicate=whole_groups)
+        nn.quantize(model, 64, bits, class_predicate=_has_whole_groups)
         mx.eval(model.parameters())
     ready = time.perf_counter()
 

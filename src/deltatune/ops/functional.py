@@ -87,17 +87,12 @@ def differentiated_once() -> Iterator[None]:
         _once.reset(token)
 
 
-def is_differentiated_once() -> bool:
-    """Whether this is within `differentiated_once`."""
-    return _once.get()
-
-
 def not_differentiated_again(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that is called in forward or backward passes written by hand, with a rule for its gradient.
 
     Only a derivative of such a pass asks for the rule, so `differentiated_once` leaves it out.
     """
-    if is_differentiated_once():
+    if _once.get():
         return function
     with_rule = mx.custom_function(function)
     with_rule.vjp(rule)
@@ -118,12 +113,11 @@ def without_vmap(message: str) -> Callable[..., tuple[mx.array, ...]]:
 
     MLX asks this rule before it reaches functions behind it that have none. `differentiated_once` leaves it out.
     """
-    return (lambda *arrays: arrays) if is_differentiated_once() else _without_vmap(message)
+    return (lambda *arrays: arrays) if _once.get() else _without_vmap(message)
 
 
 @cache
 def _without_vmap(message: str) -> Callable[..., tuple[mx.array, ...]]:
-
     def refuse(*_: object) -> None:
         raise ValueError(message)
 

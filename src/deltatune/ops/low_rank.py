@@ -54,8 +54,8 @@ def rows_product(
     if execute or covered(rank, x, weight):
         rows = as_matrix(x)
         kernel = RowsKernel(x.dtype, rank, rows_lines(rows.shape[0], rank), transpose)
-        if execute or _passes_trial(kernel):
-            return kernel([rows, weight], scale, execute or Launch.run)[0].reshape(*x.shape[:-1], rank)
+        if found := _by_kernel(kernel, [rows, weight], scale, execute):
+            return found[0].reshape(*x.shape[:-1], rank)
     return scaled_product(scale, x, weight.T if transpose else weight)
 
 
@@ -70,8 +70,8 @@ def rows_products(x: mx.array, weights: Sequence[mx.array], *, execute: Execute 
     rank = _rank_together(weights)
     if rank and (execute or covered(rank, x, *weights)):
         kernel = RowsKernel(x.dtype, rank, rows_lines(x.shape[0], rank), False, len(weights))
-        if execute or _passes_trial(kernel):
-            return kernel([x, *weights], 1.0, execute or Launch.run)
+        if found := _by_kernel(kernel, [x, *weights], 1.0, execute):
+            return found
     return [rows_product(x, weight, execute=execute) for weight in weights]
 
 
@@ -101,8 +101,8 @@ def columns_product(left: mx.array, right: mx.array, scale: float = 1.0, *, exec
     rank = narrow.shape[-1]
     if execute or covered(rank, wide, narrow):
         kernel = ColumnsKernel(wide.dtype, rank, *division(*wide.shape, rank, False), across)
-        if execute or _passes_trial(kernel.on_trial()):
-            return kernel([narrow, wide], scale, execute or Launch.run)[0]
+        if found := _by_kernel(kernel, [narrow, wide], scale, execute):
+            return found[0]
     return scaled_product(scale, left.T, right)
 
 
@@ -117,8 +117,8 @@ def columns_products(x: mx.array, narrow: Sequence[mx.array], *, execute: Execut
     rank = _rank_together(narrow)
     if rank and (execute or covered(rank, x, *narrow)):
         kernel = ColumnsKernel(x.dtype, rank, *division(*x.shape, rank, False), False, len(narrow))
-        if execute or _passes_trial(kernel.on_trial()):
-            return kernel([*narrow, x], 1.0, execute or Launch.run)
+        if found := _by_kernel(kernel, [*narrow, x], 1.0, execute):
+            return found
     return [columns_product(x, one, execute=execute) for one in narrow]
 
 
@@ -141,8 +141,8 @@ def both_products(
     if execute or covered(rank, d, low_rank, b):
         wide = as_matrix(d)
         kernel = BothKernel(d.dtype, rank, *division(*wide.shape, rank, True), True)
-        if execute or _passes_trial(kernel.on_trial()):
-            over, along = kernel([as_matrix(low_rank), wide, b], scale, execute or Launch.run)
+        if found := _by_kernel(kernel, [as_matrix(low_rank), wide, b], scale, execute):
+            over, along = found
             return along.reshape(low_rank.shape), over
     return rows_product(d, b, scale, transpose=True), columns_product(low_rank, d, scale)
 
@@ -172,8 +172,8 @@ def add_product(
     rank = low_rank.shape[-1]
     if execute or covered(rank, y, low_rank, weight):
         kernel = WideKernel(y.dtype, rank, transpose)
-        if execute or _passes_trial(kernel):
-            return kernel([as_matrix(y), as_matrix(low_rank), weight], scale, execute or Launch.run)[0].reshape(y.shape)
+        if found := _by_kernel(kernel, [as_matrix(y), as_matrix(low_rank), weight], scale, execute):
+            return found[0].reshape(y.shape)
     return mx.addmm(y, low_rank, weight.T if transpose else weight, alpha=scale)
 
 
@@ -191,11 +191,20 @@ def add_products(
     rank = _rank_together(weights)
     if rank and (execute or covered(rank, y, *narrow, *weights)):
         kernel = WideKernel(y.dtype, rank, True, len(weights))
-        if execute or _passes_trial(kernel):
-            return kernel([y, *narrow, *weights], 1.0, execute or Launch.run)[0]
+        if found := _by_kernel(kernel, [y, *narrow, *weights], 1.0, execute):
+            return found[0]
     for one, weight in zip(narrow, weights, strict=True):
         y = add_product(y, one, weight, transpose=True, execute=execute)
     return y
+
+
+def _by_kernel(
+    kernel: LowRankKernel, arrays: Sequence[mx.array], scale: float, execute: Execute | None
+) -> list[mx.array] | None:
+    """Return the kernel's results, or None where it has failed its trial; with `execute` it needs none."""
+    if execute is None and not _passes_trial(kernel.on_trial()):
+        return None
+    return kernel(arrays, scale, execute or Launch.run)
 
 
 def as_matrix(array: mx.array) -> mx.array:

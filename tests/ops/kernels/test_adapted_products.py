@@ -10,57 +10,21 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from beside import load
 from deltatune.lora.linear import LoRALinear
 from deltatune.lora.together import together
-from deltatune.machine import backend
 from deltatune.ops import low_rank
 from deltatune.ops.adapted_products import AdaptedMatrix, adapted_products
-from deltatune.ops.kernels.launch import FOLDER, Launch, header
 from deltatune.ops.low_rank import add_products, columns_products, rows_products
 from deltatune.ops.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
 
-TEXT = (
-    header("metal", ()) + (Path(__file__).parent / "fragments_host.h").read_text() + (FOLDER / "low_rank.h").read_text()
-)
+of_one_adapter = load(Path(__file__).parent / "test_low_rank.py")
+TEXT, _wide = of_one_adapter.TEXT, of_one_adapter._wide
+make_machine, gpu, on_gpu = of_one_adapter.make_machine, of_one_adapter.gpu, of_one_adapter.on_gpu
 SCALE = 1.75
-# The number of adapters and their rank; the last of them no kernel takes together.
+# The number of adapters and their rank: those that the kernels take together, and those that they take one by one.
 TOGETHER = [(2, 8), (3, 16), (4, 8), (4, 16)]
 SEPARATE = [(2, 4), (3, 32)]
-
-
-@pytest.fixture(scope="module")
-def make_machine(host_folder, host_module):
-    """Return make_machine(text, watch=False) -> a host machine with the least memory of a block on NVIDIA GPUs."""
-
-    def machine(text: str = TEXT, watch: bool = False):
-        return host_module.HostMachine(host_folder, text, watch, 99 * 1024, cuda=True)
-
-    return machine
-
-
-@pytest.fixture(scope="module")
-def gpu(make_machine):
-    return make_machine()
-
-
-@pytest.fixture
-def on_gpu(gpu, monkeypatch) -> list[str]:
-    """Pretend that MLX runs on an NVIDIA GPU, on which every product is large; returns the kernels' names, as used."""
-    names = []
-
-    def run(launch: Launch) -> list[mx.array]:
-        names.append(launch.name.removeprefix("low_rank_"))
-        return gpu.run(launch)
-
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(low_rank, "LEAST", 1)
-    monkeypatch.setattr(low_rank, "_passes_trial", lambda *_: True)
-    monkeypatch.setattr(Launch, "run", run)
-    return names
-
-
-def _wide(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32), dtype=np.float64)
 
 
 def _drawn(*shapes: tuple[int, ...]) -> list[mx.array]:
@@ -156,7 +120,7 @@ def test_layers_and_their_gradients_against_float64(count, rank, on_gpu):
     mx.eval(outputs, gradients)
     once = 1 if count == 1 or rank == 8 else count
     launches = {"rows": once, "wide": count + once, "both": count, "columns": once}
-    assert {name: on_gpu.count(name) for name in launches} == launches
+    assert {name: on_gpu.count(f"low_rank_{name}") for name in launches} == launches
     x, exact, expected = _wide(x), [], [0.0]
     for (weight, a, b), dy in zip(matrices, cotangents, strict=True):
         weight, a, b, dy = map(_wide, (weight, a, b, dy))
@@ -200,16 +164,16 @@ def test_projections_that_read_one_input_are_computed_together(on_gpu):
     layer, x = _layer()
     expected = _loss_and_gradients(layer, x)
     mx.eval(expected)
-    assert on_gpu.count("rows") == 3
-    assert on_gpu.count("columns") == 3
+    assert on_gpu.count("low_rank_rows") == 3
+    assert on_gpu.count("low_rank_columns") == 3
     on_gpu.clear()
     with together(layer):
         found = _loss_and_gradients(layer, x)
         # A second call with another input computes anew.
         assert not mx.array_equal(layer(x * 2), layer(x))
     mx.eval(found)
-    assert on_gpu.count("columns") == 2
-    assert on_gpu.count("both") == 3
+    assert on_gpu.count("low_rank_columns") == 2
+    assert on_gpu.count("low_rank_both") == 3
     assert abs(found[0].item() - expected[0].item()) <= 2.0**-7 * abs(expected[0].item())
     for name in ("gate_proj", "up_proj", "down_proj"):
         for factor in ("lora_a", "lora_b"):

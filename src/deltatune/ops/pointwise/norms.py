@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..kernels.launch import Outputs, numbers
-from .pass_launch import Execute, Pass, size_of
+from .pass_launch import Execute, Pass, pieces_of
 from .passes import LEAST, Arrays, Passes
 
 # The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
@@ -164,7 +164,7 @@ def _norm(width: int, factor: float, eps: float) -> Passes:
 @cache
 def _gated(width: int, eps: float) -> Passes:
     def first(x: mx.array) -> tuple[str, str]:
-        return f"{size_of('x', x)} / 8", f"{eps!r}f"
+        return pieces_of("x", x), f"{eps!r}f"
 
     def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Pass:
         inputs = {"x": x, "weight": weight, "gate": gate}

@@ -65,5 +65,10 @@ def size_of(name: str, array: mx.array) -> str:
     return " * ".join(f"(long){name}_shape[{axis}]" for axis in range(array.ndim)) or "1"
 
 
+def pieces_of(name: str, array: mx.array) -> str:
+    """Return the text of the number of pieces of eight elements of an input called `name`."""
+    return f"{size_of(name, array)} / 8"
+
+
 # Runs a launch: Pass.run on a GPU, or the host machine in tests.
 Execute = Callable[[Pass], list[mx.array]]

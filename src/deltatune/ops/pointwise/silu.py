@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..kernels.launch import Outputs
-from .pass_launch import Execute, Pass, size_of
+from .pass_launch import Execute, Pass, pieces_of
 from .passes import LEAST, Arrays, Passes
 
 
@@ -47,17 +47,13 @@ def _plain(gate: mx.array, x: mx.array) -> Arrays:
 def _forward(gate: mx.array, x: mx.array) -> Pass:
     inputs = {"gate": gate, "x": x}
     outputs: Outputs = {"y": (gate.shape, gate.dtype)}
-    return Pass("swiglu_forward", inputs, outputs, (_pieces(gate), *inputs, *outputs), gate.size // 8)
+    return Pass("swiglu_forward", inputs, outputs, (pieces_of("gate", gate), *inputs, *outputs), gate.size // 8)
 
 
 def _backward(gate: mx.array, x: mx.array, dy: mx.array) -> Pass:
     inputs = {"gate": gate, "x": x, "dy": dy.astype(gate.dtype)}
     outputs = dict.fromkeys(("dgate", "dx"), (gate.shape, gate.dtype))
-    return Pass("swiglu_backward", inputs, outputs, (_pieces(gate), *inputs, *outputs), gate.size // 8)
-
-
-def _pieces(gate: mx.array) -> str:
-    return f"{size_of('gate', gate)} / 8"
+    return Pass("swiglu_backward", inputs, outputs, (pieces_of("gate", gate), *inputs, *outputs), gate.size // 8)
 
 
 _PASSES = Passes("swiglu", _forward, _backward, _plain)
