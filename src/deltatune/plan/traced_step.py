@@ -124,11 +124,12 @@ def build(
         evaluated = existing | {node.address for node in all_nodes(loss_nodes)}
         # Nodes without a kind pass through unchanged.
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
-        data = existing | _addresses(layout, _leaves(batch))
-        held = read(layout, [*given, *_leaves(batch)], data)
+        sources = _constants(read(layout, _leaves(batch), existing), existing)
+        data = existing | {node.address for node in sources}
+        held = read(layout, given, existing) + sources
         held += _constants(loss_nodes, data) + _constants(update_nodes, evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the graph has read them.
-        dropped = [layout.address(array) for array in [*_leaves(sums), *_leaves(batch)]]
+        dropped = [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
         phases = [_phase("forward and backward", loss_nodes, dropped)]
         # With an update of experts to follow, the trainer holds the gradients until the first evaluation is done.
         replaced = [*before, *joined, *moments, *([] if experts else _leaves(gradients))]
