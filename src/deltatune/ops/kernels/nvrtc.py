@@ -27,24 +27,19 @@ def compiled(text: str, name: str, architecture: str) -> bytes:
     Raises:
         RuntimeError: The text does not compile (the message contains the compiler's), or the compiler is not installed.
     """
-    return _results_of(text, name, architecture)[0]
+    return compiled_with_report(text, name, architecture)[0]
 
 
-def report(text: str, name: str, architecture: str) -> str:
-    """Compile a kernel, and return the assembler's report: its registers, its spills, and what it runs slowly.
+def compiled_with_report(text: str, name: str, architecture: str) -> tuple[bytes, str]:
+    """Compile a kernel; return the cubin, and the assembler's report: registers, spills, and what it runs slowly.
 
     Arguments and errors are those of `compiled`.
     """
-    return _results_of(text, name, architecture, "--ptxas-options=-v")[1]
-
-
-def _results_of(text: str, name: str, architecture: str, *more: str) -> tuple[bytes, str]:
-    """Return the cubin and the compiler's messages."""
     program = ctypes.c_void_p()
     _call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
     try:
         options = [f"--gpu-architecture={architecture}", "--device-as-default-execution-space", "--disable-warnings"]
-        options += [f"--include-path={_headers()}", *more]
+        options += [f"--include-path={_headers()}", "--ptxas-options=-v"]
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = _library().nvrtcCompileProgram(program, len(options), arguments)
         log = _read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
