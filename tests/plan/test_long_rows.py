@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow 
 LAYERS, HIDDEN = 4, 256
 # Bytes of one activation of the layers' width, for a token.
 ACTIVATION = 4 * HIDDEN
-LENGTHS = (1024, 2048)
+LENGTHS = (512, 1024)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(backend.device() != "cpu", reason="the peaks of a CPU are counted"),
 ]
 
-LENGTHS = (512, 2048)
+LENGTHS = (384, 1536)
 
 
 @pytest.fixture(autouse=True)
