@@ -5,7 +5,8 @@ OpenBLAS has kernels for several families of CPUs and chooses those of the machi
 where the CPU has their instructions. The usual test suite runs this machine's kernels, so they are left out here.
 
 usage: scripts/test_cpus.py [NAME ...]
-Each NAME is a core type below. Only the named ones are run, and this machine's own as well where it is named.
+Each NAME is a core type below. Only the named ones are run, and this machine's own as well where it is named. Without
+names, those that are marked as rare are left out.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ PROBE = "from deltatune.machine import blas; print(blas.status().kernels)"
 
 @dataclass(frozen=True)
 class CoreType:
-    """A value of OPENBLAS_CORETYPE, the CPU flags that it needs, and the kernels that smaller builds use instead."""
+    """A value of OPENBLAS_CORETYPE, the CPU flags that it needs, and the kernels that smaller builds use instead.
+
+    A `rare` one is of CPUs that hardly anybody trains on.
+    """
 
     name: str
     flags: tuple[str, ...]
     stand_ins: tuple[str, ...] = ()
+    rare: bool = False
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 CORE_TYPES = (
     CoreType("Nehalem", ("sse4_2",)),
-    CoreType("Sandybridge", ("avx",)),
+    CoreType("Sandybridge", ("avx",), rare=True),
     CoreType("Haswell", ("avx2", "fma")),
     CoreType("Zen", ("avx2", "fma"), ("Haswell",)),
     CoreType("SkylakeX", _AVX512),
@@ -73,6 +78,9 @@ def choose(names: list[str], own: str) -> tuple[list[str], bool]:
     tested = {} if names else {own: "this machine's own, which `make test` runs"}
     for core in CORE_TYPES:
         if names and core.name not in names:
+            continue
+        if core.rare and not names:
+            print(f"{core.name:15} not run unless it is named: rare")
             continue
         missing = [flag for flag in core.flags if flag not in flags]
         answer = None if missing else kernels(core.name)
