@@ -198,13 +198,9 @@ class _Block:
             dscore = dscore + (cotangent.astype(mx.float32) * down.bias[experts][:, None]).sum(axis=-1)
         if chunk.valid is not None:
             dscore = dscore * chunk.valid.reshape(dscore.shape)
-        dy_rows = cotangent * score.astype(cotangent.dtype)
         if down.trains:
-            low_rank = None
-            if down.lora_a is not None and d_low_rank is not None:
-                low_rank = down.low_rank(hidden, chunk)
-                d_low_rank = (d_low_rank * score).astype(d_low_rank.dtype)
-            self._accumulate(gradients[1], down, hidden, low_rank, dy_rows, d_low_rank, chunk)
+            low_rank = None if down.lora_a is None else down.low_rank(hidden, chunk)
+            self._accumulate(gradients[1], down, hidden, low_rank, cotangent, d_low_rank, chunk, score)
         total = None
         for index, p, unpacked, low_rank, d in zip((0, 2), (up, *gate), matrices, low_ranks, dinner, strict=False):
             drows, d_low_rank = p.backward(d, chunk, unpacked)
@@ -222,21 +218,29 @@ class _Block:
         d: mx.array,
         d_low_rank: mx.array | None,
         chunk: Chunk,
+        score: mx.array | None = None,
     ) -> None:
-        """Add the chunk's part to a projection's gradients, given `d` of its output and `d_low_rank` of A x."""
+        """Add the chunk's part to a projection's gradients, given `d` of its output and `d_low_rank` of A x.
+
+        A `score` [t, m, 1] belongs to each row of both. It multiplies the smaller factor of each product.
+        """
+
+        def scored(array: mx.array) -> mx.array:
+            return array if score is None else (array * score).astype(array.dtype)
+
         add = self.layout.add_products
         for name, total in gradients.items():
             if name == "lora_a":
                 assert d_low_rank is not None
-                gradients[name] = add(total, d_low_rank, projection.adapter_input(rows, chunk.number), chunk)
+                gradients[name] = add(total, scored(d_low_rank), projection.adapter_input(rows, chunk.number), chunk)
             elif name == "lora_b":
                 assert low_rank is not None
-                gradients[name] = add(total, d, low_rank, chunk, projection.scale)
+                gradients[name] = add(total, d, scored(low_rank), chunk, projection.scale)
             elif name == "weight":
-                gradients[name] = add(total, d, rows, chunk)
+                gradients[name] = add(total, d, scored(rows), chunk)
             else:
                 ones = mx.ones((*d.shape[:2], 1), d.dtype)
-                gradients[name] = add(total[..., None], d, ones, chunk).squeeze(-1)
+                gradients[name] = add(total[..., None], d, scored(ones), chunk).squeeze(-1)
 
     def _tiles(self, x: mx.array, rows: mx.array) -> mx.array:
         tiles = self.layout.tiles(x, rows)
