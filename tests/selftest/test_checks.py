@@ -170,7 +170,7 @@ def test_vocabulary_loss(dtype, host_folder):
 
 def test_lora_products(host_folder):
     words = (Path(__file__).parents[1] / "ops" / "kernels" / "fragments_host.h").read_text()
-    text = header("metal", ()) + words + (FOLDER / "low_rank.h").read_text()
+    text = header("metal", ()) + words + (FOLDER / "products/low_rank.h").read_text()
     machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True)
     assert losses_and_adapters.low_rank(True, machine.run).status == PASSED
 

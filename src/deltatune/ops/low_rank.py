@@ -1,7 +1,7 @@
 """LoRA's products with arrays that are as narrow as the rank: h = x A, y + s h B, and the gradients of x, h, A and B.
 
 Their time on a GPU is that of reading and writing the wide arrays once. On NVIDIA GPUs kernels compute them in one
-launch each (kernels/low_rank.h). Elsewhere, and for other dtypes and sizes, MLX's products serve.
+launch each (kernels/products/low_rank.h). Elsewhere, and for other dtypes and sizes, MLX's products serve.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The launches of LoRA's kernels for NVIDIA GPUs (kernels/low_rank.h), and what each computes, by MLX's products."""
+"""The launches of LoRA's kernels for NVIDIA GPUs (kernels/products/low_rank.h), and the same by MLX's products."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +100,20 @@ def machine() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     parts["mlx"] = mx.__version__  # type: ignore[attr-defined]
-    text = hashlib.sha256()
-    operators = files(__package__)
-    for folder in (operators / name for name in ("gated_delta", "attention", "kernels")):
-        for file in sorted(folder.iterdir(), key=lambda file: file.name):
-            if file.name.endswith((".py", ".h")):
-                text.update(file.name.encode() + file.read_bytes())
     about = mx.device_info()
-    parts |= {"text": text.hexdigest()[:16], "device": str(about.get("device_name", about))}
+    parts |= {"text": digest_of_text(Path(__file__).parent), "device": str(about.get("device_name", about))}
     parts |= {"system": platform.platform(), "driver": _driver()}
     return parts
+
+
+def digest_of_text(operators: Path) -> str:
+    """Return a digest of the code and the kernels' texts that verdicts are about, in the folder of operators."""
+    digest = hashlib.sha256()
+    for folder in ("gated_delta", "attention", "kernels"):
+        for file in sorted((operators / folder).rglob("*")):
+            if file.suffix in (".py", ".h"):
+                digest.update(file.relative_to(operators).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _driver() -> str:

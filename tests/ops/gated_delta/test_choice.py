@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -155,6 +157,17 @@ def test_a_verdict_is_stored_for_the_next_process(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "machine", lambda: changed)
     use_as_fused(Wrong(), monkeypatch)
     assert choose(call())[0] == "fused"
+
+
+@pytest.mark.parametrize("file", ["kernels/gated_delta/scan.h", "kernels/cuda.h", "attention/fused.py"])
+def test_a_verdict_is_of_one_text_of_the_kernels(file, tmp_path):
+    operators = tmp_path / "operators"
+    shutil.copytree(Path(verdicts.__file__).parent, operators)
+    before = verdicts.digest_of_text(operators)
+    assert before == verdicts.machine()["text"]
+    changed = operators / file
+    changed.write_text(changed.read_text() + "\n")
+    assert verdicts.digest_of_text(operators) != before
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"verdict": {"colour": 1}}', "[]"])

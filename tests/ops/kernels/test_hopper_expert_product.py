@@ -16,10 +16,10 @@ from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, product_trial
 from deltatune.ops.experts.grouped_hopper import HopperTile
 from deltatune.ops.experts.tolerances import GROUPED
-from deltatune.ops.kernels.launch import FOLDER, Launch, header
+from deltatune.ops.kernels.launch import EXPERTS, FOLDER, Launch, header
 
 HERE = Path(__file__).parent
-FILES = ("hopper_tiles.h", "expert_product_hopper.h")
+FILES = ("hopper_tiles.h", "products/experts_hopper.h")
 HOPPER = "".join(
     [header("metal", ()), (HERE / "hopper_host.h").read_text(), *((FOLDER / name).read_text() for name in FILES)]
 )
@@ -144,7 +144,7 @@ def tried(host_folder, host_module, monkeypatch):
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
     product_trial._product_passes.cache_clear()
-    other = host_module.HostMachine(host_folder, header("metal", ("expert_product.h",)), bytes=nvidia.H200.block_bytes)
+    other = host_module.HostMachine(host_folder, header("metal", EXPERTS), bytes=nvidia.H200.block_bytes)
 
     def ask(text: str):
         own = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)

@@ -17,8 +17,8 @@ from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fus
 from deltatune.ops.kernels.launch import FOLDER, header
 
 HERE = Path(__file__).parent
-PARTS = ("cores", "prepare", "gradients")
-FILES = ("hopper_tiles.h", "gated_delta.h", *(f"gated_delta_hopper_{part}.h" for part in PARTS), "gated_delta_hopper.h")
+PARTS = ("chunk", "gradients", "hopper_cores", "hopper_prepare", "hopper_scans", "hopper_gradients")
+FILES = ("hopper_tiles.h", *(f"gated_delta/{part}.h" for part in PARTS))
 HOPPER = "".join(
     [header("metal", ()), (HERE / "hopper_host.h").read_text(), *((FOLDER / name).read_text() for name in FILES)]
 )

@@ -14,7 +14,7 @@ from deltatune.ops.gated_delta.fused import KernelInputs, no_initial_state
 from deltatune.ops.kernels.launch import FOLDER, header
 
 HERE = Path(__file__).parent
-PARTS = ("hopper_tiles.h", "gated_delta.h", "gated_delta_hopper_cores.h", "gated_delta_hopper_prepare.h")
+PARTS = ("hopper_tiles.h", *(f"gated_delta/{part}.h" for part in ("chunk", "hopper_cores", "hopper_prepare")))
 TEXT = "".join([header("metal", ()), (HERE / "hopper_host.h").read_text(), *((FOLDER / p).read_text() for p in PARTS)])
 # Half of the last place of a pair of bf16, relative to the number; and of fp32.
 PAIR, FLOAT, TINY = 2.0**-17, 2.0**-24, 2.0**-116

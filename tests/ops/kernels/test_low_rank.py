@@ -16,9 +16,8 @@ from deltatune.ops.kernels.launch import FOLDER, Launch, header
 from deltatune.ops.low_rank import add_product, both_products, columns_product, rows_product
 from deltatune.ops.low_rank_kernels import BothKernel, ColumnsKernel, RowsKernel, WideKernel
 
-TEXT = (
-    header("metal", ()) + (Path(__file__).parent / "fragments_host.h").read_text() + (FOLDER / "low_rank.h").read_text()
-)
+HOST = Path(__file__).with_name("fragments_host.h")
+TEXT = header("metal", ()) + HOST.read_text() + (FOLDER / "products/low_rank.h").read_text()
 SCALE = 1.75
 ROUNDING = {mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}
 # Rows, width and rank: no whole block, no whole fragment, and several rounds of every loop.

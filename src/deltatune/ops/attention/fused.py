@@ -1,6 +1,6 @@
 """The launches of the fused kernels of attention: one kernel forward and three backward, for every dtype.
 
-The kernels are in ops/kernels/attention.h, which explains their outputs; fused_op.py calls the functions here.
+The kernels are in ops/kernels/attention/attention.h, which explains their outputs; fused_op.py calls the functions.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _launch(
 
 
 def shared_bytes(dtype: mx.Dtype, machine: str) -> int:
-    """Return the bytes of shared memory that AttentionMemory of kernels/attention.h takes."""
+    """Return the bytes of shared memory that AttentionMemory of kernels/attention/attention.h takes."""
     exact = 4 if machine == "cuda" and dtype == mx.float16 else dtype.size
     return 2 * TILE * (PIECE + 8) * exact + 2 * TILE * (TILE + 8) * 4 + 6 * TILE * 4 + 16
 

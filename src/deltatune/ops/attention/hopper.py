@@ -1,6 +1,6 @@
 """The launches of Hopper's own kernels for bf16 and fp16, which keep its tensor cores busy.
 
-The kernels are in ops/kernels/attention_hopper.h, which explains their outputs; fused_op.py calls the functions here.
+The kernels are in ops/kernels/attention/hopper.h, which explains their outputs; fused_op.py calls the functions here.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def key_tile(size: int, value_size: int) -> int:
 
 @lru_cache
 def shared_bytes(name: str, size: int, value_size: int) -> int:
-    """Return the bytes of shared memory that the structs of kernels/attention_hopper.h take."""
+    """Return the bytes of shared memory that the structs of kernels/attention/hopper.h take."""
     height = key_tile(size, value_size)
     key, value = (2 * (-(-n // 64) * 64) for n in (size, value_size))
     # The rows that a block keeps throughout; narrow ones are in registers.

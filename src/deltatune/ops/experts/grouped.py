@@ -111,7 +111,7 @@ def product_launch(
         values=_values(rows.dtype, tile) | {"TRANSPOSED": transpose, "ADDED": onto is not None},
         order=(*_ORDER, "TRANSPOSED", "ADDED"),
         memory_order=("In", "ROWS", "COLUMNS", "DEPTH", "TRANSPOSED"),
-        # kernels/expert_product.h numbers the tiles of rows so that there may be this many.
+        # kernels/products/experts.h numbers the tiles of rows so that there may be this many.
         blocks=(-(-outputs // tile_columns), rows.shape[0] // tile_rows + ends.size, 1),
         bytes=product_bytes(rows.dtype.size, tile_rows, tile_columns, depth, transpose),
         groups=_GROUPS,

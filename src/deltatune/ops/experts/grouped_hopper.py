@@ -1,4 +1,4 @@
-"""Launches Hopper's own kernel for products of rows sorted by expert (kernels/expert_product_hopper.h)."""
+"""Launches Hopper's own kernel for products of rows sorted by expert (kernels/products/experts_hopper.h)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The launches of the fused kernels for one gate per head: prepare and scan forward, reverse and gradients backward.
 
-The kernels are in ops/kernels/gated_delta.h, which explains their outputs; fused_op.py calls the functions here.
+The kernels are in ops/kernels/gated_delta, where each file explains its outputs; fused_op.py calls the functions here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The launches of the fused kernels for a gate per key channel, with the same functions as fused.py.
 
-The kernels are in ops/kernels/gated_delta_channel.h, which explains their outputs. fused_op.py calls the functions.
+The kernels are in ops/kernels/gated_delta/channel.h, which explains their outputs. fused_op.py calls the functions.
 """
 
 from __future__ import annotations

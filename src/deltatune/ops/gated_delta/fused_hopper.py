@@ -1,7 +1,6 @@
 """The launches of Hopper's own kernels for one gate per head in bf16.
 
-The kernels are in ops/kernels/gated_delta_hopper.h and gated_delta_hopper_gradients.h, which explain how they differ
-from those of fused.py.
+The kernels are in ops/kernels/gated_delta/hopper_*.h, which explain how they differ from those of fused.py.
 """
 
 from __future__ import annotations

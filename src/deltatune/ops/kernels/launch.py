@@ -18,13 +18,31 @@ import mlx.core as mx
 from . import cubin
 
 FOLDER = files(__package__)
-GATED_DELTA = ("gated_delta.h", "gated_delta_channel.h")
-ATTENTION = ("attention.h",)
-VOCABULARY = ("vocabulary_loss.h",)
+# The files of bodies, each after those on which it builds.
+GATED_DELTA = tuple(
+    f"gated_delta/{name}.h"
+    for name in ("chunk", "prepare", "strips", "scan_memory", "scan", "reverse", "gradients", "channel")
+)
+# What each kernel of the gated delta rule needs of them, and what its counterpart on Hopper needs.
+_OF_GATED_DELTA = {
+    "prepare": ("chunk", "prepare"),
+    "scan": ("chunk", "strips", "scan_memory", "scan"),
+    "reverse": ("chunk", "strips", "scan_memory", "reverse"),
+    "gradients": ("chunk", "gradients"),
+}
+_OF_GATED_DELTA_ON_HOPPER = {
+    "prepare": ("chunk", "hopper_cores", "hopper_prepare"),
+    "scan": ("chunk", "hopper_cores", "hopper_scans"),
+    "reverse": ("chunk", "hopper_cores", "hopper_scans"),
+    "gradients": ("chunk", "gradients", "hopper_gradients"),
+}
+ATTENTION = ("attention/attention.h",)
+VOCABULARY = ("passes/vocabulary_loss.h",)
+WEIGHTED_NORM = ("passes/weighted_norm.h",)
+EXPERTS = ("products/experts.h",)
 HOPPER_WORDS = ("hopper.h", "hopper_tiles.h")
 # In the names of kernels whose groups of warps share out a multiprocessor's registers among them.
 HOPPER = "_hopper_"
-WEIGHTED_NORM = ("weighted_norm.h",)
 # The start of the names of LoRA's kernels, whose blocks have so many threads that the compiler must know their number.
 LOW_RANK = "low_rank"
 # Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
@@ -148,26 +166,20 @@ def _source(
 def _bodies(name: str) -> tuple[str, ...]:
     """Return the files that hold the body `name` and what it calls."""
     if name.startswith("expert"):
-        return (*HOPPER_WORDS, "expert_product_hopper.h") if HOPPER in name else ("expert_product.h",)
+        return (*HOPPER_WORDS, "products/experts_hopper.h") if HOPPER in name else EXPERTS
     if name.startswith("vocabulary"):
         return VOCABULARY
     if name.startswith(LOW_RANK):
-        return ("fragments.h", "low_rank.h")
+        return ("fragments.h", "products/low_rank.h")
     if name.startswith("weighted_norm"):
         return WEIGHTED_NORM
     if name.startswith("attention"):
-        return (*HOPPER_WORDS, *ATTENTION, "attention_hopper.h") if HOPPER in name else ATTENTION
-    if HOPPER in name:
-        return (*HOPPER_WORDS, *GATED_DELTA[:1], *_hopper_gated_delta(name))
-    return GATED_DELTA if "channel" in name else GATED_DELTA[:1]
-
-
-def _hopper_gated_delta(name: str) -> tuple[str, ...]:
-    """Return the files that a gated delta kernel of Hopper's has in addition to gated_delta.h."""
-    if name.endswith("gradients"):
-        return ("gated_delta_hopper_gradients.h",)
-    own = "gated_delta_hopper_prepare.h" if name.endswith("prepare") else "gated_delta_hopper.h"
-    return ("gated_delta_hopper_cores.h", own)
+        return (*HOPPER_WORDS, *ATTENTION, "attention/hopper.h") if HOPPER in name else ATTENTION
+    if "channel" in name:
+        return GATED_DELTA
+    phase = name.rpartition("_")[2]
+    files = _OF_GATED_DELTA_ON_HOPPER[phase] if HOPPER in name else _OF_GATED_DELTA[phase]
+    return (*(HOPPER_WORDS if HOPPER in name else ()), *(f"gated_delta/{file}.h" for file in files))
 
 
 @cache

@@ -20,7 +20,7 @@ _BOUND = 1e-6
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The numbers that all parameters of one optimizer step share, as adam_step in kernels/pointwise.h takes them."""
+    """The numbers that all parameters of an optimizer step share, for adam_step in kernels/passes/pointwise.h."""
 
     # [5] fp32, the same in every step: beta1, 1 - beta1, beta2, 1 - beta2, eps.
     fixed: mx.array

@@ -1,4 +1,4 @@
-"""One launch of a kernel body in kernels/pointwise.h or heads.h, with a lane for each piece of work, 128 to a block."""
+"""One launch of a kernel body in kernels/passes, with a lane for each piece of work, 128 to a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..kernels.launch import Arrays, Outputs, Values, kernel_of, launched
 
-BODIES = ("pointwise.h", "heads.h")
+BODIES = ("passes/pointwise.h", "passes/heads.h")
 GROUPS = 4
 _LANES = GROUPS * 32
 _PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thread_index_in_threadgroup;\n"

@@ -1,5 +1,5 @@
-// The two scans of gated_delta.h on Hopper, for bf16, chunks of 64 positions, and heads of whole 64 columns. Formulas are
-// those of gated_delta.h, and matrices in device memory have the form that gated_delta_hopper_cores.h describes.
+// The scans of scan.h and reverse.h on Hopper, for bf16, chunks of 64 positions, and heads of whole 64 columns. Formulas
+// are those of chunk.h, and matrices in device memory have the form that hopper_cores.h describes.
 //
 // A block has three teams of four warps. One loads chunks. One goes through the chunks: it holds 64 rows of a state in
 // its registers, transposed as everything that it computes of a chunk: rows of DV by positions or by keys. Each result

@@ -1,5 +1,5 @@
 // The gated delta rule with a gate per key channel: prepare and gradients are here. The two scans are those of
-// gated_delta.h, which multiply with G K, G Q and E K in place of K and Q. The notation is that of gated_delta.h.
+// scan.h and reverse.h, which multiply with G K, G Q and E K in place of K and Q. The notation is that of chunk.h.
 //   G_i, E_i and D_ij are vectors over channels c; P_ij = sum_c q_ic D_ij,c k_jc, and N_ij likewise with k_ic.
 // A chunk has one or two tiles of 16 positions. Between the two tiles D is a product of two factors, each at most 1: of
 // the gates from the later tile's start to i (prefix_i), and of those from j + 1 to the earlier tile's end (suffix_j).
@@ -167,7 +167,7 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   write_block<triangle, threads>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);
 }
 
-// The scans of gated_delta.h, with the outputs of the prepare kernel above in place of q and k.
+// The scans of scan.h and reverse.h, with the outputs of the prepare kernel above in place of q and k.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
           bool UNSTAGED, bool MASKED, typename PV, typename PM, typename PQ, typename PK, typename PI, typename OY,
               typename OS>

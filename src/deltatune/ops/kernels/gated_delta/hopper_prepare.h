@@ -1,5 +1,5 @@
-// The prepare kernel of gated_delta.h on Hopper, for bf16, keys of 128 and chunks of 64 positions. Letters and formulas
-// are those of that file, and Z and P are written as gated_delta_hopper_cores.h says.
+// The kernel of prepare.h on Hopper, for bf16, keys of 128 and chunks of 64 positions. Letters and formulas are those of
+// chunk.h, and Z and P are written as hopper_cores.h says.
 //
 // A block does a chunk of a key head, for two of its value heads or one. Its four warps multiply Q with K once, then K
 // with K: warp w has rows 16 w to 16 w + 15 of the product in registers. It weighs them for each value head, writes P
@@ -18,7 +18,7 @@ struct HopperPrepareMemory {
   static_assert(diagonal >= q && diagonal + 2 * 4096 <= tables, "the tiles fit in the place of Q");
 };
 
-// The gates of a chunk and value head, beta, and products of gates as in Decay of gated_delta.h.
+// The gates of a chunk and value head, beta, and products of gates as in Decay of chunk.h.
 struct PrepareTables {
   threadgroup float* gate;
   inline threadgroup float* rate() const { return gate + 64; }
@@ -220,7 +220,7 @@ inline void scale_tile(thread SplitTile& to, const thread float (&x)[8], threadg
   split_tile(to, scaled);
 }
 
-// Two warps solve the rest of a triangle. As in gated_delta.h they merge pairs of blocks of one tile, then of two: with
+// Two warps solve the rest of a triangle. As in prepare.h they merge pairs of blocks of one tile, then of two: with
 // Y = N - N beta Z_upper for the block between the two, Z is Y - Z_lower beta Y there. Tiles here are transposes.
 struct TriangleSolver {
   CoreTriangle triangle;

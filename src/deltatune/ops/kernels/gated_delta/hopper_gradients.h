@@ -1,5 +1,5 @@
-// gated_delta_gradients of gated_delta.h for bf16 on Hopper: heads of 128 x DV, chunks of 64 positions. Letters are
-// those of that file.
+// The kernel of gradients.h on Hopper, for bf16, heads of 128 x DV and chunks of 64 positions. Letters are those of
+// chunk.h.
 // A block has five groups of four warps. Four of them (teams) multiply, 64 positions by 32 columns of DK each. In
 // addition teams 0 and 1 compute the pairs of P (KIND 0) and teams 2 and 3 those of N (KIND 1); of two such teams each
 // has every other eight columns, so that both have as much to do below the diagonal. Of the last group two warps copy
@@ -9,7 +9,7 @@
 // one of these value heads. dk is summed over the value heads in registers, dq and the weights of the pairs in shared
 // memory, so that the products of the weights with q and k are computed once per item.
 
-// The shared memory of a block. What the scans saved stays in cores (gated_delta_hopper.h), and q and k are put in
+// The shared memory of a block. What the scans saved stays in cores (hopper_scans.h), and q and k are put in
 // cores too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and those of dy rows
 // of 32 bytes, where the order of the two pieces depends on bit 2 of the row's number.
 template <int DV>
@@ -25,7 +25,7 @@ struct HopperGradientMemory {
   static constexpr constant int decay = weights + 2 * 16384, decay_bytes = Decay<64>::floats * 4;
   static constexpr constant int scalars = decay + 2 * decay_bytes;
   // What a unit adds to the gradients of the gates: by KIND the diagonal tiles of pairs and their sums by column, by
-  // team their sums by row; then, by position and team, what before_sums, after_sums and rate_sums of gated_delta.h
+  // team their sums by row; then, by position and team, what before_sums, after_sums and rate_sums of gradients.h
   // are; and by warp <dS, S>. Last, the totals of 16 positions each, for two units.
   static constexpr constant int diagonal = scalars + 2 * 1024, diagonal_bytes = 64 * 17 * 4;
   static constexpr constant int row_sums = diagonal + 2 * diagonal_bytes, column_sums = row_sums + 4 * 1024;
@@ -221,7 +221,7 @@ inline float sum_of_four(threadgroup const float* from) {
 struct GateSums {
   float on_gate, on_beta;
 };
-// Computes what `ends_by_pairs` and `spanning` of gated_delta.h do for position t, 64 lanes at a time: 16 positions are
+// Computes what `ends_by_pairs` and `spanning` of gradients.h do for position t, 64 lanes at a time: 16 positions are
 // summed by lanes, and then the totals of other 16. As there only terms are added whose span contains t.
 template <int DV>
 inline GateSums sum_positions(Room room, GradientTables<DV> tables, int unit, int t, int lane) {

@@ -1,5 +1,5 @@
 // The product of rows that are sorted by expert with their experts' matrices, on Hopper, for bf16 and fp16. What it
-// computes, and `ends`, are explained in expert_product.h.
+// computes, and `ends`, are explained in experts.h.
 // A block has a team of four warps that loads, and TEAMS teams that multiply, 64 rows each. It computes one tile of the
 // result after another, and while the last rows of one are written, the operands of the next are on their way.
 // Reading the matrices is what bounds it. A tile is therefore so tall that an expert's matrix is seldom read more than

@@ -1,0 +1,207 @@
+// The forward scan: goes through the chunks in order and computes y, u and the states, from the outputs of the prepare
+// kernel. Each block does SLICE rows of one state; the grid is (slices of DV, HV, B).
+// Inputs: q, k [B,T,HK,DK] (with CHANNEL, the scaled keys and queries of each chunk, and `ends`); v [B,T,HV,DV]; mask;
+// initial [B,HV,DV,DK], read if has_initial; solve, scores, factors.
+// Outputs: y [B,T,HV,DV]; for each of [B,HV,chunks], states [DV,DK] before the chunk and u [DV,C], both with padded
+// rows; last [B,HV,DV,DK].
+// A strip's state stays in the registers of its one or two groups, and strips do not depend on one another. Further
+// groups, if there are any, copy the next chunk to shared memory while the others compute.
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
+          bool UNSTAGED, bool MASKED, bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM,
+              typename PI, typename PF,
+          typename OY, typename OS>
+inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
+                        bool has_initial, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u,
+                            GLOBAL float* last) {
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL, false>;
+  using Room = Rooms<In, C, DK>;
+  using Types = ScanTypes<In, CHANNEL, false>;
+  constexpr int stride = stride_of(DK), square = C + 8, value_stride = SLICE + 8, blocks = C / 16,
+      key_tiles = padded(DK) / 16;
+  constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
+      tiles = blocks / SPLIT;
+  constexpr int tail = tail_of<In, DK, CHANNEL>();
+  // In fp32 what a chunk adds to the state is summed first, so that the state, much larger, is rounded once per chunk.
+  constexpr bool add_separately = !CHANNEL && sizeof(In) == 4;
+  // Groups beyond those that compute load the chunks; where there are none, all groups load.
+  constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
+  static_assert(GROUPS >= computing, "SPLIT groups per strip");
+  static_assert(key_tiles % SPLIT == 0 && blocks % SPLIT == 0, "halves of Dk and of a chunk's tiles");
+  const int strip = (unsigned)at.group / SPLIT, part = (unsigned)at.group % SPLIT, lane = at.lane;
+  const int chunks = (length + C - 1) / C, own = strip * 16, first = at.x * SLICE + own;
+  const long head = (long)at.z * HV + at.y;
+  const bool computes = GROUPS == computing || at.group < computing, loads = GROUPS == computing || !computes;
+  Place loader = at;
+  loader.index -= GROUPS == computing ? 0 : computing * 32;
+
+  Tile state[state_tiles];
+  load_state<DK, DV, state_tiles>(state, initial, has_initial && computes, head, first, part * state_tiles, lane);
+  // With two stages a chunk is computed while the next one is copied; with one stage the block waits for each copy.
+  arrivals_start(memory + Memory::arrivals, at.index);
+  threadgroup char* rooms = memory + Memory::staging + strip * Memory::out;
+  const Saved<In> state_room = shared_at<Saved<In>>(rooms, 0, 16 * stride);
+  for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
+    const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
+    const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
+    if (STAGES > 1 && step >= 0) copies_wait(here, step >> 1);
+    if (SPLIT > 1) writes_left();
+    barrier();
+    if (loads && coming < chunks) {
+      Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, UNSTAGED, MASKED, CHANNEL, false, Memory>(
+          loader, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
+          coming);
+    }
+    if (step < 0) continue;
+    if (STAGES == 1) {
+      copies_wait(here, step);
+      barrier();
+    }
+    if (!computes) continue;
+    const int n = step;
+    threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
+    const auto live = alive<MASKED>(mask, at.z, n * C, length);
+    const long rows = (((long)at.z * length + n * C) * HK + at.y / (HV / HK)) * DK;
+    const auto keys = Choice<UNSTAGED>::of(
+        unstaged_keys<typename Types::keys, C, DK>(Flag<CHANNEL>{}, k, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::keys>(stage, Memory::k, C * stride));
+    const auto queries = Choice<UNSTAGED>::of(
+        unstaged_keys<typename Types::queries, C, DK>(Flag<CHANNEL>{}, q, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::queries>(stage, Memory::q, C * stride));
+    const auto end_keys = Choice<UNSTAGED>::of(
+        unstaged_keys<typename Types::ends, C, DK>(Flag<CHANNEL>{}, ends, head * chunks + n, rows, HK * DK, live),
+        shared_at<typename Types::ends>(stage, Memory::ends, C * stride));
+    const Exact<In> values = shared_at<Exact<In>>(stage, Memory::values, C * value_stride);
+    const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
+    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
+    threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
+    threadgroup const float* after = before + C;
+    threadgroup const float* rate = CHANNEL ? before : after + C;
+    const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, value_rows * stride);
+    const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, value_rows * square);
+
+    if (SPLIT > 1) {
+      DELTATUNE_UNROLL
+      for (int m = 0; m < state_tiles; ++m) {
+        Rough<In> s;
+        hold(s, state[m]);
+        keep(state_room, (part * state_tiles + m) * 16, stride, s, lane);
+      }
+      copies_fence();
+      pair_barrier(strip);
+      if (part == 0 && first < value_rows) write_strip<16 * stride>(states_out, (long)first * stride, state_room, lane);
+    } else if (first < value_rows) {
+      write_tiles<state_tiles>(states_out, (long)first * stride, stride, state, rooms, lane);
+    }
+    Tile x[tiles], out[tiles];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < tiles; ++j) {
+      tile_clear(x[j]);
+      tile_clear(out[j]);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < key_tiles; ++m) {
+      Rough<In> s;
+      if (SPLIT > 1) s = left(straight(state_room, stride, 0, m * 16), lane);
+      else hold(s, state[SPLIT > 1 ? 0 : m]);
+      DELTATUNE_UNROLL
+      for (int j = 0; j < tiles; ++j) {
+        const int i = own_tile<SPLIT, blocks>(j, part) * 16;
+        multiply(x[j], s, right(turned(keys, stride, m * 16, i), lane), lane);
+        multiply(out[j], s, right(turned(queries, stride, m * 16, i), lane), lane);
+      }
+    }
+    // x holds r, then u, then beta u, all transposed: rows of DV by positions.
+    Strip<In, blocks, SPLIT> rights = strip_at<In, blocks, SPLIT>(rooms, Room::right);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < tiles; ++j) {
+      const int tile = own_tile<SPLIT, blocks>(j, part);
+      const Tile value = tile_of(turned(values, value_stride, own, tile * 16), lane);
+      Tile scaled;
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int i = tile * 16 + tile_column(e, lane);
+        x[j].set(e, value.get(e) - (CHANNEL ? 1.0f : before[i]) * x[j].get(e));
+        if (!CHANNEL) out[j].set(e, before[i] * out[j].get(e));
+        scaled.set(e, -rate[i] * x[j].get(e));
+      }
+      rights.put(j, tile, scaled, lane);
+    }
+    if (SPLIT > 1) pair_barrier(strip);
+    if (part == 0) add_times_turned<0>(x, rights, z, lane);
+    else add_times_turned<1>(x, rights, z, lane);
+    if (SPLIT == 1 && first < value_rows)
+      write_tiles_and_tails<tiles, tail, state_tiles>(u_out, (long)first * square, square, x, state, rooms, lane);
+    Strip<In, blocks, SPLIT> rated = strip_at<In, blocks, SPLIT>(rooms, Room::rated);
+    Strip<In, blocks, SPLIT> ended = strip_at<In, blocks, SPLIT>(rooms, CHANNEL ? Room::rated : Room::ended);
+    const Wide<In> u_room = shared_at<Wide<In>>(rooms, Room::u, 16 * square);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < tiles; ++j) {
+      const int tile = own_tile<SPLIT, blocks>(j, part);
+      if (SPLIT > 1) {
+        Precise<In> exact;
+        hold(exact, x[j]);
+        keep(u_room, tile * 16, square, exact, lane);
+      }
+      tile_scale_columns(x[j], rate + tile * 16, lane);
+      rated.put(j, tile, x[j], lane);
+      if (SPLIT > 1) {
+        if (!CHANNEL) tile_scale_columns(x[j], after + tile * 16, lane);
+        ended.put(j, tile, x[j], lane);
+      }
+    }
+    if (SPLIT > 1) {
+      keep_tails<tail, state_tiles>(u_room, 0, square, state, part * state_tiles, lane);
+      copies_fence();
+      pair_barrier(strip);
+      if (part == 0 && first < value_rows) write_strip<16 * square>(u_out, (long)first * square, u_room, lane);
+    }
+    DELTATUNE_UNROLL
+    for (int m = 0; m < state_tiles; ++m) scale_state<CHANNEL, C>(state[m], before, part * state_tiles + m, lane);
+    const auto last_keys = Choice<CHANNEL>::of(end_keys, keys);
+    if (SPLIT > 1) {
+      if (part == 0) add_output_and_state<0, In, blocks, SPLIT, state_tiles>(out, state, rated, ended, p, last_keys,
+          stride, lane);
+      else add_output_and_state<1, In, blocks, SPLIT, state_tiles>(out, state, rated, ended, p, last_keys, stride,
+          lane);
+    } else {
+      add_times_turned<0>(out, rated, p, lane);
+    }
+    DELTATUNE_UNROLL
+    for (int j = 0; j < tiles; ++j) {
+      const int tile = own_tile<SPLIT, blocks>(j, part);
+      put_turned(values, tile * 16 * value_stride + own, value_stride, out[j], lane);
+      if (SPLIT > 1) continue;
+      if (!CHANNEL) tile_scale_columns(x[j], after + tile * 16, lane);
+      ended.put(j, tile, x[j], lane);
+    }
+    if (SPLIT == 1 && add_separately) {
+      DELTATUNE_UNROLL
+      for (int m = 0; m < state_tiles; ++m) add_separate_sum<blocks>(state[m], ended, last_keys, stride, m * 16, lane);
+    } else if (SPLIT == 1) {
+      DELTATUNE_UNROLL
+      for (int j = 0; j < blocks; ++j) {
+        const Precise<In> a = ended.get(j, lane);
+        DELTATUNE_UNROLL
+        for (int m = 0; m < state_tiles; ++m)
+          multiply(state[m], a, right(straight(last_keys, stride, j * 16, m * 16), lane), lane);
+      }
+    }
+    group_barrier();
+    write_tiles_of<tiles, SPLIT, blocks, DV>(values, own, value_stride, part, y,
+                                             ((long)at.z * length + n * C) * HV + at.y, HV, first, length - n * C,
+                                                 lane);
+  }
+  if (!computes) return;
+  writes_done();
+  store_state<DK, DV, state_tiles>(state, last, head, first, part * state_tiles, lane);
+}
+template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
+          bool UNSTAGED, bool MASKED, typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF,
+              typename OY, typename OS>
+inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
+                             bool has_initial, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u,
+                                 GLOBAL float* last) {
+  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, UNSTAGED, MASKED, false>(
+      at, memory, length, q, k, k, v, mask, initial, has_initial, solve, scores, factors, y, states, u, last);
+}
