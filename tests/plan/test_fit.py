@@ -1,3 +1,4 @@
+import gc
 import json
 import re
 
@@ -13,6 +14,7 @@ from deltatune.plan import fit, search
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits, device_limits
 from deltatune.plan.forecast import forecast_step
+from deltatune.plan.graph import Node
 from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.traced_step import build
 from deltatune.train.setup import prepare
@@ -39,6 +41,14 @@ def limited(monkeypatch):
 def sizes(text):
     found = re.search(r"need ([\d.]+) MB", text)
     return float(found[1]) * 1e6
+
+
+def test_a_plan_leaves_nothing_of_its_graph(tiny_model):
+    model, config = tiny_model("qwen3_5"), TrainConfig(num_layers=-1)
+    prepare(model, config)
+    forecast_step(model, config, 2, 32, ArrayLayout.measured())
+    assert gc.isenabled()
+    assert sum(type(thing) is Node for thing in gc.get_objects()) == 0
 
 
 def test_plan_says_how_much_where_and_what_fits(run, options, limited, monkeypatch):

@@ -95,12 +95,18 @@ def forecast_step(
         preferences: how many preferences the batch has; 0 where the loss reads none.
         checkpointed_layers: the positions of the layers to checkpoint where `config.grad_checkpoint` is auto.
     """
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        built = build(model, config, rows, length, layout, images, preferences, checkpointed_layers)
-        return _planned(built, config, layout)
+        return _planned(
+            build(model, config, rows, length, layout, images, preferences, checkpointed_layers), config, layout
+        )
     finally:
-        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected.
-        gc.collect()
+        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
+        # while the collector waited is young, so that all other objects need not be looked through.
+        gc.collect(0)
+        if collects:
+            gc.enable()
 
 
 def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> Forecast:
