@@ -18,6 +18,7 @@ from deltatune.ops.gated_delta.tolerances import (
     REPEATED_KEY,
     fused_bf16_norm,
 )
+from deltatune.ops.kernels.launch import bodies_of, header
 
 # Cases of one shape share their compiled kernels: sizes, mask and segments are compile-time values.
 PLAIN = {"batch": 1, "length": 65, "repeats": 1, "key_size": 24, "value_size": 40}
@@ -54,6 +55,24 @@ RUNS = [
 @pytest.mark.parametrize(("name", "dtype"), RUNS, ids=[f"{dtype}: {name}" for name, dtype in RUNS])
 def test_forward_and_backward(name, dtype, machine, check, table):
     check(machine, table.Case(name, **CASES[name]), dtype, lanes=len(name))
+
+
+class OfEachKernel:
+    """Runs each kernel with the text that a Mac compiles for it, which has no other kernels' files."""
+
+    def __init__(self, host_module, folder):
+        self.machine_of = lambda name: host_module.HostMachine(folder, header("metal", bodies_of(name)))
+        self.names = set()
+
+    def run(self, launch, seed):
+        self.names.add(launch.name)
+        return self.machine_of(launch.name).run(launch, seed)
+
+
+def test_each_kernel_needs_no_file_but_its_own(host_module, host_folder, check, table):
+    machine = OfEachKernel(host_module, host_folder)
+    check(machine, table.Case("65 tokens", **CASES["65 tokens"]), "bfloat16")
+    assert machine.names == {f"gated_delta_{phase}" for phase in ("prepare", "scan", "reverse", "gradients")}
 
 
 PER_CHANNEL = [

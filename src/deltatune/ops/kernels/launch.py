@@ -106,7 +106,7 @@ class Launch:
         names = tuple(self.inputs), tuple(self.outputs)
         threads = self.groups * 32 if HOPPER in self.name or self.name.startswith(LOW_RANK) else 0
         kernel = kernel_of(
-            _machine(), self.name, *names, self.source, _bodies(self.name), self.bytes, threads, self.resident
+            _machine(), self.name, *names, self.source, bodies_of(self.name), self.bytes, threads, self.resident
         )
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
@@ -163,7 +163,7 @@ def _source(
     )
 
 
-def _bodies(name: str) -> tuple[str, ...]:
+def bodies_of(name: str) -> tuple[str, ...]:
     """Return the files that hold the body `name` and what it calls."""
     if name.startswith("expert"):
         return (*HOPPER_WORDS, "products/experts_hopper.h") if HOPPER in name else EXPERTS
