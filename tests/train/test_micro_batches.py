@@ -6,9 +6,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.config import TrainConfig
+from deltatune.data import BatchOrder
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.train import StoppedError, micro_batches
+from deltatune.train.compiled import compiled
 from deltatune.train.distributed import World
 from deltatune.train.micro_batches import MicroBatches, may_start_early
 from killed_runs import result
@@ -86,6 +88,56 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(make_trainer, 
             trainer.run()
     assert "The state after iteration 4 is saved in" in error.value.__notes__[0]
     make_trainer(resume=True, **given).run()
+    same(tmp_path / "out", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, tmp_path, request, monkeypatch, early):
+    """As where a batch of another shape comes, whose step is compiled anew."""
+    make_trainer(adapter_path=str(tmp_path / "straight"), **ONLY).run()
+    if early:
+        request.getfixturevalue("early_starts")
+    trainer, plain = make_trainer(**ONLY), MicroBatches._launched
+
+    def out_of_memory(*given):
+        trainer._step._trace_micro_batch(*given)
+        raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
+
+    def launched(self, batch, accumulated, iteration):
+        if iteration == 4:
+            key = mx.random.state
+            self._step._micro_batch = compiled(out_of_memory, [trainer.model.state, key], [key])
+        return plain(self, batch, accumulated, iteration)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MicroBatches, "_launched", launched)
+        with pytest.raises(RuntimeError, match="Unable to allocate") as error:
+            trainer.run()
+    assert "is saved in" in error.value.__notes__[0]
+    mx.eval(trainer.model.parameters())
+    make_trainer(resume=True, **ONLY).run()
+    same(tmp_path / "out", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, monkeypatch, early):
+    make_trainer(adapter_path=str(tmp_path / "straight"), **ONLY).run()
+    if early:
+        request.getfixturevalue("early_starts")
+    trainer, plain, taken = make_trainer(**ONLY), BatchOrder.__next__, []
+
+    def next_batch(self):
+        taken.append(self)
+        if len(taken) == 5:
+            raise OSError("the disk does not answer")
+        return plain(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchOrder, "__next__", next_batch)
+        with pytest.raises(OSError, match="does not answer") as error:
+            trainer.run()
+    assert "The state after iteration 4 is saved in" in error.value.__notes__[0]
+    make_trainer(resume=True, **ONLY).run()
     same(tmp_path / "out", tmp_path / "straight")
 
 

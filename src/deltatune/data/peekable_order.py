@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import UserError
 from .batch import Batch
 from .order import BatchOrder
 from .stream_order import StreamOrder
@@ -15,22 +14,22 @@ class PeekableOrder:
 
     def __init__(self, order: BatchOrder | StreamOrder):
         self._order = order
-        self._next: Batch | UserError | None = None
+        self._next: Batch | Exception | None = None
         self._before: dict[str, Any] = {}
 
     def peek(self) -> Batch | None:
-        """Return the next batch; None if it cannot be had, which __next__ then says."""
+        """Return the next batch, or None if reading it raised an error, which __next__ raises when its turn comes."""
         if self._next is None:
             self._before = self._order.state()
             try:
                 self._next = next(self._order)
-            except UserError as error:
+            except Exception as error:  # noqa: BLE001  (__next__ raises it)
                 self._next = error
-        return None if isinstance(self._next, UserError) else self._next
+        return None if isinstance(self._next, Exception) else self._next
 
     def __next__(self) -> Batch:
         found, self._next = self._next, None
-        if isinstance(found, UserError):
+        if isinstance(found, Exception):
             raise found
         return next(self._order) if found is None else found
 

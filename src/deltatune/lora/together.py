@@ -31,7 +31,8 @@ class AdaptersTogether:
 
     def __init__(self, model: nn.Module):
         self._groups: dict[int, list[Adapter]] = {}
-        # By module, the input and the output that another module of its group has computed.
+        # By id of a module that has not been called yet: the input for which another of its group was called, and this
+        # module's output for it.
         self._computed: dict[int, tuple[mx.array, mx.array]] = {}
         for parent in model.modules():
             for names in _READ_TOGETHER:
@@ -40,7 +41,10 @@ class AdaptersTogether:
                     self._groups |= {id(module): group for module in group}
 
     def output(self, module: Adapter, x: mx.array) -> mx.array | None:
-        """Return the output of `module` for x [..., in], or None where it has to compute it alone."""
+        """Return the output of `module` for x [..., in], or None where the module must compute its output itself.
+
+        Neither x nor a factor may change in place between the calls of the modules that read x.
+        """
         source, y = self._computed.pop(id(module), (None, None))
         if source is x:
             return y
@@ -55,7 +59,7 @@ class AdaptersTogether:
 
 
 def _joins(other: Adapter, module: Adapter, x: mx.array) -> bool:
-    """Whether kernels compute `other` for x, in one call with `module`."""
+    """Whether kernels can compute `other` for x in one call with `module`; with itself, whether they can at all."""
     linear = other.base
     if type(other) is not type(module) or type(linear) is not nn.Linear or "bias" in linear or other.dropout_rate:
         return False

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 
 import mlx.core as mx
@@ -17,6 +16,7 @@ from ..data import BatchOrder
 from ..data.example import Example
 from ..layers import gated_delta_layers
 from ..patches.whole_rows import whole_rows
+from .compiled import compiled
 from .distributed import World
 from .log import Screen
 from .nonfinite import refuse_damaged
@@ -67,7 +67,7 @@ class Evaluation:
     def __init__(self, model: nn.Module, loss: LossFunction, world: World, figures: Sequence[str] = ()):
         self._model, self._loss, self._world, self._names = model, loss, world, figures
         self.figures: dict[str, float] = {}
-        self._compiled = partial(mx.compile, inputs=[model.state])(self._trace)
+        self._compiled = compiled(self._trace, [model.state])
 
     def __call__(
         self,

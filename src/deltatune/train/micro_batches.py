@@ -2,8 +2,8 @@
 
 An NVIDIA GPU waits for the CPU, which builds and launches thousands of operations a step. If nothing is due between two
 iterations, the second one's forward and backward pass is therefore launched while the GPU computes the first. It waits
-for nothing but the update before it, and changes neither parameters nor optimizer: where the first iteration fails or
-the run is asked to stop, its results are dropped, and the state is saved as if it had never been started.
+for nothing but the first one's update, and changes neither parameters nor optimizer. If the first one fails, or the run
+is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
 """
 
 from __future__ import annotations

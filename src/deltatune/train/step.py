@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -29,6 +28,7 @@ from ..ops.functional import differentiated_once
 from ..ops.segments import segments
 from . import optimizer as updates
 from .bundles import TOGETHER, Bundles
+from .compiled import compiled
 from .distributed import World
 from .expert_updates import ActiveExperts, ExpertGradients
 from .routers import FIGURES, RouterLosses, real_lengths
@@ -168,7 +168,8 @@ def mean_loss_and_gradients(
                 trainable if parameters is None else parameters
             )
     finally:
-        # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs.
+        # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs. While
+        # a step is compiled, these are MLX's own tracers, which it replaces afterwards.
         model.update(trainable)
     return total, weight, gradients, *figures
 
@@ -243,9 +244,8 @@ class Step:
         self.tower = frozen_tower(model)
         self.figures: list[mx.array] = []
         random = mx.random.state
-        self._micro_batch = partial(mx.compile, inputs=[model.state, random], outputs=[random])(self._trace_micro_batch)
-        state = [optimizer.state]
-        self._update = partial(mx.compile, inputs=state, outputs=state)(self._trace_update)
+        self._micro_batch = compiled(self._trace_micro_batch, [model.state, random], [random])
+        self._update = compiled(self._trace_update, [optimizer.state], [optimizer.state])
 
     def parameters(self) -> Any:
         """Return the trainable parameters in joined form; bundles are made again if a parameter has been replaced."""
@@ -259,7 +259,7 @@ class Step:
     def settle(self) -> None:
         """Compute the parameters that are parts of bundles, which a step leaves lazy, in the thread that calls this.
 
-        As the main thread left them, they would wait for all that it has queued.
+        Left lazy, they belong to the main thread's queue, and computing them would wait for everything queued there.
         """
         joined = self.joined
         parts = dict(leaves(self.bundles.part({TOGETHER: joined})))

@@ -21,6 +21,7 @@ from ...config import TrainConfig
 from ...data import BatchOrder, Splits
 from ...data.preferences.preference import Preference
 from ...ops.segments import segments
+from ..compiled import compiled
 from ..distributed import World
 from ..evaluate import evaluating
 from ..log import Screen
@@ -113,12 +114,12 @@ def _log_probabilities(model: nn.Module, token_losses: TokenLosses, order: Batch
             losses = token_losses(inputs, targets, *([] if images is None else [images]))
         return answers_of(losses, weights, preferences).policy
 
-    compiled = partial(mx.compile, inputs=[model.state])(policy)
+    compiled_policy = compiled(policy, [model.state])
     found = np.zeros(shape, np.float32)
     with evaluating(model):
         for batch in order.epoch():
             assert batch.preferences is not None
-            values = np.array(compiled(arrays(batch)))
+            values = np.array(compiled_policy(arrays(batch)))
             numbers = batch.preferences.numbers
             found[numbers[numbers >= 0]] = values[numbers >= 0]
     return mx.array(found)

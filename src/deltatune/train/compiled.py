@@ -1,0 +1,61 @@
+"""Compiles a function that reads arrays of a model, so that an error in it leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..ops.random_state import get_key, set_key
+from .tree import Place
+
+
+def compiled(
+    function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any] | None = None
+) -> Callable[..., Any]:
+    """Compile `function` once for each set of shapes, as mx.compile does.
+
+    While MLX compiles, it puts placeholders into `inputs`. If `function` raises, MLX leaves them there, and no array of
+    the model can be read any more; here the arrays, and the random key, are put back.
+
+    Args:
+        function: The function.
+        inputs: Trees of arrays that it reads besides its arguments.
+        outputs: Trees of arrays that it changes.
+
+    Returns:
+        The compiled function.
+    """
+    call = partial(mx.compile, inputs=list(inputs), outputs=None if outputs is None else list(outputs))(function)
+    known: set[Any] = set()
+
+    def restoring(*arguments: Any) -> Any:
+        leaves: Any = tree_flatten(arguments)
+        kind = tuple((path, getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for path, leaf in leaves)
+        if kind in known:
+            return call(*arguments)
+        arrays, key = [(place, place.array) for tree in inputs for place in _array_places(tree)], get_key()
+        try:
+            results = call(*arguments)
+        except BaseException:
+            for place, array in arrays:
+                place.array = array
+            set_key(key)
+            raise
+        known.add(kind)
+        return results
+
+    return restoring
+
+
+def _array_places(tree: Any) -> Iterator[Place]:
+    """Yield where `tree`, of dicts (as modules are) and lists, holds arrays."""
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in entries:
+        if isinstance(value, mx.array):
+            yield Place(tree, key)
+        else:
+            yield from _array_places(value)
