@@ -222,7 +222,7 @@ class _Block:
     ) -> None:
         """Add the chunk's part to a projection's gradients, given `d` of its output and `d_low_rank` of A x.
 
-        A `score` [t, m, 1] belongs to each row of both. It multiplies the smaller factor of each product.
+        `score` [t, m, 1] is a factor of both that they lack so far. It multiplies the smaller factor of a product.
         """
 
         def scored(array: mx.array) -> mx.array:
