@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops" / "kernels"))
-from host_machine import HostMachine
+from host_machine import HostMachine, cuda_text
 
 from deltatune import cli
 from deltatune.doctor.probes import Fault
@@ -18,7 +18,7 @@ from deltatune.machine import backend
 from deltatune.ops import verdicts
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
-from deltatune.ops.kernels.launch import FOLDER, VOCABULARY, WEIGHTED_NORM, header
+from deltatune.ops.kernels.launch import VOCABULARY, WEIGHTED_NORM, header
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (
@@ -169,8 +169,7 @@ def test_vocabulary_loss(dtype, host_folder):
 
 
 def test_lora_products(host_folder):
-    words = (Path(__file__).parents[1] / "ops" / "kernels" / "fragments_host.h").read_text()
-    text = header("metal", ()) + words + (FOLDER / "products/low_rank.h").read_text()
+    text = cuda_text("low_rank_rows")
     machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True)
     assert losses_and_adapters.low_rank(True, machine.run).status == PASSED
 

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..ops.random_state import get_key, set_key
-from .tree import Place
+from .tree import Place, leaves
 
 
 def compiled(
@@ -33,8 +32,8 @@ def compiled(
     known: set[Any] = set()
 
     def restoring(*arguments: Any) -> Any:
-        leaves: Any = tree_flatten(arguments)
-        kind = tuple((path, getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for path, leaf in leaves)
+        # Arguments may be None, too.
+        kind = tuple((path, getattr(x, "shape", None), getattr(x, "dtype", None)) for path, x in leaves(arguments))
         if kind in known:
             return call(*arguments)
         arrays, key = [(place, place.array) for tree in inputs for place in _array_places(tree)], get_key()

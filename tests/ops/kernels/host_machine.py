@@ -20,7 +20,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from deltatune.ops.kernels.launch import Launch, header
+from deltatune.ops.kernels.launch import FOLDER, Launch, bodies_of, header
 
 TYPES = {
     mx.float32: "float",
@@ -211,6 +211,13 @@ class OneKernelReplaced:
 
     def run(self, launch: Launch, seed: int = 1) -> list[mx.array]:
         return (self.wrong if launch.name == self.name else self.machine).run(launch, seed)
+
+
+def cuda_text(*names: str) -> str:
+    """Return the text of kernels that are CUDA's alone, with this folder's stand-ins for hopper.h and fragments.h."""
+    files = dict.fromkeys(file for name in names for file in bodies_of(name))
+    stand_ins = {file: Path(__file__).with_name(file.replace(".h", "_host.h")) for file in ("hopper.h", "fragments.h")}
+    return header("metal", ()) + "".join(stand_ins.get(file, FOLDER / file).read_text() for file in files)
 
 
 def plant(text: str, old: str, new: str) -> str:

@@ -13,16 +13,10 @@ import pytest
 from beside import load
 from deltatune.ops.attention.fused_op import attention_fused, segment_spans, unsupported
 from deltatune.ops.attention.tolerances import NORMAL, half_norm
-from deltatune.ops.kernels.launch import ATTENTION, FOLDER, header
+from deltatune.ops.kernels.launch import ATTENTION, header
 
 TEXT = header("metal", ATTENTION)
-HOPPER = (
-    header("metal", ())
-    + (Path(__file__).parent / "hopper_host.h").read_text()
-    + (FOLDER / "hopper_tiles.h").read_text()
-    + (FOLDER / "attention/attention.h").read_text()
-    + (FOLDER / "attention/hopper.h").read_text()
-)
+HOPPER = load(Path(__file__).with_name("host_machine.py")).cuda_text("attention_hopper_forward")
 HOPPER_BYTES = 227 * 1024
 # In half precision, the kernels also round the weights and their gradients before they are multiplied.
 HALF = 2.0

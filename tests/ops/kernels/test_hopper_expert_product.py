@@ -16,13 +16,10 @@ from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, product_trial
 from deltatune.ops.experts.grouped_hopper import HopperTile
 from deltatune.ops.experts.tolerances import GROUPED
-from deltatune.ops.kernels.launch import EXPERTS, FOLDER, Launch, header
+from deltatune.ops.kernels.launch import EXPERTS, Launch, header
 
 HERE = Path(__file__).parent
-FILES = ("hopper_tiles.h", "products/experts_hopper.h")
-HOPPER = "".join(
-    [header("metal", ()), (HERE / "hopper_host.h").read_text(), *((FOLDER / name).read_text() for name in FILES)]
-)
+HOPPER = load(HERE / "host_machine.py").cuda_text("expert_hopper_product")
 of_any_machine = load(HERE / "test_expert_product.py")
 
 # How many rows each expert has, the inputs and the outputs.

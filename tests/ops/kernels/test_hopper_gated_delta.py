@@ -9,19 +9,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import gated_delta_naive
 from deltatune.ops.gated_delta.fused_hopper import HopperTiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
-from deltatune.ops.kernels.launch import FOLDER, header
 
-HERE = Path(__file__).parent
-PARTS = ("chunk", "gradients", "hopper_cores", "hopper_prepare", "hopper_scans", "hopper_gradients")
-FILES = ("hopper_tiles.h", *(f"gated_delta/{part}.h" for part in PARTS))
-HOPPER = "".join(
-    [header("metal", ()), (HERE / "hopper_host.h").read_text(), *((FOLDER / name).read_text() for name in FILES)]
-)
+PHASES = ("prepare", "scan", "reverse", "gradients")
+HOST = load(Path(__file__).with_name("host_machine.py"))
+HOPPER = HOST.cuda_text(*(f"gated_delta_hopper_{phase}" for phase in PHASES))
 
 
 @pytest.fixture

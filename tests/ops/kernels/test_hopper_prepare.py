@@ -8,14 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import fused_hopper
 from deltatune.ops.gated_delta.fused import KernelInputs, no_initial_state
-from deltatune.ops.kernels.launch import FOLDER, header
 
-HERE = Path(__file__).parent
-PARTS = ("hopper_tiles.h", *(f"gated_delta/{part}.h" for part in ("chunk", "hopper_cores", "hopper_prepare")))
-TEXT = "".join([header("metal", ()), (HERE / "hopper_host.h").read_text(), *((FOLDER / p).read_text() for p in PARTS)])
+TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text("gated_delta_hopper_prepare")
 # Half of the last place of a pair of bf16, relative to the number; and of fp32.
 PAIR, FLOAT, TINY = 2.0**-17, 2.0**-24, 2.0**-116
 

@@ -9,15 +9,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from beside import load
 from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
 from deltatune.ops import low_rank, low_rank_kernels
-from deltatune.ops.kernels.launch import FOLDER, Launch, header
+from deltatune.ops.kernels.launch import Launch
 from deltatune.ops.low_rank import add_product, both_products, columns_product, rows_product
 from deltatune.ops.low_rank_kernels import BothKernel, ColumnsKernel, RowsKernel, WideKernel
 
-HOST = Path(__file__).with_name("fragments_host.h")
-TEXT = header("metal", ()) + HOST.read_text() + (FOLDER / "products/low_rank.h").read_text()
+TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text("low_rank_rows")
 SCALE = 1.75
 ROUNDING = {mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}
 # Rows, width and rank: no whole block, no whole fragment, and several rounds of every loop.
