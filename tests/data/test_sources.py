@@ -35,7 +35,8 @@ def test_lines_with_their_numbers(tmp_path):
     ("line", "message"),
     [
         (b"{'text': 'a'}", r"not JSON: .* at column 2; expected one object a line"),
-        (b'{"text": "a"', "not JSON"),
+        (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13; "),
+        (b'{"text": "\xc3\xa4\xe4"}', "not UTF-8 .byte 0xe4 at column 12."),
         (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data at column 15"),
         (b'{"text": "\xe4"}', "not UTF-8 .byte 0xe4 at column 11.; save the file as UTF-8"),
         (b'{"text": "\\ud83d"}', "half of a character"),
@@ -45,6 +46,11 @@ def test_lines_with_their_numbers(tmp_path):
 def test_bad_lines_are_named(tmp_path, line, message):
     with pytest.raises(UserError, match=rf"train.jsonl:3: .*{message}"):
         lines(tmp_path, b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
+
+
+def test_columns_behind_a_byte_order_mark(tmp_path):
+    with pytest.raises(UserError, match=r"train.jsonl:1: not UTF-8 .byte 0xe4 at column 11."):
+        lines(tmp_path, b'\xef\xbb\xbf{"text": "\xe4"}\n')
 
 
 def parquet(folder, **splits):

@@ -93,10 +93,14 @@ def parsed_line(raw: bytes, source: str, *, first: bool) -> tuple[Any] | None:
     try:
         line = raw.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as error:
+        # The decoder's own bytes begin behind a byte order mark.
+        column = len(error.object[: error.start].decode()) + 1
         raise UserError(
-            f"{source}: not UTF-8 (byte {raw[error.start]:#04x} at column {error.start + 1}); save the file as UTF-8."
+            f"{source}: not UTF-8 (byte {error.object[error.start]:#04x} at column {column}); save the file as UTF-8."
         ) from error
-    if not line.strip():
+    # Behind a line break, the parser would count columns from the start of the next line.
+    line = line.rstrip()
+    if not line:
         return None
     try:
         row = json.loads(line)
