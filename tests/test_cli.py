@@ -100,6 +100,11 @@ def test_sizes(text, size):
     [
         (["train", "--itres", "3"], r"deltatune train: unknown option --itres \(did you mean '--iters'\?\)"),
         (["train", "--iter", "3"], r"did you mean '--iters'"),
+        (["train", "--dtype", "bf16"], r"unknown option --dtype\n"),
+        (
+            ["generate", "--model", "m", "-p", "x", "--verbose", "maybe"],
+            "--verbose: expected true or false, got 'maybe'",
+        ),
         (["train", "--iters", "many"], "argument --iters: invalid int value: 'many'"),
         (["train", "--clear-cache-threshold", "4XB"], "expected a size such as 4GB"),
         (["train", "--overlong", "cut"], r"argument --overlong: 'cut' is not one of truncate, skip"),

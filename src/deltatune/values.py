@@ -117,9 +117,13 @@ def short(value: object) -> str:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """Return " (did you mean 'x'?)" for the known word closest to `word`, or an empty string if none is close."""
-    closest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {closest[0]!r}?)" if closest else ""
+    """Return " (did you mean 'x'?)" for the known word closest to `word`, or an empty string if none is close.
+
+    The dashes before a flag do not count, since they make any two short flags alike.
+    """
+    by_name = {each.lstrip("-"): each for each in known}
+    closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.5)
+    return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
 
 
 def fix(instance: Any) -> None:

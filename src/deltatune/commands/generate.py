@@ -77,9 +77,9 @@ def add(commands: Any) -> None:
     add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
     add(
         "--verbose",
-        type=lambda text: text.lower() not in ("false", "f"),
+        type=_true_or_false,
         metavar="BOOL",
-        help="whether to print speeds after the answer",
+        help="whether to print speeds after the answer: true or false",
     )
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
     parser.set_defaults(call=run, parser=parser)
@@ -89,6 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate an answer as the arguments say and return exit code 0."""
     generate(GenerateOptions(**given(GenerateOptions, arguments)))
     return 0
+
+
+def _true_or_false(text: str) -> bool:
+    """Return what the words of mlx_lm.generate say, and refuse others, which it takes for true."""
+    try:
+        return {"true": True, "t": True, "false": False, "f": False}[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
 
 
 def _range(default: Any, **limits: float) -> Any:
