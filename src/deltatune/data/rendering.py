@@ -79,6 +79,10 @@ class Renderer:
         own = type(self._inner).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         return own or self._tokenizer._chat_template is not None
 
+    def template(self, tools: Any) -> str | None:
+        """Return the Jinja template for conversations with these tools; None where code writes them."""
+        return None if self.writes_by_itself else self._inner.get_chat_template(None, tools)
+
     def chunks(self, items: Iterable[Item], count: int = 1) -> Iterator[list[Rendered]]:
         """Yield the items in order, a chunk at a time, with the rows of each conversation or why there are none.
 

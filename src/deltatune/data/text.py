@@ -11,6 +11,7 @@ from ..errors import UserError
 from .chat import ChatTokenizer
 from .example import Example
 from .rendering import ChatRow, Item, Rendered, Renderer
+from .roles import check_roles
 from .row_formats import ASSISTANT, Conversation, Features, Messages, PlainText, RowFormats, join_text_parts, tools_of
 
 # The keys under which a message holds the reasoning before its answer.
@@ -66,6 +67,7 @@ class TextEncoder:
         if self._last_turn:
             counted = counted[-1:]
         tools = tools_of(row, source)
+        check_roles(messages, self._renderer.template(tools), source)
         if self._mask_prompt is False:
             return Conversation(messages, tools, None, False, source)
         return Conversation(messages, tools, counted, counted == turns, source)
