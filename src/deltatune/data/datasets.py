@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from ..config import TrainConfig, nearest
 from ..errors import UserError
 from .example import Example, Splits
 from .example_stream import ExampleStream, StreamedSplits
+from .hub_lookup import hub_lookup
 from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
@@ -172,7 +174,8 @@ def _data_tables(
         )
     if not folder.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") > 1):
         raise UserError(f"{config.data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.")
-    tables = open_dataset(str(folder) if folder.is_dir() else config.data)
+    with contextlib.nullcontext() if folder.is_dir() else hub_lookup(config.data):
+        tables = open_dataset(str(folder) if folder.is_dir() else config.data)
     return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
 
 
