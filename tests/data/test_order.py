@@ -113,11 +113,11 @@ def test_a_state_of_other_data_or_options_is_refused(examples_of):
     state = BatchOrder(examples_of(SIZES), 4, 128).state()
     with pytest.raises(errors.UserError, match="batch_size was 4"):
         BatchOrder(examples_of(SIZES), 2, 128).restore(state)
-    with pytest.raises(errors.UserError, match="training data was"):
+    with pytest.raises(errors.UserError, match="the training data are not those"):
         BatchOrder(examples_of(SIZES, seed=1), 4, 128).restore(state)
     changed = examples_of(SIZES)
     changed[3].tokens[5] += 1
-    with pytest.raises(errors.UserError, match="training data was"):
+    with pytest.raises(errors.UserError, match="the training data are not those"):
         BatchOrder(changed, 4, 128).restore(state)
     with pytest.raises(errors.UserError, match="seed was 0"):
         BatchOrder(examples_of(SIZES), 4, 128, seed=1).restore(state)

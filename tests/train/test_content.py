@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import mlx.core as mx
@@ -35,7 +36,8 @@ def test_one_other_number_in_the_weights_is_refused(make_trainer, moved, kind):
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match=r"belongs to a run with other options:\n  model_content: was '\w+', now"):
+    message = rf"another run.*:\n  model: was .*, now {re.escape(str(moved))}, with other numbers in its weights\nGive"
+    with pytest.raises(UserError, match=message):
         make_trainer(resume=True, model=str(moved), fine_tune_type=kind).run()
 
 
@@ -47,8 +49,17 @@ def test_a_model_that_computes_otherwise_is_refused(make_trainer, moved):
     make_trainer(resume=True, iters=4, model=str(moved)).run()
     config["text_config"]["rms_norm_eps"] = 1e-3
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"other options:\n  model_config: was '\w+', now"):
+    message = rf":\n  model: {re.escape(str(moved))} as before, but with another config.json\nGive the same model"
+    with pytest.raises(UserError, match=message):
         make_trainer(resume=True, model=str(moved)).run()
+
+
+@pytest.mark.bad_input("--resume with other options, which make other tensors train")
+def test_other_options_are_not_called_another_model(make_trainer, options):
+    make_trainer(iters=1).run()
+    with pytest.raises(UserError, match=r"lora_parameters: was .*'rank': 2.*, now .*'rank': 3") as caught:
+        make_trainer(resume=True, lora_parameters=options["lora_parameters"] | {"rank": 3}).run()
+    assert "model:" not in str(caught.value)
 
 
 def test_adapters_to_start_from_may_move_but_not_change(make_trainer, tmp_path):
@@ -57,7 +68,7 @@ def test_adapters_to_start_from_may_move_but_not_change(make_trainer, tmp_path):
     copy = shutil.copy(names[0], tmp_path / "copy.safetensors")
     make_trainer(iters=1, resume_adapter_file=str(names[0])).run()
     make_trainer(iters=2, resume_adapter_file=str(copy), resume=True).run()
-    with pytest.raises(UserError, match="adapter_weights: was"):
+    with pytest.raises(UserError, match="resume_adapter_file: other weights than those"):
         make_trainer(iters=3, resume_adapter_file=str(names[1]), resume=True).run()
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 
 import mlx.core as mx
@@ -98,9 +99,34 @@ def test_resuming_with_other_options_or_data_names_them(make_trainer, splits):
         make_trainer(splits=fewer, iters=4, resume=True).run()
 
 
-def test_resume_without_a_state_starts_and_says_so(make_trainer, screen_text):
+def test_resume_without_a_state_starts_and_says_so(make_trainer, screen_text, tmp_path):
+    make_trainer(iters=1, resume=True, val_batches=0, adapter_path=str(tmp_path / "first")).run()
+    out = tmp_path / "out"
+    first = f"Note: there is nothing to resume in {tmp_path / 'first'}: training starts from the beginning.\n"
+    assert first in screen_text.text()
+    for name in "abcd":
+        shutil.copytree(tmp_path / "first", tmp_path / name)
     make_trainer(iters=1, resume=True, val_batches=0).run()
-    assert "no state in" in screen_text.text()
+    others = ", ".join(str(tmp_path / name) for name in "abcd")
+    said = " ".join(screen_text.text().split())
+    assert (
+        f"in {out}: training starts from the beginning. If you meant another run, stop this one: --adapter-path may be "
+        f"{others} and 1 more."
+    ) in said
+
+
+def test_a_run_with_nothing_left_says_so(make_trainer, screen_text, tmp_path):
+    make_trainer(iters=3).run()
+    before = adapters(tmp_path / "out")
+    make_trainer(iters=2, resume=True).run()
+    said = "has done 3 iterations, and --iters is 2. To train further, give --iters a larger number.\n"
+    assert f"Nothing is left to train: the run in {tmp_path / 'out'} {said}" in screen_text.text()
+    # An epoch has 11 batches of 4.
+    make_trainer(epochs=0.2, resume=True).run()
+    said = screen_text.text()
+    assert "and --epochs is 0.2 (3 iterations). To train further, give --epochs a larger number.\n" in said
+    assert "Resuming" not in said
+    assert adapters(tmp_path / "out") == before
 
 
 def test_starting_over_an_unfinished_run_says_so(make_trainer, screen_text, monkeypatch, tmp_path):

@@ -17,6 +17,8 @@ from .packing import pack
 from .preferences.preference import SLOTS, Preference, lay_out
 
 Row = tuple[int, ...]
+# The entry of a saved place that tells one set of examples from another.
+_DIGEST = "training data"
 
 
 class BatchOrder:
@@ -127,9 +129,12 @@ class BatchOrder:
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
+                what = f"{name} was {state.get(name)!r} when the state was saved and is {value!r} now"
+                if name == _DIGEST:
+                    what = "the training data are not those that the state was saved with"
                 raise UserError(
-                    f"resume: {name} was {state.get(name)!r} when the state was saved and is {value!r} now, so the run "
-                    "cannot go on where it stopped; give the same data and options, or start anew without --resume."
+                    f"resume: {what}, so the run cannot go on where it stopped; give the same data and options, or "
+                    "start anew without --resume."
                 )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
         self._plan = self._epoch_plan(self._epoch)
@@ -142,7 +147,7 @@ class BatchOrder:
             "max_seq_length": self._max_seq_length,
             "pack": self._packed,
             "examples": len(self._examples),
-            "training data": self.digest,
+            _DIGEST: self.digest,
         }
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,8 +20,11 @@ from ..machine import backend, blas
 from ..patches.summary import summary
 from .distributed import World
 from .setup import Training
-from .state import Progress
+from .state import Progress, exists, state_path
 from .tree import leaves
+
+# How many earlier runs a line names before it counts the rest.
+_NAMED = 4
 
 
 def trainable_count(model: nn.Module) -> int:
@@ -68,9 +72,30 @@ def about(model: nn.Module, config: TrainConfig, splits: Splits, trained: Traini
     }
 
 
+def nothing_to_resume(config: TrainConfig) -> str:
+    """Return the line of a run that was given --resume and found no state; it names runs beside its folder."""
+    folder = Path(config.adapter_path)
+    parent = folder.parent
+    beside = [each for each in parent.iterdir() if exists(state_path(each))] if parent.is_dir() else []
+    line = f"Note: there is nothing to resume in {folder}: training starts from the beginning."
+    if not beside:
+        return line
+    names = ", ".join(sorted(map(str, beside))[:_NAMED])
+    more = f" and {len(beside) - _NAMED} more" if len(beside) > _NAMED else ""
+    return f"{line} If you meant another run, stop this one: --adapter-path may be {names}{more}."
+
+
 def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
-    """Return the lines that say where a run continues, and whether its number of ranks has changed."""
+    """Return the lines that say where a run continues, if it does, and whether its number of ranks has changed."""
     found = [f"Resuming after iteration {progress.iteration} of {config.iters}."]
+    if progress.iteration >= config.iters:
+        flag, number = "--iters", str(config.iters)
+        if config.epochs is not None:
+            flag, number = "--epochs", f"{config.epochs:g} ({config.iters} iterations)"
+        return [
+            f"Nothing is left to train: the run in {config.adapter_path} has done {progress.iteration} iterations, and "
+            f"{flag} is {number}. To train further, give {flag} a larger number."
+        ]
     if progress.ranks not in (None, world.size):
         found.append(
             f"The number of ranks is {world.size}; it was {progress.ranks} when the state was saved. The batches stay "

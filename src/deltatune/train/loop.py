@@ -181,7 +181,7 @@ class Trainer:
             for line in [*self._saving.restore(), *announce.resumed(self.progress, config, world)]:
                 self.screen.say(line)
         elif config.resume:
-            self.screen.say(f"--resume: there is no state in {path.parent} yet; starting from the first iteration.")
+            self.screen.say(announce.nothing_to_resume(config))
         metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
         self._metrics = self._saving.metrics = metrics
         options, services = dataclasses.asdict(config), config.report_to if world.main else None

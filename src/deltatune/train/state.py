@@ -58,6 +58,15 @@ FREE_OPTIONS = {
 }
 
 
+# The digests of content.facts, in the words of messages.
+_MODEL = {
+    "model_config": "another config.json",
+    "model_tensors": "other tensors, or others that train",
+    "model_content": "other numbers in its weights",
+}
+_ADAPTER = "adapter_weights"
+
+
 @dataclass
 class Progress:
     """The progress of a run.
@@ -163,9 +172,12 @@ def refusal(path: Path, error: OSError) -> str:
 
 
 def fingerprint(config: TrainConfig, **facts: Any) -> dict[str, Any]:
-    """Return what a continuation must share with its run: all options but FREE_OPTIONS, and `facts` (content.facts)."""
+    """Return what a continuation must share with its run: all options but FREE_OPTIONS, and `facts` (content.facts).
+
+    The model's name stands there too, for messages.
+    """
     options = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE_OPTIONS}
-    return json.loads(json.dumps(options | facts, default=str))
+    return json.loads(json.dumps(options | {"model": config.model} | facts, default=str))
 
 
 def save(
@@ -259,19 +271,35 @@ def peek(path: Path) -> Progress | None:
 
 
 def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise a UserError that names every entry in which the run saved in `path` and this one differ."""
+    """Raise a UserError that names everything in which the run saved in `path` and this one differ."""
     # An option that did not exist yet when the run was saved had what is now its default.
     defaults = fingerprint(TrainConfig())
+    models = saved.get("model"), now.get("model")
     saved = {key: value for key, value in defaults.items() if key in now} | saved
     if isinstance(saved.get("lora_parameters"), dict):
         saved["lora_parameters"] = defaults["lora_parameters"] | saved["lora_parameters"]
-    changed = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    keys = sorted((saved.keys() | now.keys()) - {"model"})
+    changed = {key: (saved.get(key), now.get(key)) for key in keys if saved.get(key) != now.get(key)}
     if changed:
-        lines = "".join(f"\n  {key}: was {saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
+        lines = "".join(f"\n  {line}" for line in _differences(changed, *models))
         raise UserError(
-            f"--resume: {path} belongs to a run with other options:{lines}\n"
-            "Give the same options to continue it, or another --adapter-path to start anew."
+            f"--resume: {path} belongs to another run. What differs from it:{lines}\n"
+            "Give the same model and options to continue that run, or another --adapter-path to start anew."
         )
+
+
+def _differences(changed: dict[str, tuple[Any, Any]], before: str | None, now: str | None) -> list[str]:
+    """Return a line on each option that differs, and one on the model; `before` and `now` are the model's names."""
+    options = {key: values for key, values in changed.items() if key not in (*_MODEL, _ADAPTER)}
+    lines = [f"{key}: was {was!r}, now {is_now!r}" for key, (was, is_now) in options.items()]
+    if _ADAPTER in changed:
+        lines.append("resume_adapter_file: other weights than those that the run began with")
+    model = [words for key, words in _MODEL.items() if key in changed]
+    # Options decide which tensors train, so where options differ, that is no sign of another model.
+    if model and not (lines and model == [_MODEL["model_tensors"]]):
+        name = f"{now} as before, but" if before == now else f"was {before or 'not noted'}, now {now},"
+        lines.append(f"model: {name} with {' and '.join(model)}")
+    return lines
 
 
 def pack(prefix: str, tree: Any) -> dict[str, mx.array]:

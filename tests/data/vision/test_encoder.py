@@ -196,7 +196,7 @@ def test_another_image_of_the_same_size_is_other_data(write, read, folder):
     order = BatchOrder(read().train, 1, 2048)
     state = order.state()
     Image.new("RGB", (32, 48)).save(folder / "0.png")
-    with pytest.raises(UserError, match="training data was"):
+    with pytest.raises(UserError, match="the training data are not those"):
         BatchOrder(read().train, 1, 2048).restore(state)
 
 

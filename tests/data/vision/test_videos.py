@@ -319,5 +319,5 @@ def test_another_video_of_the_same_size_is_other_data(write, read, folder, name)
         Image.new("RGB", (32, 32)).save(folder / name)
     else:
         (folder / name).write_bytes(content + b" ")
-    with pytest.raises(UserError, match="training data was"):
+    with pytest.raises(UserError, match="the training data are not those"):
         BatchOrder(read().train, 1, 2048).restore(state)
