@@ -160,5 +160,10 @@ def test_merge_in_place(tiny_model, kind):
 def test_the_summary_has_one_line_for_the_same_module_of_all_layers(tiny_model):
     lines = convert_to_lora(tiny_model("kimi_linear"), LoraConfig()).summary()
     assert len(lines) == len(set(lines)) == 5
-    assert "Left alone: model.layers.*.self_attn.q_conv.conv (3 of them): Conv1d is no kind of layer" in lines[0]
-    assert any(line.startswith("Left alone: model.layers.*.self_attn.embed_q: MultiLinear") for line in lines)
+    assert lines[0] == (
+        "Note: model.layers.*.self_attn.q_conv.conv (3 of them) stays as it is: it is a Conv1d, and adapters go on "
+        "linear layers, embeddings and experts."
+    )
+    assert any(
+        line.startswith("Note: model.layers.*.self_attn.embed_q stays as it is: it is a Multi") for line in lines
+    )

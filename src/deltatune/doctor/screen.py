@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -83,7 +84,7 @@ def screen(found: Examination) -> RenderableType:
             "error of what is allowed",
         ),
         _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
-        _section("Patches, and who holds them", _patches(found.patches)),
+        _section("Patches", _patches(found.patches)),
     ]
     if found.model is not None:
         parts.append(_section(f"Model: {found.model.path}", _model(found.model)))
@@ -142,13 +143,11 @@ def _fault(fault: Fault) -> Line:
 
 def _patches(patches: Patches) -> RenderableType:
     table = _columns(1, None)
-    for each in patches.applied:
-        text = Text(each.name)
-        text.append(f"  {each.package}", style="dim")
-        modules = [holder.rpartition(".")[2] for holder in each.holders]
-        if len(modules) > 1:
-            text.append(f"\nin {', '.join(modules)}", style="dim")
-        table.add_row(Text("✓", style="green"), text)
+    if patches.applied:
+        counts = Counter(each.package for each in patches.applied)
+        text = Text(f"{len(patches.applied)} functions replaced: ")
+        text.append(", ".join(f"{count} of {package}" for package, count in counts.most_common()))
+        table.add_row(Text("✓", style="green"), text.append("\n--json names each", style="dim"))
     for message in patches.left_alone:
         table.add_row(Text("!", style="yellow"), Text(message))
     for message in patches.absent:

@@ -42,7 +42,7 @@ class ConversionReport:
         skipped = []
         for (path, reason), count in counts.items():
             times = f" ({count} of them)" if count > 1 else ""
-            skipped.append(f"Left alone: {path}{times}: {reason}.")
+            skipped.append(f"Note: {path}{times} stays as it is: {reason}.")
         return self.notes + skipped
 
 

@@ -81,7 +81,7 @@ def adapter_class(module: nn.Module, dora: bool) -> type[Adapter] | str:
         return DoRAEmbedding if dora else LoRAEmbedding
     if is_switch(module):
         return NO_EXPERT_DORA if dora else LoRASwitchLinear
-    return f"{type(module).__name__} is no kind of layer that takes an adapter"
+    return f"it is a {type(module).__name__}, and adapters go on linear layers, embeddings and experts"
 
 
 def select(
