@@ -89,7 +89,7 @@ class Trainer:
         self.outputs = Outputs(model, tokenizer, config, model_config)
         self._optimizer = build_optimizer(config)
         self._facts = content.facts(model, config, model_config)
-        identity = state.fingerprint(config, **self._facts)
+        identity = state.fingerprint(config, model=config.model, **self._facts)
         self._saving = Saving(model, self._optimizer, self._order, self.outputs, self.world, identity)
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None

@@ -174,10 +174,10 @@ def refusal(path: Path, error: OSError) -> str:
 def fingerprint(config: TrainConfig, **facts: Any) -> dict[str, Any]:
     """Return what a continuation must share with its run: all options but FREE_OPTIONS, and `facts` (content.facts).
 
-    The model's name stands there too, for messages.
+    A fact `model`, the model's name, is for messages alone.
     """
     options = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE_OPTIONS}
-    return json.loads(json.dumps(options | {"model": config.model} | facts, default=str))
+    return json.loads(json.dumps(options | facts, default=str))
 
 
 def save(
