@@ -19,7 +19,8 @@ from ..ops.gated_delta.machine_trial import ShapeClass
 from ..ops.gated_delta.tolerances import TF32
 from ..ops.verdicts import Verdict
 
-# `chunk` is compared with the recurrence on small shapes, the others with `chunk` on shapes of released models.
+# `chunk` is compared with the recurrence on small shapes, the others with `chunk` on shapes of released models; in fp32
+# their heads are half as wide, for which an NVIDIA GPU's kernels compile in a tenth of the time.
 _CHUNK = (
     ShapeClass(2, 4, 64, 64, "float32"),
     ShapeClass(2, 4, 64, 64, "bfloat16", masked=True, segmented=True),
@@ -28,7 +29,7 @@ _CHUNK = (
 _MODELS = (
     ShapeClass(16, 16, 128, 128, "bfloat16"),
     ShapeClass(16, 32, 128, 128, "bfloat16", segmented=True),
-    ShapeClass(16, 16, 128, 128, "float32", masked=True),
+    ShapeClass(16, 16, 64, 64, "float32", masked=True),
     ShapeClass(32, 32, 128, 128, "bfloat16", per_channel=True),
 )
 # Heads of released models: grouped heads of 256, latent attention, and a vision tower.

@@ -122,7 +122,13 @@ def test_ragged_gathers(monkeypatch):
     assert ragged_gather.find().wrong
 
 
-def test_many_rows_are_tried_on_a_gpu(monkeypatch):
+def test_ragged_gathers_are_not_tried_on_an_nvidia_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.delattr(ragged_gather.mx, "gather_qmm")
+    assert ragged_gather.find().status == "not run"
+
+
+def test_many_rows_are_tried_on_an_apple_gpu(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "metal")
     monkeypatch.setattr(ragged_gather, "_ROWS", 100)
     assert "100 rows" in ragged_gather.find().detail
