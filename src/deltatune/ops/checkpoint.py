@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from . import pieces, segments, side_outputs
 from .containers import ArgumentArrays, Rebuild, unknown_kind
-from .functional import holding, is_floating, trainable, undisturbed
+from .functional import holding, is_floating, recomputed, trainable, undisturbed
 from .pieces import Carry
 from .random_state import drawing_from, get_key
 
@@ -144,7 +144,7 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
 
     def run(given: list[mx.array]) -> tuple[list[mx.array], list[mx.array], Rebuild]:
         holder = holding(module, paths, given[: len(paths)]) if module is not None else nullcontext()
-        with holder, side_outputs.collecting(collects) as aside:
+        with holder, recomputed(), side_outputs.collecting(collects) as aside:
             arrays, rebuild = _outputs(fn, arguments, given[len(paths) :])
         return arrays, aside, rebuild
 

@@ -87,6 +87,26 @@ def differentiated_once() -> Iterator[None]:
         _once.reset(token)
 
 
+_recomputed: ContextVar[bool] = ContextVar("deltatune_recomputed", default=False)
+
+
+@contextmanager
+def recomputed() -> Iterator[None]:
+    """Within the context a layer runs that is checkpointed: its first run is for its output alone, its second run for
+    its gradients alone. What a layer keeps for its backward pass is then needed in neither, or computed at once.
+    """
+    token = _recomputed.set(True)
+    try:
+        yield
+    finally:
+        _recomputed.reset(token)
+
+
+def is_recomputed() -> bool:
+    """Whether the layer that runs is checkpointed."""
+    return _recomputed.get()
+
+
 def not_differentiated_again(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that is called in forward or backward passes written by hand, with a rule for its gradient.
 

@@ -20,7 +20,7 @@ import mlx.nn as nn
 
 from ..machine import backend
 from . import segments, side_outputs
-from .functional import holding, is_floating, trainable, undisturbed
+from .functional import holding, is_floating, recomputed, trainable, undisturbed
 from .known_masks import rule_of
 from .random_state import drawing_from, get_key, set_key
 
@@ -286,7 +286,8 @@ class _Row:
         own = None if documents is None else documents[:, first:stop]
         token = _span.set((start, stop))
         try:
-            with holding(self.module, self.paths, parameters), segments.segments(own), drawing_from(keys[number]):
+            held = holding(self.module, self.paths, parameters)
+            with held, recomputed(), segments.segments(own), drawing_from(keys[number]):
                 y = self.layer(rows, cache=cache, **self.options)
         finally:
             _span.reset(token)

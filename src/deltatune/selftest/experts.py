@@ -166,7 +166,8 @@ def grouped_kernels() -> Outcome:
         if None in [product_trial.product_tile(rows, weight, True, added) for added in (False, True)]:
             refused.append(f"product of {inputs} by {outputs}")
     for left, right in ((8, 2048), (512, 8)):
-        if not product_trial.gradient_serves(mx.zeros((64, left), mx.bfloat16), mx.zeros((64, right), mx.bfloat16)):
+        one, other = mx.zeros((64, left), mx.bfloat16), mx.zeros((64, right), mx.bfloat16)
+        if not all(product_trial.gradient_serves(one, other, added) for added in (False, True)):
             refused.append(f"gradient of {left} by {right}")
     if refused:
         return Outcome(FAILED, f"their trial against float64 refuses: {', '.join(refused)}")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts import grouped, product_trial
 from deltatune.ops.experts import projection as projection_module
@@ -30,13 +31,14 @@ def calls(monkeypatch):
     def scaled(values: mx.array, scale) -> mx.array:
         return values * (scale if isinstance(scale, float) else scale.astype(mx.float32))
 
-    def product(rows, weight, ends, transpose, scale, onto, tile):
+    def product(rows, weight, ends, transpose, scale, onto, tile, adapter):
         assert rows.ndim == 2
         assert ends.dtype == mx.int32
         assert ends.shape == weight.shape[:1]
         assert rows.dtype == weight.dtype == mx.bfloat16
         assert onto is None or onto.dtype == mx.bfloat16
         assert int(ends[-1]) == rows.shape[0]
+        assert adapter is None
         calls.append(("product", rows.shape[1], weight.shape, transpose, onto is not None))
         wide = weight.astype(mx.float32)
         wide = wide.swapaxes(1, 2) if transpose else wide
@@ -46,11 +48,13 @@ def calls(monkeypatch):
 
     def gradient(total, left, right, ends, scale=1.0):
         assert left.dtype == right.dtype == mx.bfloat16
-        assert total.dtype == mx.float32
-        assert total.shape == (ends.size, left.shape[1], right.shape[1])
-        calls.append(("gradient", total.shape))
+        assert total is None or total.dtype == mx.float32
+        shape = (ends.size, left.shape[1], right.shape[1])
+        assert total is None or total.shape == shape
+        calls.append(("gradient", shape))
         left, right = left.astype(mx.float32), right.astype(mx.float32)
-        return total + scaled(mx.stack([left[a:b].T @ right[a:b] for a, b in spans(ends)]), scale)
+        found = scaled(mx.stack([left[a:b].T @ right[a:b] for a, b in spans(ends)]), scale)
+        return found if total is None else total + found
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(block_module, "GPU_CHUNK_BYTES", 2**18)
@@ -73,18 +77,32 @@ def test_every_product_of_a_block(calls):
     experts, outer, inner, rank = case.experts, 32, 24, 8
     wide, narrow = (experts, inner, outer), (experts, outer, inner)
     per_chunk = {call: calls.count(call) / chunks for call in set(calls)}
-    # The forward pass multiplies by three weights, and the backward pass by gate and up again.
-    assert per_chunk["product", outer, wide, True, False] == 4
+    # Three weights each way, and no product twice, for what up and gate computed is kept.
+    assert per_chunk["product", outer, wide, True, False] == 2
     assert per_chunk["product", inner, narrow, True, False] == 1
-    assert per_chunk["product", inner, wide, False, False] == 2
+    assert per_chunk["product", inner, wide, False, False] == per_chunk["product", inner, wide, False, True] == 1
     assert per_chunk["product", outer, narrow, False, False] == 1
-    # B's products are added to the outputs, A's to the gradients of the inputs.
-    assert per_chunk["product", rank, (experts, inner, rank), True, True] == 4
-    assert per_chunk["product", rank, (experts, rank, outer), False, True] == 2
-    assert per_chunk["gradient", (experts, rank, outer)] == per_chunk["gradient", (experts, inner, rank)] == 2
+    # A of up and gate in one product each way. B's products are added to the outputs, A's to the inputs' gradients.
+    both = (experts, 2 * rank, outer)
+    assert per_chunk["product", outer, both, True, False] == per_chunk["product", 2 * rank, both, False, True] == 1
+    assert per_chunk["product", rank, (experts, inner, rank), True, True] == 2
+    assert per_chunk["product", rank, (experts, rank, inner), False, True] == 1
+    assert per_chunk["gradient", both] == 1
+    assert per_chunk["gradient", (experts, inner, rank)] == 2
     assert per_chunk["gradient", (experts, rank, inner)] == per_chunk["gradient", (experts, outer, rank)] == 1
     assert per_chunk["gradient", wide] == 2
     assert per_chunk["gradient", narrow] == 1
+
+
+def test_a_checkpointed_block_keeps_nothing(calls):
+    """Up and gate are multiplied again in the backward pass, where down's product has no use."""
+    case = Case(tokens=40, rank=8, dtype=mx.bfloat16)
+    wide, narrow = (case.experts, 24, 32), (case.experts, 32, 24)
+    mx.eval(mx.grad(lambda arrays: checkpoint(lambda arrays: block(case, arrays))(arrays).sum())(case.arrays))
+    products = [call[1:4] for call in calls if call[0] == "product"]
+    runs = Sorted(40, case.k, case.experts, max(1, 2**18 // (4 * (3 * 32 + 6 * 24)) // case.k)).chunks
+    assert products.count((32, wide, True)) == 3 * 2 * runs
+    assert products.count((24, narrow, True)) == 2 * runs
 
 
 def test_dropout_keeps_the_dtype_of_the_rows(calls):
@@ -93,8 +111,10 @@ def test_dropout_keeps_the_dtype_of_the_rows(calls):
     one = block_module.Projection(**arrays, dropout=0.5, key=mx.random.key(3), trains=("lora_a",))
     chunk = Sorted(50, 2, 8, 50).chunk([case.indices], 0, [])
     rows = case.arrays["x"][:, None][chunk.token]
-    y, low_rank = one.forward(rows, chunk, None)
-    dx, d_low_rank = one.backward(y, chunk, None)
+    low_rank = one.low_rank(rows, chunk)
+    y = one.forward(rows, low_rank, chunk, None)
+    d_low_rank = one.d_low_rank(y, chunk)
+    dx = one.backward(y, d_low_rank, chunk, None)
     assert {array.dtype for array in (y, low_rank, dx, d_low_rank)} == {mx.bfloat16}
     assert calls
 

@@ -105,8 +105,10 @@ def experts(dtype: mx.Dtype) -> None:
 def experts_on_hopper() -> None:
     ends, tile = mx.array([1, 40], mx.int32), grouped_hopper.product_tile(256, 2)
     rows, weight = mx.zeros((40, 256), mx.bfloat16), mx.zeros((2, 256, 256), mx.bfloat16)
-    for transpose, onto in itertools.product((True, False), (None, rows)):
-        mx.eval(grouped.product(rows, weight, ends, transpose, 1.0, onto, tile))
+    for transpose, onto, rank in itertools.product((True, False), (None, rows), (0, 8)):
+        factor = mx.zeros((2, 256, rank) if transpose else (2, rank, 256), mx.bfloat16)
+        adapter = (mx.zeros((40, rank), mx.bfloat16), factor) if rank else None
+        mx.eval(grouped.product(rows, weight, ends, transpose, 1.0, onto, tile, adapter))
 
 
 def low_rank(dtype: mx.Dtype) -> None:

@@ -205,7 +205,8 @@ def tried(monkeypatch):
         a, b = mx.zeros((3, 8, 136), mx.bfloat16), mx.zeros((3, 136, 8), mx.bfloat16)
         calls = [(rows, a, True, False), (low, a, False, True), (low, b, True, True), (rows, b, False, False)]
         products = [product_trial.product_tile(*call) is not None for call in calls]
-        return [*products, product_trial.gradient_serves(low, rows), product_trial.gradient_serves(rows, low)]
+        gradients = [product_trial.gradient_serves(*sides, True) for sides in ((low, rows), (rows, low))]
+        return [*products, *gradients]
 
     yield ask
     forget()

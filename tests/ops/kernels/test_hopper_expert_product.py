@@ -35,16 +35,17 @@ CASES = {
 
 @pytest.fixture
 def run(host_folder, host_module, monkeypatch):
-    """Return run(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3) -> the kernel's product."""
+    """Return run(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3, adapter=None) -> the kernel's product."""
     machines = {}
 
-    def multiply(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3) -> mx.array:
+    def multiply(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3, adapter=None) -> mx.array:
         monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, blocks))
         if text not in machines:
             machines[text] = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
-        weight = case.weight if transpose else mx.contiguous(case.weight.swapaxes(-1, -2))
+        weight = _stored(case.weight, transpose)
+        own = None if adapter is None else (adapter.rows, _stored(adapter.weight, transpose))
         tile = grouped_hopper.product_tile(case.weight.shape[1], case.weight.shape[0])
-        launch = grouped.product_launch(case.rows, weight, case.ends, transpose, case.scale, onto, tile)
+        launch = grouped.product_launch(case.rows, weight, case.ends, transpose, case.scale, onto, tile, own)
         return machines[text].run(launch, seed)[0]
 
     return multiply
@@ -55,6 +56,29 @@ def run(host_folder, host_module, monkeypatch):
 def test_product(name, transpose, run):
     case = of_any_machine.ExpertCase(*CASES[name])
     assert of_any_machine._error(run(case, transpose), case.truth) <= GROUPED["bfloat16"]
+
+
+def _stored(weight: mx.array, transpose: bool) -> mx.array:
+    return weight if transpose else mx.contiguous(weight.swapaxes(-1, -2))
+
+
+# Ranks that fill a step of 16 inputs and that do not, one that needs several, and the largest.
+@pytest.mark.parametrize("rank", [8, 16, 24, 64])
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("name", ["uneven", "empty experts, five stages", "all rows on the first"])
+def test_an_adapter_in_the_same_sum(name, transpose, rank, run):
+    counts, inputs, outputs = CASES[name]
+    case, adapter = of_any_machine.ExpertCase(counts, inputs, outputs), of_any_machine.ExpertCase(counts, rank, outputs)
+    truth = case.truth + adapter.truth + of_any_machine._wide(case.dy)
+    assert of_any_machine._error(run(case, transpose, case.dy, adapter=adapter), truth) <= GROUPED["bfloat16"]
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_an_adapter_that_starts_anywhere(transpose, run):
+    text = HOPPER.replace("return (uintptr_t)p % 16 == 0;", "return false;")
+    case, adapter = of_any_machine.ExpertCase(*UNEVEN), of_any_machine.ExpertCase(UNEVEN[0], 24, UNEVEN[2])
+    found = run(case, transpose, text=text, adapter=adapter)
+    assert mx.array_equal(found, run(case, transpose, adapter=adapter))
 
 
 @pytest.mark.parametrize("transpose", [True, False])
@@ -108,30 +132,66 @@ DEFECTS = {
     "a tile of an expert left out": ("(rows + ROWS - 1) / ROWS, all", "rows / ROWS, all"),
     "tiles of experts of other groups of lanes left out": ("upto += totals[group];", ";"),
     "a stage overwritten before it is read": ("if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);", ""),
-    "a stage read before it has arrived": ("mbarrier_wait(barriers.here(stage), use);\n      copies_fence();", ""),
-    "a product that is not waited for": ("products_wait<0>();\n      register_fence(sums);\n      if", "if"),
+    "a stage read before it has arrived": (
+        "mbarrier_wait(barriers.here(stage), use);\n      const unsigned place",
+        "const unsigned place",
+    ),
+    "a product that is not waited for": ("products_wait<0>();\n  register_fence(d);", ""),
     "results among rows that are on their way": (
-        "if (step + 1 == steps) break;",
-        "if (step + 1 == steps) { release(barriers.read(stage), at); break; }",
+        "if (step + 1 == inputs / 64) break;",
+        "if (step + 1 == inputs / 64) { release(barriers.read(stage), at); break; }",
     ),
     "a matrix read before it is there": ("row < height);\n      group_barrier();", "row < height);"),
     "the first inputs left out": ("onto || k > 0);\n      else", "k > 0);\n      else"),
 }
+# Of the part of a tile that is an adapter's, whose factor is stored by inputs.
+DEFECTS_OF_ADAPTERS = {
+    "another expert's factor": ("factor + (long)expert * RANK * outputs", "factor"),
+    "another tile's rows": ("low_rank + (long)tile.row * RANK", "low_rank"),
+    "the first stage of an adapter": ("padded(RANK)>(sums, place", "padded(RANK)>(sums, room.place"),
+}
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", [*DEFECTS, *DEFECTS_OF_ADAPTERS])
 def test_a_planted_defect_shows(name, run, host_module):
     # The experts of a second group of lanes have rows too.
-    case = of_any_machine.ExpertCase([70, 0, 200, 3] + [0] * 30 + [64, 1], 384, 192)
+    counts = [70, 0, 200, 3] + [0] * 30 + [64, 1]
+    case, adapter = of_any_machine.ExpertCase(counts, 384, 192), None
+    truth = case.truth + of_any_machine._wide(case.dy)
+    if name in DEFECTS_OF_ADAPTERS:
+        adapter = of_any_machine.ExpertCase(counts, 8, 192)
+        truth = truth + adapter.truth
+    text = host_module.plant(HOPPER, *(DEFECTS | DEFECTS_OF_ADAPTERS)[name])
     try:
-        found = run(case, True, case.dy, text=host_module.plant(HOPPER, *DEFECTS[name]))
+        found = run(case, adapter is None, case.dy, text=text, adapter=adapter)
     except host_module.HostError as refusal:
         fault = str(refusal)
     else:
-        worst = of_any_machine._error(found, case.truth + of_any_machine._wide(case.dy))
+        worst = of_any_machine._error(found, truth)
         fault = "" if worst <= GROUPED["bfloat16"] else f"expert_hopper_product: {worst}"
     # The fault comes from the run and not from the compiler.
     assert fault.startswith("expert_")
+
+
+# Each leaves what was in shared memory in the place of an operand's padding.
+UNPADDED = {
+    "factor": ("for (int row = first; row < depth; row += 16)", "for (int row = first; row < RANK; row += 16)"),
+    "rows": ("row < ROWS && piece * 8 < depth", "row < ROWS && piece * 8 < RANK"),
+}
+
+
+@pytest.mark.parametrize("defect", [None, *UNPADDED])
+def test_an_adapters_padding_is_zeros(defect, run, host_module):
+    """The first expert's numbers are NaN and are in shared memory when the others' are multiplied."""
+    counts = [128, 40, 70]
+    case, adapter = of_any_machine.ExpertCase(counts, 128, 128), of_any_machine.ExpertCase(counts, 8, 128)
+    bad = mx.array([np.nan, 0.0, 0.0])
+    case.rows = case.rows + bad[mx.array(np.repeat([0, 1, 2], counts))][:, None].astype(mx.bfloat16)
+    case.weight = case.weight + bad[:, None, None].astype(mx.bfloat16)
+    text = HOPPER if defect is None else host_module.plant(HOPPER, *UNPADDED[defect])
+    found = run(case, False, text=text, adapter=adapter, blocks=1)[128:]
+    error = of_any_machine._error(found, (case.truth + adapter.truth)[128:])
+    assert (error <= GROUPED["bfloat16"]) == (defect is None)
 
 
 @pytest.fixture

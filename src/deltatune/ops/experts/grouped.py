@@ -53,8 +53,9 @@ def product(
     scale: mx.array | float = 1.0,
     onto: mx.array | None = None,
     tile: TileShape | HopperTile | None = None,
+    adapter: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """Return onto + scale * rows times their expert's matrix, [R, N].
+    """Return onto + scale * (rows times their expert's matrix + the product of an adapter), [R, N].
 
     Args:
         rows: [R, K], sorted by expert.
@@ -64,9 +65,10 @@ def product(
         scale: one fp32 number.
         onto: [R, N] of the rows' dtype, or None.
         tile: the tile of a block, which also names the kernel; without one, `product_tile` chooses.
+        adapter: rows [R, r] and a factor [E, N, r] if `transpose`, and else [E, r, N], for Hopper's kernel alone.
     """
     tile = tile or product_tile(rows.shape[1], weight.shape[1 if transpose else 2])
-    return product_launch(rows, weight, ends, transpose, scale, onto, tile).run()[0]
+    return product_launch(rows, weight, ends, transpose, scale, onto, tile, adapter).run()[0]
 
 
 def gradient(
@@ -94,10 +96,12 @@ def product_launch(
     scale: mx.array | float,
     onto: mx.array | None,
     tile: TileShape | HopperTile,
+    adapter: tuple[mx.array, mx.array] | None = None,
 ) -> Launch:
     """Describe the launch of `product` with a given tile."""
     if isinstance(tile, HopperTile):
-        return grouped_hopper.product_launch(rows, weight, ends, transpose, _numbers(scale), onto, tile)
+        return grouped_hopper.product_launch(rows, weight, ends, transpose, _numbers(scale), onto, tile, adapter)
+    assert adapter is None, "only Hopper's kernel adds the product of an adapter"
     tile_rows, tile_columns, depth, _ = tile
     outputs = weight.shape[1 if transpose else 2]
     inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": _numbers(scale)}

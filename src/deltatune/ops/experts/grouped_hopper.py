@@ -43,6 +43,12 @@ def supports(rows: mx.array, weight: mx.array) -> bool:
     return all(size % _UNIT == 0 and size > _UNIT for size in sizes)
 
 
+def adds(rows: mx.array, low_rank: mx.array, factor: mx.array) -> bool:
+    """Whether the kernel can also add the product of an adapter with these rows and this factor."""
+    rank = low_rank.shape[-1]
+    return low_rank.dtype == factor.dtype == rows.dtype and rank % 8 == 0 and rank <= _UNIT
+
+
 def product_tile(outputs: int, experts: int) -> HopperTile:
     """Choose the tile of a product with so many outputs and experts."""
     few = HopperTile(_FEW_TEAMS, _WIDE if outputs > _NARROW else _NARROW)
@@ -57,28 +63,40 @@ def product_launch(
     scale: mx.array,
     onto: mx.array | None,
     tile: HopperTile,
+    adapter: tuple[mx.array, mx.array] | None = None,
 ) -> Launch:
     """Describe the launch of the product, whose arguments are those of `grouped.product`; scale is an array [1]."""
     outputs = weight.shape[1 if transpose else 2]
     inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": scale}
     if onto is not None:
         inputs["onto"] = onto
+    if adapter is not None:
+        inputs |= {"low_rank": adapter[0], "factor": adapter[1]}
     tiles = (rows.shape[0] // (_UNIT * tile.teams) + ends.size) * -(-outputs // tile.columns)
     # One block to a multiprocessor; each computes every so manyth tile.
     blocks = nvidia.limits().multiprocessors
     values: Values = {"In": rows.dtype, "TEAMS": tile.teams, "COLUMNS": tile.columns, "BLOCKS": blocks}
+    values |= {
+        "RANK": 0 if adapter is None else adapter[0].shape[1],
+        "TRANSPOSED": transpose,
+        "ADDED": onto is not None,
+    }
     return Launch(
         name="expert_hopper_product",
         memory="HopperExpertMemory",
         inputs=inputs,
         outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
-        values=values | {"TRANSPOSED": transpose, "ADDED": onto is not None},
-        order=(*values, "TRANSPOSED", "ADDED"),
+        values=values,
+        order=tuple(values),
         memory_order=("In", "TEAMS", "COLUMNS"),
         blocks=(min(blocks, tiles), 1, 1),
         bytes=_bytes(tile),
         groups=_TEAM // 32 * (tile.teams + 1),
-        arguments=("rows", "weight", "ends", "scale", "rows" if onto is None else "onto", "out"),
+        arguments=(
+            *("rows", "weight", "ends", "scale", "rows" if onto is None else "onto"),
+            *(("rows", "weight") if adapter is None else ("low_rank", "factor")),
+            "out",
+        ),
         sizes=("rows_shape[1]", f"weight_shape[{1 if transpose else 2}]", "ends_shape[0]"),
     )
 

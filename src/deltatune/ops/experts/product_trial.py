@@ -23,8 +23,10 @@ _INPUTS, _OUTPUTS_OVER = 384, 64
 _SCALE = 1.75
 
 
-def product_tile(rows: mx.array, weight: mx.array, transpose: bool, added: bool) -> TileShape | HopperTile | None:
-    """Return the tile with which `grouped.product` is to be called, or None where MLX's products are to serve.
+def product_tile(
+    rows: mx.array, weight: mx.array, transpose: bool, added: bool, adapter: tuple[mx.array, mx.array] | None = None
+) -> TileShape | HopperTile | None:
+    """Return the tile with which `grouped.product` is to be called, or None where it cannot serve all of the product.
 
     It is of a kernel that supports these arrays and was found right on this machine, Hopper's own if there is one.
     """
@@ -32,29 +34,42 @@ def product_tile(rows: mx.array, weight: mx.array, transpose: bool, added: bool)
     if rows.dtype != weight.dtype:
         return None
     tiles: list[TileShape | HopperTile] = []
-    if grouped_hopper.supports(rows, weight):
+    rank = 0 if adapter is None else adapter[0].shape[-1]
+    if grouped_hopper.supports(rows, weight) and (adapter is None or grouped_hopper.adds(rows, *adapter)):
         tiles.append(grouped_hopper.product_tile(outputs, weight.shape[0]))
-    if grouped.supports(rows.dtype, inputs, outputs):
+    if grouped.supports(rows.dtype, inputs, outputs) and adapter is None:
         tiles.append(grouped.product_tile(inputs, outputs))
-    return next((tile for tile in tiles if _product_passes(rows.dtype, transpose, added, tile)), None)
+    return next((tile for tile in tiles if _product_passes(rows.dtype, transpose, added, tile, rank)), None)
 
 
-def gradient_serves(left: mx.array, right: mx.array) -> bool:
-    """Whether `grouped.gradient` is to be used: it supports these arrays, and was found right on this machine."""
+def gradient_serves(left: mx.array, right: mx.array, added: bool) -> bool:
+    """Whether `grouped.gradient` is to be used: it supports these arrays, and was found right on this machine.
+
+    `added` tells whether the gradient is added to another array.
+    """
     sizes = left.shape[-1], right.shape[-1]
     if left.dtype != right.dtype or not grouped.supports(left.dtype, *sizes):
         return False
-    return _gradient_passes(left.dtype, grouped.gradient_tile(*sizes))
+    return _gradient_passes(left.dtype, grouped.gradient_tile(*sizes), added)
 
 
 @cache
-def _product_passes(dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile) -> bool:
+def _product_passes(dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile, rank: int = 0) -> bool:
+    def product(rows: mx.array, weight: mx.array) -> np.ndarray:
+        return np.concatenate([x @ w.T for x, w in zip(_by_expert(rows), _float64(weight), strict=True)])
+
+    def stored(weight: mx.array) -> mx.array:
+        return weight if transpose else mx.contiguous(weight.swapaxes(-1, -2))
+
     inputs, outputs = _sizes_for(tile)
     rows, onto, weight = _random_arrays(dtype, inputs, outputs)
-    products = [x @ w.T for x, w in zip(_by_expert(rows), _float64(weight), strict=True)]
-    expected = _SCALE * np.concatenate(products) + (_float64(onto) if added else 0.0)
-    matrices = weight if transpose else mx.contiguous(weight.swapaxes(-1, -2))
-    launch = grouped.product_launch(rows, matrices, _ends(), transpose, _SCALE, onto if added else None, tile)
+    expected = _SCALE * product(rows, weight) + (_float64(onto) if added else 0.0)
+    adapter = None
+    if rank:
+        low_rank, _, factor = _random_arrays(dtype, rank, outputs)
+        expected, adapter = expected + _SCALE * product(low_rank, factor), (low_rank, stored(factor))
+    given = stored(weight), _ends(), transpose, _SCALE, onto if added else None
+    launch = grouped.product_launch(rows, *given, tile, adapter)
     return _agrees(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
 
 
@@ -67,13 +82,14 @@ def _sizes_for(tile: TileShape | HopperTile) -> tuple[int, int]:
 
 
 @cache
-def _gradient_passes(dtype: mx.Dtype, tile: TileShape) -> bool:
+def _gradient_passes(dtype: mx.Dtype, tile: TileShape, added: bool) -> bool:
     height, width = (_SMALL if size < _LARGE // 2 else _LARGE for size in tile[:2])
     right, left, weight = _random_arrays(dtype, width, height)
     total = weight.astype(mx.float32)
     products = [a.T @ b for a, b in zip(_by_expert(left), _by_expert(right), strict=True)]
-    expected = _float64(total) + _SCALE * np.stack(products)
-    return _agrees(grouped.gradient_launch(total, left, right, _ends(), _SCALE, tile), expected, ON_TENSOR_CORES)
+    expected = _SCALE * np.stack(products) + (_float64(total) if added else 0.0)
+    launch = grouped.gradient_launch(total if added else None, left, right, _ends(), _SCALE, tile)
+    return _agrees(launch, expected, ON_TENSOR_CORES)
 
 
 def _random_arrays(dtype: mx.Dtype, inputs: int, outputs: int) -> list[mx.array]:

@@ -130,40 +130,75 @@ class Projection:
             return self._unpacked(lambda array: array[experts]).astype(mx.float32)
         return self._unpacked(lambda array: array) if self.unpacks_all_experts() else None
 
-    def forward(self, rows: mx.array, chunk: Chunk, matrices: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        """Return y [t, m, out], and A dropout(x) [t, m, r] for the backward pass."""
-        y = self._base(rows, chunk, matrices, True)
-        if self.bias is not None:
-            y = y + self.bias[chunk.experts][:, None].astype(y.dtype)
-        if self.lora_a is None or self.lora_b is None:
-            return y, None
-        low_rank = self.low_rank(rows, chunk)
-        return product(low_rank, self.lora_b, chunk, True, self.scale, y), low_rank
+    def forward(self, rows: mx.array, low_rank: mx.array | None, chunk: Chunk, matrices: mx.array | None) -> mx.array:
+        """Return y [t, m, out], given what `low_rank` returns, or None without an adapter."""
+        adapter = None if low_rank is None or self.lora_b is None else (low_rank, self.lora_b)
+        y = self._base(rows, chunk, matrices, True, adapter)
+        return y if self.bias is None else y + self.bias[chunk.experts][:, None].astype(y.dtype)
 
-    def low_rank(self, rows: mx.array, chunk: Chunk) -> mx.array:
-        """Return A dropout(x) [t, m, r]."""
-        assert self.lora_a is not None
-        return product(self.adapter_input(rows, chunk.number), self.lora_a, chunk, True)
+    def low_rank(self, rows: mx.array, chunk: Chunk) -> mx.array | None:
+        """Return scale * A dropout(x) [t, m, r]; None without an adapter."""
+        if self.lora_a is None:
+            return None
+        return product(self.adapter_input(rows, chunk.number), self.lora_a, chunk, True, self.scale)
 
-    def backward(self, dy: mx.array, chunk: Chunk, matrices: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        """Return dx [t, m, in], and the gradient of A dropout(x), which is scale * B^T dy [t, m, r]."""
-        dx = self._base(dy, chunk, matrices, False)
-        if self.lora_a is None or self.lora_b is None:
-            return dx, None
-        d_low_rank = product(dy.astype(self._adapter_dtype(dy.dtype)), self.lora_b, chunk, False, self.scale)
+    def d_low_rank(self, dy: mx.array, chunk: Chunk) -> mx.array | None:
+        """Return the gradient of A dropout(x), which is scale * B^T dy [t, m, r]; None without an adapter."""
+        if self.lora_b is None:
+            return None
+        return product(dy.astype(self._adapter_dtype(dy.dtype)), self.lora_b, chunk, False, self.scale)
+
+    def backward(
+        self,
+        dy: mx.array,
+        d_low_rank: mx.array | None,
+        chunk: Chunk,
+        matrices: mx.array | None,
+        onto: mx.array | None = None,
+        factor: mx.array | None = None,
+    ) -> mx.array:
+        """Return dx [t, m, in], added to `onto`.
+
+        Args:
+            dy: the gradient of y.
+            d_low_rank: what `d_low_rank` returns, or that of several projections [t, m, all ranks] with their `factor`.
+            chunk: the chunk of the rows.
+            matrices: what `unpacked_matrices` returns.
+            onto: [t, m, in], or None.
+            factor: A [E, all ranks, in] of several projections; None means that of this one.
+        """
+        factor = self.lora_a if factor is None else factor
+        if d_low_rank is None or factor is None:
+            return self._base(dy, chunk, matrices, False, onto=onto)
         if not self.dropout:
-            return product(d_low_rank, self.lora_a, chunk, False, onto=dx), d_low_rank
-        update = product(d_low_rank, self.lora_a, chunk, False)
+            return self._base(dy, chunk, matrices, False, (d_low_rank, factor), onto)
+        dx = self._base(dy, chunk, matrices, False, onto=onto)
+        update = product(d_low_rank, factor, chunk, False)
         update = update * self._mask(update.shape, chunk.number)
-        return dx + update.astype(dx.dtype), d_low_rank
+        return dx + update.astype(dx.dtype)
 
-    def _base(self, rows: mx.array, chunk: Chunk, matrices: mx.array | None, transpose: bool) -> mx.array:
-        """Multiply the rows by the base weight, without bias and adapter."""
-        if self.copies_matrix_per_tile():
-            assert matrices is not None
+    def _base(
+        self,
+        rows: mx.array,
+        chunk: Chunk,
+        matrices: mx.array | None,
+        transpose: bool,
+        adapter: tuple[mx.array, mx.array] | None = None,
+        onto: mx.array | None = None,
+    ) -> mx.array:
+        """Return onto + rows times the base weight + the product of the adapter's rows and factor, without bias."""
+        if (self.scales is None or matrices is not None) and not self.copies_matrix_per_tile():
+            weight = self.weight if matrices is None else matrices
+            return product(rows, weight, chunk, transpose, onto=onto, adapter=adapter)
+        y = self._in_mlx(rows, chunk, matrices, transpose)
+        y = y if onto is None else onto + y
+        return y if adapter is None else product(*adapter, chunk, transpose, onto=y)
+
+    def _in_mlx(self, rows: mx.array, chunk: Chunk, matrices: mx.array | None, transpose: bool) -> mx.array:
+        """Return rows times the base weight, of which `matrices` has a copy per tile, or which MLX unpacks itself."""
+        if matrices is not None:
             return rows @ (matrices.swapaxes(-1, -2) if transpose else matrices)
-        if self.scales is None or matrices is not None:
-            return product(rows, self.weight if matrices is None else matrices, chunk, transpose)
+        assert self.scales is not None
         more: dict[str, Any] = {} if self.global_scale is None else {"global_scale": self.global_scale}
         return mx.gather_qmm(
             rows,
@@ -199,8 +234,9 @@ def product(
     transpose: bool,
     scale: mx.array | float | None = None,
     onto: mx.array | None = None,
+    adapter: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """Return onto + scale * rows times the matrix of each tile's expert.
+    """Return onto + scale * rows times the matrix of each tile's expert + the product of an adapter.
 
     Args:
         rows: [t, m, K].
@@ -209,6 +245,7 @@ def product(
         transpose: whether the matrices are multiplied by their last axis.
         scale: the factor of the product.
         onto: [t, m, N] to add the product to, or None.
+        adapter: rows [t, m, r] and a factor [E, N, r] if `transpose`, and else [E, r, N], whose product is added.
 
     Returns:
         [t, m, N], in the dtype of `onto`, or of the rows without it.
@@ -216,12 +253,14 @@ def product(
     weight = weight.astype(rows.dtype)
     one_dtype = onto is None or onto.dtype == rows.dtype
     if chunk.ends is not None and one_dtype:
-        tile = product_trial.product_tile(rows, weight, transpose, onto is not None)
+        tile = product_trial.product_tile(rows, weight, transpose, onto is not None, adapter)
         if tile is not None:
-            onto_rows = None if onto is None else onto.squeeze(1)
-            factor = 1.0 if scale is None else scale
-            y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, tile)
+            onto_rows, factor = None if onto is None else onto.squeeze(1), 1.0 if scale is None else scale
+            own = None if adapter is None else (adapter[0].squeeze(1), adapter[1])
+            y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, tile, own)
             return y.reshape(-1, 1, y.shape[-1])
+    if adapter is not None:
+        return product(*adapter, chunk, transpose, onto=product(rows, weight, chunk, transpose, scale, onto))
     if chunk.ends is not None:
         rows = single_rows(rows)
     if backend.device() == "cuda":

@@ -92,11 +92,12 @@ class Tiled:
         """Add each row of the tiles to its pair in total [N k, ...]; padding rows must be zero."""
         return _add_rows(total, chunk.pair, tiles.reshape(-1, *total.shape[1:]))
 
-    def add_products(
-        self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk, scale: mx.array | float | None = None
-    ) -> mx.array:
-        """Add scale * left^T right, of left [t, m, a] and right [t, m, b], to each tile's expert in total [E, a, b]."""
-        right = right if scale is None else scale * right
+    def add_products(self, total: mx.array | None, left: mx.array, right: mx.array, chunk: Chunk) -> mx.array:
+        """Add left^T right, of left [t, m, a] and right [t, m, b], to each tile's expert in total [E, a, b].
+
+        The total may be None, which stands for zeros.
+        """
+        total = mx.zeros((self.experts, left.shape[-1], right.shape[-1])) if total is None else total
         return _add_rows(total, chunk.experts, left.swapaxes(-1, -2) @ right)
 
 
@@ -111,6 +112,8 @@ class Sorted:
     """
 
     tile = 1
+    # How many arrays `arrays` returns.
+    num_arrays = 5
 
     def __init__(self, tokens: int, top_k: int, experts: int, tokens_per_chunk: int):
         self.tokens, self.top_k = tokens, top_k
@@ -134,8 +137,21 @@ class Sorted:
         order = mx.argsort(flat)
         pair = order + start * self.top_k
         experts = flat[order].astype(mx.uint32)
-        ends = (experts[None] <= mx.arange(self._experts)[:, None]).sum(axis=1)
-        return Chunk(number, experts, pair // self.top_k, pair, None, ends, mx.argsort(order))
+        ends = (experts[None] <= mx.arange(self._experts, dtype=mx.uint32)[:, None]).sum(axis=1)
+        # The inverse of a permutation.
+        row_of_pair = mx.put_along_axis(mx.zeros_like(order), order, mx.arange(order.size, dtype=order.dtype), axis=0)
+        return self.again(number, [experts, pair // self.top_k, pair, ends, row_of_pair], [])
+
+    def arrays(self, chunk: Chunk) -> list[mx.array]:
+        """Return the arrays of a chunk, from which `again` makes it."""
+        assert chunk.ends is not None
+        assert chunk.row_of_pair is not None
+        return [chunk.experts, chunk.token, chunk.pair, chunk.ends, chunk.row_of_pair]
+
+    def again(self, number: int, arrays: Sequence[mx.array], after: list[mx.array]) -> Chunk:
+        """Return the chunk with these `arrays`, which wait until those in `after` are computed."""
+        experts, token, pair, ends, row_of_pair = mx.depends(list(arrays), after) if after else arrays
+        return Chunk(number, experts, token, pair, None, ends, row_of_pair)
 
     def tiles(self, x: mx.array, rows: mx.array) -> mx.array:
         """As Tiled.tiles."""
@@ -163,18 +179,17 @@ class Sorted:
         total[start * self.top_k : stop * self.top_k] = rows.reshape(-1, *total.shape[1:])
         return total
 
-    def add_products(
-        self, total: mx.array, left: mx.array, right: mx.array, chunk: Chunk, scale: mx.array | float | None = None
-    ) -> mx.array:
+    def add_products(self, total: mx.array | None, left: mx.array, right: mx.array, chunk: Chunk) -> mx.array:
         """As Tiled.add_products."""
         assert chunk.ends is not None
         left, right = left.squeeze(1), right.squeeze(1)
-        if product_trial.gradient_serves(left, right):
-            return grouped.gradient(total, left, right, chunk.ends, 1.0 if scale is None else scale)
+        if product_trial.gradient_serves(left, right, total is not None):
+            return grouped.gradient(total, left, right, chunk.ends)
         starts = mx.concatenate([mx.zeros(1, mx.int32), chunk.ends[:-1]])
         segments = mx.stack([starts, chunk.ends], axis=1).astype(mx.uint32)
         left, right = left.astype(mx.float32), right.astype(mx.float32)
-        return total + mx.segmented_mm(left.T, right if scale is None else scale * right, segments)
+        sums = mx.segmented_mm(left.T, right, segments)
+        return sums if total is None else total + sums
 
     def _span(self, number: int) -> tuple[int, int]:
         """The first token of a chunk, and the one after its last."""

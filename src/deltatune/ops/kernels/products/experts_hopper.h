@@ -105,10 +105,41 @@ inline void copy_panels(threadgroup In* to, P from, int stride, int live, int wi
   copies_fence();
 }
 
-// Loads the operands of one tile after another.
-template <typename In, int TEAMS, int COLUMNS, int BLOCKS, bool TRANSPOSED, typename PX, typename PW, typename PE>
+// Copies a thread's pieces of an adapter's part of a tile: RANK columns of ROWS rows and RANK inputs of COLUMNS outputs
+// of the factor, with zeros up to a multiple of 16. `low_rank` and `factor` start at the tile.
+template <typename In, int ROWS, int COLUMNS, int RANK, bool TRANSPOSED, typename PA, typename PB>
+inline void copy_adapter(threadgroup In* rows, threadgroup In* weight, PA low_rank, PB factor, int outputs, int height,
+                         int width, unsigned mbarrier, Place at) {
+  constexpr int depth = padded(RANK);
+  const int first = at.index / 8, piece = at.index % 8, own = first * 64 + ((piece ^ first) & 7) * 8;
+  const bool aligned = aligned16(low_rank) && aligned16(factor), live = piece * 8 < RANK;
+  // What is not live is not read, but its address is that of something that is there.
+  const int column = live ? piece * 8 : 0;
+  const auto copy = [&](threadgroup In* to, auto from, bool there) {
+    if (aligned) copy_signalled_piece(shared_place(to), from, there, mbarrier);
+    else put_piece(to, from, there);
+  };
+  for (int row = 0; row < ROWS && piece * 8 < depth; row += 16)
+    if (first + row < height)
+      copy(rows + own + row * 64, low_rank + (long)(first + row) * RANK + column, live);
+  if (TRANSPOSED) {
+    for (int row = 0; row < COLUMNS && piece * 8 < depth; row += 16)
+      if (first + row < width)
+        copy(weight + own + row * 64, factor + (long)(first + row) * RANK + column, live);
+  } else {
+    for (int row = first; row < depth; row += 16)
+      for (int panel = 0; panel < COLUMNS && panel < width; panel += 64)
+        copy(weight + own + (row - first + panel) * 64,
+             factor + (long)(row < RANK ? row : 0) * outputs + panel + piece * 8, row < RANK);
+  }
+  if (!aligned) copies_fence();
+}
+
+// Loads the operands of one tile after another: 64 inputs at a time, then those of the adapter.
+template <typename In, int TEAMS, int COLUMNS, int BLOCKS, int RANK, bool TRANSPOSED, typename PX, typename PW,
+          typename PE, typename PA, typename PB>
 inline void load_expert_tiles(Place at, Room room, ExpertBarriers barriers, int inputs, int outputs, int experts,
-                              PX rows, PW weight, PE ends) {
+                              PX rows, PW weight, PE ends, PA low_rank, PB factor) {
   using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
   constexpr int ROWS = TEAMS * 64;
   const int across = (outputs + COLUMNS - 1) / COLUMNS, weight_stride = TRANSPOSED ? inputs : outputs;
@@ -123,15 +154,21 @@ inline void load_expert_tiles(Place at, Room room, ExpertBarriers barriers, int 
     auto rows_from = rows + (long)(tile.row + first) * inputs + piece * 8;
     auto weight_from = weight + (long)expert * inputs * outputs + (TRANSPOSED ? (long)tile.column * inputs : tile.column);
     weight_from += (long)first * weight_stride + piece * 8;
-    for (int left = inputs; left > 0; left -= 64) {
+    for (int left = inputs; left > (RANK > 0 ? -64 : 0); left -= 64) {
       const unsigned mbarrier = barriers.here(stage);
       if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
       if (at.index == 0) {
         put_expert_tile(reinterpret_cast<threadgroup int*>(room.memory + Memory::places) + 4 * stage, tile);
         mbarrier_arrive(mbarrier);
       }
-      if (tile.height > 0) {
-        const auto to = reinterpret_cast<threadgroup In*>(room.memory + stage * Memory::stage) + own;
+      const auto start = reinterpret_cast<threadgroup In*>(room.memory + stage * Memory::stage);
+      if (RANK > 0 && left <= 0 && tile.height > 0) {
+        copy_adapter<In, ROWS, COLUMNS, RANK, TRANSPOSED>(
+            start, start + Memory::weight / 2, low_rank + (long)tile.row * RANK,
+            factor + (long)expert * RANK * outputs + (long)tile.column * (TRANSPOSED ? RANK : 1), outputs, tile.height,
+            width, mbarrier, at);
+      } else if (tile.height > 0) {
+        const auto to = start + own;
         copy_panels<ROWS, 1>(to, rows_from, inputs, height, 64, rows_aligned, mbarrier);
         copy_panels<TRANSPOSED ? COLUMNS : 64, TRANSPOSED ? 1 : COLUMNS / 64>(
             to + Memory::weight / 2, weight_from, weight_stride, TRANSPOSED ? width - first : 64, width, weight_aligned,
@@ -146,13 +183,16 @@ inline void load_expert_tiles(Place at, Room room, ExpertBarriers barriers, int 
   }
 }
 
-// Adds the product of a stage to d, or sets d to it: 64 rows times the matrix. The compiler gives a thread no product of
-// more columns where a block has four teams.
-template <typename In, int COLUMNS, bool TRANSPOSED>
+// Adds the product of DEPTH inputs of a stage to d, or sets d to it: 64 rows times the matrix. The compiler gives a
+// thread no product of more columns where a block has four teams.
+template <typename In, int COLUMNS, bool TRANSPOSED, int DEPTH>
 inline void multiply_expert_stage(thread float (&d)[COLUMNS / 2], unsigned rows, unsigned weight, bool onto) {
+  copies_fence();
+  register_fence(d);
+  products_start();
   const unsigned left_place = opaque((rows & 0x3ffff) >> 4), right_place = opaque((weight & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
-  for (int k = 0; k < 4; ++k) {
+  for (int k = 0; k < DEPTH / 16; ++k) {
     const unsigned long long left = rows_operand(left_place + k * 2);
     DELTATUNE_UNROLL
     for (int side = 0; side < COLUMNS / 128; ++side) {
@@ -161,6 +201,9 @@ inline void multiply_expert_stage(thread float (&d)[COLUMNS / 2], unsigned rows,
       else Products<In, 128>::shared_columns(d + 64 * side, left, columns_operand(right + k * 128, 8192), onto || k > 0);
     }
   }
+  products_sent();
+  products_wait<0>();
+  register_fence(d);
 }
 
 // Writes a warp's 16 rows of a tile, of which `height` are there, by way of its 2048 bytes of shared memory: 64 columns
@@ -211,11 +254,12 @@ inline void expert_team_barrier(int team) {
 }
 
 // Computes a team's 64 rows of one tile after another.
-template <typename In, int TEAMS, int COLUMNS, bool TRANSPOSED, bool ADDED, typename PO>
-inline void multiply_expert_tiles(Place at, Room room, ExpertBarriers barriers, int inputs, int outputs, float factor,
+template <typename In, int TEAMS, int COLUMNS, int RANK, bool TRANSPOSED, bool ADDED, typename PO>
+inline void multiply_expert_tiles(Place at, Room room, ExpertBarriers barriers, int inputs, int outputs, float scale,
                                   PO onto, GLOBAL In* out) {
   using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
-  const int team = at.group / 4, top = (team - 1) * 64, strip = at.group % 4, steps = inputs / 64;
+  const int team = at.group / 4, top = (team - 1) * 64, strip = at.group % 4;
+  const int steps = inputs / 64 + (RANK > 0 ? 1 : 0);
   int stage = 0, use = 0;
   const auto advance = [&]() {
     release(barriers.read(stage), at);
@@ -236,17 +280,18 @@ inline void multiply_expert_tiles(Place at, Room room, ExpertBarriers barriers, 
     }
     for (int step = 0;; ++step) {
       mbarrier_wait(barriers.here(stage), use);
-      copies_fence();
       const unsigned place = room.place + stage * Memory::stage;
-      register_fence(sums);
-      products_start();
-      multiply_expert_stage<In, COLUMNS, TRANSPOSED>(sums, place + Memory::rows + top * 128, place + Memory::weight,
-                                                     step > 0);
-      products_sent();
-      products_wait<0>();
-      register_fence(sums);
-      if (step + 1 == steps) break;
+      multiply_expert_stage<In, COLUMNS, TRANSPOSED, 64>(sums, place + Memory::rows + top * 128, place + Memory::weight,
+                                                         step > 0);
+      if (step + 1 == inputs / 64) break;
       advance();
+    }
+    if (RANK > 0) {
+      advance();
+      mbarrier_wait(barriers.here(stage), use);
+      const unsigned place = room.place + stage * Memory::stage;
+      multiply_expert_stage<In, COLUMNS, TRANSPOSED, padded(RANK)>(sums, place + Memory::rows + top * 128,
+                                                                   place + Memory::weight, true);
     }
     // The last stage's rows have been multiplied by all warps, and the results take their place.
     expert_team_barrier(team);
@@ -254,19 +299,20 @@ inline void multiply_expert_tiles(Place at, Room room, ExpertBarriers barriers, 
     const long first = (long)(tile.row + row) * outputs + tile.column;
     const auto memory = room.memory + stage * Memory::stage + Memory::rows + row * 128;
     if (tile.height > row)
-      write_expert_strip<In, COLUMNS, ADDED>(reinterpret_cast<threadgroup In*>(memory), sums, factor, onto + first,
+      write_expert_strip<In, COLUMNS, ADDED>(reinterpret_cast<threadgroup In*>(memory), sums, scale, onto + first,
                                              out + first, outputs, tile.height - row, outputs - tile.column, at.lane);
     advance();
   }
 }
 
-// Computes what expert_product does, for inputs and outputs that are multiples of 64. The grid is BLOCKS blocks at
-// most. Block b computes the tiles b, b + BLOCKS, and so on, of TEAMS x 64 rows and COLUMNS columns; those of one
-// expert follow one another.
-template <typename In, int TEAMS, int COLUMNS, int BLOCKS, bool TRANSPOSED, bool ADDED, typename PX, typename PW,
-          typename PE, typename PS, typename PO>
+// Computes what expert_product does, for inputs and outputs that are multiples of 64. With RANK, the sum that `scale`
+// multiplies contains the product of an adapter's rows low_rank [R, RANK] and factor, [E, N, RANK] if TRANSPOSED and
+// else [E, RANK, N]. The grid is BLOCKS blocks at most. Block b computes the tiles b, b + BLOCKS, and so on, of
+// TEAMS x 64 rows and COLUMNS columns; those of one expert follow one another.
+template <typename In, int TEAMS, int COLUMNS, int BLOCKS, int RANK, bool TRANSPOSED, bool ADDED, typename PX,
+          typename PW, typename PE, typename PS, typename PO, typename PA, typename PB>
 inline void expert_hopper_product(Place at, threadgroup char* memory, int inputs, int outputs, int experts, PX rows,
-                                  PW weight, PE ends, PS scale, PO onto, GLOBAL In* out) {
+                                  PW weight, PE ends, PS scale, PO onto, PA low_rank, PB factor, GLOBAL In* out) {
   using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
   using Registers = ExpertRegisters<TEAMS>;
   static_assert(Registers::load + TEAMS * Registers::multiply <= (TEAMS + 1) * Registers::start,
@@ -279,11 +325,11 @@ inline void expert_hopper_product(Place at, threadgroup char* memory, int inputs
   at.group = uniform(at.group);
   if (at.group < 4) {
     fewer_registers<Registers::load>();
-    load_expert_tiles<In, TEAMS, COLUMNS, BLOCKS, TRANSPOSED>(at, room, barriers, inputs, outputs, experts, rows, weight,
-                                                              ends);
+    load_expert_tiles<In, TEAMS, COLUMNS, BLOCKS, RANK, TRANSPOSED>(at, room, barriers, inputs, outputs, experts, rows,
+                                                                    weight, ends, low_rank, factor);
   } else {
     more_registers<Registers::multiply>();
-    multiply_expert_tiles<In, TEAMS, COLUMNS, TRANSPOSED, ADDED>(at, room, barriers, inputs, outputs, scale[0], onto,
-                                                                 out);
+    multiply_expert_tiles<In, TEAMS, COLUMNS, RANK, TRANSPOSED, ADDED>(at, room, barriers, inputs, outputs, scale[0],
+                                                                       onto, out);
   }
 }

@@ -1,0 +1,111 @@
+"""The sums over chunks of the gradients of an expert block's arrays: weights, biases, and the adapters' A and B."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from .projection import Projection
+from .readers import Readers
+from .tiles import Chunk, Sorted, Tiled
+
+# Of one projection, the sum so far by name; None stands for zeros.
+_Sums = dict[str, mx.array | None]
+
+
+class Gradients:
+    """The gradients of all arrays that train.
+
+    Args:
+        readers: up and gate.
+        down: down.
+        layout: adds products of rows.
+    """
+
+    def __init__(self, readers: Readers, down: Projection, layout: Tiled | Sorted):
+        self.readers, self.down, self.layout = readers, down, layout
+        joined = "lora_a" if readers.joined is not None else None
+        self._of_readers = [dict.fromkeys(name for name in p.trains if name != joined) for p in readers.projections]
+        self._of_down: _Sums = dict.fromkeys(down.trains)
+        # The gradient of Readers.joined.
+        self._joined: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """The sums so far."""
+        sums = [sum_ for by_name in (*self._of_readers, self._of_down) for sum_ in by_name.values()]
+        return [array for array in (*sums, self._joined) if array is not None]
+
+    def add_down(
+        self,
+        hidden: mx.array,
+        low_rank: mx.array | None,
+        d: mx.array,
+        d_low_rank: mx.array | None,
+        chunk: Chunk,
+        score: mx.array,
+    ) -> None:
+        """Add a chunk's part of down's gradients, given the gradients `d` of its output and `d_low_rank` of A x.
+
+        `score` [t, m, 1] is a factor of both that they lack so far.
+        """
+        self._add(self._of_down, self.down, hidden, low_rank, d, d_low_rank, chunk, score)
+
+    def add_readers(
+        self,
+        rows: mx.array,
+        low_ranks: Sequence[mx.array | None],
+        d: Sequence[mx.array],
+        d_low_ranks: Sequence[mx.array | None],
+        chunk: Chunk,
+    ) -> None:
+        """Add a chunk's part of the gradients of up and gate, as `Readers.backward` returns those of A x."""
+        own: Sequence[mx.array | None] = d_low_ranks
+        if self.readers.joined is not None:
+            own, (together,) = [None] * len(d), d_low_ranks
+            assert together is not None
+            inputs = self.readers.projections[0].adapter_input(rows, chunk.number)
+            self._joined = self.layout.add_products(self._joined, together, inputs, chunk)
+        for sums, p, low_rank, each, d_low_rank in zip(
+            self._of_readers, self.readers.projections, low_ranks, d, own, strict=True
+        ):
+            self._add(sums, p, rows, low_rank, each, d_low_rank, chunk)
+
+    def by_projection(self) -> list[_Sums]:
+        """Return the gradients of up, of down, and of gate if there is one."""
+        up, *gate = self._of_readers
+        if self._joined is not None:
+            for sums, part in zip(self._of_readers, self.readers.parts(self._joined), strict=True):
+                sums["lora_a"] = part
+        return [up, self._of_down, *gate]
+
+    def _add(
+        self,
+        sums: _Sums,
+        projection: Projection,
+        rows: mx.array,
+        low_rank: mx.array | None,
+        d: mx.array,
+        d_low_rank: mx.array | None,
+        chunk: Chunk,
+        score: mx.array | None = None,
+    ) -> None:
+        """Add a chunk's part. The score multiplies the smaller factor of a product."""
+
+        def scored(array: mx.array) -> mx.array:
+            return array if score is None else (array * score).astype(array.dtype)
+
+        add = self.layout.add_products
+        for name, total in sums.items():
+            if name == "lora_a":
+                assert d_low_rank is not None
+                sums[name] = add(total, scored(d_low_rank), projection.adapter_input(rows, chunk.number), chunk)
+            elif name == "lora_b":
+                assert low_rank is not None
+                sums[name] = add(total, d, scored(low_rank), chunk)
+            elif name == "weight":
+                sums[name] = add(total, d, scored(rows), chunk)
+            else:
+                ones = mx.ones((*d.shape[:2], 1), d.dtype)
+                column = None if total is None else total[..., None]
+                sums[name] = add(column, d, scored(ones), chunk).squeeze(-1)
