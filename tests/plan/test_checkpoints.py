@@ -166,6 +166,7 @@ def test_train_says_and_saves_its_choice_and_resumes_with_it(run, options, limit
     limited(10**12)
     code, said, err = run("plan", *options, "--grad-checkpoint", "auto")
     assert (code, chosen(said)) == (0, 0), err
+    assert said.index("Tried: 0 of 3 layers computed again") < said.index("Checkpoints (auto)")
     limited(0.9 * need(said) / SHARE)
     (tmp_path / "run.yaml").write_text("grad_checkpoint: auto\n")
     arguments = ["train", *options, "-c", tmp_path / "run.yaml", "--adapter-path"]

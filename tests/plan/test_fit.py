@@ -10,12 +10,13 @@ from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops.random_state import get_key
-from deltatune.plan import fit, search
+from deltatune.plan import fit, screen, search
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits, device_limits
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.graph import Node
 from deltatune.plan.process_memory import LayoutError
+from deltatune.plan.search import Largest
 from deltatune.plan.traced_step import build
 from deltatune.train.setup import prepare
 
@@ -57,14 +58,46 @@ def test_plan_says_how_much_where_and_what_fits(run, options, limited, monkeypat
     code, out, err = run("plan", *options)
     assert code == 0, err
     for pattern in (
-        r"Step: 4 x 32 = 128 tokens",
+        r"Step: 4 x 32 = 128 tokens, since no row of the data is longer, although max_seq_length is 64\.",
         r"Peak memory: [\d.]+ MB \(limit 300.0 MB: a test\), in the \w+",
         r"Peak live buffers: \d+ .*, in the \w+",
         r"parameters \d+, gradients \d+, moments \d+, all else \d+",
-        r"Largest that fits, one at a time: batch \d[\d,]*, length \d[\d,]*( or more)?, rank 64( or more)?",
-        r"It fits",
+        r"It fits\.\nLargest that fits, one at a time:\n",
+        r"length: \d[\d,]*( or more)?\n  batch: \d[\d,]*( or more)?\n  rank: 64( or more)?\n",
     ):
         assert re.search(pattern, out), (pattern, out)
+
+
+def test_what_the_step_needs_is_said_before_larger_ones_are_planned(checkpoint, options, monkeypatch):
+    said, known = [], []
+
+    def searched(*_, **__):
+        known.append(list(said))
+        return Largest(7, more=False, probable=9)
+
+    monkeypatch.setattr(fit, "largest", searched)
+    config = TrainConfig(model=str(checkpoint), data=str(options[3]), max_seq_length=32)
+    found = fit.examine(config, DeviceLimits(None, 10**12, "a test", "a test"), said.append)
+    assert known[0][0] == "Step: 4 x 32 = 128 tokens."
+    assert "Peak memory" in known[0][1]
+    assert "It fits." in known[0][1]
+    first = "  length: at least 7, by the growth of smaller plans 9"
+    assert [lines[2:] for lines in known] == [[], [first], [first, first.replace("length", "batch")]]
+    assert found.batch == found.length == found.rank == Largest(7, False, 9)
+
+
+def test_a_largest_value_is_said_as_it_is_known():
+    said = {
+        Largest(7, False): "7",
+        Largest(7, True): "7 or more",
+        Largest(7, True, 28): "at least 7, by the growth of smaller plans 28 or more",
+        Largest(0, False, 3): "by the growth of smaller plans 3",
+        Largest(0, True): "not known, since its plan would take long",
+        Largest(0, False): "none",
+    }
+    assert {found: screen.largest("batch", found) for found in said} == {
+        found: f"  batch: {words}" for found, words in said.items()
+    }
 
 
 @pytest.mark.parametrize("expert_updates", ["dense", "active"])

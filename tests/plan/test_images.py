@@ -139,7 +139,7 @@ def test_plan_and_train_say_what_images_need(options, monkeypatch, capsys):
     assert cli.main(["plan", *options]) == 0
     text = capsys.readouterr().out
     assert re.search(r"Step: 2 x 64 = 128 tokens", text), text
-    assert re.search(r"Largest that fits, one at a time: batch \d+, length \d+", text), text
+    assert re.search(r"Largest that fits, one at a time:\n  length: \d+.*\n  batch: \d+", text), text
     assert cli.main(["train", *options]) == 0
     assert "Plan: 2 x 64 tokens need" in capsys.readouterr().out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from .flags import add_options, config_from
@@ -22,12 +23,10 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan of a run. The exit code is 0 if the run fits in memory, and 1 if not."""
+    """Print the plan of a run, each part once it is known. The exit code is 0 if the run fits, and 1 if not."""
     config = config_from(arguments)
-    from ..plan import screen
     from ..plan.fit import examine
     from ..plan.search import fits
 
-    plan = examine(config)
-    print(screen.text(plan))
+    plan = examine(config, say=partial(print, flush=True))
     return 0 if fits(plan.forecast, plan.limits) else 1

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -25,8 +24,7 @@ _SEARCHED = 376
 STATE = 24
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """What MLX records about one array.
 
     `primitive`, `inputs` and `siblings` are addresses. Siblings are the other outputs of the same primitive, and

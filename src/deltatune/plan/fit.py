@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,9 +33,17 @@ _LONGEST = 1 << 17
 _LENGTHS = 32
 _MOST_ROWS = 1024
 _MOST_RANK = 256
+# How long larger values, or those that a refused run could have, are searched for.
+_SECONDS = 12.0
 
 
-def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForecast:
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def examine(
+    config: TrainConfig, limits: DeviceLimits | None = None, say: Callable[[str], None] = _say_nothing
+) -> RunForecast:
     """Plan the run that `config` describes, and search for the largest batch, length and rank that fit.
 
     The weights are not read from the disk.
@@ -42,6 +51,7 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
     Args:
         config: the run.
         limits: the limits to plan for; those of MLX's default device where None.
+        say: receives what is found, line by line, as soon as it is known.
 
     Raises:
         UserError: the graphs of this MLX cannot be read, or the run cannot be set up.
@@ -56,13 +66,33 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
     limits = limits or device_limits()
     run = ready(config, lazy=True)
     run.prepare()
-    model, config = run.model, run.config
     rows, length = shape(run)
-    planned = partial(_step, splits=run.splits, layout=layout)
-    choice = _choice(run, limits, layout)
+    say(screen.shape(rows, length, run.config.max_seq_length))
+    choice = _choice(run, limits, layout, say)
     # Where larger values are searched for, auto may checkpoint every layer.
-    config = _without_choice(config)
-    first = planned(model, config, rows=rows, length=length)
+    searched = _without_choice(run.config)
+    if choice is None:
+        first = _step(run.model, searched, rows, length, run.splits, layout)
+        found = RunForecast(first, limits)
+        say(screen.step(found))
+    else:
+        found = RunForecast(choice.forecast, limits, checkpoints=str(choice))
+        say(screen.step(found))
+        all_again = choice.again == choice.of
+        first = choice.forecast if all_again else _step(run.model, searched, rows, length, run.splits, layout)
+    values = {}
+    for name, value in _searches(run, searched, first, limits, layout):
+        values[name] = value
+        say(screen.largest(name, value))
+    return dataclasses.replace(found, batch=values["batch"], length=values["length"], rank=values.get("rank"))
+
+
+def _searches(
+    run: Run, config: TrainConfig, first: Forecast, limits: DeviceLimits, layout: ArrayLayout
+) -> Iterator[tuple[str, Largest]]:
+    """Yield the largest length, batch and rank that fit, with `first` as the plan of the run's own step."""
+    planned = partial(_step, splits=run.splits, layout=layout)
+    rows, length, until = first.rows, first.length, time.monotonic() + _SECONDS
 
     def planned_at_rank(rank: int) -> Forecast:
         changed = dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank))
@@ -70,22 +100,32 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None) -> RunForec
         prepare(other, changed)
         return planned(other, changed, rows=rows, length=length)
 
+    lengths = {length: first}
+    yield "length", largest(
+        lambda length: planned(run.model, config, rows=rows, length=length), limits, lengths,
+        step=_LENGTHS, most=max(length, _positions(run.loaded.config)), deadline=_halfway(until),
+    )  # fmt: skip
+    # A row more needs what as many tokens more in each row need, or more than that.
+    alike = {rows * other / length: plan for other, plan in lengths.items()}
     batch = largest(
-        lambda rows: planned(model, config, rows=rows, length=length),
-        limits, {rows: first}, step=_rows_each(config), most=max(rows, _MOST_ROWS), leap=_MOST_ROWS,
+        lambda rows: planned(run.model, config, rows=rows, length=length), limits, {rows: first},
+        step=_rows_each(config), most=max(rows, _MOST_ROWS), alike=alike, deadline=_halfway(until),
+        # Half of the operations, those of the recurrence, are as many for any number of rows.
+        slower=lambda times: (1 + times) / 2,
     )  # fmt: skip
-    longest = largest(
-        lambda length: planned(model, config, rows=rows, length=length),
-        limits, {length: first}, step=_LENGTHS, most=max(length, _positions(run.loaded.config)),
-    )  # fmt: skip
-    rank = None
+    yield "batch", _per_run(batch, run)
     if config.fine_tune_type != "full":
         current = config.lora_parameters.rank
-        most = max(current, min(_MOST_RANK, _widest(model)))
-        rank = largest(planned_at_rank, limits, {current: first}, step=1, most=most, leap=_MOST_RANK)
-    if choice is None:
-        return RunForecast(first, limits, _per_run(batch, run), longest, rank)
-    return RunForecast(choice.forecast, limits, _per_run(batch, run), longest, rank, str(choice))
+        most = max(current, min(_MOST_RANK, _widest(run.model)))
+        yield "rank", largest(
+            planned_at_rank, limits, {current: first}, step=1, most=most, leap=_MOST_RANK, slower=lambda times: 1.0,
+            deadline=until,
+        )  # fmt: skip
+
+
+def _halfway(until: float) -> float:
+    """The moment halfway from now to `until`."""
+    return (time.monotonic() + until) / 2
 
 
 @dataclass(frozen=True)
@@ -131,17 +171,21 @@ def check(run: Run, *, force: bool = False) -> Checked:
     return Checked(lines, None if choice is None else choice.layers)
 
 
-def _choice(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> Choice | None:
+def _choice(
+    run: Run, limits: DeviceLimits, layout: ArrayLayout, say: Callable[[str], None] = _say_nothing
+) -> Choice | None:
     """The layers to checkpoint if `grad_checkpoint` is auto: those of the run that is continued, or new ones.
 
-    Every rank checkpoints what the one with the least memory needs, so that all round alike.
+    Every rank checkpoints what the one with the least memory needs, so that all round alike. `say` is told each plan.
     """
     if run.config.grad_checkpoint != "auto":
         return None
     order, (rows, length) = order_of(run.model), shape(run)
 
     def attempt(layers: Sequence[int]) -> Forecast:
-        return _step(run.model, run.config, rows, length, run.splits, layout, layers)
+        plan = _step(run.model, run.config, rows, length, run.splits, layout, layers)
+        say(screen.tried(order.choice(layers, plan)))
+        return plan
 
     saved = _saved_layers(run)
     choice = choose(attempt, order, limits) if saved is None else order.choice(saved, attempt(saved))
@@ -198,11 +242,16 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
         if fits(planned(config, plan.rows, plan.length), limits):
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
-    each = _rows_each(config)
-    found = largest(lambda rows: planned(config, rows, plan.length), limits, {}, step=each, most=plan.rows - each)
+    each, until = _rows_each(config), time.monotonic() + _SECONDS
+    found = largest(
+        lambda rows: planned(config, rows, plan.length), limits, {}, step=each, most=plan.rows - each, deadline=until
+    )
     if found.value:
         return f"It fits with {words}--batch-size {found.value // each * run.world.size}."
-    found = largest(lambda length: planned(config, plan.rows, length), limits, {}, step=_LENGTHS, most=plan.length - 1)
+    found = largest(
+        lambda length: planned(config, plan.rows, length), limits, {}, step=_LENGTHS, most=plan.length - 1,
+        deadline=until,
+    )  # fmt: skip
     if found.value:
         return f"It fits with {words}--max-seq-length {found.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
@@ -245,4 +294,7 @@ def _positions(model_config: dict[str, Any]) -> int:
 
 
 def _per_run(found: Largest, run: Run) -> Largest:
-    return dataclasses.replace(found, value=found.value // _rows_each(run.config) * run.world.size)
+    def batch(rows: int) -> int:
+        return rows // _rows_each(run.config) * run.world.size
+
+    return Largest(batch(found.value), found.more, None if found.probable is None else batch(found.probable))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.nn as nn
 
@@ -50,7 +51,7 @@ class Forecast:
         bytes: the peak of live bytes.
         counts: how many arrays are parameters, gradients and moments; the peak of buffers includes them.
         sizes: bytes of parameters, gradients and moments; the peak of bytes includes them.
-        primitives: how many primitives the step evaluates.
+        seconds: how long it took to make this plan.
     """
 
     rows: int
@@ -60,7 +61,7 @@ class Forecast:
     bytes: Moment
     counts: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    primitives: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -95,10 +96,10 @@ def forecast_step(
         preferences: how many preferences the batch has; 0 where the loss reads none.
         checkpointed_layers: the positions of the layers to checkpoint where `config.grad_checkpoint` is auto.
     """
-    collects = gc.isenabled()
+    collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
-        return _planned(
+        found = _planned(
             build(model, config, rows, length, layout, images, preferences, checkpointed_layers), config, layout
         )
     finally:
@@ -107,6 +108,7 @@ def forecast_step(
         gc.collect(0)
         if collects:
             gc.enable()
+    return replace(found, seconds=time.monotonic() - started)
 
 
 def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> Forecast:
@@ -126,7 +128,6 @@ def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> For
         peak_bytes,
         counts,
         sizes,
-        len(machine.evaluated),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .checkpoints import Choice
 from .device_limits import DeviceLimits
 from .forecast import Forecast, Moment
 from .search import Largest, RunForecast, fits
@@ -23,12 +24,18 @@ def line(plan: Forecast, limits: DeviceLimits) -> str:
     )
 
 
-def text(found: RunForecast) -> str:
-    """The whole output of `deltatune plan`."""
+def shape(rows: int, length: int, max_seq_length: int) -> str:
+    """Which step is planned; and why, where its rows are shorter than the option allows."""
+    line = f"Step: {rows} x {length:,} = {rows * length:,} tokens"
+    if length < max_seq_length:
+        line += f", since no row of the data is longer, although max_seq_length is {max_seq_length:,}"
+    return f"{line}."
+
+
+def step(found: RunForecast) -> str:
+    """What the step of the run needs, and whether it fits."""
     plan, limits = found.forecast, found.limits
-    lines = [f"Step: {plan.rows} x {plan.length:,} = {plan.tokens:,} tokens, {plan.primitives:,} primitives."]
-    if found.checkpoints is not None:
-        lines.append(found.checkpoints)
+    lines = [] if found.checkpoints is None else [found.checkpoints]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
     lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in {plan.bytes.where}.")
     rest = plan.bytes.amount - sum(plan.sizes.values())
@@ -38,22 +45,26 @@ def text(found: RunForecast) -> str:
     lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in {plan.buffers.where}.")
     parts = [f"{name} {count:,}" for name, count in plan.counts.items()]
     lines.append(f"  {', '.join(parts)}, all else {plan.beyond:,}; {_alive(plan.buffers)}")
-    largest = [
-        f"{name} {_value(each)}"
-        for name, each in (("batch", found.batch), ("length", found.length), ("rank", found.rank))
-        if each is not None
-    ]
-    lines.append(f"Largest that fits, one at a time: {', '.join(largest)}.")
     lines.append("It fits." if fits(plan, limits) else "It does not fit.")
+    lines.append("Largest that fits, one at a time:")
     return "\n".join(lines)
+
+
+def tried(choice: Choice) -> str:
+    """What the step needs with one choice of layers to checkpoint."""
+    return f"Tried: {choice.again} of {choice.of} layers computed again, {size(choice.forecast.bytes.amount)}."
+
+
+def largest(name: str, found: Largest) -> str:
+    """The largest batch, length or rank that fits, as a line of its own."""
+    words = [f"at least {found.value:,}" if found.probable else f"{found.value:,}"] if found.value else []
+    if found.probable:
+        words.append(f"by the growth of smaller plans {found.probable:,}")
+    if not words:
+        return f"  {name}: {'not known, since its plan would take long' if found.more else 'none'}"
+    return f"  {name}: {', '.join(words)}{' or more' if found.more else ''}"
 
 
 def _alive(moment: Moment) -> str:
     shown = ", ".join(f"{each.kind} {size(each.bytes)} in {each.buffers:,}" for each in moment.alive)
     return f"most of it from {shown}." if shown else "nothing else is alive."
-
-
-def _value(found: Largest) -> str:
-    if not found.value:
-        return "none"
-    return f"{found.value:,}" + (" or more" if found.more else "")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .device_limits import DeviceLimits
 from .forecast import Forecast
 
 _PLANS = 10
-_SECONDS = 15.0
 Try = Callable[[int], Forecast]
 
 
@@ -23,10 +23,17 @@ def fits(plan: Forecast, limits: DeviceLimits) -> bool:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest `value` that fits, 0 where none does; `more` says that larger ones, which were not tried, may fit."""
+    """What a search found.
+
+    Args:
+        value: the largest value whose plan was made and fits, 0 where none was.
+        more: larger values than are named here, which were not tried, may fit.
+        probable: a larger value, for whose plan there was no time. It fits if memory grows as in the plans made.
+    """
 
     value: int
     more: bool
+    probable: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,44 +52,72 @@ class RunForecast:
 
 
 def largest(
-    attempt: Try, limits: DeviceLimits, known: dict[int, Forecast], *, step: int, most: int, leap: int = 4
+    attempt: Try,
+    limits: DeviceLimits,
+    known: dict[int, Forecast],
+    *,
+    step: int,
+    most: int,
+    leap: int = 4,
+    alike: Mapping[float, Forecast] | None = None,
+    slower: Callable[[float], float] = lambda times: times,
+    deadline: float = math.inf,
 ) -> Largest:
     """Search for the largest multiple of `step` up to `most` whose plan fits.
 
-    The search ends within 2 % of a value that does not fit, and looks no further up after 15 seconds. Memory grows with
-    the value, so the next one tried is where the parabola through the known plans meets the limit.
+    The search ends within 2 % of a value that does not fit. Memory grows with the value, so the next one tried is where
+    the parabola through the plans meets the limit, or a smaller one if that plan would not be made by the deadline.
 
     Args:
         attempt: makes the plan for a value.
         limits: the limits to stay within.
-        known: plans that exist already, by value.
+        known: plans that exist already, by value. Those that are made here are added.
         step: values are multiples of this.
         most: the largest value to try.
         leap: the next value is at most this many times the largest that fits.
-
-    Returns:
-        A value whose plan was made and fits.
+        alike: plans of other steps, by the value that would need as much memory. They only help to choose values.
+        slower: how many times as long a plan takes for a value that many times as large.
+        deadline: when to stop, in the time of time.monotonic(). If no plan is known, one is made in any case.
     """
-    plans, started = dict(known), time.monotonic()
+    plans = known
     for _ in range(_PLANS):
-        good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
-        bad = min((value for value, plan in plans.items() if not fits(plan, limits)), default=most + 1)
-        low, high = good // step * step + step, min(bad - 1, most, leap * max(good, step)) // step * step
-        if low > high or (good and bad <= most and (bad - good) * 50 <= bad):
+        good, bad = _bounds(plans, limits, most)
+        above = bad - 1 if bad <= most else min(most, leap * max(good, step))
+        low, high = good // step * step + step, above // step * step
+        if low > high or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in plans):
             break
-        if bad > most and time.monotonic() - started > _SECONDS:
-            break
-        value = min(max(_guess(plans, limits, low, high) // step * step, low), high)
-        if good == 0 and step not in plans:
-            value = step
-        elif good == 0 and not fits(plans[step], limits):
-            break
+        points = dict(alike or {}) | {float(value): plan for value, plan in plans.items()}
+        wanted, known_growth = _guess(points, limits, good, high) // step * step, len(points) > 1
+        value = _in_time(plans, max(wanted, low) if good else step, step, slower, deadline - time.monotonic())
+        # A smaller value than fits already is worth its plan where nothing else tells how memory grows.
+        if value is None or (value < good and known_growth):
+            if known_growth and wanted > good:
+                return Largest(good, more=bad > most and wanted == high, probable=wanted)
+            return Largest(good, more=not good or not known_growth)
         plans[value] = attempt(value)
+    return Largest(_bounds(plans, limits, most)[0], more=all(fits(plan, limits) for plan in plans.values()))
+
+
+def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> tuple[int, int]:
+    """The largest value that fits, and the smallest that does not."""
     good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
-    return Largest(good, more=all(fits(plan, limits) for plan in plans.values()))
+    return good, min((value for value, plan in plans.items() if not fits(plan, limits)), default=most + 1)
 
 
-def _guess(plans: dict[int, Forecast], limits: DeviceLimits, low: int, high: int) -> int:
+def _in_time(
+    plans: Mapping[int, Forecast], wanted: int, step: int, slower: Callable[[float], float], left: float
+) -> int | None:
+    """`wanted`, or the half, quarter and so on of it, whose plan is new and takes at most `left` seconds; else None."""
+    value = wanted
+    while value >= step:
+        near = min(plans, key=lambda each: abs(each - value), default=None)
+        if near is None or (value not in plans and plans[near].seconds * slower(value / near) <= left):
+            return value
+        value = value // 2 // step * step
+    return None
+
+
+def _guess(plans: Mapping[float, Forecast], limits: DeviceLimits, low: int, high: int) -> int:
     """The value in [low, high] at which the curve through the plans meets the tighter of the two limits."""
     guesses = [high]
     for limit, amount in ((limits.bytes, "bytes"), (limits.buffers, "buffers")):
@@ -92,7 +127,7 @@ def _guess(plans: dict[int, Forecast], limits: DeviceLimits, low: int, high: int
     return min(guesses)
 
 
-def _meets(points: list[tuple[int, int]], limit: int, low: int, high: int) -> int:
+def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> int:
     """The largest value in [low, high] at which the curve through the last three points is within the limit."""
     if len(points) < 2:
         return high
@@ -110,7 +145,7 @@ def _meets(points: list[tuple[int, int]], limit: int, low: int, high: int) -> in
     return first
 
 
-def _curve(points: list[tuple[int, int]], at: int) -> float:
+def _curve(points: list[tuple[float, int]], at: int) -> float:
     """The value at `at` of Lagrange's polynomial through the points."""
     total = 0.0
     for index, (x, y) in enumerate(points):
