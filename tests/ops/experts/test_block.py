@@ -13,6 +13,7 @@ from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDING, ROUNDINGS_ON_GPU
+from deltatune.ops.pointwise import scored_swiglu
 from dense_experts import LEAVES, NAMES, Case, block, expected, largest_errors, value_and_gradients
 from poison import poison
 
@@ -55,6 +56,17 @@ def test_values_and_gradients_against_float64(case):
     found = value_and_gradients(block, case, case.arrays)
     assert all(found[name].dtype == array.dtype for name, array in case.arrays.items())
     assert_exact(found, reference)
+
+
+@pytest.mark.usefixtures("form")
+def test_the_gradients_of_the_activation_in_one_pass(monkeypatch):
+    """The pass is computed by MLX's operations here."""
+    calls = []
+    monkeypatch.setattr(scored_swiglu, "serves", lambda *_: True)
+    monkeypatch.setattr(scored_swiglu, "gradients", lambda *arrays: calls.append(1) or scored_swiglu.with_mlx(*arrays))
+    case = CASES["many chunks"]
+    assert_exact(value_and_gradients(block, case, case.arrays), expected(case))
+    assert bool(calls) == (backend.device() != "cpu")
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])

@@ -22,7 +22,17 @@ from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tilin
 from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.kernels.launch import Launch
 from deltatune.ops.low_rank import add_product, both_products, columns_product, rows_product
-from deltatune.ops.pointwise import adam, conv_silu, gated_norm, gates, norm, swiglu, times_gate, turned_heads
+from deltatune.ops.pointwise import (
+    adam,
+    conv_silu,
+    gated_norm,
+    gates,
+    norm,
+    scored_swiglu,
+    swiglu,
+    times_gate,
+    turned_heads,
+)
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
@@ -77,6 +87,11 @@ def gated_delta(dtype: mx.Dtype, per_channel: bool, size: int = 128) -> None:
 def passes(dtype: mx.Dtype) -> None:
     x, weight, taps = mx.zeros((2, 20, 64), dtype), mx.zeros((64,), dtype), mx.zeros((64, 4), dtype)
     gradients(lambda *arrays: [swiglu(*arrays)], x, x)
+    mx.eval(
+        scored_swiglu.gradients(
+            x.reshape(-1, x.shape[-1]), *[x.reshape(-1, x.shape[-1])] * 2, mx.zeros(x.size // x.shape[-1])
+        )
+    )
     gradients(lambda x: [norm(x, 1.0, 1e-6)], x)
     gradients(lambda *arrays: [gated_norm(*arrays, 1e-6)], x, weight, x)
     gradients(lambda *arrays: [conv_silu(*arrays)], x, taps)

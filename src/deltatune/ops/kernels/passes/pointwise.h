@@ -57,6 +57,37 @@ inline void swiglu_backward(long at, long count, const GLOBAL T* gate, const GLO
   give(dgate, at, g);
   give(dx, at, d);
 }
+// Computes hidden = silu(gate) x, and what its gradient d gives where d lacks the factor `score` of its row: dgate and dx,
+// and dscore = <d, hidden>. A row has `pieces` pieces, and LANES lanes, which share it.
+template <int LANES, typename T, typename S>
+inline void scored_swiglu(long at, int rows, int pieces, const GLOBAL T* gate, const GLOBAL T* x, const GLOBAL T* d,
+                          S score, GLOBAL T* hidden, GLOBAL T* dgate, GLOBAL T* dx, GLOBAL float* dscore) {
+  const long row = at / LANES;
+  if (row >= rows) return;
+  const float own = score[row];
+  float along = 0.0f;
+  for (long piece = row * pieces + at % LANES; piece < (row + 1) * pieces; piece += LANES) {
+    float g[8], other[8], e[8];
+    take(g, gate, piece);
+    take(other, x, piece);
+    take(e, d, piece);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const float s = sigmoid_of(g[i]), silu = g[i] * s, h = silu * other[i];
+      along += e[i] * h;
+      e[i] *= own;
+      g[i] = e[i] * other[i] * silu_slope(g[i], s);
+      e[i] *= silu;
+      other[i] = h;
+    }
+    give(hidden, piece, other);
+    give(dgate, piece, g);
+    give(dx, piece, e);
+  }
+  DELTATUNE_UNROLL
+  for (int step = 1; step < LANES; step *= 2) along += lane_exchange(along, step);
+  if (at % LANES == 0) dscore[row] = along;
+}
 
 // Computes y = x / rms(x) weight silu(gate) row by row, with weight [8 LANES]. Lanes past the end compute the last
 // piece again without storing it, because the sums need every lane of a group.

@@ -1,0 +1,75 @@
+"""The gradients of an expert's activation silu(gate) * x and of its score, in one pass.
+
+By MLX's operations the scores, the activation, its gradient and the gradient of the scores pass over memory nine times.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from ...machine import backend
+from .. import trial
+from ..kernels.launch import Arrays, Outputs
+from .pass_launch import Execute, Pass
+from .passes import BOUNDS, LEAST
+
+# How many lanes share a row, and how many elements a lane takes at a time.
+_LANES, _PIECE = 32, 8
+
+
+def gradients(
+    gate: mx.array, x: mx.array, d: mx.array, score: mx.array, *, execute: Execute = Pass.run
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Return h = silu(gate) * x, the gradients of gate and of x, and that of the scores, computed in fp32.
+
+    Args:
+        gate: [R, I], I a multiple of 8.
+        x: [R, I] of the same dtype.
+        d: the gradient of score * h without the factor `score`, [R, I] of the same dtype.
+        score: [R] fp32.
+        execute: runs a launch; tests run it on the host machine.
+
+    Returns:
+        Three arrays [R, I] of the same dtype, and [R] fp32.
+    """
+    inputs: Arrays = {"gate": gate, "x": x, "d": d, "score": score}
+    outputs: Outputs = dict.fromkeys(("hidden", "dgate", "dx"), (gate.shape, gate.dtype))
+    outputs |= {"dscore": (score.shape, mx.float32)}
+    arguments = ("gate_shape[0]", f"gate_shape[1] / {_PIECE}", *inputs, *outputs)
+    launch = Pass("scored_swiglu", inputs, outputs, arguments, gate.shape[0] * _LANES, (_LANES,))
+    hidden, dgate, dx, dscore = execute(launch)
+    return hidden, dgate, dx, dscore
+
+
+def serves(gate: mx.array, x: mx.array, d: mx.array) -> bool:
+    """Whether `gradients` is to be used: the kernel covers these arrays, is faster, and was found right here."""
+    if backend.device() != "cuda":
+        return False
+    alike = gate.shape == x.shape == d.shape and gate.dtype == x.dtype == d.dtype
+    fits = gate.ndim == 2 and gate.dtype in BOUNDS and gate.shape[1] % _PIECE == 0 and gate.size >= LEAST
+    return alike and fits and _passes_trial(gate.dtype)
+
+
+def with_mlx(gate: mx.array, x: mx.array, d: mx.array, score: mx.array) -> tuple[mx.array, ...]:
+    """The same by MLX's operations."""
+    (hidden,), (dgate, dx) = mx.vjp(
+        lambda gate, x: [gate * mx.sigmoid(gate) * x], [gate, x], [d * score[:, None].astype(d.dtype)]
+    )
+    return hidden, dgate, dx, (d.astype(mx.float32) * hidden).sum(axis=-1)
+
+
+@cache
+def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
+    def difference() -> float:
+        # Rows of fewer and of more pieces than lanes share one.
+        worst = 0.0
+        for width in (40, 520):
+            *arrays, score = trial.random_arrays([((5, width), dtype)] * 3 + [((5,), mx.float32)])
+            found = gradients(*arrays, score, execute=execute)
+            expected = with_mlx(*(array.astype(mx.float32) for array in arrays), score)
+            worst = max(worst, trial.largest_error(found, expected))
+        return worst
+
+    return trial.passes(f"experts' gradients of {dtype}", difference, BOUNDS[dtype])

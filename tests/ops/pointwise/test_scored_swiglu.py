@@ -1,0 +1,70 @@
+"""The gradients of experts' activations and scores in one pass, on the host machine or a GPU, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.machine import backend
+from deltatune.ops.pointwise import scored_swiglu
+
+ROUNDING = {mx.float32: 2.0**-22, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
+
+
+def random_arrays(dtype, rows=37, width=40):
+    keys = mx.random.split(mx.random.key(0), 4)
+    gate, x, d = (mx.random.normal((rows, width), key=key).astype(dtype) for key in keys[:3])
+    return gate, x, d, mx.random.uniform(shape=(rows,), key=keys[3])
+
+
+def truth(*arrays):
+    gate, x, d, score = (np.array(array.astype(mx.float32), np.float64) for array in arrays)
+    s = 1 / (1 + np.exp(-gate))
+    weighted = d * score[:, None]
+    return gate * s * x, weighted * x * s * (1 + gate * (1 - s)), weighted * gate * s, (d * gate * s * x).sum(axis=1)
+
+
+# Rows of fewer pieces than the lanes that share one, of as many, and of more.
+@pytest.mark.parametrize("width", [8, 40, 256, 520])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_against_float64(dtype, width, execute):
+    arrays = random_arrays(dtype, width=width)
+    found = scored_swiglu.gradients(*arrays, execute=execute)
+    assert [array.dtype for array in found] == [dtype] * 3 + [mx.float32]
+    for array, expected in zip(found, truth(*arrays), strict=True):
+        error = np.abs(np.array(array.astype(mx.float32)) - expected).max() / np.abs(expected).max()
+        assert error < (ROUNDING[dtype] if array.ndim == 2 else ROUNDING[mx.float32])
+
+
+def test_the_same_by_operations():
+    arrays = random_arrays(mx.float32)
+    for array, expected in zip(scored_swiglu.with_mlx(*arrays), truth(*arrays), strict=True):
+        np.testing.assert_allclose(np.array(array), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["hidden", "dgate", "dx", "dscore"])
+def test_a_kernel_that_is_wrong_does_not_serve(wrong, execute, caplog):
+    def off(launch):
+        results = dict(zip(launch.outputs, execute(launch), strict=True))
+        results[wrong] = results[wrong] * 1.1
+        return list(results.values())
+
+    assert scored_swiglu._passes_trial(mx.float32, execute)
+    assert not scored_swiglu._passes_trial(mx.float32, off)
+    assert "experts' gradients of" in caplog.text
+
+
+def test_when_the_kernel_is_used(monkeypatch):
+    monkeypatch.setattr(scored_swiglu, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    large, small, narrow = (mx.zeros(shape) for shape in ((1024, 64), (8, 64), (10240, 12)))
+    assert scored_swiglu.serves(large, large, large)
+    assert not scored_swiglu.serves(small, small, small)
+    assert not scored_swiglu.serves(narrow, narrow, narrow)
+    assert not scored_swiglu.serves(large, large, large.astype(mx.bfloat16))
+    for device in ("cpu", "metal"):
+        monkeypatch.setattr(backend, "device", partial(str, device))
+        assert not scored_swiglu.serves(large, large, large)
