@@ -22,9 +22,9 @@ from ...machine import backend
 from ..functional import is_floating, is_recomputed, not_differentiated_again, promoted, refuse_second_derivative
 from ..pointwise import scored_swiglu
 from .activation import swiglu
-from .gradients import Gradients
+from .gradient_sums import GradientSums
 from .projection import Projection
-from .readers import Inner, Readers
+from .readers import InnerRows, Readers
 from .tiles import Chunk, Sorted, Tiled, scores_of, tile_rows
 
 Activation = Callable[..., mx.array]
@@ -53,7 +53,7 @@ def expert_block(
 ) -> mx.array:
     """Compute the sum over k of scores * down(activation(up(x), gate(x))), each with the expert that `indices` names.
 
-    Gradients reach x, the scores, and the arrays that each projection names in `trains`. On a CPU all products are in
+    GradientSums reach x, the scores, and the arrays that each projection names in `trains`. On a CPU all products are in
     fp32, whatever the dtype.
 
     Args:
@@ -139,7 +139,7 @@ class _Block:
         return forward
 
     def forward(self, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays) -> list[mx.array]:
-        """Return y, and what the backward pass is to find computed: of each chunk its order and its `Inner`."""
+        """Return y, and what the backward pass is to find computed: of each chunk its order and its `InnerRows`."""
         readers, down = self._with_arguments(arguments, x.dtype)
         layout = self.layout
         result_dtype = promoted(x.dtype, scores.dtype)
@@ -149,7 +149,7 @@ class _Block:
         for number in range(layout.chunks):
             chunk = layout.chunk(routing, number, [total] if number else [])
             matrices = [p.unpacked_matrices(chunk.experts) for p in readers.projections]
-            inner = Inner.of(readers, self._tiles(x, chunk.token), chunk, matrices)
+            inner = InnerRows.of(readers, self._tiles(x, chunk.token), chunk, matrices)
             if self.keeps and isinstance(layout, Sorted):
                 kept += [*layout.arrays(chunk), *inner.arrays()]
             hidden = self.activation(*inner.outputs)
@@ -168,14 +168,14 @@ class _Block:
         layout = self.layout
         dx = mx.zeros(x.shape, mx.float32 if self.in_fp32 else x.dtype)
         dscores = mx.zeros(scores.size)
-        sums = Gradients(readers, down, layout)
+        sums = GradientSums(readers, down, layout)
         remaining = iter(kept)
         for number in range(layout.chunks):
             previous = [dx, dscores, *sums.arrays()] if number else []
             inner = None
             if kept and isinstance(layout, Sorted):
                 chunk = layout.again(number, list(islice(remaining, Sorted.num_arrays)), previous)
-                inner = Inner.again(readers, remaining)
+                inner = InnerRows.again(readers, remaining)
             else:
                 chunk = layout.chunk(routing, number, previous)
             tiles, dscore = self._backward_chunk(readers, down, sums, dy, x, scores, chunk, inner)
@@ -194,12 +194,12 @@ class _Block:
         self,
         readers: Readers,
         down: Projection,
-        sums: Gradients,
+        sums: GradientSums,
         dy: mx.array,
         x: mx.array,
         scores: mx.array,
         chunk: Chunk,
-        inner: Inner | None,
+        inner: InnerRows | None,
     ) -> tuple[mx.array, mx.array]:
         """Return the chunk's dx [t, m, D] and dscore [t, m], and add its part to `sums`."""
         experts = chunk.experts
@@ -212,7 +212,7 @@ class _Block:
         # Unpacked matrices take most of a chunk's memory, so those of up and gate wait until down's are not needed.
         experts_later = mx.depends([experts], [dhidden])[0]
         matrices = [p.unpacked_matrices(experts_later) for p in readers.projections]
-        inner = inner or Inner.of(readers, rows, chunk, matrices)
+        inner = inner or InnerRows.of(readers, rows, chunk, matrices)
         hidden, dinner, dscore = self._of_activation(inner.outputs, dhidden, score)
         if down.bias is not None:
             dscore = dscore + (cotangent.astype(mx.float32) * down.bias[experts][:, None]).sum(axis=-1)

@@ -87,24 +87,24 @@ class Readers:
         return ends
 
 
-class Inner(NamedTuple):
+class InnerRows(NamedTuple):
     """What the readers computed of a chunk: their outputs [t, m, out], and scale * A dropout(x) [t, m, r] of each."""
 
     outputs: list[mx.array]
     low_ranks: list[mx.array | None]
 
     @staticmethod
-    def of(readers: Readers, rows: mx.array, chunk: Chunk, matrices: Sequence[mx.array | None]) -> Inner:
+    def of(readers: Readers, rows: mx.array, chunk: Chunk, matrices: Sequence[mx.array | None]) -> InnerRows:
         """Compute it from the rows, given the projections' unpacked matrices."""
         low_ranks = readers.low_ranks(rows, chunk)
-        return Inner(readers.forward(rows, low_ranks, chunk, matrices), low_ranks)
+        return InnerRows(readers.forward(rows, low_ranks, chunk, matrices), low_ranks)
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays from which `again` makes it."""
         return [array for array in (*self.outputs, *self.low_ranks) if array is not None]
 
     @staticmethod
-    def again(readers: Readers, arrays: Iterator[mx.array]) -> Inner:
+    def again(readers: Readers, arrays: Iterator[mx.array]) -> InnerRows:
         """Take its arrays from the iterator."""
         outputs = list(islice(arrays, len(readers.projections)))
-        return Inner(outputs, [None if p.lora_a is None else next(arrays) for p in readers.projections])
+        return InnerRows(outputs, [None if p.lora_a is None else next(arrays) for p in readers.projections])

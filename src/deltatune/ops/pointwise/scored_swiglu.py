@@ -66,9 +66,9 @@ def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
         # Rows of fewer and of more pieces than lanes share one.
         worst = 0.0
         for width in (40, 520):
-            *arrays, score = trial.random_arrays([((5, width), dtype)] * 3 + [((5,), mx.float32)])
-            found = gradients(*arrays, score, execute=execute)
-            expected = with_mlx(*(array.astype(mx.float32) for array in arrays), score)
+            gate, x, d, score = trial.random_arrays([((5, width), dtype)] * 3 + [((5,), mx.float32)])
+            found = gradients(gate, x, d, score, execute=execute)
+            expected = with_mlx(gate.astype(mx.float32), x.astype(mx.float32), d.astype(mx.float32), score)
             worst = max(worst, trial.largest_error(found, expected))
         return worst
 

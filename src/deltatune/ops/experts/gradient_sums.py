@@ -14,7 +14,7 @@ from .tiles import Chunk, Sorted, Tiled
 _Sums = dict[str, mx.array | None]
 
 
-class Gradients:
+class GradientSums:
     """The gradients of all arrays that train.
 
     Args:
