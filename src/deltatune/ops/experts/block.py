@@ -53,7 +53,7 @@ def expert_block(
 ) -> mx.array:
     """Compute the sum over k of scores * down(activation(up(x), gate(x))), each with the expert that `indices` names.
 
-    GradientSums reach x, the scores, and the arrays that each projection names in `trains`. On a CPU all products are in
+    Gradients reach x, the scores, and the arrays that each projection names in `trains`. On a CPU all products are in
     fp32, whatever the dtype.
 
     Args:
