@@ -131,12 +131,16 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
 
 def train_counted(trainer: Any, counter: Any, plan: Any, skipped: int = 1) -> dict[str, Any]:
     """Train, and return what the plan of a step says beside the peaks of all iterations but the first `skipped`."""
+    import mlx.core as mx
+
     peaks = []
     advance = trainer._advance
 
     def counted(batch: Any) -> Any:
         counter.reset()
         found = advance(batch)
+        # Training starts an iteration while the one before is computed; here each is counted by itself.
+        mx.synchronize()
         peaks.append(counter.now())
         return found
 
