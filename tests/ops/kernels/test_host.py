@@ -114,10 +114,8 @@ SUMS = {
     "heads of 128, one key": CASES["one key"] | LONG,
     "heads of 128, near keys": CASES["near keys, beta 1.9"] | LONG,
 }
-# For keys wider than 128 the tail of a state has one bit, not two, so d(log_g) misses the bound
-# and has one of its own (docs/figures.md).
+# The rows of u and R have more padding where keys are wider than 128, for the states' tails.
 SUMS |= {"wide keys": CASES["near keys, beta 1.9"] | {"key_size": 160, "value_size": 24, "length": 130}}
-MISSED = {("wide keys", "log_g"): 6e-3}
 
 
 @pytest.mark.parametrize("name", ["65 tokens", *HARD, *SUMS])
@@ -126,7 +124,7 @@ def test_in_bf16_beside_naive(name, machine, on_host, norms, table):
     case = table.Case(name, **(CASES | SUMS)[name])
     fused = norms(*on_host(machine, case, mx.bfloat16))
     naive = norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive))
-    bounds = {key: MISSED.get((name, key), fused_bf16_norm(error)) for key, error in naive.items()}
+    bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
     assert not {key: (error, bounds[key]) for key, error in fused.items() if error > bounds[key]}
 
 

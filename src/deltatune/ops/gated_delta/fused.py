@@ -131,7 +131,7 @@ def scan_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
     return {
         "y": (x.v.shape, tiling.dtype),
         "states": ((*heads, tiling.chunks, rows, tiling.key_stride), tiling.saved_dtype),
-        "u": ((*heads, tiling.chunks, rows, tiling.chunk + 8), mx.float32),
+        "u": ((*heads, tiling.chunks, rows, tiling.saved_stride), mx.float32),
         "last": ((*heads, tiling.value_size, tiling.key_size), mx.float32),
     }
 
@@ -141,7 +141,7 @@ def reverse_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
     heads, rows = (tiling.batch, tiling.value_heads), padded(tiling.value_size)
     return {
         "d_states": ((*heads, tiling.chunks, rows, tiling.key_stride), tiling.saved_dtype),
-        "d_right": ((*heads, tiling.chunks, rows, tiling.chunk + 8), mx.float32),
+        "d_right": ((*heads, tiling.chunks, rows, tiling.saved_stride), mx.float32),
         "dv": (x.v.shape, tiling.dtype),
         "d_initial": ((*heads, tiling.value_size, tiling.key_size), mx.float32),
     }

@@ -109,6 +109,11 @@ class Tiling:
         return self.chunk * (self.chunk + 8)
 
     @property
+    def saved_stride(self) -> int:
+        """Elements between rows of u or of R, as wide as a chunk; in bf16 their padding has room for states' tails."""
+        return self.chunk + 8 * (-(-self.key_size // 128) if self.dtype == mx.bfloat16 else 1)
+
+    @property
     def triangle_elements(self) -> int:
         """Elements of a packed lower triangle of 16 x 16 tiles with its padding."""
         tiles = self.chunk // 16
@@ -127,13 +132,13 @@ class Tiling:
     @property
     def strip_bytes(self) -> int:
         """Bytes of a strip's tiles on their way out of a scan, and between the groups that share the strip."""
-        saved, square = self.saved_dtype.size, 16 * (self.chunk + 8)
+        saved, square, kept = self.saved_dtype.size, 16 * (self.chunk + 8), 16 * self.saved_stride
         if self.split > 1:
             state = 16 * self.key_stride
-            return max(saved * state + 16 * square, 4 * state + 12 * square)
+            return max(saved * state + 12 * square + 4 * kept, 4 * state + 8 * square + 4 * kept)
         if self.machine == "metal" or self.dtype == mx.float32:
             return 0
-        return max(16 * saved * self.key_stride, 4 * square)
+        return max(16 * saved * self.key_stride, 4 * kept)
 
     @cached_property
     def scan_bytes(self) -> int:
@@ -147,7 +152,7 @@ class Tiling:
         """Bytes of one slice of everything that the gradient kernel reads in slices."""
         rows = self.gradient_slice
         states = 2 * self.key_rows_bytes(rows, self.saved_dtype.size)
-        return states + rows * (self.chunk + 8) * 8 + self.chunk * (rows + 8) * self.input_bytes
+        return states + rows * self.saved_stride * 8 + self.chunk * (rows + 8) * self.input_bytes
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -171,6 +176,11 @@ class Tiling:
 @dataclass(frozen=True)
 class ChannelTiling(Tiling):
     """The sizes of a call with a gate per key channel, and how a machine divides it. A chunk has 16 or 32 positions."""
+
+    @property
+    def saved_stride(self) -> int:
+        """Elements between rows of u or of R; states have no tails here."""
+        return self.chunk + 8
 
     @property
     def scaled_key_bytes(self) -> int:

@@ -381,8 +381,7 @@ inline void put_tile(Store s, long offset, int stride, const Tile& t, int rows, 
   }
 }
 
-// Tails are explained in metal.h. With two bits a lane's tails take two bytes per tile, those of even elements in the
-// first; with one bit they take one byte.
+// Tails are explained in metal.h. Of a lane's two bytes per tile, the first has the tails of even elements.
 inline unsigned second_bytes(const Tile& t, int i) {
   return __byte_perm(__float_as_uint(t.x[2 * i]), __float_as_uint(t.x[2 * i + 1]), 0x0051);
 }
@@ -393,22 +392,14 @@ inline unsigned tail_pairs(const Tile& low, const Tile& high) {
     tails |= (__byte_perm(second_bytes(low, i), second_bytes(high, i), 0x5410) & 0xc0c0c0c0u) >> 2 * i;
   return tails;
 }
-inline unsigned tail_bits(const Tile& t) {
-  unsigned tail = 0;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) tail |= (__float_as_uint(t.x[e]) >> 15 & 1) << e;
-  return tail;
-}
 // Stores the tails of `Count` tiles from tile `from` of a strip on.
-template <int Bits, int Count, typename Store>
+template <int Tails, int Count, typename Store>
 inline void keep_tails(Store s, int offset, int stride, const Tile* tiles, int from, int lane) {
-  if constexpr (Bits > 0) {
-    char* to = reinterpret_cast<char*>(s.plane(lane >> 4) + offset + (lane & 15) * stride + stride - 8) + from * Bits;
+  if constexpr (Tails > 0) {
+    char* to = reinterpret_cast<char*>(s.plane(lane >> 4) + offset + (lane & 15) * stride + stride - Tails) + from * 2;
 #pragma unroll
     for (int m = 0; m < Count; ++m) {
-      if constexpr (Bits == 1) {
-        to[m] = static_cast<char>(tail_bits(tiles[m]));
-      } else if constexpr (Count % 4 == 0) {
+      if constexpr (Count % 4 == 0) {
         if (m % 4 == 0)
           *reinterpret_cast<uint2*>(to + 2 * m) =
               make_uint2(tail_pairs(tiles[m], tiles[m + 1]), tail_pairs(tiles[m + 2], tiles[m + 3]));
@@ -420,35 +411,30 @@ inline void keep_tails(Store s, int offset, int stride, const Tile* tiles, int f
 }
 // tail_at loads a lane's tails of tile `m` of a strip. low_halves returns the low 16 bits that they stand for, of two
 // elements, each half a last place too large; with_low_half joins one to its bf16 and subtracts that excess.
-template <int Bits, typename Store>
+template <int Tails, typename Store>
 inline unsigned tail_at(Store s, int offset, int stride, int m, int lane) {
-  if constexpr (Bits == 0) {
+  if constexpr (Tails == 0) {
     return 0;
   } else {
-    const bf16* from = s.plane(lane >> 4) + offset + (lane & 15) * stride + stride - 8;
-    if constexpr (Bits == 1) return reinterpret_cast<const unsigned char*>(from)[m];
-    else return __byte_perm(reinterpret_cast<const unsigned short*>(from)[m], 0, 0x1000);
+    const bf16* from = s.plane(lane >> 4) + offset + (lane & 15) * stride + stride - Tails;
+    return __byte_perm(reinterpret_cast<const unsigned short*>(from)[m], 0, 0x1000);
   }
 }
-template <int Bits>
-inline unsigned low_halves(unsigned tail, int i) {
-  if constexpr (Bits == 1) return ((tail >> 2 * i & 1) << 15 | (tail >> (2 * i + 1) & 1) << 31) ^ 0xc000c000u;
-  else return (tail << 2 * i & 0xc000c000u) ^ 0xa000a000u;
-}
+inline unsigned low_halves(unsigned tail, int i) { return (tail << 2 * i & 0xc000c000u) ^ 0xa000a000u; }
 inline float with_low_half(unsigned low, unsigned high, unsigned which) {
   return __uint_as_float(__byte_perm(low, high, which) - 0x8000u);
 }
 // A lane's share of the sum of products of two tiles' elements with their tails. An element of half the smallest bf16,
 // which is rounded to zero, becomes NaN with its tail; then the sum is taken without tails.
-template <int Bits, typename V, typename W>
+template <int Tails, typename V, typename W>
 inline float kept_dot(V v, W w, unsigned tail_v, unsigned tail_w, int lane) {
   float sum = 0.0f;
-  if constexpr (Bits > 0) {
+  if constexpr (Tails > 0) {
     const auto a = left(v, lane);
     const auto b = left(w, lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const unsigned x = low_halves<Bits>(tail_v, i), y = low_halves<Bits>(tail_w, i);
+      const unsigned x = low_halves(tail_v, i), y = low_halves(tail_w, i);
       sum += with_low_half(x, a.r[0][i], 0x5410) * with_low_half(y, b.r[0][i], 0x5410);
       sum += with_low_half(x, a.r[0][i], 0x7632) * with_low_half(y, b.r[0][i], 0x7632);
     }
@@ -693,7 +679,7 @@ inline void writes_left() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: 
 
 // Writes a group's row of tiles, 16 rows of `stride` elements, to device memory by way of `staging`, with the tails of
 // the group's `Kept` tiles of the state. It first waits for the group's write before this one.
-template <int Count, int Bits, int Kept, typename Store>
+template <int Count, int Tails, int Kept, typename Store>
 inline void write_tiles_and_tails(Store to, long offset, int stride, const Tile* tiles, const Tile* state,
                                   char* staging, int lane) {
   if constexpr (Store::planes == 0) {
@@ -722,7 +708,7 @@ inline void write_tiles_and_tails(Store to, long offset, int stride, const Tile*
                         "r"(low[3]) : "memory");
       }
     }
-    keep_tails<Bits, Kept>(Pair{room, 16 * stride}, 0, stride, state, 0, lane);
+    keep_tails<Tails, Kept>(Pair{room, 16 * stride}, 0, stride, state, 0, lane);
     copies_fence();
     __syncwarp();
     if (lane == 0) {

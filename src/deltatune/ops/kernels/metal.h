@@ -211,44 +211,45 @@ inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
   return sum;
 }
 
-// The tail of an element of a state is the next Bits of its fp32 value after those that its bf16 holds. As a signed
-// number the tail says where within the last place of the bf16 the element was, to within 2^-Bits of half that place. A
-// lane's tails take 16 bytes, Bits of them per tile, in the padding of 16 rows of u or R.
+// The tail of an element of a state is the next two bits of its fp32 value after those that its bf16 holds. As a signed
+// number the tail says where within the last place of the bf16 the element was, to within an eighth of that place. A
+// lane's tails take two bytes per tile, in the last Tails elements of 16 rows of u or R; no tails are kept if Tails is 0.
+template <int Tails>
 inline threadgroup uchar* tails_in(threadgroup float* rows, int stride, int lane) {
-  return reinterpret_cast<threadgroup uchar*>(rows + (lane & 15) * stride + stride - 8 + (lane >> 4) * 4);
+  return reinterpret_cast<threadgroup uchar*>(rows + ((lane & 15) + 1) * stride - Tails + (lane >> 4) * (Tails / 2));
 }
+template <int Tails>
 inline device uchar* tails_in(device float* rows, int stride, int lane) {
-  return reinterpret_cast<device uchar*>(rows + (lane & 15) * stride + stride - 8 + (lane >> 4) * 4);
+  return reinterpret_cast<device uchar*>(rows + ((lane & 15) + 1) * stride - Tails + (lane >> 4) * (Tails / 2));
 }
 // Stores the tails of `Count` tiles from tile `from` of a strip on.
-template <int Bits, int Count, typename Store>
+template <int Tails, int Count, typename Store>
 void keep_tails(Store s, long offset, int stride, const thread Tile* tiles, int from, int lane) {
-  for (int m = 0; m < Count; ++m) {
+  for (int m = 0; Tails > 0 && m < Count; ++m) {
     uint tail = 0;
-    for (int e = 0; e < 8; ++e) tail |= ((as_type<uint>(tiles[m].x[e]) & 0xffff) >> (16 - Bits)) << (Bits * e);
-    for (int i = 0; i < Bits; ++i)
-      tails_in(s.elements + offset, stride, lane)[(from + m) * Bits + i] = static_cast<uchar>(tail >> (8 * i));
+    for (int e = 0; e < 8; ++e) tail |= ((as_type<uint>(tiles[m].x[e]) & 0xffff) >> 14) << (2 * e);
+    for (int i = 0; i < 2; ++i)
+      tails_in<Tails>(s.elements + offset, stride, lane)[(from + m) * 2 + i] = static_cast<uchar>(tail >> (8 * i));
   }
 }
 // tail_at loads a lane's tails of tile `m` of a strip; with_tail returns element e with its tail added.
-template <int Bits, typename Store>
+template <int Tails, typename Store>
 uint tail_at(Store s, int offset, int stride, int m, int lane) {
   uint tail = 0;
-  for (int i = 0; i < Bits; ++i) tail |= (uint)tails_in(s.elements + offset, stride, lane)[m * Bits + i] << (8 * i);
+  for (int i = 0; i < 2; ++i) tail |= (uint)tails_in<Tails>(s.elements + offset, stride, lane)[m * 2 + i] << (8 * i);
   return tail;
 }
-template <int Bits>
 inline float with_tail(float x, uint tail, int e) {
-  const uint place = ((tail >> (Bits * e)) & ((1 << Bits) - 1)) ^ (1 << Bits >> 1);
-  return as_type<float>(as_type<uint>(x) + (place << (16 - Bits)) + (0x8000 >> Bits) - 0x8000);
+  const uint place = ((tail >> (2 * e)) & 3) ^ 2;
+  return as_type<float>(as_type<uint>(x) + (place << 14) + 0x2000 - 0x8000);
 }
 // A lane's share of the sum of products of two tiles' elements with their tails. An element of half the smallest bf16,
 // which is rounded to zero, becomes NaN with its tail; then the sum is taken without tails.
-template <int Bits, typename V, typename W>
+template <int Tails, typename V, typename W>
 float kept_dot(V v, W w, uint tail_v, uint tail_w, int lane) {
   const Tile a = tile_of(v, lane), b = tile_of(w, lane);
   float sum = 0.0f;
-  for (int e = 0; e < 8; ++e) sum += with_tail<Bits>(a.get(e), tail_v, e) * with_tail<Bits>(b.get(e), tail_w, e);
+  for (int e = 0; e < 8; ++e) sum += with_tail(a.get(e), tail_v, e) * with_tail(b.get(e), tail_w, e);
   return sum == sum ? sum : right_dot(a, b, lane);
 }
 
@@ -310,11 +311,11 @@ void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, th
 }
 
 // Does the same, and stores the tails of the group's `Kept` tiles of the state in the rows' padding.
-template <int Count, int Bits, int Kept, typename Store>
+template <int Count, int Tails, int Kept, typename Store>
 void write_tiles_and_tails(Store to, long offset, int stride, const thread Tile* tiles, const thread Tile* state,
                            threadgroup char* staging, int lane) {
   write_tiles<Count>(to, offset, stride, tiles, staging, lane);
-  keep_tails<Bits, Kept>(to, offset, stride, state, 0, lane);
+  keep_tails<Tails, Kept>(to, offset, stride, state, 0, lane);
 }
 
 // Writes a left operand to a shared matrix, in the form in which `left` reads it.

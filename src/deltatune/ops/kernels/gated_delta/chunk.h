@@ -72,11 +72,17 @@ inline constexpr int room_of() {
   return UNSTAGED ? 0 : C * stride_of(DK) * Store::bytes;
 }
 
-// The number of further bits (the tail) saved of each element of a state or its gradient that is saved in bf16, with
-// one gate per head. Only the inner product of the two reads them. They are stored in the padding of u and of R.
+// Of each element of a state or its gradient that is saved in bf16, with one gate per head, two further bits (the tail)
+// are saved in the padding at the end of u's and of R's rows. Only the inner product of the two reads them. This is how
+// many elements of a row hold tails.
 template <typename In, int DK, bool CHANNEL>
-inline constexpr int tail_of() {
-  return CHANNEL || Saved<In>::bytes != 2 ? 0 : padded(DK) <= 128 ? 2 : 1;
+inline constexpr int tails_of() {
+  return CHANNEL || Saved<In>::bytes != 2 ? 0 : (padded(DK) + 127) / 128 * 8;
+}
+// Elements between rows of u or of R. Eight elements of padding, or more, spread rows over the banks of shared memory.
+template <typename In, int C, int DK, bool CHANNEL>
+inline constexpr int row_of_chunk() {
+  return C + (tails_of<In, DK, CHANNEL>() > 8 ? tails_of<In, DK, CHANNEL>() : 8);
 }
 
 template <bool Condition, typename X, typename Y> struct Choose { using type = X; };

@@ -6,8 +6,8 @@ struct GradientMemory {
   static constexpr constant int state = 0;
   static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int dy = right + SLICE * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int right = u + SLICE * row_of_chunk<In, C, DK, false>() * Wide<In>::bytes;
+  static constexpr constant int dy = right + SLICE * row_of_chunk<In, C, DK, false>() * Wide<In>::bytes;
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
   static constexpr constant int q = 0;
   static constexpr constant int k = q + room_of<UNSTAGED, Exact<In>, C, DK>();
@@ -31,7 +31,7 @@ template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, typ
           bool MASKED, typename PT, typename PU, typename PR, typename PY, typename PM>
 inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arrival, PT states, PT d_states, PU u,
                        PR d_right, PY dy, PM mask, int length, int hv, long chunk, int first) {
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8;
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), saved = row_of_chunk<In, C, DK, false>();
   constexpr int value_rows = padded(DV);
   if (!UNSTAGED) {
     copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
@@ -42,11 +42,11 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
                                             (long)first * stride,
                                         arrival, at.index);
   }
-  copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * square),
-                                      stored_at<Wide<In>>(u, chunk, value_rows * square), (long)first * square, arrival,
+  copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * saved),
+                                      stored_at<Wide<In>>(u, chunk, value_rows * saved), (long)first * saved, arrival,
                                       at.index);
-  copy_block<SLICE * square, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * square),
-                                      stored_at<Wide<In>>(d_right, chunk, value_rows * square), (long)first * square,
+  copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * saved),
+                                      stored_at<Wide<In>>(d_right, chunk, value_rows * saved), (long)first * saved,
                                       arrival, at.index);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
                                dy + (((long)at.z * length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
@@ -142,11 +142,12 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
                                       OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY, UNSTAGED>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, slice_stride = SLICE + 8,
+      saved = row_of_chunk<In, C, DK, false>(),
       blocks = C / 16;
   constexpr int columns = padded(DK), key_tiles = columns / 16, parts = GROUPS / blocks;
   constexpr int column_tiles = (key_tiles + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts,
       repeats = HV / HK;
-  constexpr int sharers = threads / C, tail = tail_of<In, DK, false>();
+  constexpr int sharers = threads / C, tails = tails_of<In, DK, false>();
   static_assert(GROUPS % blocks == 0 && parts <= 4, "groups share the columns of a row of tiles");
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
@@ -241,14 +242,14 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       const auto d_state = Choice<UNSTAGED>::of(
           stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
           shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
-      const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
-      const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
+      const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * saved);
+      const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * saved);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * slice_stride);
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, slice_stride, row * 16, s), lane);
-        const auto left_right = left(turned(right_gradient, square, row * 16, s), lane);
-        const auto left_u = left(turned(u, square, row * 16, s), lane);
+        const auto left_right = left(turned(right_gradient, saved, row * 16, s), lane);
+        const auto left_u = left(turned(u, saved, row * 16, s), lane);
         if (s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
         for (int m = 0; m < column_tiles; ++m) {
@@ -259,25 +260,25 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
           multiply(from_y[m], left_y, b, lane);
           multiply(from_right[m], left_right, b, lane);
           multiply(from_end[m], left_u, db, lane);
-          if (tail == 0 && s / 16 % blocks == row) state_dot += right_dot(b, db, lane);
+          if (tails == 0 && s / 16 % blocks == row) state_dot += right_dot(b, db, lane);
         }
         DELTATUNE_UNROLL
         for (int m = 0; m < own_pairs; ++m) {
           const int column = part + m * parts;
           if (column > row) continue;
-          const auto b = right(straight(u, square, s, column * 16), lane);
+          const auto b = right(straight(u, saved, s, column * 16), lane);
           multiply(dp[m], left_y, b, lane);
           multiply(da[m], left_right, b, lane);
         }
       }
-      for (int s = row * 16; tail > 0 && s < SLICE; s += blocks * 16) {
+      for (int s = row * 16; tails > 0 && s < SLICE; s += blocks * 16) {
         DELTATUNE_UNROLL
         for (int m = 0; m < column_tiles; ++m) {
           const int column = (part * column_tiles + m) * 16;
           if (key_tiles % parts != 0 && column >= columns) continue;
-          state_dot += kept_dot<tail>(straight(state, stride, s, column), straight(d_state, stride, s, column),
-                                  tail_at<tail>(u, s * square, square, column / 16, lane),
-                                  tail_at<tail>(right_gradient, s * square, square, column / 16, lane), lane);
+          state_dot += kept_dot<tails>(straight(state, stride, s, column), straight(d_state, stride, s, column),
+                                  tail_at<tails>(u, s * saved, saved, column / 16, lane),
+                                  tail_at<tails>(right_gradient, s * saved, saved, column / 16, lane), lane);
         }
       }
     }
@@ -345,7 +346,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
         const float d = rate[j] * decay.at(row == column, i, j, middle);
         dp[m].set(e, d * dp[m].get(e));
         da[m].set(e, i > j ? -rate[i] * d * da[m].get(e) : 0.0f);
-        const bool pairs = i > j || (tail > 0 && i == j);
+        const bool pairs = i > j || (tails > 0 && i == j);
         qk.set(e, pairs ? dp[m].get(e) * qk.get(e) + da[m].get(e) * kk.get(e) : 0.0f);
       }
       put_tile<true, true>(weights_y, row * 16 * square + column * 16, square, dp[m], 16, 16, lane);
@@ -400,7 +401,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
         }
       }
     }
-    if (tail > 0) {
+    if (tails > 0) {
       if (at.index < C) ends_by_pairs<C>(diagonal, column_sums, rate_sums, rate, after, after_sums, parts, at.index);
       barrier();
     }

@@ -12,13 +12,13 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
                            PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
                            GLOBAL float* d_initial) {
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL, true>;
-  using Room = Rooms<In, C, DK>;
+  using Room = Rooms<In, C, DK, CHANNEL>;
   using Types = ScanTypes<In, CHANNEL, true>;
-  constexpr int stride = stride_of(DK), square = C + 8, value_stride = SLICE + 8, blocks = C / 16,
+  constexpr int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>(), value_stride = SLICE + 8, blocks = C / 16,
       key_tiles = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
       tiles = blocks / SPLIT;
-  constexpr int tail = tail_of<In, DK, CHANNEL>();
+  constexpr int tails = tails_of<In, DK, CHANNEL>();
   // In fp32 what a chunk adds to the state is summed first, so that the state, much larger, is rounded once per chunk.
   constexpr bool add_separately = !CHANNEL && sizeof(In) == 4;
   // Groups beyond those that compute load the chunks; where there are none, all groups load.
@@ -136,7 +136,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     if (part == 0) add_times<0>(x, rated, z, lane);
     else add_times<1>(x, rated, z, lane);
     if (SPLIT == 1 && first < value_rows)
-      write_tiles_and_tails<tiles, tail, state_tiles>(right_out, (long)first * square, square, x, state, rooms, lane);
+      write_tiles_and_tails<tiles, tails, state_tiles>(right_out, (long)first * square, square, x, state, rooms, lane);
     Strip<In, blocks, SPLIT> right_part = strip_at<In, blocks, SPLIT>(rooms, Room::rated_gradient);
     const Wide<In> right_gradient_room = shared_at<Wide<In>>(rooms, Room::right_gradient, 16 * square);
     DELTATUNE_UNROLL
@@ -155,7 +155,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
       right_part.put(j, tile, x[j], lane);
     }
     if (SPLIT > 1) {
-      keep_tails<tail, state_tiles>(right_gradient_room, 0, square, state, part * state_tiles, lane);
+      keep_tails<tails, state_tiles>(right_gradient_room, 0, square, state, part * state_tiles, lane);
       copies_fence();
       pair_barrier(strip);
       if (part == 0 && first < value_rows) write_strip<16 * square>(right_out, (long)first * square,

@@ -14,13 +14,13 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
                         bool has_initial, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u,
                             GLOBAL float* last) {
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL, false>;
-  using Room = Rooms<In, C, DK>;
+  using Room = Rooms<In, C, DK, CHANNEL>;
   using Types = ScanTypes<In, CHANNEL, false>;
-  constexpr int stride = stride_of(DK), square = C + 8, value_stride = SLICE + 8, blocks = C / 16,
+  constexpr int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>(), value_stride = SLICE + 8, blocks = C / 16,
       key_tiles = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
       tiles = blocks / SPLIT;
-  constexpr int tail = tail_of<In, DK, CHANNEL>();
+  constexpr int tails = tails_of<In, DK, CHANNEL>();
   // In fp32 what a chunk adds to the state is summed first, so that the state, much larger, is rounded once per chunk.
   constexpr bool add_separately = !CHANNEL && sizeof(In) == 4;
   // Groups beyond those that compute load the chunks; where there are none, all groups load.
@@ -131,7 +131,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     if (part == 0) add_times_turned<0>(x, rights, z, lane);
     else add_times_turned<1>(x, rights, z, lane);
     if (SPLIT == 1 && first < value_rows)
-      write_tiles_and_tails<tiles, tail, state_tiles>(u_out, (long)first * square, square, x, state, rooms, lane);
+      write_tiles_and_tails<tiles, tails, state_tiles>(u_out, (long)first * square, square, x, state, rooms, lane);
     Strip<In, blocks, SPLIT> rated = strip_at<In, blocks, SPLIT>(rooms, Room::rated);
     Strip<In, blocks, SPLIT> ended = strip_at<In, blocks, SPLIT>(rooms, CHANNEL ? Room::rated : Room::ended);
     const Wide<In> u_room = shared_at<Wide<In>>(rooms, Room::u, 16 * square);
@@ -151,7 +151,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       }
     }
     if (SPLIT > 1) {
-      keep_tails<tail, state_tiles>(u_room, 0, square, state, part * state_tiles, lane);
+      keep_tails<tails, state_tiles>(u_room, 0, square, state, part * state_tiles, lane);
       copies_fence();
       pair_barrier(strip);
       if (part == 0 && first < value_rows) write_strip<16 * square>(u_out, (long)first * square, u_room, lane);

@@ -14,7 +14,8 @@ struct ScanMemory {
   static constexpr constant int factors = values + C * (SLICE + 8) * Exact<In>::bytes;
   static constexpr constant int stage = factors + (CHANNEL ? C + padded(DK) : 3 * C) * 4;
   // A strip's tiles on their way out, or on their way to the other group.
-  static constexpr constant int out = SPLIT > 1 ? Rooms<In, C, DK>::bytes : 16 * staged<In>(stride_of(DK), C + 8);
+  static constexpr constant int out = SPLIT > 1 ? Rooms<In, C, DK, CHANNEL>::bytes
+                                                  : 16 * staged<In>(stride_of(DK), row_of_chunk<In, C, DK, CHANNEL>());
   static constexpr constant int staging = STAGES * stage;
   static constexpr constant int arrivals = staging + SLICE / 16 * out;
   static constexpr constant int bytes = arrivals + 16;

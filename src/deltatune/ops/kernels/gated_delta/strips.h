@@ -19,17 +19,18 @@ inline constexpr int own_tile(int n, int part) {
 
 // The shared memory of a strip with SPLIT 2, in which its groups exchange tiles. Forward: the state, then by position
 // r, u, beta u and E beta u. Backward: the state, then by position beta w, R and G beta R.
-template <typename In, int C, int DK>
+template <typename In, int C, int DK, bool CHANNEL>
 struct Rooms {
   static constexpr constant int state_elements = 16 * stride_of(DK), chunk_elements = 16 * (C + 8);
+  static constexpr constant int saved_elements = 16 * row_of_chunk<In, C, DK, CHANNEL>();
   static constexpr constant int right = state_elements * Saved<In>::bytes;
   static constexpr constant int u = right + chunk_elements * Wide<In>::bytes;
-  static constexpr constant int rated = u + chunk_elements * Wide<In>::bytes;
+  static constexpr constant int rated = u + saved_elements * Wide<In>::bytes;
   static constexpr constant int ended = rated + chunk_elements * Wide<In>::bytes;
   static constexpr constant int forward = ended + chunk_elements * Wide<In>::bytes;
   static constexpr constant int rated_w = state_elements * Wide<In>::bytes;
   static constexpr constant int right_gradient = rated_w + chunk_elements * Wide<In>::bytes;
-  static constexpr constant int rated_gradient = right_gradient + chunk_elements * Wide<In>::bytes;
+  static constexpr constant int rated_gradient = right_gradient + saved_elements * Wide<In>::bytes;
   static constexpr constant int backward = rated_gradient + chunk_elements * Wide<In>::bytes;
   static constexpr constant int bytes = forward > backward ? forward : backward;
 };
