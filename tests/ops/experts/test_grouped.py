@@ -86,6 +86,7 @@ def test_every_product_of_a_block(calls):
     both = (experts, 2 * rank, outer)
     assert per_chunk["product", outer, both, True, False] == per_chunk["product", 2 * rank, both, False, True] == 1
     assert per_chunk["product", rank, (experts, inner, rank), True, True] == 2
+    assert per_chunk["product", inner, (experts, rank, inner), True, False] == 1
     assert per_chunk["product", rank, (experts, rank, inner), False, True] == 1
     assert per_chunk["gradient", both] == 1
     assert per_chunk["gradient", (experts, inner, rank)] == 2

@@ -150,10 +150,11 @@ class _Block:
             chunk = layout.chunk(routing, number, [total] if number else [])
             matrices = [p.unpacked_matrices(chunk.experts) for p in readers.projections]
             inner = InnerRows.of(readers, self._tiles(x, chunk.token), chunk, matrices)
-            if self.keeps and isinstance(layout, Sorted):
-                kept += [*layout.arrays(chunk), *inner.arrays()]
             hidden = self.activation(*inner.outputs)
-            y = down.forward(hidden, down.low_rank(hidden, chunk), chunk, down.unpacked_matrices(chunk.experts))
+            low_rank = down.low_rank(hidden, chunk)
+            if self.keeps and isinstance(layout, Sorted):
+                kept += [*layout.arrays(chunk), *inner._replace(of_down=low_rank).arrays()]
+            y = down.forward(hidden, low_rank, chunk, down.unpacked_matrices(chunk.experts))
             if self.summed:
                 total = layout.add_to_tokens(total, y, chunk, scores)
             else:
@@ -175,7 +176,7 @@ class _Block:
             inner = None
             if kept and isinstance(layout, Sorted):
                 chunk = layout.again(number, list(islice(remaining, Sorted.num_arrays)), previous)
-                inner = InnerRows.again(readers, remaining)
+                inner = InnerRows.again(readers, down, remaining)
             else:
                 chunk = layout.chunk(routing, number, previous)
             tiles, dscore = self._backward_chunk(readers, down, sums, dy, x, scores, chunk, inner)
@@ -219,7 +220,8 @@ class _Block:
         if chunk.valid is not None:
             dscore = dscore * chunk.valid.reshape(dscore.shape)
         if down.trains:
-            sums.add_down(hidden, down.low_rank(hidden, chunk), cotangent, d_low_rank, chunk, score)
+            low_rank = down.low_rank(hidden, chunk) if inner.of_down is None else inner.of_down
+            sums.add_down(hidden, low_rank, cotangent, d_low_rank, chunk, score)
         drows, d_low_ranks = readers.backward(dinner, chunk, matrices)
         sums.add_readers(rows, inner.low_ranks, dinner, d_low_ranks, chunk)
         return drows, dscore

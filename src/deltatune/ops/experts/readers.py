@@ -88,23 +88,31 @@ class Readers:
 
 
 class InnerRows(NamedTuple):
-    """What the readers computed of a chunk: their outputs [t, m, out], and scale * A dropout(x) [t, m, r] of each."""
+    """What was computed of a chunk before the product with down's weight.
+
+    Args:
+        outputs: of each reader [t, m, out].
+        low_ranks: of each reader scale * A dropout(x) [t, m, r], or None without an adapter.
+        of_down: the same of down; None also where it is not known.
+    """
 
     outputs: list[mx.array]
     low_ranks: list[mx.array | None]
+    of_down: mx.array | None = None
 
     @staticmethod
     def of(readers: Readers, rows: mx.array, chunk: Chunk, matrices: Sequence[mx.array | None]) -> InnerRows:
-        """Compute it from the rows, given the projections' unpacked matrices."""
+        """Compute it from the rows without `of_down`, given the projections' unpacked matrices."""
         low_ranks = readers.low_ranks(rows, chunk)
         return InnerRows(readers.forward(rows, low_ranks, chunk, matrices), low_ranks)
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays from which `again` makes it."""
-        return [array for array in (*self.outputs, *self.low_ranks) if array is not None]
+        return [array for array in (*self.outputs, *self.low_ranks, self.of_down) if array is not None]
 
     @staticmethod
-    def again(readers: Readers, arrays: Iterator[mx.array]) -> InnerRows:
+    def again(readers: Readers, down: Projection, arrays: Iterator[mx.array]) -> InnerRows:
         """Take its arrays from the iterator."""
         outputs = list(islice(arrays, len(readers.projections)))
-        return InnerRows(outputs, [None if p.lora_a is None else next(arrays) for p in readers.projections])
+        *low_ranks, of_down = [None if p.lora_a is None else next(arrays) for p in (*readers.projections, down)]
+        return InnerRows(outputs, low_ranks, of_down)
