@@ -36,6 +36,7 @@ from .outcome import Check, Outcome, compared_with_bounds, not_run
 # Bounds on relative norms. A rounding to bf16 costs 1.7e-3. Gradients of parameters pass up to nine such roundings in
 # MLX's operations, and independent roundings add up to the square root of their number.
 BOUNDS = {mx.float32: 1e-6, mx.bfloat16: 3 * 1.7e-3}
+_NAMES = {mx.float32: "fp32", mx.bfloat16: "bf16"}
 Shapes = list[tuple[int, ...]]
 _EPS = 1e-6
 
@@ -236,28 +237,28 @@ def rows_and_joins(quick: bool, execute: Execute = Pass.run) -> Outcome:
     return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[mx.float32]))
 
 
-def adam(quick: bool) -> Outcome:
-    """Compare the parameter and the moments of a step of AdamW with the formula in float64."""
+def adam(quick: bool, dtype: mx.Dtype) -> Outcome:
+    """Compare the parameter and the moments of a step of AdamW in this dtype with the formula in float64."""
     optimizer = mlx.optimizers.AdamW(0.1, bias_correction=True)
     optimizer.state["step"] = mx.array(3)
-    step = AdamStep.of(optimizer, mx.array(0.5), mx.array(True))
-    if step is None:
-        return not_run("its pass is for CUDA, and refused its trial" if backend.device() == "cuda" else _ON_CUDA)
     shape = (37, 131) if quick else (4096, 1024)
     keys = mx.random.split(mx.random.key(2), 4)
-    parameter, gradient, m, v = (mx.random.normal(shape, key=key) for key in keys)
+    parameter, gradient, m, v = (mx.random.normal(shape, key=key).astype(dtype) for key in keys)
     v = v.square()
+    step = AdamStep.of(optimizer, mx.array(0.5), mx.array(True))
+    if step is None or not step.serves(parameter, gradient):
+        return not_run("its pass is for CUDA, and refused its trial" if backend.device() == "cuda" else _ON_CUDA)
     poison(step(parameter, gradient, m, v))
     found = step(parameter, gradient, m, v)
-    p, g, m64, v64 = (as_float64(each) for each in (parameter, 0.5 * gradient, m, v))
-    (b1, b2), rate = optimizer.betas, 0.1
+    p, g, m64, v64 = (as_float64(each) for each in (parameter, gradient, m, v))
+    g, (b1, b2), rate = 0.5 * g, optimizer.betas, 0.1
     m64, v64 = b1 * m64 + (1 - b1) * g, b2 * v64 + (1 - b2) * g * g
     # The optimizer computes both corrections in fp32, where 1 - 0.999^3 keeps four digits. They are given to the pass.
     first, second = (float(1 - b**optimizer.step) for b in (b1, b2))
     moved = rate / first * m64 / (np.sqrt(v64 / second) + optimizer.eps)
     exact = {"parameter": p * (1 - rate * optimizer.weight_decay) - moved, "m": m64, "v": v64}
     errors = {name: relative_norm(as_float64(x), exact[name]) for name, x in zip(exact, found, strict=True)}
-    return compared_with_bounds(errors, dict.fromkeys(exact, BOUNDS[mx.float32]))
+    return compared_with_bounds(errors, dict.fromkeys(exact, BOUNDS[dtype]))
 
 
 _ON_CUDA = "these kernels are for CUDA; MLX's operations serve here"
@@ -267,10 +268,11 @@ def checks(quick: bool) -> Iterator[Check]:
     """Each pass with a gradient in fp32 and in bf16, then those without."""
     for case in cases(quick):
         for dtype in BOUNDS:
-            name = f"passes: {case.name}, {'fp32' if dtype == mx.float32 else 'bf16'}"
+            name = f"passes: {case.name}, {_NAMES[dtype]}"
             yield Check(name, partial(on_cuda, partial(compare, case, dtype)))
     yield Check("passes: rows and joins", partial(on_cuda, partial(rows_and_joins, quick)))
-    yield Check("passes: AdamW", partial(on_cuda, partial(adam, quick)))
+    for dtype in BOUNDS:
+        yield Check(f"passes: AdamW, {_NAMES[dtype]}", partial(on_cuda, partial(adam, quick, dtype)))
 
 
 def on_cuda(run: Callable[[], Outcome]) -> Outcome:

@@ -16,6 +16,7 @@ from mlx.utils import tree_map_with_path
 from ..config import TrainConfig, nearest
 from ..errors import UserError
 from ..ops.pointwise import adam
+from ..ops.pointwise.squares import sum_of_squares
 from ..values import Range, checked, short
 from .eight_bit import Adam8bit, AdamW8bit
 from .tree import leaves
@@ -139,14 +140,8 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
 
 
 def global_norm(gradients: Any) -> mx.array:
-    """Return the Euclidean norm over all leaves, accumulated in fp32; a scalar.
-
-    The leaves are added one after another. Stacking their sums would need a live buffer for each parameter.
-    """
-    total, *more = (leaf.astype(mx.float32).square().sum() for _, leaf in leaves(gradients))
-    for square in more:
-        total = total + square
-    return mx.sqrt(total)
+    """Return the Euclidean norm over all leaves, accumulated in fp32; a scalar."""
+    return mx.sqrt(sum_of_squares([leaf for _, leaf in leaves(gradients)]))
 
 
 def clip_scale(norm: mx.array, clip: float) -> mx.array:
@@ -210,8 +205,8 @@ def apply(
         gradient = mx.depends([gradient], last)[0] if last else gradient
         with learning_rate_times(optimizer, rates(path)):
             step = step_of(rates(path))
-            if step is not None and parameter.dtype == mx.float32:
-                updated, state["m"], state["v"] = step(parameter, gradient.astype(mx.float32), state["m"], state["v"])
+            if step is not None and step.serves(parameter, gradient):
+                updated, state["m"], state["v"] = step(parameter, gradient, state["m"], state["v"])
                 last = [updated]
                 return updated
             gradient = (gradient if scale is None else gradient * scale).astype(parameter.dtype)

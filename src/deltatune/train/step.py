@@ -18,6 +18,7 @@ from mlx.utils import tree_map
 from ..data import Batch
 from ..lora.linear import factor_dtypes
 from ..lora.together import together
+from ..machine import backend
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.inputs import VisionBatch
 from ..models.vision.split import VisionArrays, vision_arrays
@@ -362,6 +363,9 @@ class Step:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
             gradients = tree_map(mx.add, accumulated, gradients)
+        if backend.device() == "cuda":
+            # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
+            gradients = tree_map(mx.contiguous, gradients)
         return loss, weight, gradients, *figures
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from deltatune.ops.pointwise import (
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
+from deltatune.ops.pointwise.squares import sum_of_squares
 from deltatune.ops.pointwise.vocabulary_loss import vocabulary_losses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
@@ -99,7 +100,8 @@ def passes(dtype: mx.Dtype) -> None:
     rows, index = x.reshape(40, 64), mx.arange(40)
     mx.eval(scored_swiglu.gradients(rows, rows, rows, mx.zeros((40,))))
     mx.eval(take_rows(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
-    mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,))] * 4))
+    mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,), dtype)] * 4))
+    mx.eval(sum_of_squares([x, weight], execute=Pass.run))
     gradients(lambda logits: [vocabulary_losses(logits, index)], rows)
     for weights in (None, mx.ones((20, 2))):
         mx.eval(sum_rows(rows, index.reshape(20, 2), weights, execute=Pass.run))

@@ -8,10 +8,11 @@ import mlx.core as mx
 import mlx.optimizers
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from deltatune.machine import backend
-from deltatune.ops.pointwise import adam
+from deltatune.ops.pointwise import adam, squares
+from deltatune.ops.pointwise.passes import ROUNDINGS
 from deltatune.train import optimizer as updates
 
 KINDS = {
@@ -34,18 +35,19 @@ def launches(monkeypatch, execute):
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(adam, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(squares, "_passes_trial", lambda *_: False)
     original = adam._step
     monkeypatch.setattr(adam, "_step", lambda *arguments: original(*arguments[:3], run))
     return names
 
 
-def random_tree(seed):
+def random_tree(seed, dtype=mx.float32):
     shapes = {"a": (40, 7), "b": (3,), "c": {"d": (129,)}}
     key = iter(mx.random.split(mx.random.key(seed), 3))
 
     def draw(tree):
         if isinstance(tree, tuple):
-            return mx.random.normal(tree, key=next(key))
+            return mx.random.normal(tree, key=next(key)).astype(dtype)
         return {name: draw(shape) for name, shape in tree.items()}
 
     return draw(shapes)
@@ -94,20 +96,51 @@ def test_other_optimizers_and_dtypes_use_mlxs_operations(launches):
         parameters = random_tree(0)
         optimizer.init(parameters)
         updates.apply(optimizer, parameters, random_tree(1), mx.array(True), None)
-    half = {"a": mx.ones((9,), mx.bfloat16)}
+    parameters = {"a": mx.ones((9,), mx.complex64)}
     optimizer = mlx.optimizers.AdamW(0.1)
-    optimizer.init(half)
-    updated, _ = updates.apply(optimizer, half, half, mx.array(True), None)
-    assert updated["a"].dtype == mx.bfloat16
+    optimizer.init(parameters)
+    updates.apply(optimizer, parameters, parameters, mx.array(True), None)
     assert launches == []
 
 
-def test_gradients_of_another_dtype_are_cast_to_fp32(launches):
-    optimizer, parameters = mlx.optimizers.AdamW(0.1), {"a": mx.ones((9,))}
+@pytest.mark.parametrize("gradient_dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("healthy", [True, False])
+def test_results_are_those_of_fp32_rounded_once(dtype, gradient_dtype, healthy, launches):
+    """A 16-bit result may be the neighbour of the rounded one where that lies close to the middle between two."""
+    optimizer, parameters, gradients = mlx.optimizers.AdamW(0.05), random_tree(0, dtype), random_tree(1, gradient_dtype)
     optimizer.init(parameters)
-    updated, _ = updates.apply(optimizer, parameters, {"a": mx.ones((9,), mx.bfloat16)}, mx.array(True), None)
-    assert launches == ["adam_step"]
-    assert updated["a"].dtype == mx.float32
+    for leaf in (optimizer.state["a"], optimizer.state["b"], optimizer.state["c"]["d"]):
+        leaf["m"], leaf["v"] = (mx.full(leaf["m"].shape, start, dtype) for start in (0.3, 0.7))
+    wide = tree_map(lambda array: array.astype(mx.float32), [parameters, gradients])
+    before = tree_flatten([parameters, optimizer.state])
+    other = mlx.optimizers.AdamW(0.05)
+    other.init(wide[0])
+    other.state = tree_map(lambda x: x.astype(mx.float32) if x.dtype == dtype else x, optimizer.state)
+    updated, norm = updates.apply(optimizer, parameters, gradients, mx.array(healthy), 0.5)
+    assert launches == ["adam_step"] * 3
+    scaled = tree_map(lambda gradient: gradient * updates.clip_scale(norm, 0.5), wide[1])
+    expected = [other.apply_gradients(scaled, wide[0]), other.state] if healthy else None
+    for (name, found), exact in zip(tree_flatten([updated, optimizer.state]), _listed(expected, before), strict=True):
+        exact, rounding = exact.astype(mx.float32), ROUNDINGS.get(found.dtype, 0.0)
+        np.testing.assert_allclose(found.astype(mx.float32), exact, rtol=rounding + 2e-6, atol=2e-7, err_msg=name)
+        if name.endswith(("a", "b", "d", "m", "v")):
+            assert found.dtype == dtype
+            assert healthy or mx.array_equal(found, dict(before)[name])
+
+
+def _listed(expected, before):
+    return [array for _, array in (before if expected is None else tree_flatten(expected))]
+
+
+def test_fp16_moments_too_small_for_their_dtype_divide_nothing_by_zero(launches):
+    """The square of a gradient of 1e-4 is 0 in fp16, and so is Adam's eps; MLX's operations would give infinity."""
+    optimizer, parameters = mlx.optimizers.AdamW(0.1), {"a": mx.ones((9,), mx.float16)}
+    optimizer.init(parameters)
+    gradients = {"a": mx.full((9,), 1e-4, mx.float16)}
+    updated, _ = updates.apply(optimizer, parameters, gradients, mx.array(True), None)
+    expected = 1 - 0.1 * 0.01 - 0.1 * 1e-5 / (np.sqrt(1e-11) + 1e-8)
+    np.testing.assert_allclose(updated["a"].astype(mx.float32), expected, rtol=2 * ROUNDINGS[mx.float16])
 
 
 def test_other_devices_do_not_use_the_kernel(monkeypatch):
@@ -117,5 +150,7 @@ def test_other_devices_do_not_use_the_kernel(monkeypatch):
         assert adam.AdamStep.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
 
 
-def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
-    check_trial(adam._passes_trial, 1.0001)
+@pytest.mark.parametrize("gradient_dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "factor"), [(mx.float32, 1.0001), (mx.bfloat16, 1.01), (mx.float16, 1.002)], ids=str)
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(dtype, factor, gradient_dtype, check_trial):
+    check_trial(partial(adam._passes_trial, dtype, gradient_dtype), factor)

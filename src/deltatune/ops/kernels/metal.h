@@ -101,8 +101,8 @@ constant constexpr int tile_second = 4;
 #define lane_exchange(x, mask) simd_shuffle_xor(x, mask)
 
 // Loads (take) or stores (give) piece number `at` of an array, which is eight elements.
-template <typename T>
-inline void take(thread float (&to)[8], const device T* from, long at) {
+template <typename P>
+inline void take(thread float (&to)[8], P from, long at) {
   for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from[at * 8 + i]);
 }
 // Does the same as take, where the array starts on 16 bytes.

@@ -1,4 +1,7 @@
-"""The update of Adam and AdamW, as one kernel over a parameter and its moments in the place of fifteen operations."""
+"""The update of Adam and AdamW, as one kernel over a parameter and its moments in the place of fifteen operations.
+
+It computes in fp32, whatever the dtypes of the arrays, and rounds the new arrays once.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,15 @@ import mlx.optimizers
 from ...machine import backend
 from .. import trial
 from ..kernels.launch import Arrays, Outputs, numbers
-from .pass_launch import Execute, Pass
+from .pass_launch import Execute, Pass, size_of
+from .passes import ROUNDINGS
 
-# The largest allowed difference over the largest element: MLX rounds each of fifteen results, the kernel fewer.
-_BOUND = 1e-6
+# How many elements one lane holds.
+_LANE = 8
+# The largest difference over the largest element that a trial allows from MLX's operations in fp32, which round each of
+# fifteen results where the kernel rounds fewer; and half of the last place of a 16-bit dtype, to which it rounds once.
+_BOUND_IN_FP32 = 1e-6
+_BOUNDS = {dtype: _BOUND_IN_FP32 + rounding for dtype, rounding in ROUNDINGS.items()}
 
 
 @dataclass(frozen=True)
@@ -38,23 +46,26 @@ class AdamStep:
             healthy: [] bool; where it is False, parameters and moments stay as they are.
 
         Returns:
-            None for other optimizers than MLX's Adam and AdamW, and where the kernel is not to be used.
+            None for other optimizers than MLX's Adam and AdamW, and on other devices than NVIDIA's GPUs.
         """
         kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW)
-        if backend.device() != "cuda" or type(optimizer) not in kinds or not _passes_trial():
+        if backend.device() != "cuda" or type(optimizer) not in kinds:
             return None
         return _step(optimizer, scale, healthy, Pass.run)
 
+    def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
+        """Whether the kernel takes arrays of these dtypes, and was found right with them on this machine."""
+        dtypes = parameter.dtype, gradient.dtype
+        return all(dtype in _BOUNDS for dtype in dtypes) and _passes_trial(*dtypes)
+
     def __call__(self, parameter: mx.array, gradient: mx.array, m: mx.array, v: mx.array) -> list[mx.array]:
-        """Return the new parameter, m and v, for fp32 arrays of one shape."""
-        shape = parameter.shape
-        inputs: Arrays = {"fixed": self.fixed, "moving": self.moving}
-        given = {"parameter": parameter, "gradient": gradient, "m": m, "v": v}
-        inputs |= {name: array.reshape(-1) for name, array in given.items()}
-        outputs: Outputs = dict.fromkeys(("new_parameter", "new_m", "new_v"), ((parameter.size,), mx.float32))
-        arguments = ("(long)parameter_shape[0]", *inputs, *outputs)
-        updated = self.execute(Pass("adam_step", inputs, outputs, arguments, parameter.size))
-        return [array.reshape(shape) for array in updated]
+        """Return the new parameter, m and v, each in its own dtype, for floats of one shape; m and v have one dtype."""
+        inputs: Arrays = {"fixed": self.fixed, "moving": self.moving, "parameter": parameter, "gradient": gradient}
+        inputs |= {"m": m, "v": v}
+        replaced = {"new_parameter": parameter, "new_m": m, "new_v": v}
+        outputs: Outputs = {name: (array.shape, array.dtype) for name, array in replaced.items()}
+        arguments = (size_of("parameter", parameter), *inputs, *outputs)
+        return self.execute(Pass("adam_step", inputs, outputs, arguments, -(-parameter.size // _LANE)))
 
 
 def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute) -> AdamStep:
@@ -71,21 +82,23 @@ def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Ex
 
 
 @cache
-def _passes_trial(execute: Execute = Pass.run) -> bool:
+def _passes_trial(dtype: mx.Dtype, gradient_dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         shape = (3, 131)
-        parameter, gradient, m, v = trial.random_arrays([(shape, mx.float32)] * 4)
+        kinds = [(shape, dtype), (shape, gradient_dtype), (shape, dtype), (shape, dtype)]
+        parameter, gradient, m, v = trial.random_arrays(kinds)
+        v = v.square()
         found, expected = [], []
         for corrected in (True, False):
             optimizer = mlx.optimizers.AdamW(0.1, bias_correction=corrected)
             optimizer.state["step"] = mx.array(3)
-            state = {"m": m, "v": v.square()}
             for scale, healthy in ((mx.array(0.5), True), (mx.array(0.5), False)):
-                step = _step(optimizer, scale, mx.array(healthy), execute)
-                found += step(parameter, gradient, **state)
-                new = dict(state)
-                moved = optimizer.apply_single(gradient * scale, parameter, new)
-                expected += [moved, new["m"], new["v"]] if healthy else [parameter, *state.values()]
+                found += _step(optimizer, scale, mx.array(healthy), execute)(parameter, gradient, m, v)
+                wide, d, *moments = (array.astype(mx.float32) for array in (parameter, gradient, m, v))
+                new = dict(zip(("m", "v"), moments, strict=True))
+                moved = optimizer.apply_single(d * scale, wide, new)
+                expected += [moved, new["m"], new["v"]] if healthy else [wide, *moments]
         return trial.largest_error(found, expected)
 
-    return trial.passes("Adam's step", difference, _BOUND)
+    given = "" if dtype == gradient_dtype else f" with gradients of {gradient_dtype}"
+    return trial.passes(f"Adam's step in {dtype}{given}", difference, _BOUNDS[dtype])

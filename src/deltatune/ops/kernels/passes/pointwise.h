@@ -254,24 +254,66 @@ inline void rows_combined(long at, long count, int width, const GLOBAL T* x, I p
   give(y, at, sum);
 }
 
-// Makes a step of Adam. A lane computes one parameter.
+// Makes a step of Adam in fp32. Each result is rounded once, to its array's dtype, and none is computed from a rounded
+// one. A lane computes a piece, and the last lane, where `count` is no multiple of eight, element by element.
 // fixed holds beta1, 1 - beta1, beta2, 1 - beta2 and eps. moving holds the learning rate divided by m's bias
 // correction, 1 / sqrt of v's bias correction, the factor of weight decay, the factor of the gradient, and 0 if the
 // step is skipped.
-template <typename F, typename M, typename X>
-inline void adam_step(long at, long count, F fixed, M moving, X parameter, X gradient, X m, X v,
-                      GLOBAL float* new_parameter, GLOBAL float* new_m, GLOBAL float* new_v) {
-  if (at >= count) return;
-  float p = parameter[at], first = m[at], second = v[at];
-  if (moving[4] != 0.0f) {
-    const float d = gradient[at] * moving[3];
-    first = fixed[0] * first + fixed[1] * d;
-    second = fixed[2] * second + fixed[3] * (d * d);
-    p = p * moving[2] - moving[0] * first / (metal::sqrt(second) * moving[1] + fixed[4]);
+template <typename F, typename M>
+inline void adam_number(thread float& p, thread float& first, thread float& second, float d, F fixed, M moving) {
+  d *= moving[3];
+  first = fixed[0] * first + fixed[1] * d;
+  second = fixed[2] * second + fixed[3] * (d * d);
+  p = p * moving[2] - moving[0] * first / (metal::sqrt(second) * moving[1] + fixed[4]);
+}
+template <typename F, typename M, typename P, typename G, typename X, typename Y, typename Z>
+inline void adam_step(long at, long count, F fixed, M moving, P parameter, G gradient, X m, X v,
+                      GLOBAL Y* new_parameter, GLOBAL Z* new_m, GLOBAL Z* new_v) {
+  const bool healthy = moving[4] != 0.0f;
+  if (at < count / 8) {
+    float p[8], d[8], first[8], second[8];
+    take(p, parameter, at);
+    take(d, gradient, at);
+    take(first, m, at);
+    take(second, v, at);
+    if (healthy) {
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 8; ++i) adam_number(p[i], first[i], second[i], d[i], fixed, moving);
+    }
+    give(new_parameter, at, p);
+    give(new_m, at, first);
+    give(new_v, at, second);
+  } else if (at == count / 8) {
+    for (long i = at * 8; i < count; ++i) {
+      float p = static_cast<float>(parameter[i]), first = static_cast<float>(m[i]), second = static_cast<float>(v[i]);
+      if (healthy) adam_number(p, first, second, static_cast<float>(gradient[i]), fixed, moving);
+      new_parameter[i] = static_cast<Y>(p);
+      new_m[i] = static_cast<Z>(first);
+      new_v[i] = static_cast<Z>(second);
+    }
   }
-  new_parameter[at] = p;
-  new_m[at] = first;
-  new_v[at] = second;
+}
+
+// Adds the squares of x to the sums `before`, one for each group of lanes. Each of LANES lanes takes every LANES-th
+// piece, and the first lane also the elements after the last whole piece.
+template <int LANES, typename X, typename B>
+inline void squares_added(long at, long count, X x, B before, GLOBAL float* sums) {
+  float sum[8], h[8];
+  for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+  for (long piece = at; piece < count / 8; piece += LANES) {
+    take(h, x, piece);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i) sum[i] += h[i] * h[i];
+  }
+  if (at == 0) {
+    for (long i = count / 8 * 8; i < count; ++i) {
+      const float last = static_cast<float>(x[i]);
+      sum[i % 8] += last * last;
+    }
+  }
+  const float total = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+  const float of_group = lane_sum(total);
+  if (at % 32 == 0) sums[at / 32] = before[at / 32] + of_group;
 }
 
 // Concatenates arrays as fp32. A lane copies element `at` of the concatenation: from the first array if that has so

@@ -1,0 +1,64 @@
+"""The sum of the squares of many arrays, as one launch for each array, which reads it once.
+
+MLX's operations would write an array of 16 bits again in fp32, and its squares, before they sum them.
+train/optimizer.py takes the norm of all gradients with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import mlx.core as mx
+
+from ...machine import backend
+from .. import trial
+from ..kernels.launch import Arrays
+from .pass_launch import Execute, Pass, size_of
+from .passes import BOUNDS
+
+# The fewest lanes of a launch, which make one block, and the most, which fill the largest GPU.
+_FEWEST, _MOST = 128, 2**17
+# How many elements a lane takes at a time, and how many lanes share a sum.
+_LANE, _GROUP = 8, 32
+
+
+def sum_of_squares(arrays: Sequence[mx.array], *, execute: Execute | None = None) -> mx.array:
+    """Return the sum of the squares of all elements, [] fp32, summed in fp32; there is no gradient.
+
+    Args:
+        arrays: arrays of floats of any shape.
+        execute: runs a launch; None decides for each dtype whether to use the kernel, and then runs it on the GPU.
+    """
+    if execute is None:
+        if backend.device() != "cuda" or not all(_passes_trial(dtype) for dtype in {array.dtype for array in arrays}):
+            return _with_mlx(arrays)
+        execute = Pass.run
+    lanes = _FEWEST
+    while lanes < _MOST and lanes * _LANE < max(array.size for array in arrays):
+        lanes *= 2
+    sums = mx.zeros(lanes // _GROUP)
+    # Each launch adds to the sums of the one before, so that no sums wait in memory for those of the other arrays.
+    for x in arrays:
+        inputs: Arrays = {"x": x, "before": sums}
+        arguments = (size_of("x", x), "x", "before", "sums")
+        (sums,) = execute(Pass("squares_added", inputs, {"sums": (sums.shape, mx.float32)}, arguments, lanes, (lanes,)))
+    return sums.sum()
+
+
+def _with_mlx(arrays: Sequence[mx.array]) -> mx.array:
+    """The same sum by MLX's operations. Stacking the arrays' sums would need a live buffer for each of them."""
+    total, *more = (array.astype(mx.float32).square().sum() for array in arrays)
+    for square in more:
+        total = total + square
+    return total
+
+
+@cache
+def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
+    def difference() -> float:
+        # Some lanes take two pieces and others one, and the last elements are no piece.
+        arrays = trial.random_arrays([((_MOST * _LANE + 1031,), dtype), ((3, 67), dtype)])
+        return trial.relative_error(sum_of_squares(arrays, execute=execute), _with_mlx(arrays))
+
+    return dtype in BOUNDS and trial.passes(f"the sum of squares of {dtype}", difference, BOUNDS[mx.float32])

@@ -1,0 +1,72 @@
+"""The sum of the squares of many arrays equals that of float64; and when the kernel is used."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.machine import backend
+from deltatune.ops.pointwise import squares
+from deltatune.ops.pointwise.pass_launch import Pass
+from deltatune.ops.pointwise.squares import sum_of_squares
+
+SHAPES = [(3, 50), (1,), (7,), (131, 67), (8, 16)]
+
+
+def random_arrays(dtype, shapes=SHAPES):
+    return [mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i, shape in enumerate(shapes)]
+
+
+@pytest.fixture
+def few_lanes(monkeypatch):
+    """Lanes take several pieces each, as they do of large arrays."""
+    monkeypatch.setattr(squares, "_MOST", 256)
+
+
+@pytest.mark.usefixtures("few_lanes")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_equals_float64(dtype, execute):
+    arrays = random_arrays(dtype)
+    arrays[0] = arrays[0].T
+    arrays.append(mx.full((9,), 1e-3, mx.float32))
+    expected = sum(np.square(np.array(array.astype(mx.float32), np.float64)).sum() for array in arrays)
+    # MLX adds up an array on a CPU in long runs, each sum of which is rounded.
+    for run, bound in ((execute, 1e-6), (None, 1e-5)):
+        found = sum_of_squares(arrays, execute=run)
+        assert found.dtype == mx.float32
+        assert found.shape == ()
+        np.testing.assert_allclose(found.item(), expected, rtol=bound)
+
+
+@pytest.mark.usefixtures("few_lanes")
+@pytest.mark.parametrize("at", [0, 1000, 8776])
+@pytest.mark.parametrize("value", [mx.nan, mx.inf])
+def test_what_is_not_finite_anywhere_is_not_lost(value, at, execute):
+    x = mx.zeros((131 * 67,))
+    x[at] = value
+    assert not mx.isfinite(sum_of_squares([x, mx.zeros((3,))], execute=execute))
+
+
+def test_when_launches_are_used(monkeypatch):
+    launches = []
+
+    def run(launch):
+        launches.append(launch)
+        return [launch.inputs["before"] + launch.inputs["x"].square().sum() / launch.inputs["before"].size]
+
+    monkeypatch.setattr(Pass, "run", run)
+    monkeypatch.setattr(squares, "_passes_trial", lambda dtype: dtype != mx.float16)
+    arrays = random_arrays(mx.float32)
+    for device, times in (("cpu", 0), ("metal", 0), ("cuda", len(SHAPES))):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        np.testing.assert_allclose(sum_of_squares(arrays), squares._with_mlx(arrays), rtol=1e-5)
+        sum_of_squares([*arrays, mx.ones((3,), mx.float16)])
+        assert len(launches) == times
+
+
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial, monkeypatch):
+    monkeypatch.setattr(squares, "_MOST", 512)
+    check_trial(partial(squares._passes_trial, mx.bfloat16), 1.001)
