@@ -106,6 +106,8 @@ class Bundles:
             bundle.paths.append(path)
             bundle.shapes.append(tuple(leaf.shape))
             kinds[kind] = bundle, room - leaf.size
+        # A bundle of one parameter that the model uses as it is would only copy its gradient.
+        self.all = [bundle for bundle in self.all if len(bundle.paths) > 1 or bundle.used_as is not None]
         self.members = {path for bundle in self.all for path in bundle.paths}
 
     def rate(self, path: str) -> float:

@@ -1,8 +1,9 @@
 """The short causal convolution of a gated-delta layer, with the silu and the norms of queries and keys that follow it.
 
-One kernel computes them forward, and one backward: it computes the convolution again from its input. Where a layer
-convolves queries, keys and values together, they come out as arrays of their own, and so do their gradients come in;
-slices of one array would be copied before the next kernel, and the gradients of slices be joined.
+One kernel computes them forward, and one backward: it computes the convolution again from its input. A third one does
+so for the gradient of the weight, where that trains. Where a layer convolves queries, keys and values together, they
+come out as arrays of their own, and so do their gradients come in; slices of one array would be copied before the next
+kernel, and the gradients of slices be joined.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Walk:
     resident: int
 
 
-FORWARD, BACKWARD = Walk(16, 3, 4), Walk(16, 3, 3)
+FORWARD, BACKWARD, WEIGHT = Walk(16, 3, 4), Walk(16, 3, 3), Walk(32, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def _whole_groups(lanes: int) -> int:
 
 
 def _passes_trial(form: _Form, x: mx.array, weight: mx.array) -> bool:
-    batch, length = 3, 2 * max(FORWARD.rows, BACKWARD.rows) + 5
+    batch, length = 3, 2 * max(FORWARD.rows, BACKWARD.rows, WEIGHT.rows) + 5
     documents = mx.broadcast_to(mx.arange(length) // 7, (batch, length))
     kinds: list[Kind] = [((batch, form.before + length, form.channels), x.dtype)]
     if form.stateful:
@@ -248,6 +249,9 @@ def _passes_trial(form: _Form, x: mx.array, weight: mx.array) -> bool:
 def _passes(form: _Form) -> Passes:
     count, history = len(form.inputs), form.taps - 1
 
+    def of_outputs(x: mx.array, cotangents: Arrays) -> dict[str, mx.array]:
+        return {f"d{name}": d.astype(x.dtype) for name, d in zip(form.names, cotangents, strict=True)}
+
     def forward(*arrays: mx.array) -> Pass:
         outputs, rows = form.outputs(arrays[0]), arrays[0].shape[1] - form.before
         named = dict(zip(form.inputs, arrays, strict=True))
@@ -256,7 +260,7 @@ def _passes(form: _Form) -> Passes:
     def backward(*arrays: mx.array) -> Pass:
         x = arrays[0]
         inputs = dict(zip(form.inputs, arrays[:count], strict=True))
-        cotangents = {f"d{name}": d.astype(x.dtype) for name, d in zip(form.names, arrays[count:], strict=True)}
+        cotangents = of_outputs(x, arrays[count:])
         outputs: Outputs = {"dx": (x.shape, x.dtype)}
         if form.stateful:
             outputs["dstate"] = (arrays[1].shape, x.dtype)
@@ -267,10 +271,15 @@ def _passes(form: _Form) -> Passes:
     def plain(*arrays: mx.array) -> Arrays:
         return _with_mlx(form, dict(zip(form.inputs, arrays, strict=True)))
 
-    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
-        # x is an argument: mx.vjp walks through everything that an array which is none was computed from.
-        place = form.inputs.index("weight")
-        return mx.vjp(plain, list(primals), list(cotangents))[1][place : place + 1]
+    def parameters(primals: Arrays, cotangents: Arrays, execute: Execute) -> list[mx.array]:
+        x, rows = primals[0], primals[0].shape[1] - form.before
+        inputs = dict(zip(form.inputs, primals, strict=True))
+        weight, d = inputs["weight"], of_outputs(x, cotangents)
+        shape = (x.shape[0] * -(-rows // WEIGHT.rows), *weight.shape)
+        outputs: Outputs = {"dweight": (shape, mx.float32)}
+        more = (*_three(tuple(d)), "dweight")
+        (parts,) = execute(form.launch("conv_silu_taps", WEIGHT, rows, inputs | d, outputs, more))
+        return [parts.sum(axis=0).astype(weight.dtype)]
 
     return Passes(_name(form), forward, backward, plain, parameters, fixed=int(form.segmented))
 

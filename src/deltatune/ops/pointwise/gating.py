@@ -104,7 +104,7 @@ def _passes(heads: int, largest_beta: float) -> Passes:
         outputs = dict.fromkeys(("da", "db"), (a.shape, a.dtype))
         return Pass("gates_backward", inputs, outputs, (size_of("a", a), *numbers, *inputs, *outputs), a.size)
 
-    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
+    def parameters(primals: Arrays, cotangents: Arrays, _execute: Execute) -> list[mx.array]:
         a, _, A_log, dt_bias = primals
         a, d = a.reshape(-1, heads), cotangents[0].reshape(-1, heads).astype(mx.float32)
         # a is an argument: mx.vjp walks through everything that an array which is none was computed from.

@@ -187,7 +187,7 @@ def _turned(form: _Form) -> Passes:
         last = ("dy", "dgate" if form.gated else ABSENT, "dx")
         return form.launch("turned_heads_backward", inputs, {"dx": (x.shape, x.dtype)}, last)
 
-    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
+    def parameters(primals: Arrays, cotangents: Arrays, _execute: Execute) -> list[mx.array]:
         x, weight, _ = primals
         rows = x[..., : form.width].astype(mx.float32)
         turned_back = _turn(form, cotangents[0].astype(mx.float32), -1.0).swapaxes(1, 2)

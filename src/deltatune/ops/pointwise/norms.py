@@ -13,6 +13,8 @@ from .passes import LEAST, Arrays, Passes
 # The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
 WIDTHS = (8, 16, 32, 64, 128, 256)
 _COUNT = "(long)x_shape[0]"
+# A weight's gradient is summed in so many parts of the rows, of which each has so many rows at least.
+_FEWEST_PARTS, _MOST_PARTS, _ROWS_OF_A_PART = 16, 4096, 16
 
 
 def norm(x: mx.array, factor: float, eps: float, *, execute: Execute = Pass.run) -> mx.array:
@@ -176,10 +178,16 @@ def _gated(width: int, eps: float) -> Passes:
         outputs = dict.fromkeys(("dx", "dgate"), (x.shape, x.dtype))
         return Pass("gated_norm_backward", inputs, outputs, (*first(x), *inputs, *outputs), x.size // 8, (width // 8,))
 
-    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
-        x, gate, dy = (array.reshape(-1, width).astype(mx.float32) for array in (*primals[:2], cotangents[0]))
-        d_weight = dy * gate * mx.sigmoid(gate) * x * _inverse_rms(x, eps)
-        return [d_weight.sum(axis=0).astype(primals[2].dtype)]
+    def parameters(primals: Arrays, cotangents: Arrays, execute: Execute) -> list[mx.array]:
+        x, gate, weight = primals
+        parts = _FEWEST_PARTS
+        while parts < _MOST_PARTS and parts * _ROWS_OF_A_PART * width < x.size:
+            parts *= 2
+        inputs = {"x": x, "gate": gate, "dy": cotangents[0].astype(x.dtype)}
+        outputs: Outputs = {"dweight": ((parts, width), mx.float32)}
+        arguments, lanes = (*first(x), *inputs, *outputs), width // 8
+        (d_weight,) = execute(Pass("gated_norm_weight", inputs, outputs, arguments, parts * lanes, (lanes, parts)))
+        return [d_weight.sum(axis=0).astype(weight.dtype)]
 
     def plain(x: mx.array, gate: mx.array, weight: mx.array) -> Arrays:
         rows, gates = x.reshape(-1, width), gate.reshape(-1, width)
@@ -202,7 +210,7 @@ def _halves(width: int, eps: float) -> Passes:
         arguments = (*first, *inputs, "dx")
         return Pass("norm_and_gate_backward", inputs, {"dx": (x.shape, x.dtype)}, arguments, x.shape[0] // 2, lanes)
 
-    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
+    def parameters(primals: Arrays, cotangents: Arrays, _execute: Execute) -> list[mx.array]:
         x, weight = primals
         rows = x.reshape(-1, 2, width)[:, 0].astype(mx.float32)
         d_weight = cotangents[0].reshape(-1, width).astype(mx.float32) * rows * _inverse_rms(rows, eps)

@@ -35,7 +35,7 @@ class Passes:
         forward: describes the launch for the arguments.
         backward: describes the launch for the arguments and the cotangents, whose outputs are gradients.
         plain: the same function by MLX's operations.
-        parameters: the parameters' gradients by MLX's operations, from the arguments and the cotangents. MLX computes
+        parameters: the parameters' gradients, from the arguments, the cotangents and what runs a launch. MLX computes
             them only if something uses them.
         fixed: the number of arguments without gradients.
     """
@@ -44,7 +44,7 @@ class Passes:
     forward: Callable[..., Pass]
     backward: Callable[..., Pass]
     plain: Callable[..., Arrays]
-    parameters: Callable[[Arrays, Arrays], list[mx.array]] = lambda primals, cotangents: []
+    parameters: Callable[[Arrays, Arrays, Execute], list[mx.array]] = lambda primals, cotangents, execute: []
     fixed: int = 0
 
     def __call__(self, *arrays: mx.array, execute: Execute = Pass.run) -> list[mx.array]:
@@ -81,7 +81,7 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
         given, d = ([group] if isinstance(group, mx.array) else list(group) for group in (primals, cotangents))
         fixed = [mx.zeros_like(array) for array in given[len(given) - passes.fixed :]]
         gradients = not_differentiated_again(backward, refuse_second_derivative(message))(*given, *d)
-        return [*gradients, *passes.parameters(given, d), *fixed]
+        return [*gradients, *passes.parameters(given, d, execute), *fixed]
 
     forward.vjp(vjp)
     return cast(Callable[..., Arrays], forward)

@@ -130,6 +130,25 @@ inline void gated_norm_backward(long at, long count, float eps, const GLOBAL T* 
   }
 }
 
+// Computes the gradient of the weight in PARTS parts [PARTS, 8 LANES], each of which sums every PARTS-th row.
+template <int LANES, int PARTS, typename T>
+inline void gated_norm_weight(long at, long count, float eps, const GLOBAL T* x, const GLOBAL T* gate,
+                              const GLOBAL T* dy, GLOBAL float* dweight) {
+  const long rows = count / LANES;
+  float sum[8], h[8], g[8], d[8];
+  for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+  for (long first = 0; first < rows; first += PARTS) {
+    const long row = first + at / LANES, from = (row < rows ? row : rows - 1) * LANES + at % LANES;
+    take(h, x, from);
+    take(g, gate, from);
+    take(d, dy, from);
+    const float inverse = inverse_of<LANES>(h, eps);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i) sum[i] += row < rows ? d[i] * g[i] * sigmoid_of(g[i]) * h[i] * inverse : 0.0f;
+  }
+  if (at < PARTS * LANES) give(dweight, at, sum);
+}
+
 // Computes y = factor x / sqrt(mean(x^2) + eps) row by row. `numbers` holds factor and eps, so that one compiled kernel
 // serves q and k.
 template <int LANES, typename N, typename T>
@@ -612,5 +631,89 @@ inline void conv_silu_backward(long at, long batch, int length, HeadNorms norms,
                                                            norms.eps, own.part == 0 ? dq : dk, dx, dstate);
   } else {
     convolve_backward<TAPS, ROWS, AHEAD, BEFORE, 0>(own, rows, weight, 1.0f, 0.0f, dv, dx, dstate);
+  }
+}
+
+// Writes what the lane's rows add to the gradients of its taps, to its place in part `share` of dweight.
+template <int TAPS, int ROWS, int AHEAD, int SIZE, typename R, typename W, typename T>
+inline void convolve_taps(const thread ConvShare& own, const thread R& rows, W weight, float factor, float eps,
+                          const GLOBAL T* dy, long share, GLOBAL float* dweight) {
+  float w[TAPS][8], recent[TAPS][8], sums[TAPS][8];
+  take_taps(w, weight, own.piece);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < TAPS; ++j)
+    for (int i = 0; i < 8; ++i) recent[j][i] = sums[j][i] = 0.0f;
+  Octet<T> ahead[AHEAD], dy_ahead[AHEAD];
+  int documents[AHEAD];
+  const int start = own.first - (TAPS - 1), last = own.first + ROWS, end = last < rows.length ? last : rows.length;
+  const bool aligned = aligned16(dy);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < AHEAD; ++i) {
+    if (start + i < end) rows.load(ahead[i], documents[i], own, start + i);
+    if (start + i >= own.first && start + i < end)
+      fetch(dy_ahead[i], dy, ((long)own.b * rows.length + start + i) * own.width + own.place, aligned);
+  }
+  int document = documents[0];
+  for (int from = start; from < end; from += AHEAD) {
+    DELTATUNE_UNROLL
+    for (int i = 0; i < AHEAD; ++i) {
+      const int t = from + i, next = t + AHEAD;
+      if (t < end) {
+        float d[8], s[8], slope[8];
+        // recent[j] is the row j tokens ago, or zeros where that token is of an earlier document.
+        const bool same = documents[i] == document;
+        document = documents[i];
+        DELTATUNE_UNROLL
+        for (int j = TAPS - 1; j > 0; --j)
+          for (int c = 0; c < 8; ++c) recent[j][c] = same ? recent[j - 1][c] : 0.0f;
+        widen(recent[0], ahead[i]);
+        if (t >= own.first) widen(d, dy_ahead[i]);
+        if (next < end) {
+          rows.load(ahead[i], documents[i], own, next);
+          if (next >= own.first)
+            fetch(dy_ahead[i], dy, ((long)own.b * rows.length + next) * own.width + own.place, aligned);
+        }
+        if (t >= own.first) {
+          DELTATUNE_UNROLL
+          for (int c = 0; c < 8; ++c) {
+            float sum = 0.0f;
+            for (int j = 0; j < TAPS; ++j) sum += w[TAPS - 1 - j][c] * recent[j][c];
+            const float sigmoid = sigmoid_of(sum);
+            s[c] = counts<SIZE>(own) ? sum * sigmoid : 0.0f;
+            slope[c] = sigmoid + s[c] * (1.0f - sigmoid);
+            d[c] = counts<SIZE>(own) ? d[c] : 0.0f;
+          }
+          unnorm<SIZE>(d, s, factor, eps);
+          DELTATUNE_UNROLL
+          for (int j = 0; j < TAPS; ++j)
+            for (int c = 0; c < 8; ++c) sums[j][c] += d[c] * slope[c] * recent[j][c];
+        }
+      }
+    }
+  }
+  if (!own.live) return;
+  DELTATUNE_UNROLL
+  for (int n = 0; n < TAPS; ++n) {
+    float taps[8];
+    for (int i = 0; i < 8; ++i) taps[i] = sums[TAPS - 1 - (8 * n + i) % TAPS][(8 * n + i) / TAPS];
+    give(dweight, (share * own.pieces + own.piece) * TAPS + n, taps);
+  }
+}
+// Computes from the gradients of q, k and v those of the weight, as sums over ROWS tokens each: dweight is
+// [batch, blocks of ROWS tokens, channels, TAPS].
+template <int TAPS, int ROWS, int AHEAD, int BEFORE, int KEY_HEADS, int KEY_SIZE, int VALUES, typename T, typename P,
+          typename W, typename S>
+inline void conv_silu_taps(long at, long batch, int length, HeadNorms norms, const GLOBAL T* x, P state, W weight,
+                           S segments, const GLOBAL T* dq, const GLOBAL T* dk, const GLOBAL T* dv,
+                           GLOBAL float* dweight) {
+  const ConvShare own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, length, 0);
+  if (own.b >= batch) return;
+  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned_state(state)};
+  const long share = (long)own.b * ((length + ROWS - 1) / ROWS) + own.first / ROWS;
+  if (own.part < 2) {
+    convolve_taps<TAPS, ROWS, AHEAD, KEY_SIZE>(own, rows, weight, own.part == 0 ? norms.q : norms.k, norms.eps,
+                                               own.part == 0 ? dq : dk, share, dweight);
+  } else {
+    convolve_taps<TAPS, ROWS, AHEAD, 0>(own, rows, weight, 1.0f, 0.0f, dv, share, dweight);
   }
 }
