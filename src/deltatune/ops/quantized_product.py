@@ -8,6 +8,7 @@ kept between the passes. patches/tables/quantized_product.py puts this in the pl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,11 +16,16 @@ import mlx.core as mx
 
 from ..machine import backend
 from .functional import is_floating, promoted
+from .pointwise import unpacking
 
 # The number of rows from which unpacking first is faster; MLX's product on Metal has tiles of its own and is not slow.
 ROWS = {"cpu": 8, "cuda": 64}
 # The size of what is unpacked at a time.
 SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+
+
+# Returns the numbers of a packed matrix, as mx.dequantize does.
+Unpack = Callable[..., mx.array]
 
 
 class Quantization(NamedTuple):
@@ -67,17 +73,19 @@ def packed_product(
     """
     stored = [scales] if biases is None else [scales, biases]
 
-    def forward(x: mx.array, w: mx.array, *stored: mx.array) -> mx.array:
-        return _times(x, w, stored, quantization, quantization.transpose)
+    def forward(x: mx.array, w: mx.array, *stored: mx.array, unpack: Unpack = unpacked) -> mx.array:
+        return _times(x, w, stored, quantization, quantization.transpose, unpack)
 
     def backward(primals: Any, dy: mx.array, _output: mx.array) -> list[mx.array]:
         x, w, *stored = primals
-        dx = _times(dy, w, stored, quantization, not quantization.transpose)
+        dx = _times(dy, w, stored, quantization, not quantization.transpose, unpacked)
         rest = [mx.zeros_like(array) for array in stored]
         if is_floating(stored[0]):
             # MLX is lazy: these gradients are computed only if something uses them. x is an argument, because mx.vjp
             # walks through everything that an array which is none was computed from.
-            _, (_, *rest) = mx.vjp(lambda x, *stored: [forward(x, w, *stored)], [x, *stored], [dy])
+            _, (_, *rest) = mx.vjp(
+                lambda x, *stored: [forward(x, w, *stored, unpack=mx.dequantize)], [x, *stored], [dy]
+            )
         return [dx.astype(x.dtype), mx.zeros_like(w), *rest]
 
     function: Any = mx.custom_function(forward)
@@ -85,7 +93,9 @@ def packed_product(
     return function(x, w, *stored)
 
 
-def _times(x: mx.array, w: mx.array, stored: Any, quantization: Quantization, transpose: bool) -> mx.array:
+def _times(
+    x: mx.array, w: mx.array, stored: Any, quantization: Quantization, transpose: bool, unpack: Unpack
+) -> mx.array:
     """Multiply x by the matrix, of which one slab of rows is unpacked after another."""
     result_dtype = promoted(x.dtype, stored[0].dtype) if is_floating(stored[0]) else x.dtype
     dtype = mx.float32 if backend.device() == "cpu" else result_dtype
@@ -99,7 +109,7 @@ def _times(x: mx.array, w: mx.array, stored: Any, quantization: Quantization, tr
         slab = [array[..., start:stop, :] for array in (w, *stored)]
         if results:
             slab = mx.depends(slab, [results[-1]])
-        matrix = unpacked(*slab, dtype=dtype, **quantization.storage)
+        matrix = unpack(*slab, dtype=dtype, **quantization.storage)
         if transpose:
             results.append(rows @ matrix.swapaxes(-1, -2))
         else:
@@ -119,9 +129,12 @@ def unpacked(
 ) -> mx.array:
     """Return mx.dequantize of one or several matrices; `global_scale` [E] gives each of E matrices a scale of its own.
 
-    mx.dequantize takes one global scale per call.
+    mx.dequantize takes one global scale per call. In a training step, the result has no gradient on CUDA.
     """
     if global_scale is None:
+        own = dtype or scales.dtype
+        if biases is not None and unpacking.serves(w, scales, biases, own, **packing):
+            return unpacking.unpack([w, scales, biases], packing["group_size"], packing["bits"], own)
         return mx.dequantize(w, scales, biases, dtype=dtype, **packing)
     matrices = [
         mx.dequantize(w[i], scales[i], None, global_scale=global_scale[i], dtype=dtype, **packing)

@@ -29,6 +29,7 @@ from ..ops.pointwise.conv import NormedHeads
 from ..ops.pointwise.joining import end_to_end
 from ..ops.pointwise.pass_launch import Execute, Pass
 from ..ops.pointwise.rows import sum_rows, take_rows
+from ..ops.pointwise.unpacking import unpack
 from ..ops.pointwise.weighted_norms import sum_norm
 from .measure import as_float64, poison, relative_norm
 from .outcome import Check, Outcome, compared_with_bounds, not_run
@@ -39,6 +40,7 @@ BOUNDS = {mx.float32: 1e-6, mx.bfloat16: 3 * 1.7e-3}
 _NAMES = {mx.float32: "fp32", mx.bfloat16: "bf16"}
 Shapes = list[tuple[int, ...]]
 _EPS = 1e-6
+_GROUP = 64
 
 
 def inverse_rms(x: mx.array, eps: float) -> mx.array:
@@ -213,17 +215,19 @@ def _listed(function: Callable[..., Any]) -> Callable[..., list[mx.array]]:
 
 
 def rows_and_joins(quick: bool, execute: Execute = Pass.run) -> Outcome:
-    """Compare the passes without a gradient with NumPy: rows by index, weighted sums of rows, and joined arrays."""
-    tokens, top_k, width = (30, 3, 24) if quick else (2048, 8, 2048)
+    """Compare passes with NumPy: rows by index, weighted sums of rows, joined arrays, and unpacked rows."""
+    tokens, top_k, width = (30, 3, 64) if quick else (2048, 8, 2048)
     keys = mx.random.split(mx.random.key(1), 3)
     x = mx.random.normal((tokens * top_k, width), key=keys[0])
     weights = mx.random.normal((tokens, top_k), key=keys[1])
     place = mx.argsort(mx.random.normal((tokens * top_k,), key=keys[2])).reshape(tokens, top_k)
+    packed = mx.quantize(x, _GROUP, 4)
 
     def run() -> list[mx.array]:
         index = place.reshape(-1)
         results = [take_rows(x, index, execute=execute), sum_rows(x, place, weights, execute=execute)]
         results.append(end_to_end([x[:7], weights, x[9]], execute=execute))
+        results.append(unpack(packed, _GROUP, 4, mx.float32, execute=execute))
         mx.eval(results)
         return results
 
@@ -231,8 +235,11 @@ def rows_and_joins(quick: bool, execute: Execute = Pass.run) -> Outcome:
     found = [as_float64(each) for each in run()]
     rows = as_float64(x)[np.array(place)]
     joined = np.concatenate([as_float64(x)[:7].ravel(), as_float64(weights).ravel(), as_float64(x)[9]])
-    exact = [rows.reshape(-1, width), (rows * as_float64(weights)[..., None]).sum(axis=1), joined]
-    names = ("rows taken", "rows combined", "end to end")
+    numbers = (np.array(packed[0])[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(*x.shape)
+    scales, biases = (as_float64(array).repeat(_GROUP, axis=1) for array in packed[1:])
+    sums = (rows * as_float64(weights)[..., None]).sum(axis=1)
+    exact = [rows.reshape(-1, width), sums, joined, scales * numbers + biases]
+    names = ("rows taken", "rows combined", "end to end", "unpacked")
     errors = {name: relative_norm(one, truth) for name, one, truth in zip(names, found, exact, strict=True)}
     return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[mx.float32]))
 
@@ -270,7 +277,7 @@ def checks(quick: bool) -> Iterator[Check]:
         for dtype in BOUNDS:
             name = f"passes: {case.name}, {_NAMES[dtype]}"
             yield Check(name, partial(on_cuda, partial(compare, case, dtype)))
-    yield Check("passes: rows and joins", partial(on_cuda, partial(rows_and_joins, quick)))
+    yield Check("passes: rows, joins and packed weights", partial(on_cuda, partial(rows_and_joins, quick)))
     for dtype in BOUNDS:
         yield Check(f"passes: AdamW, {_NAMES[dtype]}", partial(on_cuda, partial(adam, quick, dtype)))
 

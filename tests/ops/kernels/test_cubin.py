@@ -37,6 +37,7 @@ from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
 from deltatune.ops.pointwise.squares import sum_of_squares
+from deltatune.ops.pointwise.unpacking import BITS, unpack
 from deltatune.ops.pointwise.vocabulary_loss import vocabulary_losses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
@@ -103,6 +104,9 @@ def passes(dtype: mx.Dtype) -> None:
     mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,), dtype)] * 4))
     mx.eval(sum_of_squares([x, weight], execute=Pass.run))
     gradients(lambda logits: [vocabulary_losses(logits, index)], rows)
+    for bits in BITS:
+        packed = [mx.zeros((4, 8 * bits), mx.uint32), *[mx.zeros((4, 4), dtype)] * 2]
+        mx.eval(unpack(packed, 64, bits, dtype))
     for weights in (None, mx.ones((20, 2))):
         mx.eval(sum_rows(rows, index.reshape(20, 2), weights, execute=Pass.run))
 

@@ -1,0 +1,109 @@
+"""Unpacks quantised matrices, where MLX's own kernel on CUDA reads a byte at a time and writes two numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...machine import backend
+from .. import trial
+from ..functional import not_differentiated_again
+from ..kernels.launch import Arrays, Outputs
+from .pass_launch import Execute, Pass, size_of
+from .passes import BOUNDS, LEAST
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+# The most words of a matrix, whose bytes the kernel counts in 32 bits.
+MOST = 2**30
+# The pieces of eight numbers that a lane unpacks.
+_PIECES = 4
+
+
+def unpack(
+    matrix: Sequence[mx.array], group_size: int, bits: int, dtype: mx.Dtype, *, execute: Execute = Pass.run
+) -> mx.array:
+    """Return the numbers of a matrix, scale q + bias in fp32 and rounded once, with the gradients of mx.dequantize.
+
+    Args:
+        matrix: words [..., in bits / 32] uint32, and scales and biases [..., in / group_size], floats of one dtype.
+        group_size: how many numbers share a scale and a bias.
+        bits: the bits of a number.
+        dtype: that of the result.
+        execute: runs a launch; tests run it on the host machine.
+
+    Returns:
+        [..., in].
+    """
+
+    def forward(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        return execute(_pass(w, scales, biases, group_size, bits, dtype))[0]
+
+    def backward(primals: Any, cotangent: mx.array, _output: mx.array) -> list[mx.array]:
+        def plain(w: mx.array, scales: mx.array, biases: mx.array) -> list[mx.array]:
+            return [mx.dequantize(w, scales, biases, group_size, bits).astype(dtype)]
+
+        # All arrays are arguments: mx.vjp walks through everything that an array which is none was computed from.
+        _, (_, *gradients) = mx.vjp(plain, list(primals), [cotangent])
+        return [mx.zeros_like(primals[0]), *gradients]
+
+    result: mx.array = not_differentiated_again(forward, backward)(*matrix)
+    return result
+
+
+def covers(w: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str) -> bool:
+    """Whether the kernel can unpack such a matrix."""
+    if mode != "affine" or biases is None or group_size not in GROUP_SIZES or bits not in BITS:
+        return False
+    floats = scales.dtype in BOUNDS and (biases.dtype, biases.shape) == (scales.dtype, scales.shape)
+    fits = w.shape[:-1] == scales.shape[:-1] and w.shape[-1] * 32 == scales.shape[-1] * group_size * bits
+    return floats and fits and w.dtype == mx.uint32 and 0 < w.size <= MOST
+
+
+def serves(
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    dtype: mx.Dtype,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+) -> bool:
+    """Whether `unpack` is to be used: it covers these matrices, is faster, and was found right on this machine."""
+    if backend.device() != "cuda" or dtype not in BOUNDS or not group_size or not bits:
+        return False
+    large = w.size * 32 // bits >= LEAST
+    if not large or not covers(w, scales, biases, group_size, bits, mode):
+        return False
+    return _passes_trial(group_size, bits, scales.dtype, dtype)
+
+
+def _pass(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int, dtype: mx.Dtype) -> Pass:
+    inputs: Arrays = {"w": w, "scales": scales, "biases": biases}
+    outputs: Outputs = {"y": ((*w.shape[:-1], scales.shape[-1] * group_size), dtype)}
+    pieces = scales.size * group_size // 8
+    count = f"(unsigned)({size_of('scales', scales)} * {group_size // 8})"
+    lanes = -(-pieces // (32 * _PIECES)) * 32
+    return Pass("unpacked_groups", inputs, outputs, (count, *inputs, "y"), lanes, (bits, group_size, _PIECES))
+
+
+@cache
+def _passes_trial(
+    group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dtype, execute: Execute = Pass.run
+) -> bool:
+    """Compare with MLX's operation in fp32, on a size at which the last lanes have nothing to do."""
+
+    def difference() -> float:
+        rows, groups = 7, 384 // group_size
+        stored = trial.random_arrays([((rows, groups), stored_dtype)] * 2)
+        words = np.random.default_rng(3).integers(0, 2**32, (rows, 384 * bits // 32), np.uint32)
+        matrix = [mx.array(words), *stored]
+        scales, biases = (array.astype(mx.float32) for array in stored)
+        expected = mx.dequantize(matrix[0], scales, biases, group_size, bits)
+        return trial.largest_error([unpack(matrix, group_size, bits, dtype, execute=execute)], [expected])
+
+    return trial.passes(f"unpacking {bits} bits in groups of {group_size} to {dtype}", difference, BOUNDS[dtype])
