@@ -14,7 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.adapted_products import AdaptedMatrix, adapted_products
+from ..ops.functional import is_floating
 from ..ops.low_rank import covered
+from ..ops.quantized_product import Quantization, serves
 from .adapter import Adapter
 
 # The names of modules that read one input, as the models of mlx-lm and mlx-vlm call them.
@@ -24,6 +26,8 @@ _READ_TOGETHER = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
 )
+# The arrays of a packed matrix.
+_PACKED = ("weight", "scales", "biases")
 
 
 class AdaptersTogether:
@@ -60,15 +64,27 @@ class AdaptersTogether:
 
 def _joins(other: Adapter, module: Adapter, x: mx.array) -> bool:
     """Whether kernels can compute `other` for x in one call with `module`; with itself, whether they can at all."""
-    linear = other.base
-    if type(other) is not type(module) or type(linear) is not nn.Linear or "bias" in linear or other.dropout_rate:
+    if type(other) is not type(module) or other.dropout_rate or not _multiplies(other.base, x):
         return False
-    alike = (other.rank, other.scale) == (module.rank, module.scale) and linear.weight.dtype == x.dtype
-    return alike and covered(other.rank, x)
+    return (other.rank, other.scale) == (module.rank, module.scale) and covered(other.rank, x)
+
+
+def _multiplies(linear: nn.Module, x: mx.array) -> bool:
+    """Whether a linear layer is nothing but a product of x with a matrix of x's dtype, dense or packed."""
+    if type(linear) is nn.Linear:
+        return set(linear) == {"weight"} and linear.weight.dtype == x.dtype
+    if type(linear) is not nn.QuantizedLinear or not set(linear) <= set(_PACKED):
+        return False
+    scales = linear.scales
+    return (scales.dtype == x.dtype or not is_floating(scales)) and serves(x, linear.weight, scales)
 
 
 def _matrix(module: Adapter, dtype: mx.Dtype) -> AdaptedMatrix:
-    return AdaptedMatrix(module.base["weight"], module["lora_a"].astype(dtype), module["lora_b"].astype(dtype))
+    linear, factors = module.base, (module["lora_a"].astype(dtype), module["lora_b"].astype(dtype))
+    if type(linear) is nn.Linear:
+        return AdaptedMatrix([linear.weight], *factors)
+    arrays = [linear[name] for name in _PACKED if linear.get(name) is not None]
+    return AdaptedMatrix(arrays, *factors, Quantization(True, linear.group_size, linear.bits, linear.mode))
 
 
 _current: ContextVar[AdaptersTogether | None] = ContextVar("deltatune_adapters_together", default=None)

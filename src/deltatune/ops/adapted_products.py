@@ -14,15 +14,27 @@ import mlx.core as mx
 
 from .kernels.launch import Execute
 from .low_rank import add_product, add_products, as_matrix, both_products, columns_products, rows_products
+from .quantized_product import Quantization, matrix_gradients, rows_times
+
+# The arrays of each of several matrices.
+Weights = list[list[mx.array]]
 
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """A frozen matrix W [out, in], and the factors A [in, r] and B [r, out] of its update."""
+    """A frozen matrix W [out, in], and the factors A [in, r] and B [r, out] of its update.
 
-    weight: mx.array
+    Args:
+        weight: W alone or, if it is packed, its words, its scales, and its biases if there are any.
+        a: A.
+        b: B.
+        quantization: how W is packed, or None.
+    """
+
+    weight: Sequence[mx.array]
     a: mx.array
     b: mx.array
+    quantization: Quantization | None = None
 
 
 def adapted_products(
@@ -39,41 +51,55 @@ def adapted_products(
     Returns:
         [..., out] for each matrix.
     """
-    count = len(matrices)
+    count, packings = len(matrices), [matrix.quantization for matrix in matrices]
 
-    def forward(x: mx.array, *arrays: mx.array) -> list[mx.array]:
-        weights, downs, ups = _thirds(arrays)
+    def forward(x: mx.array, weights: Weights, downs: list[mx.array], ups: list[mx.array]) -> list[mx.array]:
         rows = as_matrix(x)
         low_rank = rows_products(rows, downs, execute=execute)
         sums = [
-            add_product(rows @ weight.T, h, b, scale, execute=execute)
-            for weight, h, b in zip(weights, low_rank, ups, strict=True)
+            add_product(_product(rows, weight, packing), h, b, scale, execute=execute)
+            for weight, packing, h, b in zip(weights, packings, low_rank, ups, strict=True)
         ]
         return [*(y.reshape(*x.shape[:-1], y.shape[-1]) for y in sums), *low_rank]
 
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        x, *arrays = primals
-        weights, downs, ups = _thirds(arrays)
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[Any, ...]:
+        x, weights, downs, ups = primals
         rows, cotangents = as_matrix(x), [as_matrix(dy) for dy in cotangents[:count]]
         both = [
             both_products(dy, h, b, scale, execute=execute)
             for dy, h, b in zip(cotangents, outputs[count:], ups, strict=True)
         ]
         d_low_rank, d_ups = zip(*both, strict=True)
-        dx = cotangents[0] @ weights[0]
-        for dy, weight in zip(cotangents[1:], weights[1:], strict=True):
-            dx = mx.addmm(dx, dy, weight)
+        bases = list(zip(cotangents, weights, packings, strict=True))
+        dx = _gradient_of_rows(*bases[0])
+        for base in bases[1:]:
+            dx = _gradient_of_rows(*base, dx)
         dx = add_products(dx, d_low_rank, downs, execute=execute).reshape(x.shape)
-        # MLX is lazy: the gradients of frozen matrices are never computed.
-        d_weights = [dy.T @ rows for dy in cotangents]
-        return [dx, *d_weights, *columns_products(rows, d_low_rank, execute=execute), *d_ups]
+        d_weights = [_gradient_of_weight(rows, *base) for base in bases]
+        return dx, d_weights, columns_products(rows, d_low_rank, execute=execute), list(d_ups)
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
-    arrays = [getattr(matrix, name) for name in ("weight", "a", "b") for matrix in matrices]
-    return list(function(x, *arrays)[:count])
+    weights = [list(matrix.weight) for matrix in matrices]
+    return list(function(x, weights, [matrix.a for matrix in matrices], [matrix.b for matrix in matrices])[:count])
 
 
-def _thirds(arrays: Sequence[mx.array]) -> tuple[Sequence[mx.array], Sequence[mx.array], Sequence[mx.array]]:
-    count = len(arrays) // 3
-    return arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
+def _product(rows: mx.array, weight: list[mx.array], packing: Quantization | None) -> mx.array:
+    """Return rows W^T."""
+    return rows @ weight[0].T if packing is None else rows_times(rows, weight, packing, True)
+
+
+def _gradient_of_rows(
+    dy: mx.array, weight: list[mx.array], packing: Quantization | None, onto: mx.array | None = None
+) -> mx.array:
+    """Return dy W, added to `onto`."""
+    if packing is not None:
+        return rows_times(dy, weight, packing, False, onto=onto)
+    return dy @ weight[0] if onto is None else mx.addmm(onto, dy, weight[0])
+
+
+def _gradient_of_weight(
+    rows: mx.array, dy: mx.array, weight: list[mx.array], packing: Quantization | None
+) -> list[mx.array]:
+    """Return the gradients of the weight's arrays. MLX is lazy: those of frozen matrices are never computed."""
+    return [dy.T @ rows] if packing is None else matrix_gradients(rows, weight, packing, dy)

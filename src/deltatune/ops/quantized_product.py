@@ -8,7 +8,7 @@ kept between the passes. patches/tables/quantized_product.py puts this in the pl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,10 +22,6 @@ from .pointwise import unpacking
 ROWS = {"cpu": 8, "cuda": 64}
 # The size of what is unpacked at a time.
 SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
-
-
-# Returns the numbers of a packed matrix, as mx.dequantize does.
-Unpack = Callable[..., mx.array]
 
 
 class Quantization(NamedTuple):
@@ -73,30 +69,63 @@ def packed_product(
     """
     stored = [scales] if biases is None else [scales, biases]
 
-    def forward(x: mx.array, w: mx.array, *stored: mx.array, unpack: Unpack = unpacked) -> mx.array:
-        return _times(x, w, stored, quantization, quantization.transpose, unpack)
+    def forward(x: mx.array, w: mx.array, *stored: mx.array) -> mx.array:
+        return rows_times(x, [w, *stored], quantization, quantization.transpose)
 
     def backward(primals: Any, dy: mx.array, _output: mx.array) -> list[mx.array]:
-        x, w, *stored = primals
-        dx = _times(dy, w, stored, quantization, not quantization.transpose, unpacked)
-        rest = [mx.zeros_like(array) for array in stored]
-        if is_floating(stored[0]):
-            # MLX is lazy: these gradients are computed only if something uses them. x is an argument, because mx.vjp
-            # walks through everything that an array which is none was computed from.
-            _, (_, *rest) = mx.vjp(
-                lambda x, *stored: [forward(x, w, *stored, unpack=mx.dequantize)], [x, *stored], [dy]
-            )
-        return [dx.astype(x.dtype), mx.zeros_like(w), *rest]
+        x, *matrix = primals
+        dx = rows_times(dy, matrix, quantization, not quantization.transpose)
+        return [dx.astype(x.dtype), *matrix_gradients(x, matrix, quantization, dy)]
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     return function(x, w, *stored)
 
 
-def _times(
-    x: mx.array, w: mx.array, stored: Any, quantization: Quantization, transpose: bool, unpack: Unpack
+def matrix_gradients(
+    x: mx.array, matrix: Sequence[mx.array], quantization: Quantization, dy: mx.array
+) -> list[mx.array]:
+    """Return the gradients of a packed matrix's arrays by MLX's operations: of scales and biases if they are floats.
+
+    Args:
+        x: the rows that met the matrix.
+        matrix: words and scales, and biases if there are any.
+        quantization: how the matrix is quantised, and how it was multiplied.
+        dy: the gradient of the product.
+    """
+    w, *stored = matrix
+    if not is_floating(stored[0]):
+        return [mx.zeros_like(array) for array in matrix]
+
+    def product(x: mx.array, *stored: mx.array) -> list[mx.array]:
+        return [rows_times(x, [w, *stored], quantization, quantization.transpose, unpack=mx.dequantize)]
+
+    # MLX is lazy: these gradients are computed only if something uses them. x is an argument, because mx.vjp walks
+    # through everything that an array which is none was computed from.
+    _, (_, *gradients) = mx.vjp(product, [x, *stored], [dy])
+    return [mx.zeros_like(w), *gradients]
+
+
+def rows_times(
+    x: mx.array,
+    matrix: Sequence[mx.array],
+    quantization: Quantization,
+    transpose: bool,
+    *,
+    onto: mx.array | None = None,
+    unpack: Callable[..., mx.array] | None = None,
 ) -> mx.array:
-    """Multiply x by the matrix, of which one slab of rows is unpacked after another."""
+    """Multiply rows by a packed matrix, of which one slab of rows is unpacked after another.
+
+    Args:
+        x: [..., in] if `transpose`, else [..., out].
+        matrix: words and scales, and biases if there are any.
+        quantization: how the matrix is quantised; its own `transpose` does not matter.
+        transpose: whether the result is x W^T, or x W.
+        onto: what is added to x W, without `transpose`.
+        unpack: unpacks a slab, as mx.dequantize does; `unpacked` by default.
+    """
+    w, *stored = matrix
     result_dtype = promoted(x.dtype, stored[0].dtype) if is_floating(stored[0]) else x.dtype
     dtype = mx.float32 if backend.device() == "cpu" else result_dtype
     rows = x.astype(dtype)
@@ -104,17 +133,17 @@ def _times(
     inputs = w.shape[-1] * 32 // quantization.bits if quantization.bits else 8 * w.shape[-1]
     slab_rows = max(1, SLAB_BYTES[backend.device()] // (dtype.size * inputs)) if w.ndim == 2 else w.shape[-2]
     # Columns of the result, one array per slab; without `transpose`, the sum so far.
-    results: list[mx.array] = []
+    results = [] if onto is None else [onto.astype(dtype)]
     for start, stop in pairwise([*range(0, w.shape[-2], slab_rows), w.shape[-2]]):
         slab = [array[..., start:stop, :] for array in (w, *stored)]
         if results:
             slab = mx.depends(slab, [results[-1]])
-        matrix = unpack(*slab, dtype=dtype, **quantization.storage)
+        numbers = (unpack or unpacked)(*slab, dtype=dtype, **quantization.storage)
         if transpose:
-            results.append(rows @ matrix.swapaxes(-1, -2))
+            results.append(rows @ numbers.swapaxes(-1, -2))
         else:
-            y = rows[..., start:stop] @ matrix
-            results = [results[0] + y] if results else [y]
+            part = rows[..., start:stop]
+            results = [mx.addmm(results[0], part, numbers) if results else part @ numbers]
     return (results[0] if len(results) == 1 else mx.concatenate(results, axis=-1)).astype(result_dtype)
 
 

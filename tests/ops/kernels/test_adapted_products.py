@@ -13,10 +13,11 @@ import pytest
 from beside import load
 from deltatune.lora.linear import LoRALinear
 from deltatune.lora.together import together
-from deltatune.ops import low_rank
+from deltatune.ops import low_rank, quantized_product
 from deltatune.ops.adapted_products import AdaptedMatrix, adapted_products
 from deltatune.ops.low_rank import add_products, columns_products, rows_products
 from deltatune.ops.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
+from deltatune.ops.quantized_product import Quantization
 
 of_one_adapter = load(Path(__file__).parent / "test_low_rank.py")
 TEXT, _wide = of_one_adapter.TEXT, of_one_adapter._wide
@@ -114,7 +115,9 @@ def test_layers_and_their_gradients_against_float64(count, rank, on_gpu):
     cotangents = [rest[4 * i + 3] for i in range(count)]
 
     def function(x: mx.array, *arrays: mx.array) -> list[mx.array]:
-        return adapted_products(x, [AdaptedMatrix(*arrays[3 * i : 3 * i + 3]) for i in range(count)], SCALE)
+        return adapted_products(
+            x, [AdaptedMatrix(arrays[3 * i : 3 * i + 1], *arrays[3 * i + 1 : 3 * i + 3]) for i in range(count)], SCALE
+        )
 
     outputs, gradients = mx.vjp(function, [x, *(a for matrix in matrices for a in matrix)], cotangents)
     mx.eval(outputs, gradients)
@@ -133,12 +136,70 @@ def test_layers_and_their_gradients_against_float64(count, rank, on_gpu):
         assert np.abs(_wide(found) - right).max() <= (1 + 2 * count) * 2.0**-8 * np.abs(right).max()
 
 
+PACKINGS = {
+    "affine": {"group_size": 32, "bits": 4, "mode": "affine"},
+    "affine, in slabs": {"group_size": 32, "bits": 8, "mode": "affine"},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_layers_and_their_gradients_against_float64(packing, on_gpu, monkeypatch):
+    """The second of three matrices is dense. In slabs, a matrix is unpacked 16 rows at a time."""
+    if "slabs" in packing:
+        monkeypatch.setitem(quantized_product.SLAB_BYTES, "cuda", 16 * 64 * 2)
+    options = PACKINGS[packing]
+    x, *rest = _drawn((2, 9, 64), *[(40, 64), (64, 8), (8, 40), (2, 9, 40)] * 3)
+    packed = [list(mx.quantize(rest[4 * i], **options)) for i in (0, 2)]
+    weights = [packed[0], [rest[4]], packed[1]]
+    dense = [mx.dequantize(*packed[0], **options), rest[4], mx.dequantize(*packed[1], **options)]
+    kinds = [Quantization(True, **options), None, Quantization(True, **options)]
+    factors, cotangents = [rest[4 * i + 1 : 4 * i + 3] for i in range(3)], rest[3::4]
+
+    def function(x: mx.array, weights: list[list[mx.array]], factors: list[list[mx.array]]) -> list[mx.array]:
+        zipped = zip(weights, factors, kinds, strict=True)
+        return adapted_products(x, [AdaptedMatrix(weight, *pair, kind) for weight, pair, kind in zipped], SCALE)
+
+    flat = [x, *(factor for pair in factors for factor in pair)]
+    outputs, gradients = mx.vjp(
+        lambda x, *flat: function(x, weights, [flat[2 * i : 2 * i + 2] for i in range(3)]), flat, cotangents
+    )
+    mx.eval(outputs, gradients)
+    assert sorted(on_gpu) == ["low_rank_both"] * 3 + ["low_rank_columns", "low_rank_rows"] + ["low_rank_wide"] * 4
+    x64, exact, expected = _wide(x), [], [0.0]
+    for i in range(3):
+        weight, a, b, dy = map(_wide, (dense[i], *factors[i], cotangents[i]))
+        exact.append(x64 @ weight.T + SCALE * x64 @ a @ b)
+        expected[0] = expected[0] + dy @ weight + SCALE * dy @ b.T @ a.T
+        expected.append(SCALE * np.einsum("ijk,ijr->kr", x64, dy @ b.T))
+        expected.append(SCALE * np.einsum("ijr,ijn->rn", x64 @ a, dy))
+    for found, right in zip((*outputs, *gradients), (*exact, *expected), strict=True):
+        assert np.abs(_wide(found) - right).max() <= 8 * 2.0**-8 * np.abs(right).max()
+
+
+def test_the_gradients_of_a_packed_layers_scales_are_those_of_mlx(on_gpu):
+    options = PACKINGS["affine"]
+    x, weight, a, b, dy = _drawn((9, 64), (40, 64), (64, 8), (8, 40), (9, 40))
+    w, *stored = mx.quantize(weight, **options)
+
+    def ours(scales: mx.array, biases: mx.array) -> list[mx.array]:
+        return adapted_products(x, [AdaptedMatrix([w, scales, biases], a, b, Quantization(True, **options))], SCALE)
+
+    found = mx.vjp(ours, stored, [dy])[1]
+    expected = mx.vjp(lambda *stored: [x @ mx.dequantize(w, *stored, **options).T], stored, [dy])[1]
+    for one, other in zip(found, expected, strict=True):
+        assert mx.abs(other).max() > 0
+        assert np.abs(_wide(one) - _wide(other)).max() <= 2.0**-7 * np.abs(_wide(other)).max()
+
+
 class _Layer(nn.Module):
-    def __init__(self, rank: int = 8, dropout: float = 0.0, bias: bool = False):
+    def __init__(self, rank: int = 8, dropout: float = 0.0, bias: bool = False, packing: str | None = None):
         super().__init__()
+        linear = [nn.Linear(*sizes, bias=bias) for sizes in ((32, 64),) * 2 + ((64, 32),)]
+        if packing:
+            linear = [nn.QuantizedLinear.from_linear(each, **PACKINGS[packing]) for each in linear]
         self.gate_proj, self.up_proj, self.down_proj = (
-            LoRALinear.from_base(nn.Linear(*sizes, bias=bias), rank, 2.0, dropout)
-            for sizes in ((32, 48),) * 2 + ((48, 32),)
+            LoRALinear.from_base(each, rank, 2.0, dropout) for each in linear
         )
         for module in (self.gate_proj, self.up_proj, self.down_proj):
             module.freeze()
@@ -156,12 +217,14 @@ def _loss_and_gradients(layer: nn.Module, x: mx.array):
 def _layer(**options) -> tuple[nn.Module, mx.array]:
     mx.random.seed(3)
     layer = _Layer(**options)
-    layer.apply(lambda array: array.astype(mx.bfloat16) if array.ndim == 2 and 8 not in array.shape else array)
-    return layer, mx.random.normal((2, 9, 32)).astype(mx.bfloat16)
+    for module in (layer.gate_proj, layer.up_proj, layer.down_proj):
+        module.base.apply(lambda array: array.astype(mx.bfloat16) if array.dtype == mx.float32 else array)
+    return layer, mx.random.normal((5, 16, 32)).astype(mx.bfloat16)
 
 
-def test_projections_that_read_one_input_are_computed_together(on_gpu):
-    layer, x = _layer()
+@pytest.mark.parametrize("packing", [None, "affine", "mxfp4"])
+def test_projections_that_read_one_input_are_computed_together(packing, on_gpu):
+    layer, x = _layer(packing=packing)
     expected = _loss_and_gradients(layer, x)
     mx.eval(expected)
     assert on_gpu.count("low_rank_rows") == 3
@@ -181,7 +244,7 @@ def test_projections_that_read_one_input_are_computed_together(on_gpu):
             assert np.abs(_wide(one) - _wide(other)).max() <= 2.0**-5 * np.abs(_wide(other)).max()
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"bias": True}], ids=str)
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"bias": True}, {"bias": True, "packing": "affine"}], ids=str)
 def test_other_layers_are_computed_alone(options, on_gpu):
     layer, x = _layer(**options)
     layer.eval()
