@@ -9,7 +9,9 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops import quantized_product
-from deltatune.ops.quantized_product import Quantization, packed_product, serves
+from deltatune.ops.adapted_products import AdaptedMatrix, adapted_products
+from deltatune.ops.cross_entropy import linear_cross_entropy
+from deltatune.ops.quantized_product import Quantization, packed_product, serves, unpacked
 
 PACKINGS = {
     **{f"affine{bits}": {"group_size": 32, "bits": bits, "mode": "affine"} for bits in (2, 3, 4, 5, 6, 8)},
@@ -151,6 +153,83 @@ def test_when_the_product_is_used(monkeypatch):
     assert not serves(mx.zeros((2, 64)), *one_group)
 
 
+class Head(nn.Module):
+    """A quantised head, which is multiplied as the patch of mx.quantized_matmul does it."""
+
+    def __init__(self, packing, dtype=mx.float32):
+        super().__init__()
+        self.packing, (self.weight, self.scales, *biases) = packing, quantized_matrix(packing, dtype)
+        self.biases = biases[0] if biases else None
+        self.freeze()
+
+    def __call__(self, x):
+        arrays = [array for array in (self.weight, self.scales, self.biases) if array is not None]
+        return product(x, arrays, self.packing)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", ["affine4", "mxfp4"])
+def test_the_loss_unpacks_a_head_once(name, training, monkeypatch):
+    """The chunks of rows meet the same unpacked matrix, and the gradients are those of a dense head."""
+    calls, head = [], Head(PACKINGS[name]).train(training)
+    hidden = mx.random.normal((300, INPUTS), key=mx.random.key(4))
+    targets, weights = mx.random.randint(0, OUTPUTS, (300,), key=mx.random.key(5)), mx.ones(300)
+    dense = nn.Linear(INPUTS, OUTPUTS, bias=False).freeze()
+    dense.weight = mx.dequantize(
+        *[a for a in (head.weight, head.scales, head.biases) if a is not None], **PACKINGS[name]
+    )
+
+    def both(head):
+        def loss(hidden):
+            return linear_cross_entropy(head, hidden, targets, weights, chunk_tokens=100)[0]
+
+        return mx.value_and_grad(loss)(hidden)
+
+    expected = both(dense)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(quantized_product, "unpacked", lambda *a, **b: calls.append(a) or unpacked(*a, **b))
+    for _ in range(2):
+        calls.clear()
+        found = both(head)
+        # Without training mode, the value and the gradient are computed apart.
+        assert len(calls) == (1 if training else 2)
+        for one, other in zip(found, expected, strict=True):
+            assert relative_error(one, np.array(other.astype(mx.float32))) < 1e-5
+    head(hidden)
+    head(hidden)
+    assert len(calls) == (3 if training else 4)
+
+
+def test_a_matrix_that_is_kept_is_rounded_to_the_dtype_of_the_product(monkeypatch):
+    head, x = Head(PACKINGS["affine4"], mx.bfloat16), drawn(True)[0]
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    with quantized_product.unpacked_once(head):
+        outputs = [head(x), head(x.astype(mx.bfloat16)), head(x)]
+    assert [y.dtype for y in outputs] == [mx.float32, mx.bfloat16, mx.float32]
+    exactly = np.array(x, np.float64) @ exact([head.weight, head.scales, head.biases], PACKINGS["affine4"]).T
+    assert relative_error(outputs[0], exactly) < 1e-6
+    assert relative_error(outputs[2], exactly) < 1e-6
+    assert relative_error(outputs[1], exactly) < 1e-2
+
+
+def test_a_matrix_whose_scales_train_is_not_kept(monkeypatch):
+    head, calls = Head(PACKINGS["affine4"]), []
+    head.unfreeze(keys=["scales"])
+    x = mx.random.normal((100, INPUTS), key=mx.random.key(4))
+
+    def squared(head, x):
+        with quantized_product.unpacked_once(head):
+            return (head(x) * head(2 * x)).sum()
+
+    expected = nn.value_and_grad(head, squared)(head, x)[1]["scales"]
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(quantized_product, "unpacked", lambda *a, **b: calls.append(a) or unpacked(*a, **b))
+    found = nn.value_and_grad(head, squared)(head, x)[1]["scales"]
+    assert relative_error(found, np.array(expected)) < 1e-5
+    assert mx.abs(expected).max() > 0
+    assert len(calls) >= 2
+
+
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts a CPU's memory")
 def test_nothing_unpacked_waits_for_the_backward_pass():
     width, count = 512, 12
@@ -171,3 +250,34 @@ def test_nothing_unpacked_waits_for_the_backward_pass():
     between_passes = mx.get_active_memory()
     mx.eval(vjp)
     assert between_passes - mx.get_active_memory() < width * width * 4
+
+
+def adapted(x, arrays, packing):
+    """The product, with an adapter whose factors are parts of the scales."""
+    a, b = arrays[1][:, :8], arrays[2][:, :8].T
+    return adapted_products(x, [AdaptedMatrix(arrays, a, b, Quantization(True, **packing))], 0.01)[0]
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="counts a CPU's memory")
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "as it is"])
+@pytest.mark.parametrize("of_layer", [product, adapted])
+def test_more_layers_need_no_more_memory_for_unpacked_matrices(of_layer, compiled):
+    """mx.compile computes equal things once: it would keep the matrices of the forward pass for the backward pass."""
+    width, packing = 512, PACKINGS["affine4"]
+    matrices = [mx.quantize(mx.random.normal((width, width)) * 0.05, **packing) for _ in range(24)]
+    x = mx.random.normal((16, width))
+    mx.eval(x, matrices)
+
+    def peak(count):
+        def loss(x):
+            for arrays in matrices[:count]:
+                x = mx.tanh(of_layer(x, list(arrays), packing))
+            return x.sum()
+
+        gradient = mx.compile(mx.grad(loss)) if compiled else mx.grad(loss)
+        mx.eval(gradient(x))
+        mx.reset_peak_memory()
+        mx.eval(gradient(x))
+        return mx.get_peak_memory()
+
+    assert peak(24) - peak(8) < 4 * width * width * 4

@@ -28,7 +28,7 @@ class AdaptedMatrix:
         weight: W alone or, if it is packed, its words, its scales, and its biases if there are any.
         a: A.
         b: B.
-        quantization: how W is packed, or None.
+        quantization: how W is packed, with its `transpose` true; or None.
     """
 
     weight: Sequence[mx.array]
@@ -86,7 +86,7 @@ def adapted_products(
 
 def _product(rows: mx.array, weight: list[mx.array], packing: Quantization | None) -> mx.array:
     """Return rows W^T."""
-    return rows @ weight[0].T if packing is None else rows_times(rows, weight, packing, True)
+    return rows @ weight[0].T if packing is None else rows_times(rows, weight, packing, packing.transpose)
 
 
 def _gradient_of_rows(
@@ -94,7 +94,7 @@ def _gradient_of_rows(
 ) -> mx.array:
     """Return dy W, added to `onto`."""
     if packing is not None:
-        return rows_times(dy, weight, packing, False, onto=onto)
+        return rows_times(dy, weight, packing, not packing.transpose, onto=onto)
     return dy @ weight[0] if onto is None else mx.addmm(onto, dy, weight[0])
 
 

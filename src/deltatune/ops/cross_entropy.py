@@ -18,6 +18,7 @@ from ..machine import backend
 from .functional import holding, trainable
 from .pointwise import vocabulary_loss
 from .pointwise.vocabulary_loss import vocabulary_losses
+from .quantized_product import unpacked_once
 from .random_state import drawing_from, get_key
 
 # A chunk's fp32 logits take CHUNK_BYTES, or what FEWEST_TOKENS tokens take if that is more (a few rows would read the
@@ -62,21 +63,14 @@ def linear_cross_entropy(
         >>> loss_sum, weight_sum = linear_cross_entropy(model.lm_head, hidden, targets, mask)
         >>> loss = loss_sum / weight_sum
     """
-    module = _module(head)
+    run = _Head(head)
     _check(hidden, targets, weights, chunk_tokens)
     weights = weights.astype(mx.float32).reshape(-1)
     targets = mx.maximum(targets.reshape(-1), 0)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     size = chunk_tokens or _default_chunk(head, hidden)
     bounds = _even_bounds(hidden.shape[0], size)
-    paths, parameters = trainable(module)
-
-    def run(parameters: list[mx.array], rows: mx.array) -> mx.array:
-        with holding(module, paths, parameters):
-            return head(rows)
-
-    eager = all(part.training for part in module.modules())
-    loss = _loss(run, bounds, eager)(parameters, hidden, mx.stop_gradient(targets), weights)
+    loss = _loss(run, bounds, run.in_training())(run.parameters, hidden, mx.stop_gradient(targets), weights)
     return loss, weights.sum()
 
 
@@ -108,23 +102,33 @@ def linear_token_losses(
     Example:
         >>> log_probability = -(linear_token_losses(model.lm_head, hidden, targets) * mask).sum(axis=-1)
     """
-    module = _module(head)
+    run = _Head(head)
     _check(hidden, targets, targets, chunk_tokens)
     rows = hidden.reshape(-1, hidden.shape[-1])
     bounds = _even_bounds(rows.shape[0], chunk_tokens or _default_chunk(head, rows))
-    paths, parameters = trainable(module)
-
-    def run(parameters: list[mx.array], rows: mx.array) -> mx.array:
-        with holding(module, paths, parameters):
-            return head(rows)
-
-    eager = not parameters and all(part.training for part in module.modules())
+    eager = not run.parameters and run.in_training()
     flat = mx.stop_gradient(mx.maximum(targets.reshape(-1), 0))
     key = mx.stop_gradient(get_key())
-    return _token_losses(run, bounds, eager)(key, parameters, rows, flat).reshape(targets.shape)
+    return _token_losses(run, bounds, eager)(key, run.parameters, rows, flat).reshape(targets.shape)
 
 
-def _token_losses(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.array]:
+class _Head:
+    """A head that is called with arrays in the place of its trainable parameters."""
+
+    def __init__(self, head: nn.Module | Callable[[mx.array], mx.array]):
+        self._head, self.module = head, _module(head)
+        self._paths, self.parameters = trainable(self.module)
+
+    def __call__(self, parameters: list[mx.array], rows: mx.array) -> mx.array:
+        with holding(self.module, self._paths, parameters):
+            return self._head(rows)
+
+    def in_training(self) -> bool:
+        """Whether every part of the head is in training mode."""
+        return all(part.training for part in self.module.modules())
+
+
+def _token_losses(run: _Head, bounds: list[int], eager: bool) -> Callable[..., mx.array]:
     """Return the function (key, parameters, hidden, targets) -> losses [N], which has gradients for the middle two.
 
     `key` is the random key with which the first run of the head begins; a second run draws the same dropout.
@@ -157,7 +161,7 @@ def _token_losses(run: Callable, bounds: list[int], eager: bool) -> Callable[...
     return lambda *arguments: function(*arguments)[0]
 
 
-def _loss(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.array]:
+def _loss(run: _Head, bounds: list[int], eager: bool) -> Callable[..., mx.array]:
     """Return the function (parameters, hidden, targets, weights) -> loss, with gradients for all but the targets."""
 
     def forward(parameters, hidden, targets, weights):
@@ -186,11 +190,12 @@ def _loss(run: Callable, bounds: list[int], eager: bool) -> Callable[..., mx.arr
 def _values(run, bounds, parameters, hidden, targets, weights):
     """Return the loss and the losses of the tokens [N], computed one chunk after another."""
     losses: list[mx.array] = []
-    for start, stop in pairwise(bounds):
-        rows = hidden[start:stop]
-        if losses:
-            rows = mx.depends([rows], [losses[-1]])[0]
-        losses.append(_losses(run(parameters, rows), targets[start:stop]))
+    with unpacked_once(run.module):
+        for start, stop in pairwise(bounds):
+            rows = hidden[start:stop]
+            if losses:
+                rows = mx.depends([rows], [losses[-1]])[0]
+            losses.append(_losses(run(parameters, rows), targets[start:stop]))
     token_losses = mx.concatenate(losses)
     return (token_losses * weights).sum(), token_losses
 
@@ -218,18 +223,19 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
     losses: list[mx.array] = []
     d_rows: list[mx.array] = []
     d_parameters: list[mx.array] = []
-    for start, stop in pairwise(bounds):
-        rows = hidden[start:stop]
-        if losses:
-            rows = mx.depends([rows], [losses[-1], d_rows[-1], *d_parameters])[0]
-        (_, chunk_losses), grads = mx.value_and_grad(chunk)([*parameters, rows], start, stop)
-        chunk_d_parameters, d = [grad.astype(mx.float32) for grad in grads[:-1]], grads[-1]
-        if losses:
-            d_parameters = [total + part for total, part in zip(d_parameters, chunk_d_parameters, strict=True)]
-        else:
-            d_parameters = chunk_d_parameters
-        d_rows.append(d if weighted else (d * weights[start:stop, None]).astype(d.dtype))
-        losses.append(chunk_losses)
+    with unpacked_once(run.module):
+        for start, stop in pairwise(bounds):
+            rows = hidden[start:stop]
+            if losses:
+                rows = mx.depends([rows], [losses[-1], d_rows[-1], *d_parameters])[0]
+            (_, chunk_losses), grads = mx.value_and_grad(chunk)([*parameters, rows], start, stop)
+            chunk_d_parameters, d = [grad.astype(mx.float32) for grad in grads[:-1]], grads[-1]
+            if losses:
+                d_parameters = [total + part for total, part in zip(d_parameters, chunk_d_parameters, strict=True)]
+            else:
+                d_parameters = chunk_d_parameters
+            d_rows.append(d if weighted else (d * weights[start:stop, None]).astype(d.dtype))
+            losses.append(chunk_losses)
     token_losses = mx.concatenate(losses)
     return (token_losses * weights).sum(), token_losses, d_rows, d_parameters
 

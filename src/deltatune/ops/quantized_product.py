@@ -8,11 +8,14 @@ kept between the passes. patches/tables/quantized_product.py puts this in the pl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..machine import backend
 from .functional import is_floating, promoted
@@ -68,6 +71,12 @@ def packed_product(
     scales and biases where they are floats.
     """
     stored = [scales] if biases is None else [scales, biases]
+    kept = (_unpacked.get() or {}).get(id(w))
+    if kept is not None:
+        dtype = _result_dtype(x, scales)
+        if dtype not in kept:
+            kept[dtype] = unpacked(w, *_cast(stored, dtype), dtype=dtype, **quantization.storage)
+        return x.astype(dtype) @ (kept[dtype].T if quantization.transpose else kept[dtype])
 
     def forward(x: mx.array, w: mx.array, *stored: mx.array) -> mx.array:
         return rows_times(x, [w, *stored], quantization, quantization.transpose)
@@ -80,6 +89,25 @@ def packed_product(
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     return function(x, w, *stored)
+
+
+# The unpacked matrices by dtype, for the ids of the words of those that `unpacked_once` covers.
+_unpacked: ContextVar[dict[int, dict[mx.Dtype, mx.array]] | None] = ContextVar("deltatune_unpacked", default=None)
+
+
+@contextmanager
+def unpacked_once(module: nn.Module) -> Iterator[None]:
+    """Within the context, `packed_product` unpacks each frozen matrix of `module` once and whole, on an NVIDIA GPU.
+
+    This is for a matrix that many rows meet a part at a time. It then takes the memory of all its numbers for so long.
+    """
+    parts = module.modules() if backend.device() == "cuda" else []
+    frozen = [part for part in parts if "scales" in part and "scales" not in part.trainable_parameters()]
+    token = _unpacked.set({id(part["weight"]): {} for part in frozen if part["weight"].ndim == 2})
+    try:
+        yield
+    finally:
+        _unpacked.reset(token)
 
 
 def matrix_gradients(
@@ -126,18 +154,18 @@ def rows_times(
         unpack: unpacks a slab, as mx.dequantize does; `unpacked` by default.
     """
     w, *stored = matrix
-    result_dtype = promoted(x.dtype, stored[0].dtype) if is_floating(stored[0]) else x.dtype
+    result_dtype = _result_dtype(x, stored[0])
     dtype = mx.float32 if backend.device() == "cpu" else result_dtype
     rows = x.astype(dtype)
-    stored = [array.astype(dtype) if is_floating(array) else array for array in stored]
+    stored = _cast(stored, dtype)
     inputs = w.shape[-1] * 32 // quantization.bits if quantization.bits else 8 * w.shape[-1]
     slab_rows = max(1, SLAB_BYTES[backend.device()] // (dtype.size * inputs)) if w.ndim == 2 else w.shape[-2]
     # Columns of the result, one array per slab; without `transpose`, the sum so far.
     results = [] if onto is None else [onto.astype(dtype)]
     for start, stop in pairwise([*range(0, w.shape[-2], slab_rows), w.shape[-2]]):
-        slab = [array[..., start:stop, :] for array in (w, *stored)]
-        if results:
-            slab = mx.depends(slab, [results[-1]])
+        # A slab waits for its rows. Otherwise MLX may unpack it long before, and mx.compile, which computes equal things
+        # once, would keep the slab of the forward pass for the backward pass.
+        slab = mx.depends([array[..., start:stop, :] for array in (w, *stored)], [results[-1] if results else rows])
         numbers = (unpack or unpacked)(*slab, dtype=dtype, **quantization.storage)
         if transpose:
             results.append(rows @ numbers.swapaxes(-1, -2))
@@ -145,6 +173,15 @@ def rows_times(
             part = rows[..., start:stop]
             results = [mx.addmm(results[0], part, numbers) if results else part @ numbers]
     return (results[0] if len(results) == 1 else mx.concatenate(results, axis=-1)).astype(result_dtype)
+
+
+def _cast(stored: Sequence[mx.array], dtype: mx.Dtype) -> list[mx.array]:
+    """Return scales and biases in the dtype in which MLX is to compute the matrix; packed scales stay as they are."""
+    return [array.astype(dtype) if is_floating(array) else array for array in stored]
+
+
+def _result_dtype(x: mx.array, scales: mx.array) -> mx.Dtype:
+    return promoted(x.dtype, scales.dtype) if is_floating(scales) else x.dtype
 
 
 def unpacked(
