@@ -163,8 +163,8 @@ def rows_times(
     # Columns of the result, one array per slab; without `transpose`, the sum so far.
     results = [] if onto is None else [onto.astype(dtype)]
     for start, stop in pairwise([*range(0, w.shape[-2], slab_rows), w.shape[-2]]):
-        # A slab waits for its rows. Otherwise MLX may unpack it long before, and mx.compile, which computes equal things
-        # once, would keep the slab of the forward pass for the backward pass.
+        # A slab waits for its rows. Otherwise MLX may unpack it long before, and mx.compile, which computes equal
+        # things once, would keep the slab of the forward pass for the backward pass.
         slab = mx.depends([array[..., start:stop, :] for array in (w, *stored)], [results[-1] if results else rows])
         numbers = (unpack or unpacked)(*slab, dtype=dtype, **quantization.storage)
         if transpose:
