@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDING, ROUNDINGS_ON_GPU
-from deltatune.ops.pointwise import scored_swiglu
+from deltatune.ops.pointwise import scored_swiglu, unpacking
 from dense_experts import LEAVES, NAMES, Case, block, expected, largest_errors, value_and_gradients
 from poison import poison
 
@@ -115,6 +116,34 @@ def test_the_same_bits_compiled_and_recomputed(wrap):
     two = mx.compile(two) if "compile" in wrap else two
     reference, found = one(given), two(given)
     assert all(mx.array_equal(reference[name], found[name]) for name in names)
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="counts a CPU's memory")
+def test_all_unpacked_experts_wait_for_no_later_use(monkeypatch):
+    """On an NVIDIA GPU, the backward pass unpacks a projection's experts again, in a compiled step as well."""
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(unpacking, "serves", lambda *_, **__: False)
+    shape = 4, 128, 256
+    packed = [mx.quantize(mx.random.normal(shape, key=mx.random.key(i)), 32, 4) for i in range(12)]
+    projections = [Projection(*arrays, group_size=32, bits=4) for arrays in packed]
+    experts = mx.arange(4)
+    mx.eval(packed, experts)
+
+    def peak(count):
+        @mx.compile
+        def passes(experts):
+            total = mx.zeros(shape)
+            for projection in [*projections[:count], *projections[:count][::-1]]:
+                tied = mx.depends([experts], [total])[0]
+                total = mx.tanh(total + projection.unpacked_matrices(tied))
+            return total
+
+        mx.eval(passes(experts))
+        mx.reset_peak_memory()
+        mx.eval(passes(experts))
+        return mx.get_peak_memory()
+
+    assert peak(12) - peak(4) < 4 * 4 * math.prod(shape)
 
 
 PACKINGS = [{"bits": bits, "group_size": 32} for bits in (2, 3, 4, 6, 8)]

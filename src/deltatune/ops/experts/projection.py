@@ -124,11 +124,12 @@ class Projection:
         """Return the matrices that `forward` and `backward` need besides the weight as it is stored, or None.
 
         They are those of the tiles' experts [t] in fp32, [t, out, in], or all experts' [E, out, in] where
-        `unpacks_all_experts`.
+        `unpacks_all_experts`; those too are unpacked no sooner than `experts` exists.
         """
         if self.copies_matrix_per_tile():
             return self._unpacked(lambda array: array[experts]).astype(mx.float32)
-        return self._unpacked(lambda array: array) if self.unpacks_all_experts() else None
+        # mx.compile computes equal things once: without the tie, all matrices would wait for the backward pass.
+        return self._unpacked(lambda array: mx.depends([array], [experts])[0]) if self.unpacks_all_experts() else None
 
     def forward(self, rows: mx.array, low_rank: mx.array | None, chunk: Chunk, matrices: mx.array | None) -> mx.array:
         """Return y [t, m, out], given what `low_rank` returns, or None without an adapter."""
