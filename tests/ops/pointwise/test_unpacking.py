@@ -84,11 +84,11 @@ def check_two_layouts(execute):
 
 DEFECTS = {
     "the next word": ("w[word];", "w[word + 1];"),
-    "the word after it left out": ("<< 32;", "<< 31;"),
+    "the second word a bit off": ("<< 32;", "<< 31;"),
     "one scale for all groups": ("scale[j] = static_cast<float>(scales[from / (GROUP / 8)])", "scale[j] = scales[0]"),
     "a piece too few": ("if (first + 32 * j < count)", "if (first + 32 * j + 1 < count)"),
     "a piece too many": ("if (first + 32 * j < count)", "if (first + 32 * j < count + 1)"),
-    "rounded twice": (" + bias[j];", " + bias[j]; h[0] = static_cast<float>(static_cast<Y>(h[0] * 1.001f));"),
+    "a number off by a hundredth": (" + bias[j];", " + bias[j]; h[0] *= 1.01f;"),
 }
 
 
