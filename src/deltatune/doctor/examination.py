@@ -128,6 +128,7 @@ def examine(model: str | None = None) -> Examination:
     names, why = backend.gated_delta_candidates()
     attention, why_attention = backend.attention_candidates()
     with _patched() as patches:
+        implementations.build()
         return Examination(
             versions=inventory.versions(),
             machine=inventory.machine(),

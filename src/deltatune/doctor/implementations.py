@@ -17,6 +17,7 @@ from ..ops.gated_delta import choice, gated_delta_chunk, machine_trial
 from ..ops.gated_delta.choice import Call
 from ..ops.gated_delta.machine_trial import ShapeClass
 from ..ops.gated_delta.tolerances import TF32
+from ..ops.kernels.cubin import built_side_by_side
 from ..ops.verdicts import Verdict
 
 # `chunk` is compared with the recurrence on small shapes, the others with `chunk` on shapes of released models; in fp32
@@ -64,6 +65,21 @@ class Finding:
     @property
     def wrong(self) -> bool:
         return self.status == "wrong"
+
+
+def build() -> None:
+    """Build all kernels that `findings` and `of_attention` try, side by side, where an NVIDIA GPU has them to build."""
+    if backend.device() != "cuda":
+        return
+    with built_side_by_side():
+        for shape in _MODELS:
+            candidate = choice.CANDIDATES["fused"](_call(shape))
+            if not isinstance(candidate, str) and candidate.shape is not None and candidate.checked is not None:
+                machine_trial.build(candidate.checked, candidate.shape)
+        for heads in _HEADS:
+            attends = attention.choice.CANDIDATES["fused"](_attention_call(replace(heads, machine=backend.device())))
+            if not isinstance(attends, str):
+                kernel_trial.build(attends.function, attends.shape)
 
 
 def findings() -> list[Finding]:

@@ -109,6 +109,12 @@ def test_a_gradient_that_mlx_cannot_compute_is_avoided_too(monkeypatch):
     assert found.detail.startswith("MLX cannot compute it here (invalid argument); mlx-lm's layers")
 
 
+def test_this_gradient_is_not_tried_on_an_nvidia_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=None))
+    assert sorted_gather.find_gradient().status == "not run"
+
+
 def test_ragged_gathers(monkeypatch):
     found = ragged_gather.find()
     assert found.status == "absent"

@@ -243,6 +243,32 @@ def test_numbers_are_too_large_for_the_memory_that_the_host_shares(values):
     assert mx.array_equal(found[: len(values)], mx.array(values))
 
 
+def test_kernels_built_side_by_side_are_launched_later(gpu):
+    def trace() -> list[mx.array]:
+        gate = mx.ones((2, 16))
+        return mx.vjp(lambda gate: [swiglu(gate, gate)], [gate], [gate])[1]
+
+    with cubin.built_side_by_side(), cubin.built_side_by_side():
+        (gradient,) = trace()
+    assert mx.array_equal(gradient, mx.zeros((2, 16)))
+    assert sorted(gpu.compiled) == ["swiglu_backward", "swiglu_forward"]
+    assert not gpu.launches
+    trace()
+    assert len(gpu.compiled) == len(gpu.launches) == 2
+
+
+def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched(gpu, monkeypatch):
+    def refused(*_):
+        raise RuntimeError("no such word")
+
+    monkeypatch.setattr(nvrtc, "compiled", refused)
+    x = mx.ones((2, 16))
+    with cubin.built_side_by_side():
+        swiglu(x, x)
+    with pytest.raises(RuntimeError, match="no such word"):
+        swiglu(x, x)
+
+
 def code_in_a_new_process(gpu: SimpleNamespace) -> bytes:
     """Return the code that another process would launch."""
     launch.kernel_of.cache_clear()
