@@ -12,6 +12,7 @@ from deltatune.models.load import load, load_model
 from deltatune.plan import fit
 from deltatune.plan.search import Largest
 from deltatune.train.setup import load_with_adapter
+from last_place import largest_move
 from new_tokens import TOKENS, with_new_tokens, write_data
 
 # The ids of TOKENS are 320 and 321.
@@ -66,7 +67,9 @@ def test_a_run_from_start_to_merge(run, train, data, tiny_checkpoint, tmp_path, 
         logits = theirs(PROMPT)
         assert logits.shape[-1] == 322
         if quantize is None or options:
-            assert mx.abs(logits - ours(PROMPT)).max() < (1e-4 if quantize != {"mode": "mxfp4"} else 0.05)
+            # A merged weight is rounded once more, which alone moves a mixture's logits by 5e-4.
+            bound = 1e-5 + 2 * largest_move(theirs, lambda theirs=theirs: theirs(PROMPT))
+            assert mx.abs(logits - ours(PROMPT)).max() < (bound if quantize != {"mode": "mxfp4"} else 0.05)
         assert run("generate", "--model", merged, "--prompt", TOKENS[0], "--max-tokens", 2)[0] == 0
 
 

@@ -106,8 +106,8 @@ def test_fails_or_is_refused(name, planted, host_module):
 
 # Defects that no largest error shows: the text, and what replaces it.
 TAILS = {
-    "the tail of another tile": ("lane)[m * Bits + i] <<", "lane)[(m ^ 1) * Bits + i] <<"),
-    "a tail without its sign": ("^ (1 << Bits >> 1)", "^ 0"),
+    "the tail of another tile": ("lane)[m * 2 + i] <<", "lane)[(m ^ 1) * 2 + i] <<"),
+    "a tail without its sign": ("& 3) ^ 2", "& 3) ^ 0"),
     "pairs less the diagonal": ("if (r >= i % 16) pairs", "if (r > i % 16) pairs"),
     "pairs of one tile alone": ("pairs += column_sums", "pairs += 0.0f * column_sums"),
 }

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "ops" / "kernels"))
@@ -26,6 +26,7 @@ from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.segments import segments
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_lm
+from last_place import parameters_one_unit_off
 from model_gradients import without_gradient
 
 CONVS = ("conv and silu of documents", "conv, silu and norms of documents", "conv and silu", "conv, silu and norms")
@@ -71,19 +72,6 @@ def as_on_cuda(monkeypatch, machine) -> set[str]:
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     return served
-
-
-def parameters_one_unit_off(model, seed: int) -> dict:
-    """The model's parameters, each moved up or down by about one unit in its last place."""
-    keys = iter(mx.random.split(mx.random.key(seed), 1000))
-
-    def moved(array: mx.array) -> mx.array:
-        if not mx.issubdtype(array.dtype, mx.floating):
-            return array
-        up = mx.random.bernoulli(0.5, array.shape, key=next(keys))
-        return array * mx.where(up, 1 + 2.0**-23, 1 - 2.0**-23)
-
-    return tree_map(moved, model.parameters())
 
 
 def conditioned(model, rows, owner, expected: dict[str, mx.array]) -> tuple[float, dict[str, float]]:

@@ -320,7 +320,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     barrier();
     if (STAGES > 1) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, loads & 1);
-      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED>(at, memory + (loads & 1) * Memory::stage,
+      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED, true>(at, memory + (loads & 1) * Memory::stage,
           arrival, states, d_states, u_in, d_right, dy_in, mask, length,
                                                                    hv, chunk, 0);
       copies_sent(arrival, at.index);
@@ -375,7 +375,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       barrier();
       if (coming * SLICE < DV) {
         Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED>(at, memory + turn * Memory::stage,
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED, true>(at, memory + turn * Memory::stage,
             arrival, states, d_states, u_in, d_right, dy_in, mask, length, hv,
                                                                      chunk, coming * SLICE);
         copies_sent(arrival, at.index);

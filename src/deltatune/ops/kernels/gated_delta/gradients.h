@@ -28,10 +28,10 @@ struct GradientMemory {
 };
 
 template <typename In, int C, int DK, int DV, int SLICE, int HV, int GROUPS, typename Memory, bool UNSTAGED,
-          bool MASKED, typename PT, typename PU, typename PR, typename PY, typename PM>
+          bool MASKED, bool CHANNEL, typename PT, typename PU, typename PR, typename PY, typename PM>
 inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arrival, PT states, PT d_states, PU u,
                        PR d_right, PY dy, PM mask, int length, int hv, long chunk, int first) {
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), saved = row_of_chunk<In, C, DK, false>();
+  constexpr int threads = GROUPS * 32, stride = stride_of(DK), saved = row_of_chunk<In, C, DK, CHANNEL>();
   constexpr int value_rows = padded(DV);
   if (!UNSTAGED) {
     copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
@@ -191,7 +191,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       // With one stage, the first load brings only the factors and, without OVERLAY, Q and K.
       Arrival arrival = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
       if (STAGES > 1)
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED>(
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED, false>(
             at, memory + Memory::slices + (loads & 1) * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in,
             mask, length, hv, chunk, 0);
       if (!OVERLAY && repeat == 0) {
@@ -226,7 +226,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       barrier();
       if (coming * SLICE < DV) {
         Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED>(
+        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED, false>(
             at, memory + Memory::slices + turn * Memory::stage, arrival, states, d_states, u_in, d_right, dy_in, mask,
             length, hv, chunk, coming * SLICE);
         copies_sent(arrival, at.index);

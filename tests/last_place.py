@@ -1,0 +1,33 @@
+"""What one unit in the last place of a model's parameters does to its results: the most that a test may ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+
+def parameters_one_unit_off(model, seed: int) -> dict:
+    """The model's parameters, each moved up or down by about one unit in its last place."""
+    keys = iter(mx.random.split(mx.random.key(seed), 1000))
+
+    def moved(array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating):
+            return array
+        up = mx.random.bernoulli(0.5, array.shape, key=next(keys))
+        return array * mx.where(up, 1 + 2.0**-23, 1 - 2.0**-23)
+
+    return tree_map(moved, model.parameters())
+
+
+def largest_move(model: Any, result: Callable[[], mx.array]) -> float:
+    """How far the elements of `result()` move when the parameters move by a unit: the largest of four draws."""
+    held, first = model.parameters(), result()
+    moves = []
+    for seed in range(4):
+        model.update(parameters_one_unit_off(model, seed))
+        moves.append(float(mx.abs(result() - first).max()))
+    model.update(held)
+    return max(moves)
