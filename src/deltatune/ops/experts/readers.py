@@ -32,7 +32,7 @@ class Readers:
 
     @staticmethod
     def of(projections: Sequence[Projection]) -> Readers:
-        """Join the adapters on an NVIDIA GPU where each has an A that trains, none drops inputs, and scales are equal."""
+        """Join the adapters on an NVIDIA GPU where each A trains, none drops inputs, and their scales are equal."""
         factors = [p.lora_a for p in projections if p.lora_a is not None and "lora_a" in p.trains and not p.dropout]
         alike = {(id(p.scale), p.lora_a.dtype) for p in projections if p.lora_a is not None}
         if backend.device() != "cuda" or len(projections) < 2 or len(factors) < len(projections) or len(alike) > 1:
