@@ -12,7 +12,8 @@ import numpy as np
 
 from ..machine import backend
 from ..ops.experts import Projection, expert_block, grouped, product_trial
-from ..ops.experts.tolerances import EXACT, NARROW_NORM, ROUNDING
+from ..ops.experts.tolerances import EXACT, NARROW_NORM
+from ..ops.trial import ROUNDING
 from .measure import as_float64, poison, relative_norm
 from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run
 

@@ -13,8 +13,9 @@ from deltatune.machine import backend
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
-from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDING, ROUNDINGS_ON_GPU
+from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDINGS_ON_GPU
 from deltatune.ops.pointwise import scored_swiglu, unpacking
+from deltatune.ops.trial import ROUNDING
 from dense_experts import LEAVES, NAMES, Case, block, expected, largest_errors, value_and_gradients
 from poison import poison
 
@@ -64,7 +65,13 @@ def test_the_gradients_of_the_activation_in_one_pass(monkeypatch):
     """The pass is computed by MLX's operations here."""
     calls = []
     monkeypatch.setattr(scored_swiglu, "serves", lambda *_: True)
-    monkeypatch.setattr(scored_swiglu, "gradients", lambda *arrays: calls.append(1) or scored_swiglu.with_mlx(*arrays))
+
+    def gradients(gate, x, d, score):
+        calls.append(1)
+        hidden, inner, dscore = scored_swiglu.with_mlx(lambda g, x: g * mx.sigmoid(g) * x, [gate, x], d, score[:, None])
+        return hidden, *inner, dscore
+
+    monkeypatch.setattr(scored_swiglu, "gradients", gradients)
     case = CASES["many chunks"]
     assert_exact(value_and_gradients(block, case, case.arrays), expected(case))
     assert bool(calls) == (backend.device() != "cpu")

@@ -40,8 +40,9 @@ def test_against_float64(dtype, width, execute):
 
 
 def test_the_same_by_operations():
-    arrays = random_arrays(mx.float32)
-    for array, expected in zip(scored_swiglu.with_mlx(*arrays), truth(*arrays), strict=True):
+    arrays = gate, x, d, score = random_arrays(mx.float32)
+    hidden, inner, dscore = scored_swiglu.with_mlx(lambda g, x: g * mx.sigmoid(g) * x, [gate, x], d, score[:, None])
+    for array, expected in zip([hidden, *inner, dscore], truth(*arrays), strict=True):
         np.testing.assert_allclose(np.array(array), expected, rtol=0, atol=1e-5)
 
 

@@ -80,7 +80,7 @@ def measure(function: Implementation, shape: KernelShape) -> Verdict:
         wide = [x.astype(mx.float32) for x in (*arrays, dy)]
         expected = _differentiate(attention_naive, wide[:-1], wide[-1], options)
     try:
-        build(function, shape)
+        _build(function, arrays, dy, options)
         results = _differentiate(function, arrays, dy, options)
     except (RuntimeError, ValueError) as error:
         return replace(blank, problem=f"{type(error).__name__}: {error}")
@@ -110,9 +110,13 @@ def _case(shape: KernelShape) -> tuple[list[mx.array], mx.array, dict]:
 
 def build(function: Implementation, shape: KernelShape) -> None:
     """Build the kernels of the forward and the backward pass side by side, where an NVIDIA GPU has them to build."""
+    _build(function, *_case(shape))
+
+
+def _build(function: Implementation, arrays: list[mx.array], dy: mx.array, options: dict) -> None:
     if backend.device() == "cuda":
         with built_side_by_side():
-            _traced(function, *_case(shape))
+            _traced(function, arrays, dy, options)
 
 
 def _traced(function: Implementation, arrays: list[mx.array], dy: mx.array, options: dict) -> tuple[list, list]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 EXACT, EXACT_ELEMENT = 1e-6, 2e-6
 
 # On a CPU everything inside is in fp32, so that half precision costs only the rounding of the results.
-ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-
 # On a GPU nine results are rounded one after another: product, bias, adapter, activation, product, bias, adapter, score
 # and sum. The largest error may be their sum; the norm grows with the root of their number, as of independent errors.
 ROUNDINGS_ON_GPU = 9

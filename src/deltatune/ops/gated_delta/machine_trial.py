@@ -17,11 +17,11 @@ import numpy as np
 from ...machine import backend
 from .. import verdicts
 from ..kernels.cubin import built_side_by_side
-from ..trial import relative_error
+from ..trial import ROUNDING, relative_error
 from ..verdicts import Verdict
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
-from .tolerances import EASY, ROUNDING, fused_bound
+from .tolerances import EASY, fused_bound
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurr
     expected = _copy_heads(reference_results, _COTANGENTS + _PRIMALS, case)
     reference_seconds = time.perf_counter() - started
     try:
-        build(function, shape)
+        _build(function, case)
         results = _differentiate(function, case.primals, case.constants, case.cotangents)
     except (RuntimeError, ValueError) as error:
         return replace(blank, problem=f"{type(error).__name__}: {error}")
@@ -110,8 +110,11 @@ def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurr
 
 def build(function: Implementation, shape: ShapeClass) -> None:
     """Build the kernels of the forward and the backward pass side by side, where an NVIDIA GPU has them to build."""
+    _build(function, _case(shape))
+
+
+def _build(function: Implementation, case: _Case) -> None:
     if backend.device() == "cuda":
-        case = _case(shape)
         with built_side_by_side():
             _traced(function, case.primals, case.constants, case.cotangents)
 

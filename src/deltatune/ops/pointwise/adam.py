@@ -16,14 +16,13 @@ from ...machine import backend
 from .. import trial
 from ..kernels.launch import Arrays, Outputs, numbers
 from .pass_launch import Execute, Pass, size_of
-from .passes import ROUNDINGS
 
 # How many elements one lane holds.
 _LANE = 8
 # The largest difference over the largest element that a trial allows from MLX's operations in fp32, which round each of
 # fifteen results where the kernel rounds fewer; and half of the last place of a 16-bit dtype, to which it rounds once.
 _BOUND_IN_FP32 = 1e-6
-_BOUNDS = {dtype: _BOUND_IN_FP32 + rounding for dtype, rounding in ROUNDINGS.items()}
+_BOUNDS = {getattr(mx, dtype): _BOUND_IN_FP32 + rounding for dtype, rounding in trial.ROUNDING.items()}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ LEAST = 2**16
 Arrays = Sequence[mx.array]
 # The largest error that a trial allows, over the largest element: a few roundings of the dtype.
 BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-8, mx.bfloat16: 2.0**-5}
-# How far one rounding moves a number, over the number; for fp32, in which the passes compute, nothing.
-ROUNDINGS = {mx.float32: 0.0, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,14 @@ inline float inverse_of(const thread float (&x)[8], float eps) {
   return metal::rsqrt(row_dot<LANES>(x, x) / (8 * LANES) + eps);
 }
 
+// Returns silu(g), and puts in the place of g and d what the gradient d of silu(g) x gives g and x.
+inline float swiglu_gradients(thread float& g, float x, thread float& d) {
+  const float s = sigmoid_of(g), silu = g * s;
+  g = d * x * silu_slope(g, s);
+  d *= silu;
+  return silu;
+}
+
 // Computes y = silu(gate) x for gate, x and y of `count` pieces.
 template <typename T>
 inline void swiglu_forward(long at, long count, const GLOBAL T* gate, const GLOBAL T* x, GLOBAL T* y) {
@@ -49,11 +57,7 @@ inline void swiglu_backward(long at, long count, const GLOBAL T* gate, const GLO
   take(other, x, at);
   take(d, dy, at);
   DELTATUNE_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const float s = sigmoid_of(g[i]), silu = g[i] * s;
-    g[i] = d[i] * other[i] * silu_slope(g[i], s);
-    d[i] *= silu;
-  }
+  for (int i = 0; i < 8; ++i) swiglu_gradients(g[i], other[i], d[i]);
   give(dgate, at, g);
   give(dx, at, d);
 }
@@ -73,12 +77,10 @@ inline void scored_swiglu(long at, int rows, int pieces, const GLOBAL T* gate, c
     take(e, d, piece);
     DELTATUNE_UNROLL
     for (int i = 0; i < 8; ++i) {
-      const float s = sigmoid_of(g[i]), silu = g[i] * s, h = silu * other[i];
-      along += e[i] * h;
+      const float unscored = e[i];
       e[i] *= own;
-      g[i] = e[i] * other[i] * silu_slope(g[i], s);
-      e[i] *= silu;
-      other[i] = h;
+      other[i] *= swiglu_gradients(g[i], other[i], e[i]);
+      along += unscored * other[i];
     }
     give(hidden, piece, other);
     give(dgate, piece, g);
