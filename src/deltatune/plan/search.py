@@ -79,23 +79,22 @@ def largest(
         slower: how many times as long a plan takes for a value that many times as large.
         deadline: when to stop, in the time of time.monotonic(). If no plan is known, one is made in any case.
     """
-    plans = known
     for _ in range(_PLANS):
-        good, bad = _bounds(plans, limits, most)
+        good, bad = _bounds(known, limits, most)
         above = bad - 1 if bad <= most else min(most, leap * max(good, step))
         low, high = good // step * step + step, above // step * step
-        if low > high or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in plans):
+        if low > high or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in known):
             break
-        points = dict(alike or {}) | {float(value): plan for value, plan in plans.items()}
+        points = dict(alike or {}) | {float(value): plan for value, plan in known.items()}
         wanted, known_growth = _guess(points, limits, good, high) // step * step, len(points) > 1
-        value = _in_time(plans, max(wanted, low) if good else step, step, slower, deadline - time.monotonic())
+        value = _in_time(known, max(wanted, low) if good else step, step, slower, deadline - time.monotonic())
         # A smaller value than fits already is worth its plan where nothing else tells how memory grows.
         if value is None or (value < good and known_growth):
             if known_growth and wanted > good:
                 return Largest(good, more=bad > most and wanted == high, probable=wanted)
             return Largest(good, more=not good or not known_growth)
-        plans[value] = attempt(value)
-    return Largest(_bounds(plans, limits, most)[0], more=all(fits(plan, limits) for plan in plans.values()))
+        known[value] = attempt(value)
+    return Largest(_bounds(known, limits, most)[0], more=all(fits(plan, limits) for plan in known.values()))
 
 
 def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> tuple[int, int]:

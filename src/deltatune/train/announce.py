@@ -87,7 +87,6 @@ def nothing_to_resume(config: TrainConfig) -> str:
 
 def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
     """Return the lines that say where a run continues, if it does, and whether its number of ranks has changed."""
-    found = [f"Resuming after iteration {progress.iteration} of {config.iters}."]
     if progress.iteration >= config.iters:
         flag, number = "--iters", str(config.iters)
         if config.epochs is not None:
@@ -96,6 +95,7 @@ def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
             f"Nothing is left to train: the run in {config.adapter_path} has done {progress.iteration} iterations, and "
             f"{flag} is {number}. To train further, give {flag} a larger number."
         ]
+    found = [f"Resuming after iteration {progress.iteration} of {config.iters}."]
     if progress.ranks not in (None, world.size):
         found.append(
             f"The number of ranks is {world.size}; it was {progress.ranks} when the state was saved. The batches stay "
