@@ -276,7 +276,6 @@ inline void write_and_release(Place at, Room room, ScanBarriers barriers, int st
   if (strip == 0 && at.lane == 0) blocks_read();
   // The next chunk is copied to where these rows were on their way.
   copies_fence();
-  release(barriers.state_read(), at);
   release(barriers.read(step % STAGES), at);
 }
 
@@ -394,6 +393,8 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     if (sends) own.template send_state<Memory>(n, room);
     products_wait<0>();
     register_fence(out);
+    if (sends) blocks_read();
+    release(barriers.state_read(), at);
     mbarrier_wait(barriers.chunk(n), n / 2);
     if (sends) own.template send_chunk<Memory>(n, stage);
     each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
@@ -426,7 +427,7 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
 
 // The registers of a thread of each team. A block starts with 168 for each of its 384 threads: a team that asks for
 // more than the others gave back waits forever.
-enum ScanRegisters : int { SCAN_LOADER = 64, SCAN_CHAIN = 248, SCAN_WRITER = 192 };
+enum ScanRegisters : int { SCAN_LOADER = 48, SCAN_CHAIN = 256, SCAN_WRITER = 200 };
 static_assert(SCAN_LOADER + SCAN_CHAIN + SCAN_WRITER <= 3 * 168, "teams share out what the block starts with");
 // Runs a block of either scan: each team calls its function with its place, the shared memory and the mbarriers.
 template <int DK, int STAGES, typename Load, typename Chain, typename Write>
@@ -588,7 +589,11 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
     threadgroup const float* rates = room.floats(step % STAGES * Memory::stage + Memory::factors) + 128;
     mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
     mbarrier_wait(barriers.state(), step);
-    if (sends) own.template send_state<Memory>(n, room);
+    if (sends) {
+      own.template send_state<Memory>(n, room);
+      blocks_read();
+    }
+    release(barriers.state_read(), at);
     mbarrier_wait(barriers.chunk(step), step / 2);
     if (sends) own.template send_chunk<Memory>(n, stage);
     each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
