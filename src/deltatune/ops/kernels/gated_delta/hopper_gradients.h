@@ -1,13 +1,13 @@
 // The kernel of gradients.h on Hopper, for bf16, heads of 128 x DV and chunks of 64 positions. Letters are those of
 // chunk.h.
-// A block has five groups of four warps. Four of them (teams) multiply, 64 positions by 32 columns of DK each. In
-// addition teams 0 and 1 compute the pairs of P (KIND 0) and teams 2 and 3 those of N (KIND 1); of two such teams each
-// has every other eight columns, so that both have as much to do below the diagonal. Of the last group two warps copy
-// 16 rows of DV at a time to shared memory, and two add up the gradients of log_g and beta while the others go on.
-// Four teams, and not two with more columns each, because a team mostly waits: for its products, for shared memory.
+// A block has four groups of four warps. Three of them (teams) multiply 64 positions with all columns at once, and each
+// has the products of one left operand: team 0 those of dY, which give dq and the weights of the pairs of P (KIND 0),
+// team 1 those of R, which give the weights of N (KIND 1) and a part of dk, and team 2 those of u, the other part. So
+// each operand is read from shared memory once, which is what bounds the kernel. Of the fourth group two warps copy 16
+// rows of DV at a time to shared memory, and two add up the gradients of log_g and beta while the others go on.
 // A block takes every BLOCKS-th item of work, which is a chunk of a key head with its HV / HK value heads; a unit is
-// one of these value heads. dk is summed over the value heads in registers, dq and the weights of the pairs in shared
-// memory, so that the products of the weights with q and k are computed once per item.
+// one of these value heads. dq and dk are summed over the value heads in registers, and the weights of the pairs in
+// shared memory, so that the products of the weights with q and k are computed once per item.
 
 // The shared memory of a block. What the scans saved stays in cores (hopper_scans.h), and q and k are put in
 // cores too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and those of dy rows
@@ -18,27 +18,28 @@ struct HopperGradientMemory {
   static constexpr constant int panel = 2048, state = 0, d_state = 2 * panel, u = 4 * panel, right = 6 * panel;
   static constexpr constant int dy = 8 * panel, tails = 9 * panel, stage = tails + 1024, stages = 5;
   static constexpr constant int q = stages * stage, k = q + 16384;
-  // By team, the sums of dq, each lane its own. By KIND, the weights of the pairs: summed in fp32, each lane its own,
-  // then as two planes of bf16.
-  static constexpr constant int sums = k + 16384, weights = sums + 4 * 8192;
+  // What team 1 adds to dk, in fp32, each lane its own. By KIND, the weights of the pairs: summed in fp32, each lane
+  // its own, then as two planes of bf16.
+  static constexpr constant int handed = k + 16384, weights = handed + 32768;
   // What depends on the gates of a unit, for two units: Decay's tables, then G, E, beta and the gates.
   static constexpr constant int decay = weights + 2 * 16384, decay_bytes = Decay<64>::floats * 4;
   static constexpr constant int scalars = decay + 2 * decay_bytes;
-  // What a unit adds to the gradients of the gates: by KIND the diagonal tiles of pairs and their sums by column, by
-  // team their sums by row; then, by position and team, what before_sums, after_sums and rate_sums of gradients.h
-  // are; and by warp <dS, S>. Last, the totals of 16 positions each, for two units.
+  // What a unit adds to the gradients of the gates: by KIND the diagonal tiles of pairs, their sums by row and those by
+  // column; then, by position, what before_sums (of teams 0 and 1), after_sums and rate_sums of gradients.h are; and
+  // <dS, S> by warp. Last, the totals of 16 positions each, for two units.
   static constexpr constant int diagonal = scalars + 2 * 1024, diagonal_bytes = 64 * 17 * 4;
-  static constexpr constant int row_sums = diagonal + 2 * diagonal_bytes, column_sums = row_sums + 4 * 1024;
-  static constexpr constant int before_sums = column_sums + 2 * 1024, after_sums = before_sums + 1024;
-  static constexpr constant int rate_sums = after_sums + 1024, dots = rate_sums + 1024, totals = dots + 64;
+  static constexpr constant int row_sums = diagonal + 2 * diagonal_bytes, column_sums = row_sums + 2 * 1024;
+  static constexpr constant int before_sums = column_sums + 2 * 1024, after_sums = before_sums + 512;
+  static constexpr constant int rate_sums = after_sums + 256, dots = rate_sums + 256, totals = dots + 16;
   static constexpr constant int barriers = totals + 2 * 64;
-  static constexpr constant int bytes = barriers + 128 + 1024;
+  static constexpr constant int bytes = barriers + 160 + 1024;
 };
 
-// The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q, k and the
-// weights may be overwritten; the tables of a unit's gates are filled; its sums are written, and were read.
+// The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q and k may
+// be overwritten; the tables of a unit's gates are filled; its sums are written, and were read; what team 1 adds to dk
+// is there, and was read; the planes of an item's weights are written, and were read.
 struct GradientBarriers {
-  enum : int { loaders = 64, warps = 16 };
+  enum : int { loaders = 64, warps = 12 };
   unsigned place;
   inline unsigned arrived(int stage) const { return place + 8 * stage; }
   inline unsigned read(int stage) const { return place + 40 + 8 * stage; }
@@ -47,6 +48,10 @@ struct GradientBarriers {
   inline unsigned tables(int unit) const { return place + 96 + 8 * (unit & 1); }
   inline unsigned sums() const { return place + 112; }
   inline unsigned sums_read() const { return place + 120; }
+  inline unsigned handed() const { return place + 128; }
+  inline unsigned handed_read() const { return place + 136; }
+  inline unsigned planes() const { return place + 144; }
+  inline unsigned planes_read() const { return place + 152; }
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int stage = 0; stage < 5; ++stage) {
@@ -59,6 +64,10 @@ struct GradientBarriers {
       mbarrier_init(tables(1), 2);
       mbarrier_init(sums(), warps);
       mbarrier_init(sums_read(), 2);
+      mbarrier_init(handed(), 4);
+      mbarrier_init(handed_read(), 4);
+      mbarrier_init(planes(), 8);
+      mbarrier_init(planes_read(), 4);
       mbarriers_started();
     }
     barrier();
@@ -211,12 +220,6 @@ inline float add_others_of_16(float own, float x, int lane) {
   }
   return own;
 }
-inline float sum_of_four(threadgroup const float* from) {
-  float x[4];
-  get_four(x, from);
-  return (x[0] + x[1]) + (x[2] + x[3]);
-}
-
 // What a unit adds to the gradients of log_g and beta at a position.
 struct GateSums {
   float on_gate, on_beta;
@@ -243,16 +246,18 @@ inline GateSums sum_positions(Room room, GradientTables<DV> tables, int unit, in
   get_four(others, room.floats(Memory::column_sums + 1024) + t * 4);
   DELTATUNE_UNROLL
   for (int b = 1; b < 4; ++b) later += b > own ? columns[b] + others[b] : 0.0f;
-  const float rates = sum_of_four(room.floats(Memory::rate_sums) + t * 4);
-  float after = sum_of_four(room.floats(Memory::after_sums) + t * 4);
+  const float rates = room.floats(Memory::rate_sums)[t];
+  float after = room.floats(Memory::after_sums)[t];
   if (tables.after()[t] >= 0.03125f) after = tables.rate()[t] * rates - (at_own + later);
-  for (int team = 0; team < 4; ++team) {
-    get_four(columns, room.floats(Memory::row_sums + team * 1024) + t * 4);
+  for (int kind = 0; kind < 2; ++kind) {
+    get_four(columns, room.floats(Memory::row_sums + kind * 1024) + t * 4);
     DELTATUNE_UNROLL
     for (int b = 0; b < 3; ++b) rows[b] += columns[b];
   }
   // The terms of row t with tiles before tile 0, 1, 2 and 3.
-  float before = sum_of_four(room.floats(Memory::before_sums) + t * 4), spanning = before;
+  float of_teams[2];
+  get_two(of_teams, room.floats(Memory::before_sums) + t * 2);
+  float before = of_teams[0] + of_teams[1], spanning = before;
   DELTATUNE_UNROLL
   for (int b = 0; b < 3; ++b) {
     const float total = sum_of_16(before);
@@ -270,8 +275,8 @@ inline GateSums sum_positions(Room room, GradientTables<DV> tables, int unit, in
   named_barrier<64, 2>();
   for (int b = 0; b < 4; ++b)
     if (b != own) sum += totals[b * 4 + (b > own ? own : 3)];
-  float dots = 0.0f;
-  for (int team = 0; team < 4; ++team) dots += sum_of_four(room.floats(Memory::dots) + team * 4);
+  get_four(columns, room.floats(Memory::dots));
+  const float dots = (columns[0] + columns[1]) + (columns[2] + columns[3]);
   return GateSums{dots * tables.before()[63] + (sum + pairs), rates};
 }
 
@@ -342,87 +347,83 @@ inline float kept_products(const thread unsigned (&a)[4], const thread unsigned 
   }
   return sum;
 }
-// Adds a lane's share of the inner products of rows of two left operands in two planes.
-inline void add_operand_dots(thread float (&sums)[2], const thread unsigned (&a)[4], const thread unsigned (&a_low)[4],
-                             const thread unsigned (&b)[4], const thread unsigned (&b_low)[4]) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i)
-    sums[i & 1] +=
-        (float_of(a[i] << 16) + float_of(a_low[i] << 16)) * (float_of(b[i] << 16) + float_of(b_low[i] << 16)) +
-        (float_of(a[i] & 0xffff0000u) + float_of(a_low[i] & 0xffff0000u)) *
-            (float_of(b[i] & 0xffff0000u) + float_of(b_low[i] & 0xffff0000u));
-}
+// Products of the 64 columns of pairs and of all columns of DK.
+template <typename In> using PairProducts = Products<In, 64>;
+template <typename In> using KeyProducts = Products<In, 128>;
 
-// What a warp has of a unit: the sums by its team's columns of DK, those of its pairs, which are dp for KIND 0 and da
-// for KIND 1, and a lane's shares of R u by row and of <dS, S>.
-struct GradientSums {
-  float from_y[16], from_right[16], from_end[16], pairs[16], rates[2], dot;
+// The operands of a stage: 16 rows of the states and of their gradients, and those of u in two parts.
+template <int DV>
+struct GradientStage {
+  using Memory = HopperGradientMemory<DV>;
+  unsigned tile;
+  inline unsigned place(int offset) const { return opaque((tile & 0x3ffff) / 16) + offset / 16; }
+  inline unsigned long long state() const { return cores_operand(place(Memory::state), 2048, 128); }
+  inline unsigned long long d_state() const { return cores_operand(place(Memory::d_state), 2048, 128); }
+  inline unsigned long long u() const { return cores_operand(place(Memory::u), 1024, 128); }
+  inline unsigned long long u_low() const { return cores_operand(place(Memory::u + Memory::panel), 1024, 128); }
+  // The left operand of a warp's positions whose transpose is at `offset`.
+  inline void load_positions(thread unsigned (&to)[4], int offset, Place at) const {
+    load_left_cores_turned(to, tile + offset, 8, at.group % 4 * 2, at);
+  }
 };
 
-// Adds the products of a stage, in which the unit has come to slice `s`: first those with dY and R, then those with u,
-// so that the operands take few registers. Products with the same sums are apart, for one waits for the other.
+// Adds a stage's products of dY (KIND 0) or of R (KIND 1) with u to `pairs`, and those with the states to `sums`, the
+// smallest first. Products with the same sums are apart, for one waits for the other.
 template <typename In, int DV, int KIND>
-inline void add_slice(Room room, int stage, int s, int team, thread GradientSums& sums, Place at) {
+inline void add_slice(GradientStage<DV> stage, thread float (&pairs)[32], thread float (&sums)[64], Place at) {
   using Memory = HopperGradientMemory<DV>;
-  using Part = Products<In, 32>;
-  const int warp = at.group % 4;
-  const unsigned tile = room.place + stage * Memory::stage;
-  const unsigned rows = opaque((tile & 0x3ffff) / 16), own = rows + team * 32;
-  {
-    unsigned y[4], right[4], right_low[4];
-    load_parts(y, dy_piece_place(tile + Memory::dy, warp * 16 + at.lane % 16, at.lane / 16));
-    load_left_cores_turned(right, tile + Memory::right, 8, warp * 2, at);
-    load_left_cores_turned(right_low, tile + Memory::right + Memory::panel, 8, warp * 2, at);
-    register_fence(y);
-    register_fence(right);
-    register_fence(right_low);
-    register_fence(sums.pairs);
-    register_fence(sums.from_y);
-    register_fence(sums.from_right);
-    products_start();
-    const unsigned long long state = cores_operand(own + Memory::state / 16, 2048, 128);
-    const unsigned pairs = rows + team % 2 * 8 + Memory::u / 16;
-    const unsigned long long high = cores_operand(pairs, 1024, 256);
-    const unsigned long long low = cores_operand(pairs + Memory::panel / 16, 1024, 256);
-    if (KIND == 0) Part::columns(sums.pairs, y, low);
-    else Part::columns(sums.pairs, right, low);
-    Part::columns(sums.from_right, right_low, state);
-    if (KIND == 0) Part::columns(sums.pairs, y, high);
-    else Part::columns(sums.pairs, right_low, high);
-    Part::columns(sums.from_y, y, state);
-    Part::columns(sums.from_right, right, state);
-    if (KIND == 1) Part::columns(sums.pairs, right, high);
-    products_sent();
-    products_wait<0>();
-    register_fence(sums.pairs);
-    register_fence(sums.from_y);
-    register_fence(sums.from_right);
+  unsigned left[4], low[4];
+  if (KIND == 0) {
+    load_parts(left, dy_piece_place(stage.tile + Memory::dy, at.group % 4 * 16 + at.lane % 16, at.lane / 16));
+  } else {
+    stage.load_positions(left, Memory::right, at);
+    stage.load_positions(low, Memory::right + Memory::panel, at);
+    register_fence(low);
   }
-  unsigned u[4], u_low[4];
-  load_left_cores_turned(u, tile + Memory::u, 8, warp * 2, at);
-  load_left_cores_turned(u_low, tile + Memory::u + Memory::panel, 8, warp * 2, at);
-  register_fence(u);
-  register_fence(u_low);
-  register_fence(sums.from_end);
+  register_fence(left);
+  register_fence(pairs);
+  register_fence(sums);
   products_start();
-  const unsigned long long d_state = cores_operand(own + Memory::d_state / 16, 2048, 128);
-  Part::columns(sums.from_end, u_low, d_state);
-  Part::columns(sums.from_end, u, d_state);
+  PairProducts<In>::columns(pairs, left, stage.u_low());
+  if (KIND == 1) {
+    KeyProducts<In>::columns(sums, low, stage.state());
+    PairProducts<In>::columns(pairs, low, stage.u());
+  }
+  KeyProducts<In>::columns(sums, left, stage.state());
+  PairProducts<In>::columns(pairs, left, stage.u());
   products_sent();
   products_wait<0>();
-  register_fence(sums.from_end);
-  unsigned a[4], b[4];
-  if (s % 4 == team) {
-    load_left_cores_turned(a, tile + Memory::right, 8, warp * 2, at);
-    load_left_cores_turned(b, tile + Memory::right + Memory::panel, 8, warp * 2, at);
-    add_operand_dots(sums.rates, a, b, u, u_low);
+  register_fence(pairs);
+  register_fence(sums);
+}
+
+// Adds a stage's products of u with the gradients of the states to `sums`, and a lane's share of <dS, S> to `dot`.
+template <typename In, int DV>
+inline void add_slice_of_u(Room room, GradientStage<DV> stage, thread float (&sums)[64], thread float& dot, Place at) {
+  using Memory = HopperGradientMemory<DV>;
+  const int warp = at.group % 4;
+  unsigned u[4], low[4];
+  stage.load_positions(u, Memory::u, at);
+  stage.load_positions(low, Memory::u + Memory::panel, at);
+  register_fence(u);
+  register_fence(low);
+  register_fence(sums);
+  products_start();
+  KeyProducts<In>::columns(sums, low, stage.d_state());
+  KeyProducts<In>::columns(sums, u, stage.d_state());
+  products_sent();
+  products_wait<0>();
+  register_fence(sums);
+  // Each warp has two of the eight tiles of 16 columns.
+  const auto tails = room.memory + (stage.tile - room.place) + Memory::tails + at.lane * 16 + warp * 4;
+  const unsigned of_state = get_pair(tails), of_d_state = get_pair(tails + 512);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    unsigned a[4], b[4];
+    load_left_cores(a, stage.tile + Memory::state, 16, warp * 4 + i * 2, at);
+    load_left_cores(b, stage.tile + Memory::d_state, 16, warp * 4 + i * 2, at);
+    dot += kept_products(a, b, of_state >> 16 * i & 0xffff, of_d_state >> 16 * i & 0xffff);
   }
-  if ((s + team) % 2 == 0) return;
-  load_left_cores(a, tile + Memory::state, 16, KIND * 8 + warp * 2, at);
-  load_left_cores(b, tile + Memory::d_state, 16, KIND * 8 + warp * 2, at);
-  const auto tails = reinterpret_cast<threadgroup const unsigned short*>(
-      room.memory + stage * Memory::stage + Memory::tails + at.lane * 16 + (KIND * 4 + warp) * 2);
-  sums.dot += kept_products(a, b, tails[0], tails[256]);
 }
 
 // The lane's place in a way that hides that it is the same all the time, so that no addresses are kept from phase to
@@ -449,171 +450,153 @@ inline void sum_rows(thread float (&to)[2], const thread float (&from)[8], int l
   sum_pairs<4>(to, halves, lane & 2, 2);
 }
 
-// Adds the sums by columns of DK, each row times its factors, to dq and dk, and writes their inner products with q and
-// k: of what the gates up to a row and of what those after it receive. dq is in shared memory until an item's end.
-template <typename In, int DV>
-inline void add_columns_of_keys(Room room, GradientTables<DV> tables, int team, thread GradientSums& sums,
-                                thread float (&dk)[16], bool onto, Place at) {
-  using Memory = HopperGradientMemory<DV>;
-  const int warp = at.group % 4;
-  float of_y[2] = {0.0f, 0.0f}, of_right[2] = {0.0f, 0.0f}, of_end[2] = {0.0f, 0.0f}, on_y[2], on_right[2], on_end[2];
+// Multiplies a team's sums by a factor for each row, and gives use(j, products) those of column group j, two of either
+// row. Writes the inner products of the rows with those of q or k at `operand`, every `stride` numbers from `to` on.
+template <typename Use>
+inline void use_columns_of_keys(Room room, int operand, const thread float (&sums)[64], const thread float (&factors)[2],
+                                threadgroup float* to, int stride, Place at, Use use) {
+  const auto keys = room.memory + operand + at.group % 4 * 4096 + at.lane * 4;
+  float found[2] = {0.0f, 0.0f};
   DELTATUNE_UNROLL
-  for (int side = 0; side < 2; ++side) {
-    const int row = own_row(at, side);
-    const float rate = tables.rate()[row];
-    on_y[side] = tables.before()[row];
-    on_right[side] = -on_y[side] * rate;
-    on_end[side] = tables.after()[row] * rate;
-  }
-  threadgroup float* own = room.floats(Memory::sums + team * 8192) + at.index % 128 * 4;
-  const auto keys = room.memory + Memory::q + (warp * 32 + team * 4) * 128 + at.lane * 4;
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    float dq[4];
-    get_four(dq, own + i * 512);
+  for (int j = 0; j < 16; ++j) {
+    float products[4];
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
-      const unsigned queries = get_pair(keys + side * 2048 + i * 128);
-      const unsigned others = get_pair(keys + (Memory::k - Memory::q) + side * 2048 + i * 128);
-      DELTATUNE_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        const int at_row = 2 * side + j, e = 4 * i + at_row;
-        const float key = float_of(j > 0 ? others & 0xffff0000u : others << 16);
-        of_y[side] += sums.from_y[e] * float_of(j > 0 ? queries & 0xffff0000u : queries << 16);
-        of_right[side] += sums.from_right[e] * key;
-        of_end[side] += sums.from_end[e] * key;
-        dq[at_row] = (onto ? dq[at_row] : 0.0f) + on_y[side] * sums.from_y[e];
-        dk[e] += on_right[side] * sums.from_right[e];
-        dk[e] += on_end[side] * sums.from_end[e];
-      }
+      const unsigned key = get_pair(keys + side * 2048 + j * 128);
+      const thread float* own = sums + 4 * j + 2 * side;
+      found[side] += own[0] * float_of(key << 16);
+      found[side] += own[1] * float_of(key & 0xffff0000u);
+      products[2 * side] = factors[side] * own[0];
+      products[2 * side + 1] = factors[side] * own[1];
     }
-    put_four(own + i * 512, dq);
+    use(j, products);
   }
-  // By side: what the gates up to a row receive, what those after it do, R u.
-  float found[2], dots[8];
   DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side) {
-    dots[4 * side] = on_y[side] * of_y[side] + on_right[side] * of_right[side];
-    dots[4 * side + 1] = on_end[side] * of_end[side];
-    dots[4 * side + 2] = sums.rates[side];
-    dots[4 * side + 3] = 0.0f;
+    const float sum = quad_sum(factors[side] * found[side]);
+    if (at.lane % 4 == 0) to[own_row(at, side) * stride] = sum;
   }
-  sum_rows(found, dots, at.lane);
-  threadgroup float* to = room.floats(Memory::before_sums) + at.lane % 4 * 256 + team;
-  DELTATUNE_UNROLL
-  for (int side = 0; side < 2; ++side)
-    if (at.lane % 4 != 3) to[own_row(at, side) * 4] = found[side];
-  const float dot = lane_sum(sums.dot);
-  if (at.lane == 0) room.floats(Memory::dots)[team * 4 + warp] = dot;
 }
 
-// Starts the products of q or k with k that a team's pairs are multiplied by.
+// Starts and waits for the products of q (KIND 0) or k with k that the pairs of a unit are multiplied by.
 template <typename In, int DV, int KIND>
-inline void start_scores(Room room, int team, thread float (&scores)[16]) {
+inline void multiply_by_keys(Room room, thread float (&scores)[32]) {
   using Memory = HopperGradientMemory<DV>;
   register_fence(scores);
   products_start();
-  const unsigned place = opaque((room.place & 0x3ffff) / 16), keys = place + Memory::k / 16 + team % 2 * 128;
+  const unsigned place = opaque((room.place & 0x3ffff) / 16), keys = place + Memory::k / 16;
   const unsigned left = place + (KIND == 0 ? Memory::q : Memory::k) / 16;
   DELTATUNE_UNROLL
   for (int m = 0; m < 8; ++m)
-    Products<In, 32>::rows(scores, cores_operand(left + m * 16, 128, 2048), cores_operand(keys + m * 16, 128, 4096),
+    PairProducts<In>::rows(scores, cores_operand(left + m * 16, 128, 2048), cores_operand(keys + m * 16, 128, 2048),
                            m > 0);
   products_sent();
+  products_wait<0>();
+  register_fence(scores);
 }
 
-// Turns a team's pairs of tile `tile` into weights. The first of a lane's columns is `column`.
-template <int KIND>
-inline void weigh_diagonal(Decay<64> decay, threadgroup const float* rate, thread float* pairs, int column,
-                           const thread int (&rows)[2]) {
+// The column in its tile of element e of a lane's eight.
+inline int tile_column(int e, Place at) {
+  return e / 4 * 8 + at.lane % 4 * 2 + (e & 1);
+}
+// Turns a unit's pairs of the tile on the diagonal into weights, and writes what their products with `scores` are. The
+// diagonal of N is R u.
+template <int DV, int KIND>
+inline void weigh_diagonal(Room room, GradientTables<DV> tables, thread float* pairs, const thread float* scores,
+                           int tile, const thread int (&rows)[2], Place at) {
+  using Memory = HopperGradientMemory<DV>;
+  threadgroup float* diagonal = room.floats(Memory::diagonal + KIND * Memory::diagonal_bytes);
+  threadgroup const float* rate = tables.rate();
   DELTATUNE_UNROLL
-  for (int e = 0; e < 4; ++e) {
-    const int i = rows[own_side(e)], j = column + (e & 1);
-    const float d = (KIND == 0 ? rate[j] : -rate[i] * rate[j]) * decay.diagonal[i * 17 + (j & 15)];
+  for (int e = 0; e < 8; ++e) {
+    const int i = rows[own_side(e)], column = tile_column(e, at), j = tile * 16 + column;
+    const float d = (KIND == 0 ? rate[j] : -rate[i] * rate[j]) * tables.decay().diagonal[i * 17 + column];
+    if (KIND == 1 && i == j) room.floats(Memory::rate_sums)[i] = pairs[e];
     pairs[e] = i > j || (KIND == 0 && i == j) ? d * pairs[e] : 0.0f;
+    diagonal[i * 17 + column] = pairs[e] * scores[e];
   }
 }
 
 // Turns a unit's sums of pairs into weights, and writes what their products with `scores` add to the gradients of the
 // gates. Tiles right of the diagonal become zeros.
 template <int DV, int KIND>
-inline void weigh_pairs(Room room, GradientTables<DV> tables, int team, thread float (&pairs)[16],
-                        const thread float (&scores)[16], Place at) {
+inline void weigh_pairs(Room room, GradientTables<DV> tables, thread float (&pairs)[32],
+                        const thread float (&scores)[32], Place at) {
   using Memory = HopperGradientMemory<DV>;
-  const int warp = at.group % 4, first = team % 2 * 8 + at.lane % 4 * 2, rows[2] = {own_row(at, 0), own_row(at, 1)};
+  const int warp = at.group % 4, rows[2] = {own_row(at, 0), own_row(at, 1)};
   const Decay<64> decay = tables.decay();
   threadgroup const float* rate = tables.rate();
-  threadgroup float* diagonal = room.floats(Memory::diagonal + KIND * Memory::diagonal_bytes);
-  float row_factors[2], in_rows[8], in_columns[8];
+  float row_factors[2], in_rows[8], in_columns[16];
   DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side)
     row_factors[side] = decay.prefix[rows[side]] * (KIND == 0 ? 1.0f : -rate[rows[side]]);
   DELTATUNE_UNROLL
   for (int tile = 3; tile >= 0; --tile) {
-    thread float* own = pairs + tile * 4;
-    float terms[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    thread float* own = pairs + tile * 8;
+    float terms[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
     if (tile > warp) {
       DELTATUNE_UNROLL
-      for (int e = 0; e < 4; ++e) own[e] = 0.0f;
+      for (int e = 0; e < 8; ++e) own[e] = 0.0f;
     } else if (tile == warp) {
-      weigh_diagonal<KIND>(decay, rate, own, tile * 16 + first, rows);
-      DELTATUNE_UNROLL
-      for (int e = 0; e < 4; ++e)
-        diagonal[rows[own_side(e)] * 17 + first + (e & 1)] = own[e] * scores[tile * 4 + e];
+      weigh_diagonal<DV, KIND>(room, tables, own, scores + tile * 8, tile, rows, at);
     } else {
-      float suffixes[2], rates[2];
-      get_two(suffixes, decay.suffix + tile * 16 + first);
-      get_two(rates, rate + tile * 16 + first);
+      float suffixes[4], rates[4];
       DELTATUNE_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        own[e] *= row_factors[own_side(e)] * (suffixes[e & 1] * rates[e & 1]);
-        terms[e] = own[e] * scores[tile * 4 + e];
+      for (int part = 0; part < 2; ++part) {
+        get_two(suffixes + 2 * part, decay.suffix + tile * 16 + tile_column(4 * part, at));
+        get_two(rates + 2 * part, rate + tile * 16 + tile_column(4 * part, at));
+      }
+      DELTATUNE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int column = e / 4 * 2 + (e & 1);
+        own[e] *= row_factors[own_side(e)] * (suffixes[column] * rates[column]);
+        terms[e] = own[e] * scores[tile * 8 + e];
       }
       // The next tile is further away by all gates of this one.
       const float total = decay.total[tile];
       row_factors[0] *= total;
       row_factors[1] *= total;
     }
-    in_rows[tile] = terms[0] + terms[1];
-    in_rows[4 + tile] = terms[2] + terms[3];
-    in_columns[2 * tile] = terms[0] + terms[2];
-    in_columns[2 * tile + 1] = terms[1] + terms[3];
+    in_rows[tile] = (terms[0] + terms[1]) + (terms[4] + terms[5]);
+    in_rows[4 + tile] = (terms[2] + terms[3]) + (terms[6] + terms[7]);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) in_columns[4 * tile + i] = terms[i / 2 * 4 + i % 2] + terms[i / 2 * 4 + i % 2 + 2];
   }
-  float by_row[2], halves[4], quarter[2], by_column[1];
+  float by_row[2], eight[8], four[4], by_column[2];
   sum_rows(by_row, in_rows, at.lane);
-  sum_pairs<8>(halves, in_columns, at.lane & 4, 4);
-  sum_pairs<4>(quarter, halves, at.lane & 8, 8);
-  sum_pairs<2>(by_column, quarter, at.lane & 16, 16);
+  sum_pairs<16>(eight, in_columns, at.lane & 4, 4);
+  sum_pairs<8>(four, eight, at.lane & 8, 8);
+  sum_pairs<4>(by_column, four, at.lane & 16, 16);
+  const int column = (at.lane >> 4 & 1) * 16 + (at.lane >> 3 & 1) * 8 + at.lane % 4 * 2 + (at.lane >> 2 & 1);
   DELTATUNE_UNROLL
-  for (int side = 0; side < 2; ++side)
-    room.floats(Memory::row_sums + team * 1024)[rows[side] * 4 + at.lane % 4] = by_row[side];
-  const int column = at.lane / 8 * 16 + (at.lane >> 2 & 1) + first;
-  room.floats(Memory::column_sums + KIND * 1024)[column * 4 + warp] = by_column[0];
+  for (int side = 0; side < 2; ++side) {
+    room.floats(Memory::row_sums + KIND * 1024)[rows[side] * 4 + at.lane % 4] = by_row[side];
+    room.floats(Memory::column_sums + KIND * 1024)[(side * 32 + column) * 4 + warp] = by_column[side];
+  }
 }
 
 // Adds the weights of all units of an item but the last to those in shared memory, and writes the last one's sum as
-// two planes of bf16. A warp's sums in fp32 take the memory of its own rows and columns of the planes.
+// two planes of bf16. A warp's sums in fp32 take the memory of its own rows of the planes.
 template <typename In, int DV, int KIND>
-inline void sum_weights(Room room, int team, thread float (&weights)[16], int repeat, int repeats, Place at) {
+inline void sum_weights(Room room, thread float (&weights)[32], int repeat, int repeats, Place at) {
   using Memory = HopperGradientMemory<DV>;
-  const int planes = Memory::weights + KIND * 16384, warp = at.group % 4, odd = team % 2;
+  const int planes = Memory::weights + KIND * 16384, own = planes + at.group % 4 * 2048 + at.lane * 16;
   DELTATUNE_UNROLL
-  for (int i = 0; repeats > 1 && i < 4; ++i) {
-    const int row = warp * 16 + i % 2 * 8 + at.lane / 4, piece = at.lane % 4 * 2 + odd;
-    threadgroup float* own = room.floats((int)piece_place(planes + i / 2 * 8192, row, piece));
+  for (int i = 0; repeats > 1 && i < 8; ++i) {
+    threadgroup float* place = room.floats(own + i / 4 * 8192 + i % 4 * 512);
     if (repeat > 0) {
       float before[4];
-      get_four(before, own);
+      get_four(before, place);
       DELTATUNE_UNROLL
       for (int j = 0; j < 4; ++j) weights[4 * i + j] += before[j];
     }
-    if (repeat + 1 < repeats) put_four(own, weights + 4 * i);
+    if (repeat + 1 < repeats) put_four(place, weights + 4 * i);
   }
   if (repeat + 1 < repeats) return;
   group_barrier();
   DELTATUNE_UNROLL
-  for (int i = 0; i < 16; i += 2) {
-    const auto to = room.memory + piece_place(planes, own_row(at, own_side(i)), i / 4 * 2 + odd) + at.lane % 4 * 4;
+  for (int i = 0; i < 32; i += 2) {
+    const auto to = room.memory + piece_place(planes, own_row(at, own_side(i)), i / 4) + at.lane % 4 * 4;
     const unsigned high = PairOf<In>::of(weights[i], weights[i + 1]);
     put_pair(to, high);
     const float first = weights[i] - float_of(high << 16), second = weights[i + 1] - float_of(high & 0xffff0000u);
@@ -621,113 +604,208 @@ inline void sum_weights(Room room, int team, thread float (&weights)[16], int re
   }
 }
 
-// Adds the products of an item's weights with q and k to dq, which comes from shared memory, and to dk: 16 positions of
-// one plane at a time, the low parts first.
+// Adds the product of P's weights with k to dq: 16 positions of one plane at a time, the low parts first. Its sums are
+// apart from dq, for the results of products can lie in few of the registers.
 template <typename In, int DV>
-inline void add_weighted(Room room, int team, thread float (&dq)[16], thread float (&dk)[16], Place at) {
+inline void add_weighted_keys(Room room, thread float (&dq)[64], Place at) {
   using Memory = HopperGradientMemory<DV>;
-  using Part = Products<In, 32>;
-  const int warp = at.group % 4;
+  float sums[64];
+  clear_floats(sums);
+  for (int plane = 1; plane >= 0; --plane) {
+    unsigned weights[4][4];
+    DELTATUNE_UNROLL
+    for (int t = 0; t < 4; ++t) {
+      load_left(weights[t], room.place + Memory::weights + plane * 8192, at.group % 4 * 16, t * 16, at);
+      register_fence(weights[t]);
+    }
+    register_fence(sums);
+    products_start();
+    const unsigned keys = opaque((room.place & 0x3ffff) / 16) + Memory::k / 16;
+    DELTATUNE_UNROLL
+    for (int t = 0; t < 4; ++t) KeyProducts<In>::columns(sums, weights[t], cores_operand(keys + t * 256, 2048, 128));
+    products_sent();
+    products_wait<0>();
+    register_fence(sums);
+  }
   DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i)
-    get_four(dq + 4 * i, room.floats(Memory::sums + team * 8192) + (i * 128 + at.index % 128) * 4);
-  // Sums of products lie in few of the registers. dk stays in others while an item's slices are multiplied.
-  float on_keys[16];
-  clear_floats(on_keys);
+  for (int i = 0; i < 64; ++i) dq[i] += sums[i];
+}
+// Adds to dk the products of the transpose of P's weights with q, and of N's weights and their transpose with k.
+template <typename In, int DV>
+inline void add_weighted_turned(Room room, thread float (&dk)[64], Place at) {
+  using Memory = HopperGradientMemory<DV>;
+  const int first = at.group % 4 * 16;
+  float sums[64];
+  clear_floats(sums);
   for (int step = 0; step < 8; ++step) {
     const int t = step % 4;
     const unsigned of_y = room.place + Memory::weights + (step < 4 ? 8192 : 0), of_right = of_y + 16384;
-    unsigned y[4], y_turned[4], right[4], right_turned[4];
-    load_left(y, of_y, warp * 16, t * 16, at);
-    load_left_turned(y_turned, of_y, t * 16, warp * 16, at);
-    load_left(right, of_right, warp * 16, t * 16, at);
-    load_left_turned(right_turned, of_right, t * 16, warp * 16, at);
+    unsigned y[4], right[4], right_turned[4];
+    load_left_turned(y, of_y, t * 16, first, at);
+    load_left(right, of_right, first, t * 16, at);
+    load_left_turned(right_turned, of_right, t * 16, first, at);
     register_fence(y);
-    register_fence(y_turned);
     register_fence(right);
     register_fence(right_turned);
-    register_fence(dq);
-    register_fence(on_keys);
+    register_fence(sums);
     products_start();
-    const unsigned rows = opaque((room.place & 0x3ffff) / 16 + t * 256 + team * 32);
+    const unsigned rows = opaque((room.place & 0x3ffff) / 16 + t * 256);
     const unsigned long long queries = cores_operand(rows + Memory::q / 16, 2048, 128);
     const unsigned long long keys = cores_operand(rows + Memory::k / 16, 2048, 128);
-    Part::columns(on_keys, y_turned, queries);
-    Part::columns(dq, y, keys);
-    Part::columns(on_keys, right, keys);
-    Part::columns(on_keys, right_turned, keys);
+    KeyProducts<In>::columns(sums, y, queries);
+    KeyProducts<In>::columns(sums, right, keys);
+    KeyProducts<In>::columns(sums, right_turned, keys);
     products_sent();
     products_wait<0>();
-    register_fence(dq);
-    register_fence(on_keys);
+    register_fence(sums);
   }
   DELTATUNE_UNROLL
-  for (int i = 0; i < 16; ++i) dk[i] += on_keys[i];
+  for (int i = 0; i < 64; ++i) dk[i] += sums[i];
 }
 
-// Writes a team's columns of dq or dk.
+// Writes dq or dk of an item.
 template <typename In, int HK, typename P>
-inline void put_columns(P out, const thread float (&x)[16], GradientItem item, int length, int team, Place at) {
+inline void put_columns(P out, const thread float (&x)[64], GradientItem item, int length, Place at) {
   DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side) {
     const int i = item.n * 64 + own_row(at, side);
     if (i >= length) continue;
-    const long to = (((long)item.row * length + i) * HK + item.head) * 128 + team * 32 + at.lane % 4 * 2;
+    const long to = (((long)item.row * length + i) * HK + item.head) * 128 + at.lane % 4 * 2;
     DELTATUNE_UNROLL
-    for (int j = 0; j < 4; ++j)
+    for (int j = 0; j < 16; ++j)
       put_pair(out + to + j * 8, PairOf<In>::of(x[4 * j + 2 * side], x[4 * j + 2 * side + 1]));
   }
 }
 
-// Computes 32 columns of dq and dk, and what the sums of the gates need.
-template <typename In, int DV, int HK, int HV, int BLOCKS, int KIND, typename OQ, typename OK>
-inline void compute_items(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, OQ dq_out,
-                          OK dk_out) {
-  constexpr int slices = DV / 16, repeats = HV / HK;
-  const int team = at.group / 4 - 1;
-  float dk[16];
-  int stage = 0, use = 0, unit = 0;
-  for (int number = at.x, round = 0; number < items; number += BLOCKS, ++round) {
-    clear_floats(dk);
-    for (int repeat = 0; repeat < repeats; ++repeat, ++unit) {
-      GradientSums sums;
-      clear_floats(sums.pairs);
-      clear_floats(sums.from_y);
-      clear_floats(sums.from_right);
-      clear_floats(sums.from_end);
-      sums.rates[0] = sums.rates[1] = sums.dot = 0.0f;
-      for (int s = 0; s < slices; ++s) {
-        mbarrier_wait(barriers.arrived(stage), use);
-        add_slice<In, DV, KIND>(room, stage, s, team, sums, at);
-        release(barriers.read(stage), at);
-        if (++stage == HopperGradientMemory<DV>::stages) stage = 0, ++use;
-      }
-      const GradientTables<DV> tables{room, unit};
-      if (repeat == 0) {
-        mbarrier_wait(barriers.keys(), round);
-        copies_fence();
-      }
-      mbarrier_wait(barriers.tables(unit), unit / 2);
-      if (unit > 0) mbarrier_wait(barriers.sums_read(), unit - 1);
-      add_columns_of_keys<In, DV>(room, tables, team, sums, dk, repeat > 0, hidden(at));
-      float scores[16];
-      start_scores<In, DV, KIND>(room, team, scores);
-      products_wait<0>();
-      register_fence(scores);
-      weigh_pairs<DV, KIND>(room, tables, team, sums.pairs, scores, hidden(at));
-      release(barriers.sums(), at);
-      if (repeat == 0 && round > 0) mbarrier_wait(barriers.item(), round - 1);
-      sum_weights<In, DV, KIND>(room, team, sums.pairs, repeat, repeats, hidden(at));
+// Where a team has come to in the stages, units and items of its block.
+template <int DV>
+struct GradientProgress {
+  int stage, use, unit, round;
+  // Calls add(stage) for each stage of a unit, and gives the stages back.
+  template <typename Add>
+  inline void each_slice(Room room, GradientBarriers barriers, Place at, Add add) {
+    using Memory = HopperGradientMemory<DV>;
+    for (int s = 0; s < DV / 16; ++s) {
+      mbarrier_wait(barriers.arrived(stage), use);
+      add(GradientStage<DV>{room.place + stage * Memory::stage});
+      release(barriers.read(stage), at);
+      if (++stage == Memory::stages) stage = 0, ++use;
     }
-    named_barrier<512>();
-    float dq[16];
-    add_weighted<In, DV>(room, team, dq, dk, hidden(at));
+  }
+  // Waits for what the end of a unit reads, and until the sums of the unit before have been read.
+  inline void begin_end(GradientBarriers barriers, int repeat) const {
+    if (repeat == 0) {
+      mbarrier_wait(barriers.keys(), round);
+      copies_fence();
+    }
+    mbarrier_wait(barriers.tables(unit), unit / 2);
+    if (unit > 0) mbarrier_wait(barriers.sums_read(), unit - 1);
+  }
+};
+
+// Teams 0 and 1 of a block: KIND 0 computes dq, KIND 1 what R adds to dk, and both the weights of their pairs.
+template <typename In, int DV, int HK, int HV, int BLOCKS, int KIND, typename OQ>
+inline void weigh_items(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, OQ dq_out) {
+  using Memory = HopperGradientMemory<DV>;
+  constexpr int repeats = HV / HK;
+  GradientProgress<DV> progress{0, 0, 0, 0};
+  float dq[64];
+  for (int number = at.x; number < items; number += BLOCKS, ++progress.round) {
+    if (KIND == 0) clear_floats(dq);
+    for (int repeat = 0; repeat < repeats; ++repeat, ++progress.unit) {
+      float pairs[32], sums[64];
+      clear_floats(pairs);
+      clear_floats(sums);
+      progress.each_slice(room, barriers, at,
+                          [&](GradientStage<DV> stage) { add_slice<In, DV, KIND>(stage, pairs, sums, at); });
+      progress.begin_end(barriers, repeat);
+      const GradientTables<DV> tables{room, progress.unit};
+      const Place here = hidden(at);
+      float factors[2];
+      DELTATUNE_UNROLL
+      for (int side = 0; side < 2; ++side) {
+        const int row = own_row(here, side);
+        factors[side] = KIND == 0 ? tables.before()[row] : -tables.before()[row] * tables.rate()[row];
+      }
+      threadgroup float* found = room.floats(Memory::before_sums) + KIND;
+      if (KIND == 0) {
+        use_columns_of_keys(room, Memory::q, sums, factors, found, 2, here, [&](int j, const thread float* products) {
+          DELTATUNE_UNROLL
+          for (int i = 0; i < 4; ++i) dq[4 * j + i] += products[i];
+        });
+      } else {
+        if (progress.unit > 0) mbarrier_wait(barriers.handed_read(), progress.unit - 1);
+        threadgroup float* handed = room.floats(Memory::handed) + here.index % 128 * 4;
+        use_columns_of_keys(room, Memory::k, sums, factors, found, 2, here,
+                            [&](int j, const thread float* products) { put_four(handed + j * 512, products); });
+        release(barriers.handed(), at);
+      }
+      float scores[32];
+      multiply_by_keys<In, DV, KIND>(room, scores);
+      weigh_pairs<DV, KIND>(room, tables, pairs, scores, hidden(at));
+      release(barriers.sums(), at);
+      if (repeat == 0 && progress.round > 0) mbarrier_wait(barriers.planes_read(), progress.round - 1);
+      sum_weights<In, DV, KIND>(room, pairs, repeat, repeats, hidden(at));
+    }
+    release(barriers.planes(), at);
+    if (KIND == 0) add_weighted_keys<In, DV>(room, dq, hidden(at));
     release(barriers.item(), at);
-    const GradientItem item = item_at<HK>(number, chunks);
-    put_columns<In, HK>(dq_out, dq, item, length, team, hidden(at));
-    put_columns<In, HK>(dk_out, dk, item, length, team, hidden(at));
+    if (KIND == 0) put_columns<In, HK>(dq_out, dq, item_at<HK>(number, chunks), length, hidden(at));
   }
 }
+
+// Team 2 of a block: it computes dk.
+template <typename In, int DV, int HK, int HV, int BLOCKS, typename OK>
+inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, OK dk_out) {
+  using Memory = HopperGradientMemory<DV>;
+  constexpr int repeats = HV / HK;
+  GradientProgress<DV> progress{0, 0, 0, 0};
+  float dk[64];
+  for (int number = at.x; number < items; number += BLOCKS, ++progress.round) {
+    clear_floats(dk);
+    for (int repeat = 0; repeat < repeats; ++repeat, ++progress.unit) {
+      float sums[64], dot = 0.0f;
+      clear_floats(sums);
+      progress.each_slice(room, barriers, at,
+                          [&](GradientStage<DV> stage) { add_slice_of_u<In, DV>(room, stage, sums, dot, at); });
+      progress.begin_end(barriers, repeat);
+      const GradientTables<DV> tables{room, progress.unit};
+      const Place here = hidden(at);
+      float factors[2];
+      DELTATUNE_UNROLL
+      for (int side = 0; side < 2; ++side) {
+        const int row = own_row(here, side);
+        factors[side] = tables.after()[row] * tables.rate()[row];
+      }
+      dot = lane_sum(dot);
+      if (here.lane == 0) room.floats(Memory::dots)[here.group % 4] = dot;
+      threadgroup const float* handed = room.floats(Memory::handed) + here.index % 128 * 4;
+      mbarrier_wait(barriers.handed(), progress.unit);
+      use_columns_of_keys(room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,
+                          [&](int j, const thread float* products) {
+                            float of_right[4];
+                            get_four(of_right, handed + j * 512);
+                            DELTATUNE_UNROLL
+                            for (int i = 0; i < 4; ++i) {
+                              dk[4 * j + i] += of_right[i];
+                              dk[4 * j + i] += products[i];
+                            }
+                          });
+      release(barriers.handed_read(), at);
+      release(barriers.sums(), at);
+    }
+    mbarrier_wait(barriers.planes(), progress.round);
+    add_weighted_turned<In, DV>(room, dk, hidden(at));
+    release(barriers.planes_read(), at);
+    release(barriers.item(), at);
+    put_columns<In, HK>(dk_out, dk, item_at<HK>(number, chunks), length, hidden(at));
+  }
+}
+
+// The registers of a thread of each group: of the one that loads and sums gates, and of the teams.
+enum GradientRegisters : int { GRADIENT_LOADER = 32, GRADIENT_OF_Y = 184, GRADIENT_OF_R = 136, GRADIENT_OF_U = 160 };
+static_assert(GRADIENT_LOADER + GRADIENT_OF_Y + GRADIENT_OF_R + GRADIENT_OF_U <= 4 * 128,
+              "groups share out what the block starts with");
 
 // Computes what gated_delta_gradients does, from the same inputs. The grid is at most BLOCKS blocks.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, bool SEGMENTED, typename PQ, typename PK,
@@ -744,18 +822,21 @@ inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int
   barriers.start(at);
   at.group = uniform(at.group);
   if (at.group < 4) {
-    fewer_registers<32>();
+    fewer_registers<GRADIENT_LOADER>();
     if (at.group < 2)
       load_items<In, DV, HK, HV, BLOCKS, MASKED>(at, room, barriers, length, items, chunks, q, k, mask, states,
                                                  d_states, u, d_right, dy);
     else
       sum_gates<In, DV, HK, HV, BLOCKS, MASKED, SEGMENTED>(at, room, barriers, length, items, chunks, log_g, mask,
                                                            segments, factors, d_log_g, d_beta);
-    return;
+  } else if (at.group < 8) {
+    more_registers<GRADIENT_OF_Y>();
+    weigh_items<In, DV, HK, HV, BLOCKS, 0>(at, room, barriers, length, items, chunks, dq);
+  } else if (at.group < 12) {
+    more_registers<GRADIENT_OF_R>();
+    weigh_items<In, DV, HK, HV, BLOCKS, 1>(at, room, barriers, length, items, chunks, dq);
+  } else {
+    more_registers<GRADIENT_OF_U>();
+    sum_keys<In, DV, HK, HV, BLOCKS>(at, room, barriers, length, items, chunks, dk);
   }
-  more_registers<112>();
-  if (at.group < 12)
-    compute_items<In, DV, HK, HV, BLOCKS, 0>(at, room, barriers, length, items, chunks, dq, dk);
-  else
-    compute_items<In, DV, HK, HV, BLOCKS, 1>(at, room, barriers, length, items, chunks, dq, dk);
 }
