@@ -30,7 +30,7 @@ _CHUNK, _TRIANGLE, _ROWS, _BARRIERS = 64, 8 * 12 * 128, 64, 96 + 1024
 _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block,
 # those that align it among them, and its groups of 32 threads.
-_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 222_544, 16
+_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 222_560, 16
 # The blocks of the prepare kernel on a multiprocessor: each mostly waits, so that their number decides its speed.
 _PREPARE_RESIDENT = 5
 __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]

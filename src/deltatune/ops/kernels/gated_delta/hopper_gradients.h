@@ -6,8 +6,8 @@
 // each operand is read from shared memory once, which is what bounds the kernel. Of the fourth group two warps copy 16
 // rows of DV at a time to shared memory, and two add up the gradients of log_g and beta while the others go on.
 // A block takes every BLOCKS-th item of work, which is a chunk of a key head with its HV / HK value heads; a unit is
-// one of these value heads. dq and dk are summed over the value heads in registers, and the weights of the pairs in
-// shared memory, so that the products of the weights with q and k are computed once per item.
+// one of these value heads. dq is summed over the value heads in registers, dk and the weights of the pairs in shared
+// memory, so that the products of the weights with q and k are computed once per item.
 
 // The shared memory of a block. What the scans saved stays in cores (hopper_scans.h), and q and k are put in
 // cores too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and those of dy rows
@@ -18,26 +18,26 @@ struct HopperGradientMemory {
   static constexpr constant int panel = 2048, state = 0, d_state = 2 * panel, u = 4 * panel, right = 6 * panel;
   static constexpr constant int dy = 8 * panel, tails = 9 * panel, stage = tails + 1024, stages = 5;
   static constexpr constant int q = stages * stage, k = q + 16384;
-  // What team 1 adds to dk, in fp32, each lane its own. By KIND, the weights of the pairs: summed in fp32, each lane
-  // its own, then as two planes of bf16.
-  static constexpr constant int handed = k + 16384, weights = handed + 32768;
+  // The sums of dk, to which teams 1 and 2 add in turn, each lane its own. By KIND, the weights of the pairs: summed in
+  // fp32, each lane its own, then as two planes of bf16.
+  static constexpr constant int key_sums = k + 16384, weights = key_sums + 32768;
   // What depends on the gates of a unit, for two units: Decay's tables, then G, E, beta and the gates.
   static constexpr constant int decay = weights + 2 * 16384, decay_bytes = Decay<64>::floats * 4;
   static constexpr constant int scalars = decay + 2 * decay_bytes;
   // What a unit adds to the gradients of the gates: by KIND the diagonal tiles of pairs, their sums by row and those by
   // column; then, by position, what before_sums (of teams 0 and 1), after_sums and rate_sums of gradients.h are; and
-  // <dS, S> by warp. Last, the totals of 16 positions each, for two units.
+  // <dS, S> by warp of teams 1 and 2. Last, the totals of 16 positions each, for two units.
   static constexpr constant int diagonal = scalars + 2 * 1024, diagonal_bytes = 64 * 17 * 4;
   static constexpr constant int row_sums = diagonal + 2 * diagonal_bytes, column_sums = row_sums + 2 * 1024;
   static constexpr constant int before_sums = column_sums + 2 * 1024, after_sums = before_sums + 512;
-  static constexpr constant int rate_sums = after_sums + 256, dots = rate_sums + 256, totals = dots + 16;
+  static constexpr constant int rate_sums = after_sums + 256, dots = rate_sums + 256, totals = dots + 32;
   static constexpr constant int barriers = totals + 2 * 64;
   static constexpr constant int bytes = barriers + 160 + 1024;
 };
 
 // The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q and k may
-// be overwritten; the tables of a unit's gates are filled; its sums are written, and were read; what team 1 adds to dk
-// is there, and was read; the planes of an item's weights are written, and were read.
+// be overwritten; the tables of a unit's gates are filled; its sums are written, and were read; team 1 has added to the
+// sums of dk, and team 2 has; the planes of an item's weights are written, and were read.
 struct GradientBarriers {
   enum : int { loaders = 64, warps = 12 };
   unsigned place;
@@ -48,8 +48,8 @@ struct GradientBarriers {
   inline unsigned tables(int unit) const { return place + 96 + 8 * (unit & 1); }
   inline unsigned sums() const { return place + 112; }
   inline unsigned sums_read() const { return place + 120; }
-  inline unsigned handed() const { return place + 128; }
-  inline unsigned handed_read() const { return place + 136; }
+  inline unsigned keys_added() const { return place + 128; }
+  inline unsigned keys_read() const { return place + 136; }
   inline unsigned planes() const { return place + 144; }
   inline unsigned planes_read() const { return place + 152; }
   inline void start(Place at) const {
@@ -64,8 +64,8 @@ struct GradientBarriers {
       mbarrier_init(tables(1), 2);
       mbarrier_init(sums(), warps);
       mbarrier_init(sums_read(), 2);
-      mbarrier_init(handed(), 4);
-      mbarrier_init(handed_read(), 4);
+      mbarrier_init(keys_added(), 4);
+      mbarrier_init(keys_read(), 4);
       mbarrier_init(planes(), 8);
       mbarrier_init(planes_read(), 4);
       mbarriers_started();
@@ -276,7 +276,10 @@ inline GateSums sum_positions(Room room, GradientTables<DV> tables, int unit, in
   for (int b = 0; b < 4; ++b)
     if (b != own) sum += totals[b * 4 + (b > own ? own : 3)];
   get_four(columns, room.floats(Memory::dots));
-  const float dots = (columns[0] + columns[1]) + (columns[2] + columns[3]);
+  get_four(others, room.floats(Memory::dots) + 4);
+  float dots = 0.0f;
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 4; ++i) dots += columns[i] + others[i];
   return GateSums{dots * tables.before()[63] + (sum + pairs), rates};
 }
 
@@ -323,7 +326,7 @@ inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length
 }
 
 // A lane's share of <dS, S> in 16 rows and columns, whose elements it has as left operands, with their tails: those of
-// even columns in the first byte of each, of odd columns in the second.
+// even columns in the first byte of each, of odd columns in the second. It is NaN if an element was rounded to zero.
 inline float kept_products(const thread unsigned (&a)[4], const thread unsigned (&b)[4], unsigned tail_a,
                            unsigned tail_b) {
   // The upper bit of each tail is turned: then what is to be added is tail * 0x4000 - 0x6000.
@@ -337,16 +340,9 @@ inline float kept_products(const thread unsigned (&a)[4], const thread unsigned 
     other +=
         float_of(((a[i] & 0xffff0000u) | x >> 16) - 0x6000u) * float_of(((b[i] & 0xffff0000u) | y >> 16) - 0x6000u);
   }
-  sum += other;
-  // An element that was rounded to zero becomes NaN with its tail.
-  if (sum != sum) {
-    sum = 0.0f;
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      sum += float_of(a[i] << 16) * float_of(b[i] << 16) + float_of(a[i] & 0xffff0000u) * float_of(b[i] & 0xffff0000u);
-  }
-  return sum;
+  return sum + other;
 }
+
 // Products of the 64 columns of pairs and of all columns of DK.
 template <typename In> using PairProducts = Products<In, 64>;
 template <typename In> using KeyProducts = Products<In, 128>;
@@ -367,63 +363,79 @@ struct GradientStage {
   }
 };
 
-// Adds a stage's products of dY (KIND 0) or of R (KIND 1) with u to `pairs`, and those with the states to `sums`, the
-// smallest first. Products with the same sums are apart, for one waits for the other.
-template <typename In, int DV, int KIND>
-inline void add_slice(GradientStage<DV> stage, thread float (&pairs)[32], thread float (&sums)[64], Place at) {
+// A warp's tile of the states of a stage: of the eight tiles of 16 columns, teams 1 and 2 have four each.
+template <int DV>
+struct KeptTile {
   using Memory = HopperGradientMemory<DV>;
-  unsigned left[4], low[4];
-  if (KIND == 0) {
-    load_parts(left, dy_piece_place(stage.tile + Memory::dy, at.group % 4 * 16 + at.lane % 16, at.lane / 16));
-  } else {
-    stage.load_positions(left, Memory::right, at);
-    stage.load_positions(low, Memory::right + Memory::panel, at);
-    register_fence(low);
+  Room room;
+  unsigned place;
+  int tile;
+  inline void load(thread unsigned (&a)[4], thread unsigned (&b)[4], thread unsigned (&tails)[2], Place at) const {
+    load_left_cores(a, place + Memory::state, 16, tile * 2, at);
+    load_left_cores(b, place + Memory::d_state, 16, tile * 2, at);
+    const auto from = reinterpret_cast<threadgroup const unsigned short*>(room.memory + (place - room.place) +
+                                                                          Memory::tails + at.lane * 16 + tile * 2);
+    tails[0] = from[0];
+    tails[1] = from[256];
   }
-  register_fence(left);
-  register_fence(pairs);
-  register_fence(sums);
-  products_start();
-  PairProducts<In>::columns(pairs, left, stage.u_low());
-  if (KIND == 1) {
-    KeyProducts<In>::columns(sums, low, stage.state());
-    PairProducts<In>::columns(pairs, low, stage.u());
+  // Returns a lane's share of <dS, S>, or without the tails where `share` is NaN.
+  inline float checked(float share, Place at) const {
+    if (share == share) return share;
+    const auto from = room.memory + (place - room.place) + tile * 256 + at.lane * 4;
+    share = 0.0f;
+    for (int i = 0; i < 4; ++i) {
+      const unsigned a = get_pair(from + Memory::state + i % 2 * 2048 + i / 2 * 128);
+      const unsigned b = get_pair(from + Memory::d_state + i % 2 * 2048 + i / 2 * 128);
+      share += float_of(a << 16) * float_of(b << 16) + float_of(a & 0xffff0000u) * float_of(b & 0xffff0000u);
+    }
+    return share;
   }
-  KeyProducts<In>::columns(sums, left, stage.state());
-  PairProducts<In>::columns(pairs, left, stage.u());
-  products_sent();
-  products_wait<0>();
-  register_fence(pairs);
-  register_fence(sums);
+};
+template <int DV>
+inline KeptTile<DV> kept_tile(Room room, unsigned place, int team, Place at) {
+  return KeptTile<DV>{room, place, (team - 1) * 4 + at.group % 4};
 }
 
-// Adds a stage's products of u with the gradients of the states to `sums`, and a lane's share of <dS, S> to `dot`.
-template <typename In, int DV>
-inline void add_slice_of_u(Room room, GradientStage<DV> stage, thread float (&sums)[64], thread float& dot, Place at) {
+// The left operands of a warp in a stage, in one part or two, and its share of <dS, S>.
+struct SliceOperands {
+  unsigned left[4], low[4];
+  float share;
+};
+
+// Starts a stage's products of dY (KIND 0) or of R (KIND 1) with u, which are added to `pairs`, and those with the
+// states, which are added to `sums`, the smallest first; and the products of u with the gradients of the states
+// (KIND 2). Products with the same sums are apart, for one waits for the other. The teams of KIND 1 and 2 compute a
+// lane's share of <dS, S> meanwhile.
+template <typename In, int DV, int KIND>
+inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> stage, thread float (&pairs)[32],
+                        thread float (&sums)[64], Place at) {
   using Memory = HopperGradientMemory<DV>;
-  const int warp = at.group % 4;
-  unsigned u[4], low[4];
-  stage.load_positions(u, Memory::u, at);
-  stage.load_positions(low, Memory::u + Memory::panel, at);
-  register_fence(u);
-  register_fence(low);
-  register_fence(sums);
-  products_start();
-  KeyProducts<In>::columns(sums, low, stage.d_state());
-  KeyProducts<In>::columns(sums, u, stage.d_state());
-  products_sent();
-  products_wait<0>();
-  register_fence(sums);
-  // Each warp has two of the eight tiles of 16 columns.
-  const auto tails = room.memory + (stage.tile - room.place) + Memory::tails + at.lane * 16 + warp * 4;
-  const unsigned of_state = get_pair(tails), of_d_state = get_pair(tails + 512);
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    unsigned a[4], b[4];
-    load_left_cores(a, stage.tile + Memory::state, 16, warp * 4 + i * 2, at);
-    load_left_cores(b, stage.tile + Memory::d_state, 16, warp * 4 + i * 2, at);
-    dot += kept_products(a, b, of_state >> 16 * i & 0xffff, of_d_state >> 16 * i & 0xffff);
+  constexpr int from = KIND == 1 ? Memory::right : Memory::u;
+  unsigned a[4], b[4], tails[2];
+  if (KIND == 0) {
+    load_parts(x.left, dy_piece_place(stage.tile + Memory::dy, at.group % 4 * 16 + at.lane % 16, at.lane / 16));
+  } else {
+    stage.load_positions(x.left, from, at);
+    stage.load_positions(x.low, from + Memory::panel, at);
+    register_fence(x.low);
+    kept_tile<DV>(room, stage.tile, KIND, at).load(a, b, tails, at);
   }
+  register_fence(x.left);
+  products_start();
+  if (KIND == 2) {
+    KeyProducts<In>::columns(sums, x.low, stage.d_state());
+    KeyProducts<In>::columns(sums, x.left, stage.d_state());
+  } else {
+    PairProducts<In>::columns(pairs, x.left, stage.u_low());
+    if (KIND == 1) {
+      KeyProducts<In>::columns(sums, x.low, stage.state());
+      PairProducts<In>::columns(pairs, x.low, stage.u());
+    }
+    KeyProducts<In>::columns(sums, x.left, stage.state());
+    PairProducts<In>::columns(pairs, x.left, stage.u());
+  }
+  products_sent();
+  if (KIND > 0) x.share = kept_products(a, b, tails[0], tails[1]);
 }
 
 // The lane's place in a way that hides that it is the same all the time, so that no addresses are kept from phase to
@@ -453,7 +465,7 @@ inline void sum_rows(thread float (&to)[2], const thread float (&from)[8], int l
 // Multiplies a team's sums by a factor for each row, and gives use(j, products) those of column group j, two of either
 // row. Writes the inner products of the rows with those of q or k at `operand`, every `stride` numbers from `to` on.
 template <typename Use>
-inline void use_columns_of_keys(Room room, int operand, const thread float (&sums)[64], const thread float (&factors)[2],
+inline void use_columns_of_keys(Room room, int operand, thread float (&sums)[64], const thread float (&factors)[2],
                                 threadgroup float* to, int stride, Place at, Use use) {
   const auto keys = room.memory + operand + at.group % 4 * 4096 + at.lane * 4;
   float found[2] = {0.0f, 0.0f};
@@ -611,6 +623,7 @@ inline void add_weighted_keys(Room room, thread float (&dq)[64], Place at) {
   using Memory = HopperGradientMemory<DV>;
   float sums[64];
   clear_floats(sums);
+  _Pragma("unroll 1")
   for (int plane = 1; plane >= 0; --plane) {
     unsigned weights[4][4];
     DELTATUNE_UNROLL
@@ -635,8 +648,7 @@ template <typename In, int DV>
 inline void add_weighted_turned(Room room, thread float (&dk)[64], Place at) {
   using Memory = HopperGradientMemory<DV>;
   const int first = at.group % 4 * 16;
-  float sums[64];
-  clear_floats(sums);
+  _Pragma("unroll 1")
   for (int step = 0; step < 8; ++step) {
     const int t = step % 4;
     const unsigned of_y = room.place + Memory::weights + (step < 4 ? 8192 : 0), of_right = of_y + 16384;
@@ -647,20 +659,18 @@ inline void add_weighted_turned(Room room, thread float (&dk)[64], Place at) {
     register_fence(y);
     register_fence(right);
     register_fence(right_turned);
-    register_fence(sums);
+    register_fence(dk);
     products_start();
     const unsigned rows = opaque((room.place & 0x3ffff) / 16 + t * 256);
     const unsigned long long queries = cores_operand(rows + Memory::q / 16, 2048, 128);
     const unsigned long long keys = cores_operand(rows + Memory::k / 16, 2048, 128);
-    KeyProducts<In>::columns(sums, y, queries);
-    KeyProducts<In>::columns(sums, right, keys);
-    KeyProducts<In>::columns(sums, right_turned, keys);
+    KeyProducts<In>::columns(dk, y, queries);
+    KeyProducts<In>::columns(dk, right, keys);
+    KeyProducts<In>::columns(dk, right_turned, keys);
     products_sent();
     products_wait<0>();
-    register_fence(sums);
+    register_fence(dk);
   }
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 64; ++i) dk[i] += sums[i];
 }
 
 // Writes dq or dk of an item.
@@ -681,13 +691,23 @@ inline void put_columns(P out, const thread float (&x)[64], GradientItem item, i
 template <int DV>
 struct GradientProgress {
   int stage, use, unit, round;
-  // Calls add(stage) for each stage of a unit, and gives the stages back.
-  template <typename Add>
-  inline void each_slice(Room room, GradientBarriers barriers, Place at, Add add) {
+  // Adds the products of a unit's stages.
+  template <typename In, int KIND>
+  inline void add_slices(Room room, GradientBarriers barriers, thread float (&pairs)[32], thread float (&sums)[64],
+                         thread float& dot, Place at) {
     using Memory = HopperGradientMemory<DV>;
+    _Pragma("unroll 1")
     for (int s = 0; s < DV / 16; ++s) {
+      const unsigned place = room.place + stage * Memory::stage;
       mbarrier_wait(barriers.arrived(stage), use);
-      add(GradientStage<DV>{room.place + stage * Memory::stage});
+      SliceOperands operands;
+      if (KIND < 2) register_fence(pairs);
+      register_fence(sums);
+      start_slice<In, DV, KIND>(operands, room, GradientStage<DV>{place}, pairs, sums, at);
+      products_wait<0>();
+      if (KIND < 2) register_fence(pairs);
+      register_fence(sums);
+      if (KIND > 0) dot += kept_tile<DV>(room, place, KIND, at).checked(operands.share, at);
       release(barriers.read(stage), at);
       if (++stage == Memory::stages) stage = 0, ++use;
     }
@@ -703,6 +723,29 @@ struct GradientProgress {
   }
 };
 
+// A lane's own place among the sums of dk.
+template <int DV>
+inline threadgroup float* key_sums(Room room, Place at) {
+  return room.floats(HopperGradientMemory<DV>::key_sums) + at.index % 128 * 4;
+}
+// Adds four numbers to those in shared memory, or unless `onto` writes them there, and returns the sums in their place.
+inline void add_shared(threadgroup float* to, thread float* x, bool onto) {
+  if (onto) {
+    float before[4];
+    get_four(before, to);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) x[i] += before[i];
+  }
+  put_four(to, x);
+}
+
+// Writes a warp's share of <dS, S>.
+template <int DV>
+inline void put_dots(Room room, int team, float dot, Place at) {
+  const float sum = lane_sum(dot);
+  if (at.lane == 0) room.floats(HopperGradientMemory<DV>::dots)[(team - 1) * 4 + at.group % 4] = sum;
+}
+
 // Teams 0 and 1 of a block: KIND 0 computes dq, KIND 1 what R adds to dk, and both the weights of their pairs.
 template <typename In, int DV, int HK, int HV, int BLOCKS, int KIND, typename OQ>
 inline void weigh_items(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, OQ dq_out) {
@@ -712,12 +755,12 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int leng
   float dq[64];
   for (int number = at.x; number < items; number += BLOCKS, ++progress.round) {
     if (KIND == 0) clear_floats(dq);
+    _Pragma("unroll 1")
     for (int repeat = 0; repeat < repeats; ++repeat, ++progress.unit) {
-      float pairs[32], sums[64];
+      float pairs[32], sums[64], dot = 0.0f;
       clear_floats(pairs);
       clear_floats(sums);
-      progress.each_slice(room, barriers, at,
-                          [&](GradientStage<DV> stage) { add_slice<In, DV, KIND>(stage, pairs, sums, at); });
+      progress.template add_slices<In, KIND>(room, barriers, pairs, sums, dot, at);
       progress.begin_end(barriers, repeat);
       const GradientTables<DV> tables{room, progress.unit};
       const Place here = hidden(at);
@@ -729,16 +772,17 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int leng
       }
       threadgroup float* found = room.floats(Memory::before_sums) + KIND;
       if (KIND == 0) {
-        use_columns_of_keys(room, Memory::q, sums, factors, found, 2, here, [&](int j, const thread float* products) {
+        use_columns_of_keys(room, Memory::q, sums, factors, found, 2, here, [&](int j, thread float* products) {
           DELTATUNE_UNROLL
           for (int i = 0; i < 4; ++i) dq[4 * j + i] += products[i];
         });
       } else {
-        if (progress.unit > 0) mbarrier_wait(barriers.handed_read(), progress.unit - 1);
-        threadgroup float* handed = room.floats(Memory::handed) + here.index % 128 * 4;
-        use_columns_of_keys(room, Memory::k, sums, factors, found, 2, here,
-                            [&](int j, const thread float* products) { put_four(handed + j * 512, products); });
-        release(barriers.handed(), at);
+        put_dots<DV>(room, 1, dot, here);
+        if (progress.unit > 0) mbarrier_wait(barriers.keys_read(), progress.unit - 1);
+        use_columns_of_keys(room, Memory::k, sums, factors, found, 2, here, [&](int j, thread float* products) {
+          add_shared(key_sums<DV>(room, here) + j * 512, products, repeat > 0);
+        });
+        release(barriers.keys_added(), at);
       }
       float scores[32];
       multiply_by_keys<In, DV, KIND>(room, scores);
@@ -760,14 +804,13 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length,
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
   GradientProgress<DV> progress{0, 0, 0, 0};
-  float dk[64];
+  float pairs[32], sums[64];
   for (int number = at.x; number < items; number += BLOCKS, ++progress.round) {
-    clear_floats(dk);
+    _Pragma("unroll 1")
     for (int repeat = 0; repeat < repeats; ++repeat, ++progress.unit) {
-      float sums[64], dot = 0.0f;
+      float dot = 0.0f;
       clear_floats(sums);
-      progress.each_slice(room, barriers, at,
-                          [&](GradientStage<DV> stage) { add_slice_of_u<In, DV>(room, stage, sums, dot, at); });
+      progress.template add_slices<In, 2>(room, barriers, pairs, sums, dot, at);
       progress.begin_end(barriers, repeat);
       const GradientTables<DV> tables{room, progress.unit};
       const Place here = hidden(at);
@@ -777,33 +820,28 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length,
         const int row = own_row(here, side);
         factors[side] = tables.after()[row] * tables.rate()[row];
       }
-      dot = lane_sum(dot);
-      if (here.lane == 0) room.floats(Memory::dots)[here.group % 4] = dot;
-      threadgroup const float* handed = room.floats(Memory::handed) + here.index % 128 * 4;
-      mbarrier_wait(barriers.handed(), progress.unit);
+      put_dots<DV>(room, 2, dot, here);
+      mbarrier_wait(barriers.keys_added(), progress.unit);
+      // After the last unit the sums are dk, but for the products of the weights.
       use_columns_of_keys(room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,
-                          [&](int j, const thread float* products) {
-                            float of_right[4];
-                            get_four(of_right, handed + j * 512);
+                          [&](int j, thread float* products) {
+                            add_shared(key_sums<DV>(room, here) + j * 512, products, true);
                             DELTATUNE_UNROLL
-                            for (int i = 0; i < 4; ++i) {
-                              dk[4 * j + i] += of_right[i];
-                              dk[4 * j + i] += products[i];
-                            }
+                            for (int i = 0; i < 4; ++i) sums[4 * j + i] = products[i];
                           });
-      release(barriers.handed_read(), at);
+      release(barriers.keys_read(), at);
       release(barriers.sums(), at);
     }
     mbarrier_wait(barriers.planes(), progress.round);
-    add_weighted_turned<In, DV>(room, dk, hidden(at));
+    add_weighted_turned<In, DV>(room, sums, hidden(at));
     release(barriers.planes_read(), at);
     release(barriers.item(), at);
-    put_columns<In, HK>(dk_out, dk, item_at<HK>(number, chunks), length, hidden(at));
+    put_columns<In, HK>(dk_out, sums, item_at<HK>(number, chunks), length, hidden(at));
   }
 }
 
 // The registers of a thread of each group: of the one that loads and sums gates, and of the teams.
-enum GradientRegisters : int { GRADIENT_LOADER = 32, GRADIENT_OF_Y = 184, GRADIENT_OF_R = 136, GRADIENT_OF_U = 160 };
+enum GradientRegisters : int { GRADIENT_LOADER = 40, GRADIENT_OF_Y = 200, GRADIENT_OF_R = 136, GRADIENT_OF_U = 136 };
 static_assert(GRADIENT_LOADER + GRADIENT_OF_Y + GRADIENT_OF_R + GRADIENT_OF_U <= 4 * 128,
               "groups share out what the block starts with");
 
