@@ -26,7 +26,7 @@ struct HopperGradientMemory {
   static constexpr constant int scalars = decay + 2 * decay_bytes;
   // What a unit adds to the gradients of the gates: by KIND the diagonal tiles of pairs, their sums by row and those by
   // column; then, by position, what before_sums (of teams 0 and 1), after_sums and rate_sums of gradients.h are; and
-  // <dS, S> by warp of teams 1 and 2. Last, the totals of 16 positions each, for two units.
+  // <dS, S> by warp of teams 0 and 1. Last, the totals of 16 positions each, for two units.
   static constexpr constant int diagonal = scalars + 2 * 1024, diagonal_bytes = 64 * 17 * 4;
   static constexpr constant int row_sums = diagonal + 2 * diagonal_bytes, column_sums = row_sums + 2 * 1024;
   static constexpr constant int before_sums = column_sums + 2 * 1024, after_sums = before_sums + 512;
@@ -145,7 +145,7 @@ template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, typename
 inline void load_items(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PQ q, PK k,
                        PM mask, PT states, PT d_states, PU u, PU d_right, PY dy) {
   using Memory = HopperGradientMemory<DV>;
-  constexpr int slices = DV / 16, repeats = HV / HK, before_keys = slices < 5 ? slices - 1 : 4;
+  constexpr int slices = DV / 16, repeats = HV / HK, before_keys = slices - 1;
   const int index = at.index;
   const bool aligned = aligned16(q) && aligned16(k) && aligned16(dy);
   const auto send = [&](unsigned mbarrier) {
@@ -363,7 +363,7 @@ struct GradientStage {
   }
 };
 
-// A warp's tile of the states of a stage: of the eight tiles of 16 columns, teams 1 and 2 have four each.
+// A warp's tile of the states of a stage: of the eight tiles of 16 columns, teams 0 and 1 have four each.
 template <int DV>
 struct KeptTile {
   using Memory = HopperGradientMemory<DV>;
@@ -393,7 +393,7 @@ struct KeptTile {
 };
 template <int DV>
 inline KeptTile<DV> kept_tile(Room room, unsigned place, int team, Place at) {
-  return KeptTile<DV>{room, place, (team - 1) * 4 + at.group % 4};
+  return KeptTile<DV>{room, place, team * 4 + at.group % 4};
 }
 
 // The left operands of a warp in a stage, in one part or two, and its share of <dS, S>.
@@ -404,8 +404,8 @@ struct SliceOperands {
 
 // Starts a stage's products of dY (KIND 0) or of R (KIND 1) with u, which are added to `pairs`, and those with the
 // states, which are added to `sums`, the smallest first; and the products of u with the gradients of the states
-// (KIND 2). Products with the same sums are apart, for one waits for the other. The teams of KIND 1 and 2 compute a
-// lane's share of <dS, S> meanwhile.
+// (KIND 2). Products with the same sums are apart, for one waits for the other. KIND 0 and 1 compute a lane's share of
+// <dS, S> meanwhile.
 template <typename In, int DV, int KIND>
 inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> stage, thread float (&pairs)[32],
                         thread float (&sums)[64], Place at) {
@@ -418,8 +418,8 @@ inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> st
     stage.load_positions(x.left, from, at);
     stage.load_positions(x.low, from + Memory::panel, at);
     register_fence(x.low);
-    kept_tile<DV>(room, stage.tile, KIND, at).load(a, b, tails, at);
   }
+  if (KIND < 2) kept_tile<DV>(room, stage.tile, KIND, at).load(a, b, tails, at);
   register_fence(x.left);
   products_start();
   if (KIND == 2) {
@@ -435,7 +435,7 @@ inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> st
     PairProducts<In>::columns(pairs, x.left, stage.u());
   }
   products_sent();
-  if (KIND > 0) x.share = kept_products(a, b, tails[0], tails[1]);
+  if (KIND < 2) x.share = kept_products(a, b, tails[0], tails[1]);
 }
 
 // The lane's place in a way that hides that it is the same all the time, so that no addresses are kept from phase to
@@ -465,7 +465,7 @@ inline void sum_rows(thread float (&to)[2], const thread float (&from)[8], int l
 // Multiplies a team's sums by a factor for each row, and gives use(j, products) those of column group j, two of either
 // row. Writes the inner products of the rows with those of q or k at `operand`, every `stride` numbers from `to` on.
 template <typename Use>
-inline void use_columns_of_keys(Room room, int operand, thread float (&sums)[64], const thread float (&factors)[2],
+inline void use_columns_of_keys(Room room, int operand, const thread float (&sums)[64], const thread float (&factors)[2],
                                 threadgroup float* to, int stride, Place at, Use use) {
   const auto keys = room.memory + operand + at.group % 4 * 4096 + at.lane * 4;
   float found[2] = {0.0f, 0.0f};
@@ -707,7 +707,7 @@ struct GradientProgress {
       products_wait<0>();
       if (KIND < 2) register_fence(pairs);
       register_fence(sums);
-      if (KIND > 0) dot += kept_tile<DV>(room, place, KIND, at).checked(operands.share, at);
+      if (KIND < 2) dot += kept_tile<DV>(room, place, KIND, at).checked(operands.share, at);
       release(barriers.read(stage), at);
       if (++stage == Memory::stages) stage = 0, ++use;
     }
@@ -728,7 +728,17 @@ template <int DV>
 inline threadgroup float* key_sums(Room room, Place at) {
   return room.floats(HopperGradientMemory<DV>::key_sums) + at.index % 128 * 4;
 }
-// Adds four numbers to those in shared memory, or unless `onto` writes them there, and returns the sums in their place.
+template <int DV>
+inline void add_key_sums(Room room, thread float (&to)[64], Place at) {
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 16; ++j) {
+    float sums[4];
+    get_four(sums, key_sums<DV>(room, at) + j * 512);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) to[4 * j + i] += sums[i];
+  }
+}
+// Adds four numbers to those in shared memory, or unless `onto` writes them there.
 inline void add_shared(threadgroup float* to, thread float* x, bool onto) {
   if (onto) {
     float before[4];
@@ -743,7 +753,7 @@ inline void add_shared(threadgroup float* to, thread float* x, bool onto) {
 template <int DV>
 inline void put_dots(Room room, int team, float dot, Place at) {
   const float sum = lane_sum(dot);
-  if (at.lane == 0) room.floats(HopperGradientMemory<DV>::dots)[(team - 1) * 4 + at.group % 4] = sum;
+  if (at.lane == 0) room.floats(HopperGradientMemory<DV>::dots)[team * 4 + at.group % 4] = sum;
 }
 
 // Teams 0 and 1 of a block: KIND 0 computes dq, KIND 1 what R adds to dk, and both the weights of their pairs.
@@ -770,6 +780,7 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int leng
         const int row = own_row(here, side);
         factors[side] = KIND == 0 ? tables.before()[row] : -tables.before()[row] * tables.rate()[row];
       }
+      put_dots<DV>(room, KIND, dot, here);
       threadgroup float* found = room.floats(Memory::before_sums) + KIND;
       if (KIND == 0) {
         use_columns_of_keys(room, Memory::q, sums, factors, found, 2, here, [&](int j, thread float* products) {
@@ -777,7 +788,6 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int leng
           for (int i = 0; i < 4; ++i) dq[4 * j + i] += products[i];
         });
       } else {
-        put_dots<DV>(room, 1, dot, here);
         if (progress.unit > 0) mbarrier_wait(barriers.keys_read(), progress.unit - 1);
         use_columns_of_keys(room, Memory::k, sums, factors, found, 2, here, [&](int j, thread float* products) {
           add_shared(key_sums<DV>(room, here) + j * 512, products, repeat > 0);
@@ -820,28 +830,26 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length,
         const int row = own_row(here, side);
         factors[side] = tables.after()[row] * tables.rate()[row];
       }
-      put_dots<DV>(room, 2, dot, here);
       mbarrier_wait(barriers.keys_added(), progress.unit);
-      // After the last unit the sums are dk, but for the products of the weights.
-      use_columns_of_keys(room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,
-                          [&](int j, thread float* products) {
-                            add_shared(key_sums<DV>(room, here) + j * 512, products, true);
-                            DELTATUNE_UNROLL
-                            for (int i = 0; i < 4; ++i) sums[4 * j + i] = products[i];
-                          });
-      release(barriers.keys_read(), at);
+      use_columns_of_keys(
+          room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,
+          [&](int j, thread float* products) { add_shared(key_sums<DV>(room, here) + j * 512, products, true); });
+      if (repeat + 1 < repeats) release(barriers.keys_read(), at);
       release(barriers.sums(), at);
     }
     mbarrier_wait(barriers.planes(), progress.round);
+    clear_floats(sums);
     add_weighted_turned<In, DV>(room, sums, hidden(at));
     release(barriers.planes_read(), at);
     release(barriers.item(), at);
+    add_key_sums<DV>(room, sums, hidden(at));
+    release(barriers.keys_read(), at);
     put_columns<In, HK>(dk_out, sums, item_at<HK>(number, chunks), length, hidden(at));
   }
 }
 
 // The registers of a thread of each group: of the one that loads and sums gates, and of the teams.
-enum GradientRegisters : int { GRADIENT_LOADER = 40, GRADIENT_OF_Y = 200, GRADIENT_OF_R = 136, GRADIENT_OF_U = 136 };
+enum GradientRegisters : int { GRADIENT_LOADER = 40, GRADIENT_OF_Y = 216, GRADIENT_OF_R = 144, GRADIENT_OF_U = 112 };
 static_assert(GRADIENT_LOADER + GRADIENT_OF_Y + GRADIENT_OF_R + GRADIENT_OF_U <= 4 * 128,
               "groups share out what the block starts with");
 
@@ -874,7 +882,7 @@ inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int
     more_registers<GRADIENT_OF_R>();
     weigh_items<In, DV, HK, HV, BLOCKS, 1>(at, room, barriers, length, items, chunks, dq);
   } else {
-    more_registers<GRADIENT_OF_U>();
+    fewer_registers<GRADIENT_OF_U>();
     sum_keys<In, DV, HK, HV, BLOCKS>(at, room, barriers, length, items, chunks, dk);
   }
 }
