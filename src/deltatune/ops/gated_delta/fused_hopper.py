@@ -28,9 +28,9 @@ from .tiling import Shape, Tiling, choose_tiling
 _CHUNK, _TRIANGLE, _ROWS, _BARRIERS = 64, 8 * 12 * 128, 64, 96 + 1024
 # The sizes of heads that the kernels support.
 _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
-# The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block,
-# those that align it among them, and its groups of 32 threads.
-_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 222_560, 16
+# The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block
+# but for those of dy, and its groups of 32 threads.
+_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 212_336, 16
 # The blocks of the prepare kernel on a multiprocessor: each mostly waits, so that their number decides its speed.
 _PREPARE_RESIDENT = 5
 __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]
@@ -65,7 +65,7 @@ class HopperTiling(Tiling):
     @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of shared memory per block of the gradient kernel."""
-        return _GRADIENT_BYTES
+        return _GRADIENT_BYTES + 2 * _CHUNK * self.value_size
 
 
 def choose_hopper_tiling(shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool) -> HopperTiling | None:
@@ -176,7 +176,7 @@ def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:
         order=tuple(values),
         memory_order=("DV",),
         blocks=(min(blocks, tiling.batch * tiling.chunks * tiling.key_heads), 1, 1),
-        bytes=_GRADIENT_BYTES,
+        bytes=tiling.gradient_bytes,
         groups=_GRADIENT_GROUPS,
         arguments=call_arguments((*names, *scanned), tuple(inputs), tuple(outputs)),
         sizes=("q_shape[1]", "q_shape[0]"),

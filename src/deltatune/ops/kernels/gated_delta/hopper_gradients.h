@@ -3,21 +3,21 @@
 // A block has four groups of four warps. Three of them (teams) multiply 64 positions with all columns at once, and each
 // has the products of one left operand: team 0 those of dY, which give dq and the weights of the pairs of P (KIND 0),
 // team 1 those of R, which give the weights of N (KIND 1) and a part of dk, and team 2 those of u, the other part. So
-// each operand is read from shared memory once, which is what bounds the kernel. Of the fourth group two warps copy 16
-// rows of DV at a time to shared memory, and two add up the gradients of log_g and beta while the others go on.
+// each operand is read from shared memory once, which is what bounds the kernel. Of the fourth group one warp copies 16
+// rows of DV at a time to shared memory, one copies the inputs, and two add up the gradients of log_g and beta.
 // A block takes every BLOCKS-th item of work, which is a chunk of a key head with its HV / HK value heads; a unit is
 // one of these value heads. dq is summed over the value heads in registers, dk and the weights of the pairs in shared
 // memory, so that the products of the weights with q and k are computed once per item.
 
 // The shared memory of a block. What the scans saved stays in cores (hopper_scans.h), and q and k are put in
-// cores too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and those of dy rows
-// of 32 bytes, where the order of the two pieces depends on bit 2 of the row's number.
+// cores too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and dy has rows of DV
+// numbers with the same order of each eight pieces.
 template <int DV>
 struct HopperGradientMemory {
   // A stage: 16 rows of DV of each operand. u and R have two parts.
   static constexpr constant int panel = 2048, state = 0, d_state = 2 * panel, u = 4 * panel, right = 6 * panel;
-  static constexpr constant int dy = 8 * panel, tails = 9 * panel, stage = tails + 1024, stages = 5;
-  static constexpr constant int q = stages * stage, k = q + 16384;
+  static constexpr constant int tails = 8 * panel, stage = tails + 1024, stages = 5;
+  static constexpr constant int dy = stages * stage, q = dy + 128 * DV, k = q + 16384;
   // The sums of dk, to which teams 1 and 2 add in turn, each lane its own. By KIND, the weights of the pairs: summed in
   // fp32, each lane its own, then as two planes of bf16.
   static constexpr constant int key_sums = k + 16384, weights = key_sums + 32768;
@@ -32,14 +32,14 @@ struct HopperGradientMemory {
   static constexpr constant int before_sums = column_sums + 2 * 1024, after_sums = before_sums + 512;
   static constexpr constant int rate_sums = after_sums + 256, dots = rate_sums + 256, totals = dots + 32;
   static constexpr constant int barriers = totals + 2 * 64;
-  static constexpr constant int bytes = barriers + 160 + 1024;
+  static constexpr constant int bytes = barriers + 176 + 1024;
 };
 
 // The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q and k may
-// be overwritten; the tables of a unit's gates are filled; its sums are written, and were read; team 1 has added to the
+// be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are filled; its sums are written, and were read; team 1 has added to the
 // sums of dk, and team 2 has; the planes of an item's weights are written, and were read.
 struct GradientBarriers {
-  enum : int { loaders = 64, warps = 12 };
+  enum : int { warps = 12 };
   unsigned place;
   inline unsigned arrived(int stage) const { return place + 8 * stage; }
   inline unsigned read(int stage) const { return place + 40 + 8 * stage; }
@@ -52,13 +52,15 @@ struct GradientBarriers {
   inline unsigned keys_read() const { return place + 136; }
   inline unsigned planes() const { return place + 144; }
   inline unsigned planes_read() const { return place + 152; }
+  inline unsigned dy() const { return place + 160; }
+  inline unsigned dy_read() const { return place + 168; }
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int stage = 0; stage < 5; ++stage) {
-        mbarrier_init(arrived(stage), loaders + 1);
+        mbarrier_init(arrived(stage), 1);
         mbarrier_init(read(stage), warps);
       }
-      mbarrier_init(keys(), loaders);
+      mbarrier_init(keys(), 32);
       mbarrier_init(item(), warps);
       mbarrier_init(tables(0), 2);
       mbarrier_init(tables(1), 2);
@@ -68,6 +70,8 @@ struct GradientBarriers {
       mbarrier_init(keys_read(), 4);
       mbarrier_init(planes(), 8);
       mbarrier_init(planes_read(), 4);
+      mbarrier_init(dy(), 32);
+      mbarrier_init(dy_read(), 4);
       mbarriers_started();
     }
     barrier();
@@ -87,8 +91,9 @@ inline GradientItem item_at(int number, int chunks) {
 inline unsigned piece_place(unsigned tile, int row, int piece) {
   return tile + row * 128 + ((piece ^ row) & 7) * 16;
 }
-inline unsigned dy_piece_place(unsigned tile, int row, int piece) {
-  return tile + row * 32 + ((piece ^ (row >> 2)) & 1) * 16;
+template <int DV>
+inline unsigned dy_piece_place(unsigned dy, int row, int piece) {
+  return dy + row * DV * 2 + ((piece & 8) | ((piece ^ row) & 7)) * 16;
 }
 // Loads the left operand of 16 rows and columns from (row, column) of a tile on, or the one whose transpose is there.
 inline void load_left(thread unsigned (&to)[4], unsigned tile, int row, int column, Place at) {
@@ -110,25 +115,50 @@ inline void load_left_cores_turned(thread unsigned (&to)[4], unsigned cores, int
   load_turned_parts(to, core_place(cores, groups, at.lane % 8 + at.lane / 16 * 8, group + at.lane / 8 % 2));
 }
 
-// Copies rows `first` to `first` + 15 of what the scans saved of a chunk, and their tails. One thread calls it.
+// One of the eight blocks of a stage: where those of a chunk start, the bytes of a chunk, those of a block, and the
+// block's place in a stage.
+struct SavedBlock {
+  const GLOBAL char* from;
+  long chunk;
+  int bytes, to;
+};
+// Returns the block that a lane copies.
 template <int DV, typename PT, typename PU>
-inline void load_saved(unsigned stage, unsigned mbarrier, PT states, PT d_states, PU u, PU d_right, long chunk,
-                       int first) {
+inline SavedBlock saved_block(PT states, PT d_states, PU u, PU d_right, int lane) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int panel = Memory::panel;
-  const long state = (chunk * DV + first) * 128, part = chunk * DV * 144 + first * 64;
-  const auto u_parts = reinterpret_cast<const GLOBAL bf16*>(u) + part;
-  const auto right_parts = reinterpret_cast<const GLOBAL bf16*>(d_right) + part;
-  mbarrier_expect(mbarrier, 8 * panel + 1024);
-  copy_tile(stage + Memory::state, states + state, 2 * panel, mbarrier);
-  copy_tile(stage + Memory::d_state, d_states + state, 2 * panel, mbarrier);
-  copy_tile(stage + Memory::u, u_parts, panel, mbarrier);
-  copy_tile(stage + Memory::u + panel, u_parts + DV * 64, panel, mbarrier);
-  copy_tile(stage + Memory::right, right_parts, panel, mbarrier);
-  copy_tile(stage + Memory::right + panel, right_parts + DV * 64, panel, mbarrier);
-  // Sixteen rows have 1,024 elements in each part, and 256 in the tails.
-  copy_tile(stage + Memory::tails, u_parts + DV * 128 - first * 48, 512, mbarrier);
-  copy_tile(stage + Memory::tails + 512, right_parts + DV * 128 - first * 48, 512, mbarrier);
+  if (lane < 2) {
+    const auto from = reinterpret_cast<const GLOBAL char*>(lane ? d_states : states);
+    return SavedBlock{from, DV * 256, 2 * panel, lane ? Memory::d_state : Memory::state};
+  }
+  // u and R have high parts, low parts and tails.
+  const int side = lane & 1, part = lane / 2 - 1;
+  const auto from = reinterpret_cast<const GLOBAL char*>(side ? d_right : u) + part * DV * 128;
+  const int place = (side ? Memory::right : Memory::u) + part * panel;
+  return SavedBlock{from, DV * 288, part < 2 ? panel : 512, part < 2 ? place : Memory::tails + side * 512};
+}
+// Copies what the scans saved of all units to the stages. One warp does it.
+template <int DV, int HK, int HV, int BLOCKS, typename PT, typename PU>
+inline void load_saved(Place at, Room room, GradientBarriers barriers, int items, int chunks, PT states, PT d_states,
+                       PU u, PU d_right) {
+  using Memory = HopperGradientMemory<DV>;
+  constexpr int repeats = HV / HK;
+  const SavedBlock block = saved_block<DV>(states, d_states, u, d_right, at.lane < 8 ? at.lane : 0);
+  int stage = 0, use = 0;
+  for (int number = at.x; number < items; number += BLOCKS) {
+    const GradientItem item = item_at<HK>(number, chunks);
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+      const long chunk = ((long)item.row * HV + item.head * repeats + repeat) * chunks + item.n;
+      auto from = block.from + chunk * block.chunk;
+      for (int s = 0; s < DV / 16; ++s, from += block.bytes) {
+        const unsigned mbarrier = barriers.arrived(stage), to = room.place + stage * Memory::stage;
+        if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
+        if (at.lane == 0) mbarrier_expect(mbarrier, Memory::stage);
+        if (at.lane < 8) copy_tile(to + block.to, from, block.bytes, mbarrier);
+        if (++stage == Memory::stages) stage = 0, ++use;
+      }
+    }
+  }
 }
 
 // Copies a piece of an input, or zeros if it is not live. The thread signals when its pieces are there
@@ -139,46 +169,38 @@ inline void load_piece(Room room, int to, P from, bool live, bool aligned, unsig
   else put_piece(reinterpret_cast<threadgroup In*>(room.memory + to), from, live);
 }
 
-// Copies the inputs of all items to shared memory. Two warps do it.
+// Copies the inputs of all items to shared memory. One warp does it.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, typename PQ, typename PK, typename PM,
-          typename PT, typename PU, typename PY>
-inline void load_items(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PQ q, PK k,
-                       PM mask, PT states, PT d_states, PU u, PU d_right, PY dy) {
+          typename PY>
+inline void load_inputs(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PQ q, PK k,
+                        PM mask, PY dy) {
   using Memory = HopperGradientMemory<DV>;
-  constexpr int slices = DV / 16, repeats = HV / HK, before_keys = slices - 1;
-  const int index = at.index;
+  constexpr int repeats = HV / HK, pieces = DV / 8;
+  const int lane = at.lane;
   const bool aligned = aligned16(q) && aligned16(k) && aligned16(dy);
   const auto send = [&](unsigned mbarrier) {
     if (!aligned) copies_fence();
     signalled_pieces_sent(mbarrier);
   };
-  int stage = 0, use = 0;
+  int unit = 0;
   for (int number = at.x, round = 0; number < items; number += BLOCKS, ++round) {
     const GradientItem item = item_at<HK>(number, chunks);
     const auto live = alive<MASKED>(mask, item.row, item.n * 64, length);
     const long row = (long)item.row * length + item.n * 64;
-    const bool own_live[2] = {live(index / 2), live(index / 2 + 32)};
-    for (int s = 0; s < repeats * slices; ++s) {
-      const int hv = item.head * repeats + s / slices, first = s % slices * 16, to = stage * Memory::stage;
-      const unsigned mbarrier = barriers.arrived(stage);
-      if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
-      if (index == 0)
-        load_saved<DV>(room.place + to, mbarrier, states, d_states, u, d_right,
-                       ((long)item.row * HV + hv) * chunks + item.n, first);
-      const auto dy_rows = dy + (row * HV + hv) * DV + first + index % 2 * 8;
-      DELTATUNE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        const int r = index / 2 + 32 * i;
-        load_piece<In>(room, dy_piece_place(to + Memory::dy, r, index % 2),
-                       own_live[i] ? dy_rows + (long)r * HV * DV : dy, own_live[i], aligned, mbarrier);
+    for (int repeat = 0; repeat < repeats; ++repeat, ++unit) {
+      if (unit > 0) mbarrier_wait(barriers.dy_read(), unit - 1);
+      for (int r = lane / pieces; r < 64; r += 32 / pieces) {
+        const bool on = live(r);
+        const long from = on ? ((row + r) * HV + item.head * repeats + repeat) * DV + lane % pieces * 8 : 0;
+        load_piece<In>(room, (int)dy_piece_place<DV>(Memory::dy, r, lane % pieces), dy + from, on, aligned,
+                       barriers.dy());
       }
-      send(mbarrier);
-      if (++stage == Memory::stages) stage = 0, ++use;
-      if (s != before_keys) continue;
+      send(barriers.dy());
+      if (repeat > 0) continue;
       if (round > 0) mbarrier_wait(barriers.item(), round - 1);
       // Eight lanes write a core, and 32 lanes read 64 bytes of each of eight rows.
-      for (int i = 0; i < 16; ++i) {
-        const int r = i / 2 * 8 + index % 8, piece = i % 2 * 8 + index / 8;
+      for (int i = 0; i < 32; ++i) {
+        const int r = i / 4 * 8 + lane % 8, piece = i % 4 * 4 + lane / 8;
         const bool on = live(r);
         const long from = on ? ((row + r) * HK + item.head) * 128 + piece * 8 : 0;
         const int place = (int)core_place(0, 16, r, piece);
@@ -407,13 +429,13 @@ struct SliceOperands {
 // (KIND 2). Products with the same sums are apart, for one waits for the other. KIND 0 and 1 compute a lane's share of
 // <dS, S> meanwhile.
 template <typename In, int DV, int KIND>
-inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> stage, thread float (&pairs)[32],
-                        thread float (&sums)[64], Place at) {
+inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> stage, int s,
+                        thread float (&pairs)[32], thread float (&sums)[64], Place at) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int from = KIND == 1 ? Memory::right : Memory::u;
   unsigned a[4], b[4], tails[2];
   if (KIND == 0) {
-    load_parts(x.left, dy_piece_place(stage.tile + Memory::dy, at.group % 4 * 16 + at.lane % 16, at.lane / 16));
+    load_parts(x.left, dy_piece_place<DV>(room.place + Memory::dy, at.group % 4 * 16 + at.lane % 16, s * 2 + at.lane / 16));
   } else {
     stage.load_positions(x.left, from, at);
     stage.load_positions(x.low, from + Memory::panel, at);
@@ -696,6 +718,7 @@ struct GradientProgress {
   inline void add_slices(Room room, GradientBarriers barriers, thread float (&pairs)[32], thread float (&sums)[64],
                          thread float& dot, Place at) {
     using Memory = HopperGradientMemory<DV>;
+    if (KIND == 0) mbarrier_wait(barriers.dy(), unit);
     _Pragma("unroll 1")
     for (int s = 0; s < DV / 16; ++s) {
       const unsigned place = room.place + stage * Memory::stage;
@@ -703,7 +726,7 @@ struct GradientProgress {
       SliceOperands operands;
       if (KIND < 2) register_fence(pairs);
       register_fence(sums);
-      start_slice<In, DV, KIND>(operands, room, GradientStage<DV>{place}, pairs, sums, at);
+      start_slice<In, DV, KIND>(operands, room, GradientStage<DV>{place}, s, pairs, sums, at);
       products_wait<0>();
       if (KIND < 2) register_fence(pairs);
       register_fence(sums);
@@ -711,6 +734,7 @@ struct GradientProgress {
       release(barriers.read(stage), at);
       if (++stage == Memory::stages) stage = 0, ++use;
     }
+    if (KIND == 0) release(barriers.dy_read(), at);
   }
   // Waits for what the end of a unit reads, and until the sums of the unit before have been read.
   inline void begin_end(GradientBarriers barriers, int repeat) const {
@@ -869,9 +893,10 @@ inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int
   at.group = uniform(at.group);
   if (at.group < 4) {
     fewer_registers<GRADIENT_LOADER>();
-    if (at.group < 2)
-      load_items<In, DV, HK, HV, BLOCKS, MASKED>(at, room, barriers, length, items, chunks, q, k, mask, states,
-                                                 d_states, u, d_right, dy);
+    if (at.group == 0)
+      load_saved<DV, HK, HV, BLOCKS>(at, room, barriers, items, chunks, states, d_states, u, d_right);
+    else if (at.group == 1)
+      load_inputs<In, DV, HK, HV, BLOCKS, MASKED>(at, room, barriers, length, items, chunks, q, k, mask, dy);
     else
       sum_gates<In, DV, HK, HV, BLOCKS, MASKED, SEGMENTED>(at, room, barriers, length, items, chunks, log_g, mask,
                                                            segments, factors, d_log_g, d_beta);
