@@ -18,7 +18,7 @@ struct HopperGradientMemory {
   static constexpr constant int panel = 2048, state = 0, d_state = 2 * panel, u = 4 * panel, right = 6 * panel;
   static constexpr constant int tails = 8 * panel, stage = tails + 1024, stages = 5;
   static constexpr constant int dy = stages * stage, q = dy + 128 * DV, k = q + 16384;
-  // The sums of dk, to which teams 1 and 2 add in turn, each lane its own. By KIND, the weights of the pairs: summed in
+  // The sums of dk, to which teams 2 and 1 add in turn, each lane its own. By KIND, the weights of the pairs: summed in
   // fp32, each lane its own, then as two planes of bf16.
   static constexpr constant int key_sums = k + 16384, weights = key_sums + 32768;
   // What depends on the gates of a unit, for two units: Decay's tables, then G, E, beta and the gates.
@@ -36,8 +36,8 @@ struct HopperGradientMemory {
 };
 
 // The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q and k may
-// be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are filled; its sums are written, and were read; team 1 has added to the
-// sums of dk, and team 2 has; the planes of an item's weights are written, and were read.
+// be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are filled; its sums are written, and were read; team 2 has added to
+// the sums of dk, and team 1 has; the planes of an item's weights are written, and were read.
 struct GradientBarriers {
   enum : int { warps = 12 };
   unsigned place;
@@ -48,8 +48,8 @@ struct GradientBarriers {
   inline unsigned tables(int unit) const { return place + 96 + 8 * (unit & 1); }
   inline unsigned sums() const { return place + 112; }
   inline unsigned sums_read() const { return place + 120; }
-  inline unsigned keys_added() const { return place + 128; }
-  inline unsigned keys_read() const { return place + 136; }
+  inline unsigned keys_of_u() const { return place + 128; }
+  inline unsigned keys_of_right() const { return place + 136; }
   inline unsigned planes() const { return place + 144; }
   inline unsigned planes_read() const { return place + 152; }
   inline unsigned dy() const { return place + 160; }
@@ -66,8 +66,8 @@ struct GradientBarriers {
       mbarrier_init(tables(1), 2);
       mbarrier_init(sums(), warps);
       mbarrier_init(sums_read(), 2);
-      mbarrier_init(keys_added(), 4);
-      mbarrier_init(keys_read(), 4);
+      mbarrier_init(keys_of_u(), 4);
+      mbarrier_init(keys_of_right(), 4);
       mbarrier_init(planes(), 8);
       mbarrier_init(planes_read(), 4);
       mbarrier_init(dy(), 32);
@@ -169,14 +169,50 @@ inline void load_piece(Room room, int to, P from, bool live, bool aligned, unsig
   else put_piece(reinterpret_cast<threadgroup In*>(room.memory + to), from, live);
 }
 
+// Copies 64 positions of dy, or of q and k as cores, from their first row on. One warp does it. WHOLE rows are all live
+// and aligned.
+template <typename In, int DV, bool WHOLE, typename P, typename Live>
+inline void load_dy(Room room, P dy, long row_stride, Live live, bool aligned, unsigned mbarrier, int lane) {
+  using Memory = HopperGradientMemory<DV>;
+  constexpr int pieces = DV / 8, step = 32 / pieces;
+  const int first = lane / pieces, piece = lane % pieces;
+  auto from = dy + first * row_stride + piece * 8;
+  _Pragma("unroll 4")
+  for (int r = first; r < 64; r += step, from += step * row_stride) {
+    const int place = (int)dy_piece_place<DV>(Memory::dy, r, piece);
+    if (WHOLE) copy_signalled_piece(room.place + place, from, true, mbarrier);
+    else load_piece<In>(room, place, live(r) ? from : dy, live(r), aligned, mbarrier);
+  }
+}
+template <typename In, int DV, bool WHOLE, typename P, typename Live>
+inline void load_keys(Room room, P q, P k, long row_stride, Live live, bool aligned, unsigned mbarrier, int lane) {
+  using Memory = HopperGradientMemory<DV>;
+  // Eight lanes write a core, and 32 lanes read 64 bytes of each of eight rows.
+  const long first = lane % 8 * row_stride + lane / 8 * 8;
+  _Pragma("unroll 1")
+  for (int r = 0; r < 64; r += 8) {
+    const bool on = WHOLE || live(r + lane % 8);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const long from = on ? r * row_stride + first + i * 32 : 0;
+      const int place = r * 256 + i * 512 + lane / 8 * 128 + lane % 8 * 16;
+      if (WHOLE) {
+        copy_signalled_piece(room.place + Memory::q + place, q + from, true, mbarrier);
+        copy_signalled_piece(room.place + Memory::k + place, k + from, true, mbarrier);
+      } else {
+        load_piece<In>(room, Memory::q + place, q + from, on, aligned, mbarrier);
+        load_piece<In>(room, Memory::k + place, k + from, on, aligned, mbarrier);
+      }
+    }
+  }
+}
+
 // Copies the inputs of all items to shared memory. One warp does it.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, typename PQ, typename PK, typename PM,
           typename PY>
 inline void load_inputs(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PQ q, PK k,
                         PM mask, PY dy) {
-  using Memory = HopperGradientMemory<DV>;
-  constexpr int repeats = HV / HK, pieces = DV / 8;
-  const int lane = at.lane;
+  constexpr int repeats = HV / HK;
   const bool aligned = aligned16(q) && aligned16(k) && aligned16(dy);
   const auto send = [&](unsigned mbarrier) {
     if (!aligned) copies_fence();
@@ -186,27 +222,18 @@ inline void load_inputs(Place at, Room room, GradientBarriers barriers, int leng
   for (int number = at.x, round = 0; number < items; number += BLOCKS, ++round) {
     const GradientItem item = item_at<HK>(number, chunks);
     const auto live = alive<MASKED>(mask, item.row, item.n * 64, length);
-    const long row = (long)item.row * length + item.n * 64;
+    const bool whole = !MASKED && live.left >= 64 && aligned;
+    const long row = (long)item.row * length + item.n * 64, key = (row * HK + item.head) * 128;
     for (int repeat = 0; repeat < repeats; ++repeat, ++unit) {
+      const auto from = dy + (row * HV + item.head * repeats + repeat) * DV;
       if (unit > 0) mbarrier_wait(barriers.dy_read(), unit - 1);
-      for (int r = lane / pieces; r < 64; r += 32 / pieces) {
-        const bool on = live(r);
-        const long from = on ? ((row + r) * HV + item.head * repeats + repeat) * DV + lane % pieces * 8 : 0;
-        load_piece<In>(room, (int)dy_piece_place<DV>(Memory::dy, r, lane % pieces), dy + from, on, aligned,
-                       barriers.dy());
-      }
+      if (whole) load_dy<In, DV, true>(room, from, HV * DV, live, aligned, barriers.dy(), at.lane);
+      else load_dy<In, DV, false>(room, from, HV * DV, live, aligned, barriers.dy(), at.lane);
       send(barriers.dy());
       if (repeat > 0) continue;
       if (round > 0) mbarrier_wait(barriers.item(), round - 1);
-      // Eight lanes write a core, and 32 lanes read 64 bytes of each of eight rows.
-      for (int i = 0; i < 32; ++i) {
-        const int r = i / 4 * 8 + lane % 8, piece = i % 4 * 4 + lane / 8;
-        const bool on = live(r);
-        const long from = on ? ((row + r) * HK + item.head) * 128 + piece * 8 : 0;
-        const int place = (int)core_place(0, 16, r, piece);
-        load_piece<In>(room, Memory::q + place, q + from, on, aligned, barriers.keys());
-        load_piece<In>(room, Memory::k + place, k + from, on, aligned, barriers.keys());
-      }
+      if (whole) load_keys<In, DV, true>(room, q + key, k + key, HK * 128, live, aligned, barriers.keys(), at.lane);
+      else load_keys<In, DV, false>(room, q + key, k + key, HK * 128, live, aligned, barriers.keys(), at.lane);
       send(barriers.keys());
     }
   }
@@ -713,28 +740,44 @@ inline void put_columns(P out, const thread float (&x)[64], GradientItem item, i
 template <int DV>
 struct GradientProgress {
   int stage, use, unit, round;
-  // Adds the products of a unit's stages.
+  // Adds the products of a unit's stages. Those of the next stage are started before those of a stage are waited for.
   template <typename In, int KIND>
   inline void add_slices(Room room, GradientBarriers barriers, thread float (&pairs)[32], thread float (&sums)[64],
                          thread float& dot, Place at) {
     using Memory = HopperGradientMemory<DV>;
+    SliceOperands operands[2];
     if (KIND == 0) mbarrier_wait(barriers.dy(), unit);
+    if (KIND < 2) register_fence(pairs);
+    register_fence(sums);
+    int last = stage;
     _Pragma("unroll 1")
-    for (int s = 0; s < DV / 16; ++s) {
-      const unsigned place = room.place + stage * Memory::stage;
-      mbarrier_wait(barriers.arrived(stage), use);
-      SliceOperands operands;
-      if (KIND < 2) register_fence(pairs);
-      register_fence(sums);
-      start_slice<In, DV, KIND>(operands, room, GradientStage<DV>{place}, s, pairs, sums, at);
-      products_wait<0>();
-      if (KIND < 2) register_fence(pairs);
-      register_fence(sums);
-      if (KIND < 2) dot += kept_tile<DV>(room, place, KIND, at).checked(operands.share, at);
-      release(barriers.read(stage), at);
-      if (++stage == Memory::stages) stage = 0, ++use;
+    for (int s = 0; s < DV / 16; s += 2) {
+      DELTATUNE_UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        mbarrier_wait(barriers.arrived(stage), use);
+        start_slice<In, DV, KIND>(operands[odd], room, GradientStage<DV>{room.place + stage * Memory::stage}, s + odd,
+                                  pairs, sums, at);
+        products_wait<1>();
+        if (s + odd > 0) end_slice<KIND>(operands[1 - odd], room, barriers, last, dot, at);
+        last = stage;
+        if (++stage == Memory::stages) stage = 0, ++use;
+      }
     }
+    products_wait<0>();
+    if (KIND < 2) register_fence(pairs);
+    register_fence(sums);
+    end_slice<KIND>(operands[1], room, barriers, last, dot, at);
     if (KIND == 0) release(barriers.dy_read(), at);
+  }
+  // Ends a stage whose products are over.
+  template <int KIND>
+  static inline void end_slice(thread SliceOperands& x, Room room, GradientBarriers barriers, int stage,
+                               thread float& dot, Place at) {
+    register_fence(x.left);
+    if (KIND > 0) register_fence(x.low);
+    const unsigned place = room.place + stage * HopperGradientMemory<DV>::stage;
+    if (KIND < 2) dot += kept_tile<DV>(room, place, KIND, at).checked(x.share, at);
+    release(barriers.read(stage), at);
   }
   // Waits for what the end of a unit reads, and until the sums of the unit before have been read.
   inline void begin_end(GradientBarriers barriers, int repeat) const {
@@ -812,11 +855,11 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int leng
           for (int i = 0; i < 4; ++i) dq[4 * j + i] += products[i];
         });
       } else {
-        if (progress.unit > 0) mbarrier_wait(barriers.keys_read(), progress.unit - 1);
+        mbarrier_wait(barriers.keys_of_u(), progress.unit);
         use_columns_of_keys(room, Memory::k, sums, factors, found, 2, here, [&](int j, thread float* products) {
-          add_shared(key_sums<DV>(room, here) + j * 512, products, repeat > 0);
+          add_shared(key_sums<DV>(room, here) + j * 512, products, true);
         });
-        release(barriers.keys_added(), at);
+        release(barriers.keys_of_right(), at);
       }
       float scores[32];
       multiply_by_keys<In, DV, KIND>(room, scores);
@@ -854,11 +897,11 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length,
         const int row = own_row(here, side);
         factors[side] = tables.after()[row] * tables.rate()[row];
       }
-      mbarrier_wait(barriers.keys_added(), progress.unit);
+      if (repeat > 0) mbarrier_wait(barriers.keys_of_right(), progress.unit - 1);
       use_columns_of_keys(
           room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,
-          [&](int j, thread float* products) { add_shared(key_sums<DV>(room, here) + j * 512, products, true); });
-      if (repeat + 1 < repeats) release(barriers.keys_read(), at);
+          [&](int j, thread float* products) { add_shared(key_sums<DV>(room, here) + j * 512, products, repeat > 0); });
+      release(barriers.keys_of_u(), at);
       release(barriers.sums(), at);
     }
     mbarrier_wait(barriers.planes(), progress.round);
@@ -866,8 +909,8 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length,
     add_weighted_turned<In, DV>(room, sums, hidden(at));
     release(barriers.planes_read(), at);
     release(barriers.item(), at);
+    mbarrier_wait(barriers.keys_of_right(), progress.unit - 1);
     add_key_sums<DV>(room, sums, hidden(at));
-    release(barriers.keys_read(), at);
     put_columns<In, HK>(dk_out, sums, item_at<HK>(number, chunks), length, hidden(at));
   }
 }
