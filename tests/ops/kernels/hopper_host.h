@@ -12,7 +12,7 @@ struct Copy {
   const char* from;
 };
 struct Product {
-  int columns, group, onto, held, adds_rows;
+  int columns, group, onto, held, adds_rows, turned;
   float* d;
   const unsigned* a;
   unsigned long long left, right;
@@ -110,7 +110,10 @@ static void multiply(const Product& p) {
     host::meet_group(2);
   } else {
     for (int side = 0; side < 2; ++side)
-      for (int k = 0; k < 16; ++k) a[side][k] = p.value(along_rows(p.left, warp * 16 + lane / 4 + side * 8, k));
+      for (int k = 0; k < 16; ++k) {
+        const int row = warp * 16 + lane / 4 + side * 8;
+        a[side][k] = p.value(p.turned ? along_columns(p.left, k, row) : along_rows(p.left, row, k));
+      }
   }
   for (int pair = 0; pair < p.columns / 4; ++pair) {
     const int column = pair / 2 * 8 + lane % 4 * 2 + (pair & 1);
@@ -345,15 +348,18 @@ struct Products {
     hopper::queues[me][hopper::queued[me]++] = product;
   }
   static void rows(float* d, unsigned long long a, unsigned long long b, int onto) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, d, nullptr, a, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, 0, d, nullptr, a, b, value});
   }
   static void shared_columns(float* d, unsigned long long a, unsigned long long b, int onto) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 1, d, nullptr, a, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 1, 0, d, nullptr, a, b, value});
+  }
+  static void shared_turned(float* d, unsigned long long a, unsigned long long b, int onto = 1) {
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, 1, d, nullptr, a, b, value});
   }
   static void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 0, d, a, 0, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 0, 0, d, a, 0, b, value});
   }
   static void columns(float* d, const unsigned* a, unsigned long long b, int onto = 1) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 1, d, a, 0, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 1, 0, d, a, 0, b, value});
   }
 };

@@ -56,9 +56,20 @@ class HopperTiling(Tiling):
         """Groups of 32 threads per block of either scan: three teams of four."""
         return 12
 
+    @property
+    def forward_blocks(self) -> tuple[int, int, int]:
+        """The grid of the forward scan."""
+        return self.value_size // 32, self.value_heads, self.batch
+
     @cached_property
     def scan_bytes(self) -> int:
-        """Bytes of shared memory per block of either scan."""
+        """Bytes of shared memory per block of the forward scan."""
+        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * 32 + 12 * _CHUNK
+        return _STAGES * (-(-stage // 1024) * 1024) + 4 * 32 * self.key_size + 2 * 8192 + _BARRIERS
+
+    @cached_property
+    def reverse_bytes(self) -> int:
+        """Bytes of shared memory per block of the reverse scan."""
         stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * (_ROWS + 8) + 12 * _CHUNK
         return _STAGES * (-(-stage // 1024) * 1024) + 2 * _ROWS * self.key_size + 4 * 512 + _BARRIERS
 
@@ -117,15 +128,18 @@ def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
     )
 
 
-def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs) -> Launch:
+def _scan(
+    name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs, memory: str, size: int,
+    blocks: tuple[int, int, int],
+) -> Launch:
     return make_launch(
         f"hopper_{name}",
         tiling,
         input_names,
         inputs,
         outputs,
-        memory=("HopperScanMemory", ("DK", "STAGES"), tiling.scan_bytes),
-        blocks=tiling.scan_blocks,
+        memory=(memory, ("DK", "STAGES"), size),
+        blocks=blocks,
         groups=tiling.scan_groups,
         values=_SCAN_VALUES,
         stages=_STAGES,
@@ -142,14 +156,14 @@ def scan(tiling: HopperTiling, x: KernelInputs, prepared: Arrays) -> Launch:
     """Return the launch of the scan, with the outputs of `prepare`. It writes `scan_outputs`."""
     names = ("q", "k", "v", "mask", "initial")
     outputs = _in_cores(tiling, "states", scan_outputs(tiling, x))
-    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs)
+    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs, "HopperScanMemory", tiling.scan_bytes, tiling.forward_blocks)
 
 
 def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
     """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `reverse_outputs`."""
     names = ("q", "k", "dy", "mask", "d_last", *prepared)
     inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last} | prepared
-    return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)))
+    return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)), "HopperReverseMemory", tiling.reverse_bytes, tiling.scan_blocks)
 
 
 def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:

@@ -177,7 +177,7 @@ inline unsigned opaque(unsigned x) {
 
 // Products with results d [64, N]. `rows` and `held_rows` set d to a b^T over 16 columns, or add it if `onto`, with a
 // in shared memory or in registers. `columns` and `shared_columns` do so with a b over 16 rows of b, with a in registers
-// or in shared memory.
+// or in shared memory. `shared_turned` adds a^T b^T over 16 rows of a and 16 columns of b.
 template <typename In, int N> struct Products;
 #define DELTATUNE_FLOATS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
                               "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -217,6 +217,11 @@ template <typename In, int N> struct Products;
       asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P2 ", 0;\n" \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, %" #P0 \
                    ", %" #P1 ", onto, 1, 1, 0, 1;\n}" : DELTATUNE_FLOATS_##N : "l"(a), "l"(b), "r"(onto)); \
+    } \
+    static inline void shared_turned(float* d, unsigned long long a, unsigned long long b, int onto = 1) { \
+      asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P2 ", 0;\n" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, %" #P0 \
+                   ", %" #P1 ", onto, 1, 1, 1, 0;\n}" : DELTATUNE_FLOATS_##N : "l"(a), "l"(b), "r"(onto)); \
     } \
     static inline void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) { \
       asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P5 ", 0;\n" \

@@ -50,15 +50,15 @@ inline void put_cores(unsigned to, int row, const thread unsigned* operand, int 
   put_parts(lane_core(to, row, lane), operand);
 }
 
-// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, or to rows with
-// padding. Rows that are not live become zeros.
-template <int COLUMNS, bool SWIZZLED, typename P, typename Live>
+// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, to rows with
+// padding, or to cores, those of 8 columns one after another. Rows that are not live become zeros.
+template <int COLUMNS, bool SWIZZLED, bool PADDED, typename P, typename Live>
 inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live live, unsigned mbarrier, int index) {
-  constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = SWIZZLED ? 64 : COLUMNS + 8;
+  constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = SWIZZLED ? 64 : PADDED ? COLUMNS + 8 : 8;
   const int c = index % pieces, first = index / pieces;
   // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
   threadgroup bf16* place =
-      SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * 8;
+      SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * (PADDED ? 8 : 512);
   const auto source = from + first * row_stride + c * 8;
   if (!Live::masked && live.left >= 64 && aligned16(from)) {
     const unsigned start = shared_place(place);

@@ -11,12 +11,23 @@
 // and the factors; then a state and its tails as cores. When Z and V are read, u or R of the chunk takes their place,
 // and rows of y or dv on their way out take that of P.
 template <int DK, int STAGES>
-struct HopperScanMemory {
+struct HopperReverseMemory {
   static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
   static constexpr constant int scores = values + 64 * 72 * 2, factors = scores + triangle_bytes;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
   static constexpr constant int state = STAGES * stage, tails = state + 64 * DK * 2;
   static constexpr constant int barriers = tails + 4 * 512;
+  static constexpr constant int bytes = barriers + 96 + 1024;
+};
+
+// The shared memory of a block of the forward scan, which does 32 rows of a state.
+template <int DK, int STAGES>
+struct HopperScanMemory {
+  static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
+  static constexpr constant int scores = values + 64 * 32 * 2, factors = scores + triangle_bytes;
+  static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
+  static constexpr constant int state = STAGES * stage, weighed = state + 2 * 32 * DK * 2;
+  static constexpr constant int added = weighed + 8192, barriers = added + 8192;
   static constexpr constant int bytes = barriers + 96 + 1024;
 };
 
@@ -46,11 +57,10 @@ struct ScanBarriers {
 };
 
 // Loads chunk after chunk. REVERSE begins with the last one.
-template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename PQ,
-          typename PK, typename PV, typename PM, typename PS, typename PF>
+template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename Memory,
+          typename PQ, typename PK, typename PV, typename PM, typename PS, typename PF>
 inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, PQ q, PK k, PV values, PM mask,
                         PS solve, PS scores, PF factors) {
-  using Memory = HopperScanMemory<DK, STAGES>;
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
   int stage = 0, use = 0;
@@ -68,11 +78,12 @@ inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, 
       copy_tile(to + Memory::scores, scores + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
       copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
     }
-    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
+    copy_positions<DK, true, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
                              at.index);
-    copy_positions<64, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
-                              values + (row * HV + at.y) * DV + at.x * 64, HV * DV, live, mbarrier, at.index);
-    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
+    copy_positions<REVERSE ? 64 : 32, false, REVERSE>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
+                                            values + (row * HV + at.y) * DV + at.x * (REVERSE ? 64 : 32), HV * DV,
+                                            live, mbarrier, at.index);
+    copy_positions<DK, true, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
                              at.index);
     signalled_pieces_sent(mbarrier);
     if (++stage == STAGES) stage = 0, ++use;
@@ -211,6 +222,13 @@ struct OwnRows {
     send_block(states + ((head * chunks + n) * DV + row) * DK, room.place + Memory::state, 64 * DK * 2);
     send_block(chunk(n) + DV * 128 + row * 16, room.place + Memory::tails, 4 * 512);
   }
+  inline void send_slice(int n, unsigned from) const {
+    send_block(states + ((head * chunks + n) * DV + row) * DK, from, 32 * DK * 2);
+  }
+  inline void send_chunk_slice(int n, unsigned from) const {
+    send_block(chunk(n) + row * 64, from, 4096);
+    send_block(chunk(n) + DV * 64 + row * 64, from + 4096, 4096);
+  }
   template <typename Memory>
   inline void send_chunk(int n, unsigned stage) const {
     send_block(chunk(n) + row * 64, stage + Memory::solve, 8192);
@@ -295,91 +313,255 @@ inline void store_rows(const thread float (&state)[DK / 2], GLOBAL float* to, lo
     to[(head * DV + at.x * 64 + own_row(at, own_side(i))) * DK + own_column(at, i)] = state[i];
 }
 
+// The addresses that a lane names to load or store 16 positions or keys of 16 rows of a state as they are held by
+// position: (lane & 8) chooses the next 8 positions, (lane & 16) the next 8 rows, whose cores are `row` bytes further.
+inline unsigned lane_core_by_position(unsigned cores, int row, int lane) {
+  return cores + (lane >> 4) * row + (lane >> 3 & 1) * 128 + (lane & 7) * 16;
+}
+// Splits a team's result [64, 32] and stores the transposes of both parts as cores; the low parts are `apart` further.
+inline void put_split(unsigned to, int row, int apart, const thread float (&x)[16], Place at) {
+  const unsigned place = lane_core_by_position(to + at.group % 4 * 256, row, at.lane);
+  unsigned high[8], low[8];
+  split_pairs(high, low, x);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 2; ++j) put_turned_parts(place + 2 * j * row, high + 4 * j);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 2; ++j) put_turned_parts(place + 2 * j * row + apart, low + 4 * j);
+}
+// Loads a warp's 16 rows of a triangle, as left operands; what is above the diagonal becomes zero.
+inline void load_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], unsigned triangle, Place at) {
+  const int warp = at.group % 4, lane = at.lane, side = lane >> 3 & 1, other = lane >> 4;
+  const unsigned from = triangle + (lane & 7) * 16;
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n) {
+    unsigned part[4], low_part[4];
+    load_parts(part, from + side * core_row + other * core_bytes + core_high(2 * warp, 2 * n));
+    load_parts(low_part, from + side * core_bytes + other * core_row + core_low(2 * warp, 2 * n));
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      high[4 * n + i] = n <= warp ? part[i] : 0u;
+      low[4 * n + i] = n <= warp ? low_part[i] : 0u;
+    }
+  }
+}
+// Adds 64 positions by positions times positions by rows, of which x holds high and low parts as cores.
+inline void add_triangle(thread float (&d)[16], const thread unsigned (&high)[16], const thread unsigned (&low)[16],
+                         unsigned x) {
+  const unsigned place = opaque((x & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n)
+    Products<bf16, 32>::held_rows(d, low + 4 * n, cores_operand(place + n * 16, 128, 1024), true);
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n)
+    Products<bf16, 32>::held_rows(d, high + 4 * n, cores_operand(place + 256 + n * 16, 128, 1024), true);
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n)
+    Products<bf16, 32>::held_rows(d, high + 4 * n, cores_operand(place + n * 16, 128, 1024), true);
+}
+// K or Q times the transpose of 32 rows of a state: d = a b^T, or added.
+template <int DK>
+inline void positions_times_state(thread float (&d)[16], unsigned a, unsigned state, bool onto) {
+  const unsigned left_place = opaque((a & 0x3ffff) >> 4), place = opaque((state & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int m = 0; m < DK / 16; ++m)
+    Products<bf16, 32>::rows(d, rows_operand(left_place + (m / 4 * 8192 + m % 4 * 32) / 16),
+                             cores_operand(place + m * 16, 128, DK * 16), onto || m > 0);
+}
+// Adds the transpose of 64 columns of K times positions by rows.
+inline void add_keys_times(thread float (&d)[16], unsigned k, unsigned x) {
+  const unsigned left_place = opaque((k & 0x3ffff) >> 4), place = opaque((x & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j)
+    Products<bf16, 32>::shared_turned(d, columns_operand(left_place + j * 128, 8192),
+                                      cores_operand(place + j * 16, 128, 1024));
+}
+// The key and the row of element i of panel `panel` of a state [DK, 32].
+inline int held_key(Place at, int panel, int i) {
+  return panel * 64 + own_row(at, own_side(i));
+}
+template <int DK, int DV, typename P>
+inline void load_slice(thread float (&state)[DK / 64][16], P from, bool there, long head, Place at) {
+  DELTATUNE_UNROLL
+  for (int panel = 0; panel < DK / 64; ++panel) {
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i)
+      state[panel][i] =
+          there ? from[(head * DV + at.x * 32 + own_column(at, i)) * DK + held_key(at, panel, i)] : 0.0f;
+  }
+}
+template <int DK, int DV>
+inline void store_slice(const thread float (&state)[DK / 64][16], GLOBAL float* to, long head, Place at) {
+  DELTATUNE_UNROLL
+  for (int panel = 0; panel < DK / 64; ++panel) {
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i)
+      to[(head * DV + at.x * 32 + own_column(at, i)) * DK + held_key(at, panel, i)] = state[panel][i];
+  }
+}
+
 // Goes through the chunks: the chain from state to state.
 template <typename In, int DK, int DV, int STAGES, typename PI>
 inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
                         GLOBAL float* last, long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, strip = at.group % 4;
-  float state[DK / 2], x[32], before[16], rate[16];
-  unsigned rows[DK / 4], low_rows[DK / 4], high[16], low[16], pairs[16];
-  load_rows<DK, DV>(state, initial, has_initial, head, at);
-  // Computes K S^T of a chunk, while the state is handed over and what comes next is read. Both parts of S are
-  // multiplied, for an error of u stays in the state.
-  const auto start = [&](int n) {
-    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    copies_fence();
-    split_pairs(rows, low_rows, state);
-    register_fence(rows);
-    register_fence(low_rows);
-    register_fence(x);
-    products_start();
-    times_positions<DK>(x, low_rows, room.place + n % STAGES * Memory::stage + Memory::k, false);
-    products_sent();
-    times_positions<DK>(x, rows, room.place + n % STAGES * Memory::stage + Memory::k, true);
-    products_sent();
-    hand_state_over<Memory, DK>(room, barriers, n, rows, state, at);
-    products_wait<1>();
-    register_fence(low_rows);
-    load_turned(pairs, own_columns<Memory>(room, n % STAGES, Memory::values, strip), lane);
-    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
-    get_positions(before, factors, lane);
-    get_positions(rate, factors + 128, lane);
-    products_wait<0>();
-    register_fence(x);
-  };
-  start(0);
+  constexpr int panels = DK / 64, low_state = 32 * DK * 2;
+  const int lane = at.lane, warp = at.group % 4;
+  const unsigned kept = room.place + Memory::state, weighed = room.place + Memory::weighed;
+  const unsigned added = room.place + Memory::added;
+  float state[panels][16], x[16], before[2], rate[2], after[2];
+  unsigned high[16], low[16], values[8];
+  load_slice<DK, DV>(state, initial, has_initial, head, at);
+  DELTATUNE_UNROLL
+  for (int panel = 0; panel < panels; ++panel) put_split(kept + panel * 1024, DK * 16, low_state, state[panel], at);
   for (int n = 0; n < chunks; ++n) {
     const unsigned stage = room.place + n % STAGES * Memory::stage;
     threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
-    // x becomes r, then u.
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const int f = pair_of(i);
-      x[2 * i] = first_of(pairs[i]) - before[f] * x[2 * i];
-      x[2 * i + 1] = second_of(pairs[i]) - before[f + 1] * x[2 * i + 1];
-      split_pair(high[i], low[i], -rate[f] * x[2 * i], -rate[f + 1] * x[2 * i + 1]);
-    }
+    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
+    copies_fence();
+    release(barriers.state(), at);
+    named_barrier<128, 1>();
+    // Both parts of S are multiplied, for an error of u stays in the state.
     register_fence(x);
-    register_fence(high);
-    register_fence(low);
     products_start();
-    add_times_triangle<true>(x, high, low, stage + Memory::solve);
+    positions_times_state<DK>(x, stage + Memory::k, kept + low_state, false);
+    positions_times_state<DK>(x, stage + Memory::k, kept, true);
     products_sent();
+    load_triangle(high, low, stage + Memory::solve, at);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      unsigned part[4];
+      load_parts(part, lane_core_by_position(stage + Memory::values + warp * 256, 1024, lane) + j * 2048);
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 4; ++i) values[4 * j + i] = part[i];
+    }
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      const int row = own_row(at, side);
+      before[side] = factors[row], after[side] = factors[64 + row], rate[side] = factors[128 + row];
+    }
     const float total = factors[63];
     DELTATUNE_UNROLL
-    for (int i = 0; i < DK / 2; ++i) state[i] *= total;
-    get_positions(before, factors + 64, lane);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) rate[i] *= before[i];
+    for (int panel = 0; panel < panels; ++panel)
+      for (int i = 0; i < 16; ++i) state[panel][i] *= total;
     products_wait<0>();
     register_fence(x);
+    // x becomes r, then u.
+    float y[16];
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i)
-      split_pair(high[i], low[i], rate[pair_of(i)] * x[2 * i], rate[pair_of(i) + 1] * x[2 * i + 1]);
-    register_fence(state);
+    for (int i = 0; i < 16; ++i) {
+      const float value = i % 2 ? second_of(values[i / 2]) : first_of(values[i / 2]);
+      x[i] = value - before[own_side(i)] * x[i];
+      y[i] = -rate[own_side(i)] * x[i];
+    }
+    put_split(weighed, 1024, 4096, y, at);
+    copies_fence();
+    named_barrier<128, 1>();
+    register_fence(x);
     register_fence(high);
     register_fence(low);
     products_start();
-    add_by_keys<DK>(state, low, stage + Memory::k);
-    add_by_keys<DK>(state, high, stage + Memory::k);
+    add_triangle(x, high, low, weighed);
     products_sent();
-    hand_chunk_over<Memory>(stage, barriers, n, x, at);
     products_wait<0>();
-    register_fence(state);
+    register_fence(x);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) y[i] = rate[own_side(i)] * after[own_side(i)] * x[i];
+    put_split(added, 1024, 4096, y, at);
+    copies_fence();
+    named_barrier<128, 1>();
+    DELTATUNE_UNROLL
+    for (int panel = 0; panel < panels; ++panel) register_fence(state[panel]);
+    products_start();
+    DELTATUNE_UNROLL
+    for (int panel = 0; panel < panels; ++panel) {
+      add_keys_times(state[panel], stage + Memory::k + panel * 8192, added + 4096);
+      add_keys_times(state[panel], stage + Memory::k + panel * 8192, added);
+      products_sent();
+    }
+    // u takes the place of Z, which all warps have read.
+    put_split(stage + Memory::solve, 1024, 4096, x, at);
+    copies_fence();
+    release(barriers.chunk(n), at);
+    mbarrier_wait(barriers.state_read(), n);
+    products_wait<panels - 1>();
+    register_fence(state[0]);
+    put_split(kept, DK * 16, low_state, state[0], at);
+    products_wait<0>();
+    DELTATUNE_UNROLL
+    for (int panel = 1; panel < panels; ++panel) {
+      register_fence(state[panel]);
+      put_split(kept + panel * 1024, DK * 16, low_state, state[panel], at);
+    }
     release(barriers.read(n % STAGES), at);
-    if (n + 1 < chunks) start(n + 1);
   }
-  store_rows<DK, DV>(state, last, head, at);
+  store_slice<DK, DV>(state, last, head, at);
+}
+// Stores the tails of 32 rows of a state, of which high and low parts are in shared memory.
+template <int DK>
+inline void store_tails(GLOBAL bf16* to, unsigned state, Place at) {
+  const int warp = at.group % 4, strip = warp / 2, first = warp % 2 * (DK / 32);
+  DELTATUNE_UNROLL
+  for (int m = 0; m < DK / 32; m += 2) {
+    float x[16];
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      unsigned high[4], low[4];
+      const unsigned from = lane_core(state + strip * 32 * DK + (first + m + side) * 256, DK * 16, at.lane);
+      load_parts(high, from);
+      load_parts(low, from + 32 * DK * 2);
+      // A low part may have been rounded up to half of the last place, which would read as being below the number.
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        x[8 * side + 2 * i] = first_of(high[i]) + 0.996f * first_of(low[i]);
+        x[8 * side + 2 * i + 1] = second_of(high[i]) + 0.996f * second_of(low[i]);
+      }
+    }
+    put_pair(to + strip * 256 + at.lane * 8 + first + m, tails_of(x));
+  }
+}
+// Weighs u, which is in a stage, and puts it beside itself, in place of V and the rest of Z.
+template <typename Memory>
+inline void weigh_chunk(unsigned stage, threadgroup const float* rates, Place at) {
+  const int warp = at.group % 4;
+  const unsigned from = lane_core(stage + Memory::solve + warp * 256, 1024, at.lane);
+  float rate[4];
+  DELTATUNE_UNROLL
+  for (int side = 0; side < 2; ++side) get_two(rate + 2 * side, rates + warp * 16 + side * 8 + at.lane % 4 * 2);
+  DELTATUNE_UNROLL
+  for (int strip = 0; strip < 2; ++strip) {
+    unsigned high[4], low[4];
+    load_parts(high, from + strip * 2048);
+    load_parts(low, from + strip * 2048 + 4096);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i)
+      split_pair(high[i], low[i], rate[i / 2 * 2] * (first_of(high[i]) + first_of(low[i])),
+                 rate[i / 2 * 2 + 1] * (second_of(high[i]) + second_of(low[i])));
+    put_parts(from + strip * 2048 + 8192, high);
+    put_parts(from + strip * 2048 + 8192 + 4096, low);
+  }
+}
+// Writes a group's 16 rows of y or dv, by way of shared memory.
+inline void write_rows(threadgroup bf16* rows, const thread unsigned (&x)[8], GLOBAL bf16* to, long row_stride,
+                       int left, Place at) {
+  const int first = at.group % 4 * 16;
+  const unsigned place = lane_core_by_position(shared_place(rows) + first * 16, 1024, at.lane);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 2; ++j) put_parts(place + j * 2048, x + 4 * j);
+  group_barrier();
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const int row = first + i * 8 + at.lane / 4, piece = at.lane % 4;
+    if (row < left) put_piece(to + row * row_stride + piece * 8, rows + piece * 512 + row * 8, true);
+  }
 }
 // Computes y from the states and u, and writes all three.
 template <typename In, int DK, int DV, int HV, int STAGES>
 inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, chunks = (length + 63) / 64;
-  const bool sends = at.group % 4 == 0 && lane == 0;
-  float out[32];
-  unsigned high[16], low[16];
+  const int chunks = (length + 63) / 64;
+  const bool sends = at.group % 4 == 0 && at.lane == 0;
+  float out[16];
+  unsigned high[16], low[16], packed[8];
   for (int n = 0; n < chunks; ++n) {
     const unsigned stage = room.place + n % STAGES * Memory::stage;
     threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
@@ -388,39 +570,39 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     copies_fence();
     register_fence(out);
     products_start();
-    state_times_positions<DK>(out, room.place + Memory::state, stage + Memory::q);
+    positions_times_state<DK>(out, stage + Memory::q, room.place + Memory::state, false);
     products_sent();
-    if (sends) own.template send_state<Memory>(n, room);
+    if (sends) own.send_slice(n, room.place + Memory::state);
+    store_tails<DK>(own.chunk(n) + DV * 128 + own.row * 16, room.place + Memory::state, at);
+    load_triangle(high, low, stage + Memory::scores, at);
     products_wait<0>();
     register_fence(out);
     if (sends) blocks_read();
     release(barriers.state_read(), at);
     mbarrier_wait(barriers.chunk(n), n / 2);
-    if (sends) own.template send_chunk<Memory>(n, stage);
-    each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
-      const int place = (i / 2 * 8) + lane % 4 * 2;
-      float before[2], rate[2];
-      get_two(before, factors + place);
-      get_two(rate, factors + 128 + place);
-      out[2 * i] *= before[0];
-      out[2 * i + 1] *= before[1];
-      split_pair(high[i], low[i], rate[0] * first, rate[1] * second);
-    });
+    if (sends) own.send_chunk_slice(n, stage + Memory::solve);
+    weigh_chunk<Memory>(stage, factors + 128, at);
+    copies_fence();
+    // Now all warps have read P, too.
+    named_barrier<128, 2>();
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) out[i] *= factors[own_row(at, own_side(i))];
     register_fence(out);
     register_fence(high);
     register_fence(low);
     products_start();
-    add_times_triangle<true>(out, high, low, stage + Memory::scores);
+    add_triangle(out, high, low, stage + Memory::solve + 8192);
     products_sent();
     products_wait<0>();
     register_fence(out);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) high[i] = high_pair(out[2 * i], out[2 * i + 1]);
-    // All warps have read P.
-    named_barrier<128, 2>();
-    write_and_release<Memory, STAGES>(at, room, barriers, n, high,
-                                      y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
-                                      length - n * 64);
+    for (int i = 0; i < 8; ++i) packed[i] = high_pair(out[2 * i], out[2 * i + 1]);
+    write_rows(reinterpret_cast<threadgroup bf16*>(room.memory + n % STAGES * Memory::stage + Memory::scores), packed,
+               y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64, at);
+    if (sends) blocks_read();
+    // The next chunk is copied to where these rows were on their way.
+    copies_fence();
+    release(barriers.read(n % STAGES), at);
   }
   if (sends) blocks_arrived();
 }
@@ -430,10 +612,10 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
 enum ScanRegisters : int { SCAN_LOADER = 48, SCAN_CHAIN = 256, SCAN_WRITER = 200 };
 static_assert(SCAN_LOADER + SCAN_CHAIN + SCAN_WRITER <= 3 * 168, "teams share out what the block starts with");
 // Runs a block of either scan: each team calls its function with its place, the shared memory and the mbarriers.
-template <int DK, int STAGES, typename Load, typename Chain, typename Write>
+template <typename Memory, int STAGES, typename Load, typename Chain, typename Write>
 inline void run_teams(Place at, threadgroup char* memory, Load load, Chain chain, Write write) {
   const Room room = room_of(memory);
-  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
+  const ScanBarriers barriers{room.place + Memory::barriers};
   barriers.template start<STAGES>(at);
   at.group = uniform(at.group);
   if (at.group < 4) {
@@ -448,8 +630,8 @@ inline void run_teams(Place at, threadgroup char* memory, Load load, Chain chain
   }
 }
 
-// The forward scan, with the arguments and results of gated_delta_scan. A block does 64 rows of one state; the grid is
-// (DV / 64, HV, B).
+// The forward scan, with the arguments and results of gated_delta_scan. A block does 32 rows of one state; the grid is
+// (DV / 32, HV, B).
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
           typename PV, typename PM, typename PI, typename PS, typename PF>
 inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask,
@@ -457,17 +639,18 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
                                     GLOBAL In* states, GLOBAL float* u, GLOBAL float* last) {
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
-  run_teams<DK, STAGES>(
+  using Memory = HopperScanMemory<DK, STAGES>;
+  run_teams<Memory, STAGES>(
       at, memory,
       [&](Place at, Room room, ScanBarriers barriers) {
-        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
-                                                               factors);
+        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false, Memory>(at, room, barriers, length, q, k, v, mask,
+                                                                       solve, scores, factors);
       },
       [&](Place at, Room room, ScanBarriers barriers) {
         scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
       },
       [&](Place at, Room room, ScanBarriers barriers) {
-        const OwnRows<DK, DV> own{at.x * 64, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+        const OwnRows<DK, DV> own{at.x * 32, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
         write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y);
       });
 }
@@ -476,7 +659,7 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
 template <typename In, int DK, int DV, int STAGES, typename PE>
 inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunks, PE d_last, GLOBAL float* d_initial,
                            long head) {
-  using Memory = HopperScanMemory<DK, STAGES>;
+  using Memory = HopperReverseMemory<DK, STAGES>;
   const int lane = at.lane, strip = at.group % 4;
   float state[DK / 2], x[32], part[32], after[16], rate[16];
   unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
@@ -579,7 +762,7 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
 // Computes dv from R, and writes it, R, and the gradients of the states.
 template <typename In, int DK, int DV, int HV, int STAGES>
 inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* dv) {
-  using Memory = HopperScanMemory<DK, STAGES>;
+  using Memory = HopperReverseMemory<DK, STAGES>;
   const int lane = at.lane, chunks = (length + 63) / 64;
   const bool sends = at.group % 4 == 0 && lane == 0;
   unsigned high[16];
@@ -608,7 +791,8 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
   if (sends) blocks_arrived();
 }
 
-// The reverse scan, with the arguments and results of gated_delta_reverse. Blocks are those of the forward scan.
+// The reverse scan, with the arguments and results of gated_delta_reverse. A block does 64 rows of one
+// state; the grid is (DV / 64, HV, B).
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
           typename PY, typename PM, typename PE, typename PS, typename PF>
 inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask,
@@ -616,11 +800,12 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int l
                                        GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial) {
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
-  run_teams<DK, STAGES>(
+  using Memory = HopperReverseMemory<DK, STAGES>;
+  run_teams<Memory, STAGES>(
       at, memory,
       [&](Place at, Room room, ScanBarriers barriers) {
-        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
-                                                              factors);
+        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true, Memory>(at, room, barriers, length, q, k, dy, mask,
+                                                                      solve, scores, factors);
       },
       [&](Place at, Room room, ScanBarriers barriers) {
         reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
