@@ -212,11 +212,11 @@ inline void load_parts_of(unsigned (&r)[4], unsigned place, bool turned) {
   }
   host::meet_group(5);
 }
-inline void put_parts_of(unsigned place, const unsigned* r, bool turned) {
+inline void put_parts_of(unsigned place, const unsigned* r, bool turned, int parts = 4) {
   const int me = host::current, lane = host::lane_id(), first = me - lane;
   hopper::published[me][0] = place;
   host::meet_group(5);
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < parts; ++i)
     for (int j = 0; j < 2; ++j) {
       const unsigned short bits = (unsigned short)(r[i] >> 16 * j);
       const int own = lane / 4, other = lane % 4 * 2 + j, row = turned ? other : own, column = turned ? own : other;
@@ -226,6 +226,7 @@ inline void put_parts_of(unsigned place, const unsigned* r, bool turned) {
 }
 inline void put_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, false); }
 inline void put_turned_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, true); }
+inline void put_two_turned_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, true, 2); }
 template <typename P>
 inline void send_block(P to, unsigned from, unsigned bytes) {
   const int me = host::current;
@@ -242,6 +243,11 @@ inline void blocks_read() {
 inline void blocks_arrived() { blocks_read(); }
 inline void load_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, false); }
 inline void load_turned_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, true); }
+inline void load_parts_if(bool on, unsigned* r, unsigned place) {
+  unsigned part[4] = {0, 0, 0, 0};
+  if (on) load_parts(part, place);
+  for (int i = 0; i < 4; ++i) r[i] = part[i];
+}
 inline float float_of(unsigned bits) { return as_type<float>(bits); }
 
 // Adds to c [16, 8] the product of a [16, 16] and b [16, 8], whose upper and lower eight rows are b0 and b1.

@@ -96,6 +96,13 @@ inline void load_turned_parts(unsigned (&r)[4], unsigned place) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(place) : "memory");
 }
+// Loads such an operand if `on`, which is equal on all lanes of a group, and else sets it to zero.
+inline void load_parts_if(bool on, unsigned* r, unsigned place) {
+  r[0] = r[1] = r[2] = r[3] = 0;
+  asm volatile("{\n.reg .pred on;\nsetp.ne.b32 on, %5, 0;\n"
+               "@on ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n}"
+               : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) : "r"(place), "r"((int)on) : "memory");
+}
 // The fp32 number of these bits.
 inline float float_of(unsigned bits) { return __uint_as_float(bits); }
 // Stores such an operand, or the transpose of each part.
@@ -106,6 +113,11 @@ inline void put_parts(unsigned place, const unsigned* r) {
 inline void put_turned_parts(unsigned place, const unsigned* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                :: "r"(place), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+// Stores the transposes of two parts: lanes 8 i to 8 i + 7 name the addresses of the rows of part i < 2.
+inline void put_two_turned_parts(unsigned place, const unsigned* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};"
+               :: "r"(place), "r"(r[0]), "r"(r[1]) : "memory");
 }
 // Copies a block of shared memory to device memory. The lane that sends it calls blocks_read before the memory is
 // written again, and blocks_arrived before the kernel ends.

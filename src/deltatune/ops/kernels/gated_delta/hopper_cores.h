@@ -9,7 +9,7 @@
 // Its low part is at (J, I + 4), above the triangle. Either way the distances between neighbours are constant, as the
 // tensor cores want them. Products take 32 positions at a time, so the 16 x 16 tiles (0, 1) and (2, 3) are zeros.
 
-enum CoreSizes : int { core_bytes = 128, core_row = 12 * core_bytes, triangle_bytes = 8 * core_row };
+enum CoreSizes : int { core_bytes = 128, core_row = 12 * core_bytes, triangle_bytes = 8 * core_row, column_bytes = 8 * core_bytes + 32 };
 inline constexpr int core_high(int i, int j) {
   return i * core_row + j * core_bytes;
 }
@@ -58,7 +58,7 @@ inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live l
   const int c = index % pieces, first = index / pieces;
   // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
   threadgroup bf16* place =
-      SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * (PADDED ? 8 : 512);
+      SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * (PADDED ? 8 : column_bytes / 2);
   const auto source = from + first * row_stride + c * 8;
   if (!Live::masked && live.left >= 64 && aligned16(from)) {
     const unsigned start = shared_place(place);

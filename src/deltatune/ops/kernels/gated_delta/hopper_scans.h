@@ -24,9 +24,9 @@ struct HopperReverseMemory {
 template <int DK, int STAGES>
 struct HopperScanMemory {
   static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
-  static constexpr constant int scores = values + 64 * 32 * 2, factors = scores + triangle_bytes;
+  static constexpr constant int scores = values + 4 * column_bytes, factors = scores + triangle_bytes;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
-  static constexpr constant int state = STAGES * stage, weighed = state + 2 * 32 * DK * 2;
+  static constexpr constant int state = STAGES * stage, tails = state + 2 * 32 * DK * 2, weighed = tails + 2 * 1024;
   static constexpr constant int added = weighed + 8192, barriers = added + 8192;
   static constexpr constant int bytes = barriers + 96 + 1024;
 };
@@ -328,23 +328,18 @@ inline void put_split(unsigned to, int row, int apart, const thread float (&x)[1
   DELTATUNE_UNROLL
   for (int j = 0; j < 2; ++j) put_turned_parts(place + 2 * j * row + apart, low + 4 * j);
 }
-// Loads a warp's 16 rows of a triangle, as left operands; what is above the diagonal becomes zero.
+// Loads a warp's 16 rows of a triangle, as left operands, and zeros for what is above its diagonal.
 inline void load_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], unsigned triangle, Place at) {
   const int warp = at.group % 4, lane = at.lane, side = lane >> 3 & 1, other = lane >> 4;
   const unsigned from = triangle + (lane & 7) * 16;
   DELTATUNE_UNROLL
   for (int n = 0; n < 4; ++n) {
-    unsigned part[4], low_part[4];
-    load_parts(part, from + side * core_row + other * core_bytes + core_high(2 * warp, 2 * n));
-    load_parts(low_part, from + side * core_bytes + other * core_row + core_low(2 * warp, 2 * n));
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      high[4 * n + i] = n <= warp ? part[i] : 0u;
-      low[4 * n + i] = n <= warp ? low_part[i] : 0u;
-    }
+    load_parts_if(n <= warp, high + 4 * n,
+                  from + side * core_row + other * core_bytes + core_high(2 * warp, 2 * n));
+    load_parts_if(n <= warp, low + 4 * n, from + side * core_bytes + other * core_row + core_low(2 * warp, 2 * n));
   }
 }
-// Adds 64 positions by positions times positions by rows, of which x holds high and low parts as cores.
+// Adds a triangle, whose rows a warp holds, times positions by rows, of which x is high and low parts as cores.
 inline void add_triangle(thread float (&d)[16], const thread unsigned (&high)[16], const thread unsigned (&low)[16],
                          unsigned x) {
   const unsigned place = opaque((x & 0x3ffff) >> 4);
@@ -358,22 +353,22 @@ inline void add_triangle(thread float (&d)[16], const thread unsigned (&high)[16
   for (int n = 0; n < 4; ++n)
     Products<bf16, 32>::held_rows(d, high + 4 * n, cores_operand(place + n * 16, 128, 1024), true);
 }
-// K or Q times the transpose of 32 rows of a state: d = a b^T, or added.
-template <int DK>
-inline void positions_times_state(thread float (&d)[16], unsigned a, unsigned state, bool onto) {
+// K or Q times the transpose of ROWS rows of a state, which may be high parts and then low parts: d = a b^T.
+template <int DK, int ROWS>
+inline void positions_times_state(thread float (&d)[ROWS / 2], unsigned a, unsigned state) {
   const unsigned left_place = opaque((a & 0x3ffff) >> 4), place = opaque((state & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
   for (int m = 0; m < DK / 16; ++m)
-    Products<bf16, 32>::rows(d, rows_operand(left_place + (m / 4 * 8192 + m % 4 * 32) / 16),
-                             cores_operand(place + m * 16, 128, DK * 16), onto || m > 0);
+    Products<bf16, ROWS>::rows(d, rows_operand(left_place + (m / 4 * 8192 + m % 4 * 32) / 16),
+                               cores_operand(place + m * 16, 128, DK * 16), m > 0);
 }
-// Adds the transpose of 64 columns of K times positions by rows.
-inline void add_keys_times(thread float (&d)[16], unsigned k, unsigned x) {
+// The transpose of 64 columns of K times positions by rows, of which x is high parts and then low parts.
+inline void keys_times_chunk(thread float (&d)[32], unsigned k, unsigned x) {
   const unsigned left_place = opaque((k & 0x3ffff) >> 4), place = opaque((x & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
   for (int j = 0; j < 4; ++j)
-    Products<bf16, 32>::shared_turned(d, columns_operand(left_place + j * 128, 8192),
-                                      cores_operand(place + j * 16, 128, 1024));
+    Products<bf16, 64>::shared_turned(d, columns_operand(left_place + j * 128, 8192),
+                                      cores_operand(place + j * 16, 128, 1024), j > 0);
 }
 // The key and the row of element i of panel `panel` of a state [DK, 32].
 inline int held_key(Place at, int panel, int i) {
@@ -399,209 +394,216 @@ inline void store_slice(const thread float (&state)[DK / 64][16], GLOBAL float* 
   }
 }
 
+// The tails of 64 keys by 32 rows of a state, two bits each, in the lane that holds the elements: bytes for even rows
+// and then for odd rows, of each two bytes for the upper and the lower 16 rows. Their transpose is what is written.
+inline unsigned tails_by_key(const thread float (&x)[16]) {
+  unsigned tails = 0;
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int e = i % 2 * 4 + i / 2 * 2;
+    const unsigned even = second_bytes_of(x[e], x[e + 8]), odd = second_bytes_of(x[e + 1], x[e + 9]);
+    tails |= (lower_halves(even, odd) & 0xc0c0c0c0u) >> 2 * i;
+  }
+  return tails;
+}
+// Writes the tails of 16 of a slice's rows for a warp: those of 16 keys are in 128 bytes, of all 32 rows.
+template <int DK>
+inline void store_tails(GLOBAL bf16* to, threadgroup const char* tails, int strip, int lane) {
+  DELTATUNE_UNROLL
+  for (int m = 0; m < DK / 16; m += 2) {
+    unsigned own[2];
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const unsigned pair = get_pair(tails + (m + i) * 128 + lane * 4) >> 8 * strip & 0x00ff00ffu;
+      own[i] = pair | pair >> 8;
+    }
+    put_pair(to + strip * 256 + lane * 8 + m, lower_halves(own[0], own[1]));
+  }
+}
+
+// What the chain reads of a chunk before it can go on from K S^T: rows of Z, V, and factors of a lane's two positions.
+struct ChainChunk {
+  unsigned high[16], low[16], values[8];
+  float before[2], rate[2], added[2], total;
+  inline void read(unsigned solve, unsigned v, threadgroup const float* factors, Place at) {
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      const int row = own_row(at, side);
+      before[side] = -factors[row], rate[side] = -factors[128 + row];
+      added[side] = factors[64 + row] * factors[128 + row];
+    }
+    total = factors[63];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 2; ++j)
+      load_parts_if(true, values + 4 * j,
+                    lane_core_by_position(v + at.group % 4 * 256, column_bytes, at.lane) + 2 * j * column_bytes);
+    load_triangle(high, low, solve, at);
+    register_fence(before);
+    register_fence(rate);
+    register_fence(added);
+    register_fence(high);
+    register_fence(low);
+    register_fence(values);
+  }
+};
 // Goes through the chunks: the chain from state to state.
 template <typename In, int DK, int DV, int STAGES, typename PI>
 inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
                         GLOBAL float* last, long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  constexpr int panels = DK / 64, low_state = 32 * DK * 2;
-  const int lane = at.lane, warp = at.group % 4;
+  constexpr int low_state = 32 * DK * 2;
   const unsigned kept = room.place + Memory::state, weighed = room.place + Memory::weighed;
   const unsigned added = room.place + Memory::added;
-  float state[panels][16], x[16], before[2], rate[2], after[2];
-  unsigned high[16], low[16], values[8];
+  const unsigned tails_place = room.place + Memory::tails + (at.lane >> 3 & 1) * 512 + at.group % 4 * 128 + (at.lane & 7) * 16;
+  float state[2][16], x[16], y[16], both[32], sums[2][32];
+  ChainChunk chunk;
   load_slice<DK, DV>(state, initial, has_initial, head, at);
   DELTATUNE_UNROLL
-  for (int panel = 0; panel < panels; ++panel) put_split(kept + panel * 1024, DK * 16, low_state, state[panel], at);
+  for (int panel = 0; panel < 2; ++panel) put_split(kept + panel * 1024, DK * 16, low_state, state[panel], at);
   for (int n = 0; n < chunks; ++n) {
     const unsigned stage = room.place + n % STAGES * Memory::stage;
-    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
     copies_fence();
     release(barriers.state(), at);
+    if (n > 0 && at.lane == 0) mbarrier_arrive(barriers.chunk(n - 1));
     named_barrier<128, 1>();
     // Both parts of S are multiplied, for an error of u stays in the state.
-    register_fence(x);
+    register_fence(both);
     products_start();
-    positions_times_state<DK>(x, stage + Memory::k, kept + low_state, false);
-    positions_times_state<DK>(x, stage + Memory::k, kept, true);
+    positions_times_state<DK, 64>(both, stage + Memory::k, kept);
     products_sent();
-    load_triangle(high, low, stage + Memory::solve, at);
-    DELTATUNE_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      unsigned part[4];
-      load_parts(part, lane_core_by_position(stage + Memory::values + warp * 256, 1024, lane) + j * 2048);
-      DELTATUNE_UNROLL
-      for (int i = 0; i < 4; ++i) values[4 * j + i] = part[i];
-    }
-    DELTATUNE_UNROLL
-    for (int side = 0; side < 2; ++side) {
-      const int row = own_row(at, side);
-      before[side] = factors[row], after[side] = factors[64 + row], rate[side] = factors[128 + row];
-    }
-    const float total = factors[63];
-    DELTATUNE_UNROLL
-    for (int panel = 0; panel < panels; ++panel)
-      for (int i = 0; i < 16; ++i) state[panel][i] *= total;
+    chunk.read(stage + Memory::solve, stage + Memory::values,
+               room.floats(n % STAGES * Memory::stage + Memory::factors), at);
+    unsigned tails[2] = {tails_by_key(state[0]), tails_by_key(state[1])};
+    put_two_turned_parts(tails_place + (n & 1) * 1024, tails);
     products_wait<0>();
-    register_fence(x);
+    register_fence(both);
     // x becomes r, then u.
-    float y[16];
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
-      const float value = i % 2 ? second_of(values[i / 2]) : first_of(values[i / 2]);
-      x[i] = value - before[own_side(i)] * x[i];
-      y[i] = -rate[own_side(i)] * x[i];
+      const float value = i % 2 ? second_of(chunk.values[i / 2]) : first_of(chunk.values[i / 2]);
+      x[i] = value + chunk.before[own_side(i)] * (both[16 + i] + both[i]);
+      y[i] = chunk.rate[own_side(i)] * x[i];
     }
     put_split(weighed, 1024, 4096, y, at);
     copies_fence();
     named_barrier<128, 1>();
     register_fence(x);
-    register_fence(high);
-    register_fence(low);
     products_start();
-    add_triangle(x, high, low, weighed);
+    add_triangle(x, chunk.high, chunk.low, weighed);
     products_sent();
     products_wait<0>();
     register_fence(x);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) y[i] = rate[own_side(i)] * after[own_side(i)] * x[i];
+    for (int i = 0; i < 16; ++i) y[i] = chunk.added[own_side(i)] * x[i];
     put_split(added, 1024, 4096, y, at);
     copies_fence();
     named_barrier<128, 1>();
-    DELTATUNE_UNROLL
-    for (int panel = 0; panel < panels; ++panel) register_fence(state[panel]);
+    register_fence(sums[0]);
+    register_fence(sums[1]);
     products_start();
     DELTATUNE_UNROLL
-    for (int panel = 0; panel < panels; ++panel) {
-      add_keys_times(state[panel], stage + Memory::k + panel * 8192, added + 4096);
-      add_keys_times(state[panel], stage + Memory::k + panel * 8192, added);
+    for (int panel = 0; panel < 2; ++panel) {
+      keys_times_chunk(sums[panel], stage + Memory::k + panel * 8192, added);
       products_sent();
     }
     // u takes the place of Z, which all warps have read.
     put_split(stage + Memory::solve, 1024, 4096, x, at);
-    copies_fence();
-    release(barriers.chunk(n), at);
     mbarrier_wait(barriers.state_read(), n);
-    products_wait<panels - 1>();
-    register_fence(state[0]);
+    products_wait<1>();
+    register_fence(sums[0]);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) state[0][i] = chunk.total * state[0][i] + (sums[0][16 + i] + sums[0][i]);
     put_split(kept, DK * 16, low_state, state[0], at);
     products_wait<0>();
+    register_fence(sums[1]);
     DELTATUNE_UNROLL
-    for (int panel = 1; panel < panels; ++panel) {
-      register_fence(state[panel]);
-      put_split(kept + panel * 1024, DK * 16, low_state, state[panel], at);
-    }
+    for (int i = 0; i < 16; ++i) state[1][i] = chunk.total * state[1][i] + (sums[1][16 + i] + sums[1][i]);
+    put_split(kept + 1024, DK * 16, low_state, state[1], at);
     release(barriers.read(n % STAGES), at);
   }
+  copies_fence();
+  release(barriers.chunk(chunks - 1), at);
   store_slice<DK, DV>(state, last, head, at);
 }
-// Stores the tails of 32 rows of a state, of which high and low parts are in shared memory.
-template <int DK>
-inline void store_tails(GLOBAL bf16* to, unsigned state, Place at) {
-  const int warp = at.group % 4, strip = warp / 2, first = warp % 2 * (DK / 32);
+// Multiplies the columns of rows of a triangle, which a warp holds, by factors.
+inline void scale_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], threadgroup const float* factors,
+                           int warp, int lane) {
   DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 32; m += 2) {
-    float x[16];
+  for (int n = 0; n < 4; ++n) {
+    if (n > warp) continue;
     DELTATUNE_UNROLL
-    for (int side = 0; side < 2; ++side) {
-      unsigned high[4], low[4];
-      const unsigned from = lane_core(state + strip * 32 * DK + (first + m + side) * 256, DK * 16, at.lane);
-      load_parts(high, from);
-      load_parts(low, from + 32 * DK * 2);
-      // A low part may have been rounded up to half of the last place, which would read as being below the number.
-      DELTATUNE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        x[8 * side + 2 * i] = first_of(high[i]) + 0.996f * first_of(low[i]);
-        x[8 * side + 2 * i + 1] = second_of(high[i]) + 0.996f * second_of(low[i]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int e = 4 * n + i;
+      float factor[2];
+      get_two(factor, factors + 16 * n + i / 2 * 8 + lane % 4 * 2);
+      split_pair(high[e], low[e], factor[0] * (first_of(high[e]) + first_of(low[e])),
+                 factor[1] * (second_of(high[e]) + second_of(low[e])));
     }
-    put_pair(to + strip * 256 + at.lane * 8 + first + m, tails_of(x));
-  }
-}
-// Weighs u, which is in a stage, and puts it beside itself, in place of V and the rest of Z.
-template <typename Memory>
-inline void weigh_chunk(unsigned stage, threadgroup const float* rates, Place at) {
-  const int warp = at.group % 4;
-  const unsigned from = lane_core(stage + Memory::solve + warp * 256, 1024, at.lane);
-  float rate[4];
-  DELTATUNE_UNROLL
-  for (int side = 0; side < 2; ++side) get_two(rate + 2 * side, rates + warp * 16 + side * 8 + at.lane % 4 * 2);
-  DELTATUNE_UNROLL
-  for (int strip = 0; strip < 2; ++strip) {
-    unsigned high[4], low[4];
-    load_parts(high, from + strip * 2048);
-    load_parts(low, from + strip * 2048 + 4096);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      split_pair(high[i], low[i], rate[i / 2 * 2] * (first_of(high[i]) + first_of(low[i])),
-                 rate[i / 2 * 2 + 1] * (second_of(high[i]) + second_of(low[i])));
-    put_parts(from + strip * 2048 + 8192, high);
-    put_parts(from + strip * 2048 + 8192 + 4096, low);
   }
 }
 // Writes a group's 16 rows of y or dv, by way of shared memory.
-inline void write_rows(threadgroup bf16* rows, const thread unsigned (&x)[8], GLOBAL bf16* to, long row_stride,
-                       int left, Place at) {
-  const int first = at.group % 4 * 16;
-  const unsigned place = lane_core_by_position(shared_place(rows) + first * 16, 1024, at.lane);
+inline void write_rows(threadgroup bf16* rows, const thread float (&x)[16], GLOBAL bf16* to, long row_stride, int left,
+                       Place at) {
+  const int first = at.group % 4 * 16, row = first + at.lane / 4, piece = at.lane % 4;
+  const unsigned place = lane_core_by_position(shared_place(rows) + first * 16, column_bytes, at.lane);
+  unsigned packed[8];
+  pack_rows<bf16, 16>(packed, x);
   DELTATUNE_UNROLL
-  for (int j = 0; j < 2; ++j) put_parts(place + j * 2048, x + 4 * j);
+  for (int j = 0; j < 2; ++j) put_parts(place + 2 * j * column_bytes, packed + 4 * j);
   group_barrier();
   DELTATUNE_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    const int row = first + i * 8 + at.lane / 4, piece = at.lane % 4;
-    if (row < left) put_piece(to + row * row_stride + piece * 8, rows + piece * 512 + row * 8, true);
-  }
+  for (int i = 0; i < 2; ++i)
+    if (row + 8 * i < left)
+      put_whole_piece(to + (row + 8 * i) * row_stride + piece * 8, rows + piece * (column_bytes / 2) + (row + 8 * i) * 8);
 }
 // Computes y from the states and u, and writes all three.
 template <typename In, int DK, int DV, int HV, int STAGES>
 inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int chunks = (length + 63) / 64;
-  const bool sends = at.group % 4 == 0 && at.lane == 0;
-  float out[16];
-  unsigned high[16], low[16], packed[8];
+  const int chunks = (length + 63) / 64, warp = at.group % 4;
+  const bool sends = warp == 0 && at.lane == 0;
+  float out[16], before[2];
+  unsigned high[16], low[16];
   for (int n = 0; n < chunks; ++n) {
     const unsigned stage = room.place + n % STAGES * Memory::stage;
     threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
+    load_triangle(high, low, stage + Memory::scores, at);
+    // P (beta u) is (P beta) u, and u is in shared memory.
+    scale_triangle(high, low, factors + 128, warp, at.lane);
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) before[side] = factors[own_row(at, side)];
     mbarrier_wait(barriers.state(), n);
     copies_fence();
     register_fence(out);
     products_start();
-    positions_times_state<DK>(out, stage + Memory::q, room.place + Memory::state, false);
+    positions_times_state<DK, 32>(out, stage + Memory::q, room.place + Memory::state);
     products_sent();
     if (sends) own.send_slice(n, room.place + Memory::state);
-    store_tails<DK>(own.chunk(n) + DV * 128 + own.row * 16, room.place + Memory::state, at);
-    load_triangle(high, low, stage + Memory::scores, at);
     products_wait<0>();
     register_fence(out);
     if (sends) blocks_read();
     release(barriers.state_read(), at);
-    mbarrier_wait(barriers.chunk(n), n / 2);
-    if (sends) own.send_chunk_slice(n, stage + Memory::solve);
-    weigh_chunk<Memory>(stage, factors + 128, at);
-    copies_fence();
-    // Now all warps have read P, too.
-    named_barrier<128, 2>();
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) out[i] *= factors[own_row(at, own_side(i))];
+    for (int i = 0; i < 16; ++i) out[i] *= before[own_side(i)];
+    mbarrier_wait(barriers.chunk(n), n / 2);
     register_fence(out);
     register_fence(high);
     register_fence(low);
     products_start();
-    add_triangle(out, high, low, stage + Memory::solve + 8192);
+    add_triangle(out, high, low, stage + Memory::solve);
     products_sent();
+    if (sends) own.send_chunk_slice(n, stage + Memory::solve);
+    if (warp >= 2)
+      store_tails<DK>(own.chunk(n) + DV * 128 + own.row * 16, room.memory + Memory::tails + (n & 1) * 1024, warp - 2,
+                      at.lane);
     products_wait<0>();
     register_fence(out);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 8; ++i) packed[i] = high_pair(out[2 * i], out[2 * i + 1]);
-    write_rows(reinterpret_cast<threadgroup bf16*>(room.memory + n % STAGES * Memory::stage + Memory::scores), packed,
+    // V has been read, too.
+    write_rows(reinterpret_cast<threadgroup bf16*>(room.memory + n % STAGES * Memory::stage + Memory::values), out,
                y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64, at);
     if (sends) blocks_read();
-    // The next chunk is copied to where these rows were on their way.
-    copies_fence();
     release(barriers.read(n % STAGES), at);
   }
   if (sends) blocks_arrived();
