@@ -25,7 +25,7 @@ from .tiling import Shape, Tiling, choose_tiling
 
 # The positions of a chunk; the bytes of its Z or P; the rows of a state that a team of four groups holds; what a
 # block's barriers and the alignment of its memory take.
-_CHUNK, _TRIANGLE, _ROWS, _BARRIERS = 64, 8 * 12 * 128, 64, 96 + 1024
+_CHUNK, _TRIANGLE, _ROWS, _BARRIERS = 64, 8 * 12 * 128, 64, 128 + 1024
 # The sizes of heads that the kernels support.
 _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block,
@@ -64,8 +64,8 @@ class HopperTiling(Tiling):
     @cached_property
     def scan_bytes(self) -> int:
         """Bytes of shared memory per block of the forward scan."""
-        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 4 * (16 * _CHUNK + 32) + 12 * _CHUNK
-        return _STAGES * (-(-stage // 1024) * 1024) + 4 * 32 * self.key_size + 2 * 1024 + 2 * 8192 + _BARRIERS
+        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * 32 + 12 * _CHUNK
+        return _STAGES * (-(-stage // 1024) * 1024) + 4 * 32 * self.key_size + 2 * 8192 + _BARRIERS
 
     @cached_property
     def reverse_bytes(self) -> int:
@@ -130,7 +130,7 @@ def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
 
 def _scan(
     name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs, memory: str, size: int,
-    blocks: tuple[int, int, int],
+    blocks: tuple[int, int, int], groups: int,
 ) -> Launch:
     return make_launch(
         f"hopper_{name}",
@@ -140,7 +140,7 @@ def _scan(
         outputs,
         memory=(memory, ("DK", "STAGES"), size),
         blocks=blocks,
-        groups=tiling.scan_groups,
+        groups=groups,
         values=_SCAN_VALUES,
         stages=_STAGES,
     )
@@ -156,14 +156,14 @@ def scan(tiling: HopperTiling, x: KernelInputs, prepared: Arrays) -> Launch:
     """Return the launch of the scan, with the outputs of `prepare`. It writes `scan_outputs`."""
     names = ("q", "k", "v", "mask", "initial")
     outputs = _in_cores(tiling, "states", scan_outputs(tiling, x))
-    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs, "HopperScanMemory", tiling.scan_bytes, tiling.forward_blocks)
+    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs, "HopperScanMemory", tiling.scan_bytes, tiling.forward_blocks, 16)
 
 
 def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
     """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `reverse_outputs`."""
     names = ("q", "k", "dy", "mask", "d_last", *prepared)
     inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last} | prepared
-    return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)), "HopperReverseMemory", tiling.reverse_bytes, tiling.scan_blocks)
+    return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)), "HopperReverseMemory", tiling.reverse_bytes, tiling.scan_blocks, 12)
 
 
 def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:

@@ -17,18 +17,18 @@ struct HopperReverseMemory {
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
   static constexpr constant int state = STAGES * stage, tails = state + 64 * DK * 2;
   static constexpr constant int barriers = tails + 4 * 512;
-  static constexpr constant int bytes = barriers + 96 + 1024;
+  static constexpr constant int bytes = barriers + 128 + 1024;
 };
 
 // The shared memory of a block of the forward scan, which does 32 rows of a state.
 template <int DK, int STAGES>
 struct HopperScanMemory {
   static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
-  static constexpr constant int scores = values + 4 * column_bytes, factors = scores + triangle_bytes;
+  static constexpr constant int scores = values + 64 * 32 * 2, factors = scores + triangle_bytes;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
-  static constexpr constant int state = STAGES * stage, tails = state + 2 * 32 * DK * 2, weighed = tails + 2 * 1024;
+  static constexpr constant int state = STAGES * stage, weighed = state + 2 * 32 * DK * 2;
   static constexpr constant int added = weighed + 8192, barriers = added + 8192;
-  static constexpr constant int bytes = barriers + 96 + 1024;
+  static constexpr constant int bytes = barriers + 128 + 1024;
 };
 
 // The mbarriers of a scan: a stage has arrived, and it is no longer needed; a state has been handed over, and it has
@@ -37,16 +37,17 @@ struct ScanBarriers {
   unsigned place;
   inline unsigned here(int stage) const { return place + 8 * stage; }
   inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
-  inline unsigned state() const { return place + 64; }
-  inline unsigned state_read() const { return place + 72; }
-  // Two in turn, for the next u may be handed over before this one is waited for.
+  // Two in turn, for the next state or u may be handed over before this one is waited for.
+  inline unsigned state(int step) const { return place + 64 + 8 * (step & 1); }
   inline unsigned chunk(int step) const { return place + 80 + 8 * (step & 1); }
+  inline unsigned state_read() const { return place + 96; }
   template <int STAGES>
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
       for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), 8);
-      mbarrier_init(state(), 4);
+      mbarrier_init(state(0), 4);
+      mbarrier_init(state(1), 4);
       mbarrier_init(state_read(), 4);
       mbarrier_init(chunk(0), 4);
       mbarrier_init(chunk(1), 4);
@@ -78,12 +79,12 @@ inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, 
       copy_tile(to + Memory::scores, scores + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
       copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
     }
-    copy_positions<DK, true, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
+    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
                              at.index);
-    copy_positions<REVERSE ? 64 : 32, false, REVERSE>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
+    copy_positions<REVERSE ? 64 : 32, !REVERSE>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
                                             values + (row * HV + at.y) * DV + at.x * (REVERSE ? 64 : 32), HV * DV,
                                             live, mbarrier, at.index);
-    copy_positions<DK, true, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
+    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
                              at.index);
     signalled_pieces_sent(mbarrier);
     if (++stage == STAGES) stage = 0, ++use;
@@ -189,7 +190,7 @@ inline void hand_state_over(Room room, ScanBarriers barriers, int step, const th
   for (int m = 0; m < DK / 16; m += 2)
     put_pair(room.memory + Memory::tails + warp * 512 + at.lane * 16 + 2 * m, tails_of(exact + 8 * m));
   copies_fence();
-  release(barriers.state(), at);
+  release(barriers.state(step), at);
 }
 // Hands a warp's 16 rows of u or R over, in place of Z and V, which all warps of the team have read.
 template <typename Memory>
@@ -421,6 +422,12 @@ inline void store_tails(GLOBAL bf16* to, threadgroup const char* tails, int stri
   }
 }
 
+// The address that a lane names to load or store a warp's 16 positions of 16 columns of V or y, from 16 j on. Rows have
+// 64 bytes, and each two of them have their four pieces in an order of their own.
+inline unsigned lane_piece(unsigned rows, int j, Place at) {
+  const int row = at.group % 4 * 16 + (at.lane & 15), piece = 2 * j + (at.lane >> 4);
+  return rows + row * 64 + ((piece ^ row >> 1) & 3) * 16;
+}
 // What the chain reads of a chunk before it can go on from K S^T: rows of Z, V, and factors of a lane's two positions.
 struct ChainChunk {
   unsigned high[16], low[16], values[8];
@@ -435,8 +442,7 @@ struct ChainChunk {
     total = factors[63];
     DELTATUNE_UNROLL
     for (int j = 0; j < 2; ++j)
-      load_parts_if(true, values + 4 * j,
-                    lane_core_by_position(v + at.group % 4 * 256, column_bytes, at.lane) + 2 * j * column_bytes);
+      load_parts_if(true, values + 4 * j, lane_piece(v, j, at));
     load_triangle(high, low, solve, at);
     register_fence(before);
     register_fence(rate);
@@ -454,7 +460,7 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   constexpr int low_state = 32 * DK * 2;
   const unsigned kept = room.place + Memory::state, weighed = room.place + Memory::weighed;
   const unsigned added = room.place + Memory::added;
-  const unsigned tails_place = room.place + Memory::tails + (at.lane >> 3 & 1) * 512 + at.group % 4 * 128 + (at.lane & 7) * 16;
+  const int tails_place = Memory::solve + 8192 + (at.lane >> 3 & 1) * 512 + at.group % 4 * 128 + (at.lane & 7) * 16;
   float state[2][16], x[16], y[16], both[32], sums[2][32];
   ChainChunk chunk;
   load_slice<DK, DV>(state, initial, has_initial, head, at);
@@ -464,7 +470,7 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     const unsigned stage = room.place + n % STAGES * Memory::stage;
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
     copies_fence();
-    release(barriers.state(), at);
+    release(barriers.state(n), at);
     if (n > 0 && at.lane == 0) mbarrier_arrive(barriers.chunk(n - 1));
     named_barrier<128, 1>();
     // Both parts of S are multiplied, for an error of u stays in the state.
@@ -472,10 +478,11 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     products_start();
     positions_times_state<DK, 64>(both, stage + Memory::k, kept);
     products_sent();
+    // This wait is over: it keeps the compiler from moving what follows to between the products.
+    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
     chunk.read(stage + Memory::solve, stage + Memory::values,
                room.floats(n % STAGES * Memory::stage + Memory::factors), at);
     unsigned tails[2] = {tails_by_key(state[0]), tails_by_key(state[1])};
-    put_two_turned_parts(tails_place + (n & 1) * 1024, tails);
     products_wait<0>();
     register_fence(both);
     // x becomes r, then u.
@@ -507,8 +514,9 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
       keys_times_chunk(sums[panel], stage + Memory::k + panel * 8192, added);
       products_sent();
     }
-    // u takes the place of Z, which all warps have read.
+    // u and the tails take the place of Z, which all warps have read.
     put_split(stage + Memory::solve, 1024, 4096, x, at);
+    put_two_turned_parts(stage + tails_place, tails);
     mbarrier_wait(barriers.state_read(), n);
     products_wait<1>();
     register_fence(sums[0]);
@@ -545,27 +553,27 @@ inline void scale_triangle(thread unsigned (&high)[16], thread unsigned (&low)[1
 // Writes a group's 16 rows of y or dv, by way of shared memory.
 inline void write_rows(threadgroup bf16* rows, const thread float (&x)[16], GLOBAL bf16* to, long row_stride, int left,
                        Place at) {
-  const int first = at.group % 4 * 16, row = first + at.lane / 4, piece = at.lane % 4;
-  const unsigned place = lane_core_by_position(shared_place(rows) + first * 16, column_bytes, at.lane);
   unsigned packed[8];
   pack_rows<bf16, 16>(packed, x);
   DELTATUNE_UNROLL
-  for (int j = 0; j < 2; ++j) put_parts(place + 2 * j * column_bytes, packed + 4 * j);
+  for (int j = 0; j < 2; ++j) put_parts(lane_piece(shared_place(rows), j, at), packed + 4 * j);
   group_barrier();
   DELTATUNE_UNROLL
-  for (int i = 0; i < 2; ++i)
-    if (row + 8 * i < left)
-      put_whole_piece(to + (row + 8 * i) * row_stride + piece * 8, rows + piece * (column_bytes / 2) + (row + 8 * i) * 8);
+  for (int i = 0; i < 2; ++i) {
+    const int row = at.group % 4 * 16 + i * 8 + at.lane / 4, piece = at.lane % 4;
+    if (row < left) put_whole_piece(to + row * row_stride + piece * 8, rows + row * 32 + ((piece ^ row >> 1) & 3) * 8);
+  }
 }
-// Computes y from the states and u, and writes all three.
+// Computes y of every second chunk, from chunk `first` on, from the states and u, and writes all three.
 template <typename In, int DK, int DV, int HV, int STAGES>
-inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y) {
+inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y,
+                       int first) {
   using Memory = HopperScanMemory<DK, STAGES>;
   const int chunks = (length + 63) / 64, warp = at.group % 4;
   const bool sends = warp == 0 && at.lane == 0;
   float out[16], before[2];
   unsigned high[16], low[16];
-  for (int n = 0; n < chunks; ++n) {
+  for (int n = first; n < chunks; n += 2) {
     const unsigned stage = room.place + n % STAGES * Memory::stage;
     threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
@@ -574,7 +582,7 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     scale_triangle(high, low, factors + 128, warp, at.lane);
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) before[side] = factors[own_row(at, side)];
-    mbarrier_wait(barriers.state(), n);
+    mbarrier_wait(barriers.state(n), n / 2);
     copies_fence();
     register_fence(out);
     products_start();
@@ -596,8 +604,8 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     products_sent();
     if (sends) own.send_chunk_slice(n, stage + Memory::solve);
     if (warp >= 2)
-      store_tails<DK>(own.chunk(n) + DV * 128 + own.row * 16, room.memory + Memory::tails + (n & 1) * 1024, warp - 2,
-                      at.lane);
+      store_tails<DK>(own.chunk(n) + DV * 128 + own.row * 16, room.memory + n % STAGES * Memory::stage + Memory::solve + 8192,
+                      warp - 2, at.lane);
     products_wait<0>();
     register_fence(out);
     // V has been read, too.
@@ -632,6 +640,9 @@ inline void run_teams(Place at, threadgroup char* memory, Load load, Chain chain
   }
 }
 
+// Those of the forward scan, whose block starts with 128 for each of its 512 threads.
+enum ForwardRegisters : int { FORWARD_LOADER = 48, FORWARD_CHAIN = 208, FORWARD_WRITER = 128 };
+static_assert(FORWARD_LOADER + FORWARD_CHAIN + 2 * FORWARD_WRITER <= 4 * 128, "teams share out what the block starts with");
 // The forward scan, with the arguments and results of gated_delta_scan. A block does 32 rows of one state; the grid is
 // (DV / 32, HV, B).
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
@@ -642,19 +653,21 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
   using Memory = HopperScanMemory<DK, STAGES>;
-  run_teams<Memory, STAGES>(
-      at, memory,
-      [&](Place at, Room room, ScanBarriers barriers) {
-        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false, Memory>(at, room, barriers, length, q, k, v, mask,
-                                                                       solve, scores, factors);
-      },
-      [&](Place at, Room room, ScanBarriers barriers) {
-        scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
-      },
-      [&](Place at, Room room, ScanBarriers barriers) {
-        const OwnRows<DK, DV> own{at.x * 32, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
-        write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y);
-      });
+  const Room room = room_of(memory);
+  const ScanBarriers barriers{room.place + Memory::barriers};
+  barriers.template start<STAGES>(at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    fewer_registers<FORWARD_LOADER>();
+    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false, Memory>(at, room, barriers, length, q, k, v, mask, solve,
+                                                                   scores, factors);
+  } else if (at.group < 8) {
+    more_registers<FORWARD_CHAIN>();
+    scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
+  } else {
+    const OwnRows<DK, DV> own{at.x * 32, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+    write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y, at.group / 4 - 2);
+  }
 }
 
 // Goes through the chunks in reverse order: the chain of the gradients of the states.
@@ -773,7 +786,7 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
     const unsigned stage = room.place + step % STAGES * Memory::stage;
     threadgroup const float* rates = room.floats(step % STAGES * Memory::stage + Memory::factors) + 128;
     mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
-    mbarrier_wait(barriers.state(), step);
+    mbarrier_wait(barriers.state(step), step / 2);
     if (sends) {
       own.template send_state<Memory>(n, room);
       blocks_read();
