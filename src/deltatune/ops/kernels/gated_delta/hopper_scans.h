@@ -452,7 +452,8 @@ struct ChainChunk {
     register_fence(values);
   }
 };
-// Goes through the chunks: the chain from state to state.
+// Goes through the chunks: the chain from state to state. Nobody else's products wait for it, so it hands over what it
+// has computed while its own products run, and lets others begin theirs where it has none.
 template <typename In, int DK, int DV, int STAGES, typename PI>
 inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
                         GLOBAL float* last, long head) {
@@ -462,16 +463,21 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   const unsigned added = room.place + Memory::added;
   const int tails_place = Memory::solve + 8192 + (at.lane >> 3 & 1) * 512 + at.group % 4 * 128 + (at.lane & 7) * 16;
   float state[2][16], x[16], y[16], both[32], sums[2][32];
+  unsigned tails[2];
   ChainChunk chunk;
+  // u and the tails take the place of Z, which all warps have read.
+  const auto hand_chunk_over = [&](int n) {
+    const unsigned solve = room.place + n % STAGES * Memory::stage;
+    put_split(solve + Memory::solve, 1024, 4096, x, at);
+    put_two_turned_parts(solve + tails_place, tails);
+  };
   load_slice<DK, DV>(state, initial, has_initial, head, at);
   DELTATUNE_UNROLL
   for (int panel = 0; panel < 2; ++panel) put_split(kept + panel * 1024, DK * 16, low_state, state[panel], at);
+  mbarrier_wait(barriers.here(0), 0);
+  copies_fence();
   for (int n = 0; n < chunks; ++n) {
     const unsigned stage = room.place + n % STAGES * Memory::stage;
-    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    copies_fence();
-    release(barriers.state(n), at);
-    if (n > 0 && at.lane == 0) mbarrier_arrive(barriers.chunk(n - 1));
     named_barrier<128, 1>();
     // Both parts of S are multiplied, for an error of u stays in the state.
     register_fence(both);
@@ -480,11 +486,17 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     products_sent();
     // This wait is over: it keeps the compiler from moving what follows to between the products.
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
+    if (n > 0) {
+      hand_chunk_over(n - 1);
+      release(barriers.read((n - 1) % STAGES), at);
+    }
     chunk.read(stage + Memory::solve, stage + Memory::values,
                room.floats(n % STAGES * Memory::stage + Memory::factors), at);
-    unsigned tails[2] = {tails_by_key(state[0]), tails_by_key(state[1])};
+    tails[0] = tails_by_key(state[0]), tails[1] = tails_by_key(state[1]);
+    register_fence(tails);
     products_wait<0>();
     register_fence(both);
+    release(barriers.state(n), at);
     // x becomes r, then u.
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
@@ -501,6 +513,7 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     products_sent();
     products_wait<0>();
     register_fence(x);
+    if (n > 0) release(barriers.chunk(n - 1), at);
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) y[i] = chunk.added[own_side(i)] * x[i];
     put_split(added, 1024, 4096, y, at);
@@ -514,10 +527,9 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
       keys_times_chunk(sums[panel], stage + Memory::k + panel * 8192, added);
       products_sent();
     }
-    // u and the tails take the place of Z, which all warps have read.
-    put_split(stage + Memory::solve, 1024, 4096, x, at);
-    put_two_turned_parts(stage + tails_place, tails);
     mbarrier_wait(barriers.state_read(), n);
+    const int next = n + 1 < chunks ? n + 1 : n;
+    mbarrier_wait(barriers.here(next % STAGES), next / STAGES);
     products_wait<1>();
     register_fence(sums[0]);
     DELTATUNE_UNROLL
@@ -528,10 +540,12 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) state[1][i] = chunk.total * state[1][i] + (sums[1][16 + i] + sums[1][i]);
     put_split(kept + 1024, DK * 16, low_state, state[1], at);
-    release(barriers.read(n % STAGES), at);
+    copies_fence();
   }
+  hand_chunk_over(chunks - 1);
   copies_fence();
   release(barriers.chunk(chunks - 1), at);
+  release(barriers.read((chunks - 1) % STAGES), at);
   store_slice<DK, DV>(state, last, head, at);
 }
 // Multiplies the columns of rows of a triangle, which a warp holds, by factors.
