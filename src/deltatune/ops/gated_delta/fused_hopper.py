@@ -65,7 +65,7 @@ class HopperTiling(Tiling):
     def scan_bytes(self) -> int:
         """Bytes of shared memory per block of the forward scan."""
         stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * 32 + 12 * _CHUNK
-        return _STAGES * (-(-stage // 1024) * 1024) + 4 * 32 * self.key_size + 2 * 8192 + _BARRIERS
+        return _STAGES * (-(-stage // 1024) * 1024) + 4 * 32 * self.key_size + 3 * 8192 + 1024 + _BARRIERS
 
     @cached_property
     def reverse_bytes(self) -> int:

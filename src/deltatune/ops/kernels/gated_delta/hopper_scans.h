@@ -27,7 +27,7 @@ struct HopperScanMemory {
   static constexpr constant int scores = values + 64 * 32 * 2, factors = scores + triangle_bytes;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
   static constexpr constant int state = STAGES * stage, weighed = state + 2 * 32 * DK * 2;
-  static constexpr constant int added = weighed + 8192, barriers = added + 8192;
+  static constexpr constant int added = weighed + 8192, u = added + 8192, tails = u + 8192, barriers = tails + 1024;
   static constexpr constant int bytes = barriers + 128 + 1024;
 };
 
@@ -41,6 +41,7 @@ struct ScanBarriers {
   inline unsigned state(int step) const { return place + 64 + 8 * (step & 1); }
   inline unsigned chunk(int step) const { return place + 80 + 8 * (step & 1); }
   inline unsigned state_read() const { return place + 96; }
+  inline unsigned chunk_read() const { return place + 104; }
   template <int STAGES>
   inline void start(Place at) const {
     if (at.index == 0) {
@@ -49,6 +50,7 @@ struct ScanBarriers {
       mbarrier_init(state(0), 4);
       mbarrier_init(state(1), 4);
       mbarrier_init(state_read(), 4);
+      mbarrier_init(chunk_read(), 4);
       mbarrier_init(chunk(0), 4);
       mbarrier_init(chunk(1), 4);
       mbarriers_started();
@@ -452,8 +454,8 @@ struct ChainChunk {
     register_fence(values);
   }
 };
-// Goes through the chunks: the chain from state to state. Nobody else's products wait for it, so it hands over what it
-// has computed while its own products run, and lets others begin theirs where it has none.
+// Goes through the chunks: the chain from state to state. What does not lead to the next state is done while products
+// run, u of a chunk as late as in the middle of the next one.
 template <typename In, int DK, int DV, int STAGES, typename PI>
 inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
                         GLOBAL float* last, long head) {
@@ -461,15 +463,15 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   constexpr int low_state = 32 * DK * 2;
   const unsigned kept = room.place + Memory::state, weighed = room.place + Memory::weighed;
   const unsigned added = room.place + Memory::added;
-  const int tails_place = Memory::solve + 8192 + (at.lane >> 3 & 1) * 512 + at.group % 4 * 128 + (at.lane & 7) * 16;
-  float state[2][16], x[16], y[16], both[32], sums[2][32];
+  const unsigned tails_place =
+      room.place + Memory::tails + (at.lane >> 3 & 1) * 512 + at.group % 4 * 128 + (at.lane & 7) * 16;
+  float state[2][16], x[16], y[16], u[16], both[32], sums[2][32];
   unsigned tails[2];
   ChainChunk chunk;
-  // u and the tails take the place of Z, which all warps have read.
   const auto hand_chunk_over = [&](int n) {
-    const unsigned solve = room.place + n % STAGES * Memory::stage;
-    put_split(solve + Memory::solve, 1024, 4096, x, at);
-    put_two_turned_parts(solve + tails_place, tails);
+    if (n > 0) mbarrier_wait(barriers.chunk_read(), n - 1);
+    put_split(room.place + Memory::u, 1024, 4096, u, at);
+    put_two_turned_parts(tails_place, tails);
   };
   load_slice<DK, DV>(state, initial, has_initial, head, at);
   DELTATUNE_UNROLL
@@ -484,19 +486,13 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     products_start();
     positions_times_state<DK, 64>(both, stage + Memory::k, kept);
     products_sent();
+    release(barriers.state(n), at);
     // This wait is over: it keeps the compiler from moving what follows to between the products.
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    if (n > 0) {
-      hand_chunk_over(n - 1);
-      release(barriers.read((n - 1) % STAGES), at);
-    }
     chunk.read(stage + Memory::solve, stage + Memory::values,
                room.floats(n % STAGES * Memory::stage + Memory::factors), at);
-    tails[0] = tails_by_key(state[0]), tails[1] = tails_by_key(state[1]);
-    register_fence(tails);
     products_wait<0>();
     register_fence(both);
-    release(barriers.state(n), at);
     // x becomes r, then u.
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
@@ -511,9 +507,12 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     products_start();
     add_triangle(x, chunk.high, chunk.low, weighed);
     products_sent();
+    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
+    if (n > 0) hand_chunk_over(n - 1);
+    tails[0] = tails_by_key(state[0]), tails[1] = tails_by_key(state[1]);
+    register_fence(tails);
     products_wait<0>();
     register_fence(x);
-    if (n > 0) release(barriers.chunk(n - 1), at);
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) y[i] = chunk.added[own_side(i)] * x[i];
     put_split(added, 1024, 4096, y, at);
@@ -527,6 +526,9 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
       keys_times_chunk(sums[panel], stage + Memory::k + panel * 8192, added);
       products_sent();
     }
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) u[i] = x[i];
+    if (n > 0) release(barriers.chunk(n - 1), at);
     mbarrier_wait(barriers.state_read(), n);
     const int next = n + 1 < chunks ? n + 1 : n;
     mbarrier_wait(barriers.here(next % STAGES), next / STAGES);
@@ -537,6 +539,7 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     put_split(kept, DK * 16, low_state, state[0], at);
     products_wait<0>();
     register_fence(sums[1]);
+    release(barriers.read(n % STAGES), at);
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) state[1][i] = chunk.total * state[1][i] + (sums[1][16 + i] + sums[1][i]);
     put_split(kept + 1024, DK * 16, low_state, state[1], at);
@@ -545,7 +548,6 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   hand_chunk_over(chunks - 1);
   copies_fence();
   release(barriers.chunk(chunks - 1), at);
-  release(barriers.read((chunks - 1) % STAGES), at);
   store_slice<DK, DV>(state, last, head, at);
 }
 // Multiplies the columns of rows of a triangle, which a warp holds, by factors.
@@ -562,20 +564,6 @@ inline void scale_triangle(thread unsigned (&high)[16], thread unsigned (&low)[1
       split_pair(high[e], low[e], factor[0] * (first_of(high[e]) + first_of(low[e])),
                  factor[1] * (second_of(high[e]) + second_of(low[e])));
     }
-  }
-}
-// Writes a group's 16 rows of y or dv, by way of shared memory.
-inline void write_rows(threadgroup bf16* rows, const thread float (&x)[16], GLOBAL bf16* to, long row_stride, int left,
-                       Place at) {
-  unsigned packed[8];
-  pack_rows<bf16, 16>(packed, x);
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 2; ++j) put_parts(lane_piece(shared_place(rows), j, at), packed + 4 * j);
-  group_barrier();
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    const int row = at.group % 4 * 16 + i * 8 + at.lane / 4, piece = at.lane % 4;
-    if (row < left) put_whole_piece(to + row * row_stride + piece * 8, rows + row * 32 + ((piece ^ row >> 1) & 3) * 8);
   }
 }
 // Computes y of every second chunk, from chunk `first` on, from the states and u, and writes all three.
@@ -605,6 +593,7 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     if (sends) own.send_slice(n, room.place + Memory::state);
     products_wait<0>();
     register_fence(out);
+    release(barriers.read(n % STAGES), at);
     if (sends) blocks_read();
     release(barriers.state_read(), at);
     DELTATUNE_UNROLL
@@ -614,19 +603,21 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     register_fence(high);
     register_fence(low);
     products_start();
-    add_triangle(out, high, low, stage + Memory::solve);
+    add_triangle(out, high, low, room.place + Memory::u);
     products_sent();
-    if (sends) own.send_chunk_slice(n, stage + Memory::solve);
+    if (sends) own.send_chunk_slice(n, room.place + Memory::u);
     if (warp >= 2)
-      store_tails<DK>(own.chunk(n) + DV * 128 + own.row * 16, room.memory + n % STAGES * Memory::stage + Memory::solve + 8192,
-                      warp - 2, at.lane);
+      store_tails<DK>(own.chunk(n) + DV * 128 + own.row * 16, room.memory + Memory::tails, warp - 2, at.lane);
     products_wait<0>();
     register_fence(out);
-    // V has been read, too.
-    write_rows(reinterpret_cast<threadgroup bf16*>(room.memory + n % STAGES * Memory::stage + Memory::values), out,
-               y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64, at);
     if (sends) blocks_read();
-    release(barriers.read(n % STAGES), at);
+    release(barriers.chunk_read(), at);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; i += 2) {
+      const int row = own_row(at, own_side(i));
+      GLOBAL In* to = y + (((long)at.z * length + n * 64 + row) * HV + at.y) * DV + own.row + own_column(at, i);
+      if (n * 64 + row < length) put_pair(to, high_pair(out[i], out[i + 1]));
+    }
   }
   if (sends) blocks_arrived();
 }
