@@ -93,6 +93,10 @@ static unsigned short along_columns(unsigned long long operand, int k, int colum
   if (has_cores(operand))
     return plain_element(first_place(operand) + k / 8 * field(operand, 16) + column / 8 * field(operand, 32) +
                          k % 8 * 16 + column % 8 * 2);
+  if (operand >> 62 == 2) {
+    const unsigned place = first_place(operand) + k / 8 * field(operand, 32) + k % 8 * 64 + column * 2;
+    return plain_element(place ^ ((place >> 7 & 3) << 4));
+  }
   return element(first_place(operand) + column / 64 * field(operand, 16) + k / 8 * field(operand, 32) + k % 8 * 128 +
                  column % 64 * 2);
 }
@@ -243,11 +247,13 @@ inline void blocks_read() {
 inline void blocks_arrived() { blocks_read(); }
 inline void load_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, false); }
 inline void load_turned_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, true); }
-inline void load_parts_if(bool on, unsigned* r, unsigned place) {
+inline void load_parts_if_of(bool on, unsigned* r, unsigned place, bool turned) {
   unsigned part[4] = {0, 0, 0, 0};
-  if (on) load_parts(part, place);
+  if (on) load_parts_of(part, place, turned);
   for (int i = 0; i < 4; ++i) r[i] = part[i];
 }
+inline void load_parts_if(bool on, unsigned* r, unsigned place) { load_parts_if_of(on, r, place, false); }
+inline void load_turned_parts_if(bool on, unsigned* r, unsigned place) { load_parts_if_of(on, r, place, true); }
 inline float float_of(unsigned bits) { return as_type<float>(bits); }
 
 // Adds to c [16, 8] the product of a [16, 16] and b [16, 8], whose upper and lower eight rows are b0 and b1.
@@ -337,6 +343,9 @@ inline unsigned long long rows_operand(unsigned place) {
 inline unsigned long long columns_operand(unsigned place, int panel) {
   return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
+inline unsigned long long short_columns_operand(unsigned place) {
+  return (unsigned long long)place | (1ull << 16) | (32ull << 32) | (2ull << 62);
+}
 inline unsigned long long cores_operand(unsigned place, int summed, int kept) {
   return (unsigned long long)place | ((unsigned long long)(summed >> 4) << 16) |
          ((unsigned long long)(kept >> 4) << 32);
@@ -359,7 +368,7 @@ struct Products {
   static void shared_columns(float* d, unsigned long long a, unsigned long long b, int onto) {
     queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 1, 0, d, nullptr, a, b, value});
   }
-  static void shared_turned(float* d, unsigned long long a, unsigned long long b, int onto = 1) {
+  static void turned(float* d, unsigned long long a, unsigned long long b, int onto = 1) {
     queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, 1, d, nullptr, a, b, value});
   }
   static void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) {

@@ -10,6 +10,8 @@
 // tensor cores want them. Products take 32 positions at a time, so the 16 x 16 tiles (0, 1) and (2, 3) are zeros.
 
 enum CoreSizes : int { core_bytes = 128, core_row = 12 * core_bytes, triangle_bytes = 8 * core_row };
+// The bytes of the high or low parts of a chunk's 64 positions by 32 rows.
+enum ChunkSizes : int { chunk_part = 4096 };
 inline constexpr int core_high(int i, int j) {
   return i * core_row + j * core_bytes;
 }
@@ -50,17 +52,20 @@ inline void put_cores(unsigned to, int row, const thread unsigned* operand, int 
   put_parts(lane_core(to, row, lane), operand);
 }
 
-// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, to rows of 32
-// columns of which each two have their pieces in an order of their own, or to rows with padding. Rows that are not live
-// become zeros.
-template <int COLUMNS, bool SWIZZLED, typename P, typename Live>
+// In rows of 32 columns the order of the four pieces of eight depends on the row (the 64-byte swizzle): the place of a
+// piece.
+inline int turned_piece(int piece, int row) {
+  return (piece ^ row >> 1) & 3;
+}
+// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, or to rows of 32.
+// Rows that are not live become zeros.
+template <int COLUMNS, typename P, typename Live>
 inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live live, unsigned mbarrier, int index) {
-  constexpr int pieces = COLUMNS / 8, step = 128 / pieces;
-  constexpr int stride = !SWIZZLED ? COLUMNS + 8 : COLUMNS < 64 ? COLUMNS : 64;
+  constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = COLUMNS < 64 ? COLUMNS : 64;
   const int c = index % pieces, first = index / pieces;
   // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
-  const int piece = !SWIZZLED ? c : COLUMNS < 64 ? (c ^ first >> 1) & 3 : (c ^ first) & 7;
-  threadgroup bf16* place = to + (SWIZZLED ? c / 8 * 4096 : 0) + first * stride + piece * 8;
+  const int piece = COLUMNS < 64 ? turned_piece(c, first) : (c ^ first) & 7;
+  threadgroup bf16* place = to + c / 8 * 4096 + first * stride + piece * 8;
   const auto source = from + first * row_stride + c * 8;
   if (!Live::masked && live.left >= 64 && aligned16(from)) {
     const unsigned start = shared_place(place);

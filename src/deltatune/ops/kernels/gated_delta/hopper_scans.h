@@ -1,33 +1,27 @@
-// The scans of scan.h and reverse.h on Hopper, for bf16, chunks of 64 positions, and heads of whole 64 columns. Formulas
-// are those of chunk.h, and matrices in device memory have the form that hopper_cores.h describes.
+// The scans of scan.h and reverse.h on Hopper, for bf16, chunks of 64 positions, and keys of 128. Formulas are those of
+// chunk.h, and matrices in device memory have the form that hopper_cores.h describes.
 //
-// A block has three teams of four warps. One loads chunks. One goes through the chunks: it holds 64 rows of a state in
-// its registers, transposed as everything that it computes of a chunk: rows of DV by positions or by keys. Each result
-// is in registers in the form of the next product's left operand. This team hands each state and each u, in bf16, to
-// the third team, which computes y or dv from them and writes everything to device memory.
-// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h).
+// A block goes through the chunks with 32 rows of a state. One team of four warps loads chunks. One, the chain, holds
+// the state in its registers, transposed: keys by rows, as all its results are positions or keys by rows. The left
+// operands of its products are K and Q in shared memory, and triangles in registers. What it multiplies them with, the
+// state and what it computes of a chunk, it puts into shared memory as cores. It hands these over to the other teams,
+// which compute y or dv from them and write everything to device memory.
+// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h). A product of both
+// parts is one of twice as many rows, whose halves are added.
 
-// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY with padding, P,
-// and the factors; then a state and its tails as cores. When Z and V are read, u or R of the chunk takes their place,
-// and rows of y or dv on their way out take that of P.
-template <int DK, int STAGES>
-struct HopperReverseMemory {
-  static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
-  static constexpr constant int scores = values + 64 * 72 * 2, factors = scores + triangle_bytes;
-  static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
-  static constexpr constant int state = STAGES * stage, tails = state + 64 * DK * 2;
-  static constexpr constant int barriers = tails + 4 * 512;
-  static constexpr constant int bytes = barriers + 128 + 1024;
-};
-
-// The shared memory of a block of the forward scan, which does 32 rows of a state.
+// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY, P, and the
+// factors; then as cores, high and low parts each, the state, and what Z and K are multiplied with; and G dY. When Z and
+// V are read, u or R of the chunk and the state's tails take the place of Z, and rows of y or dv on their way out that
+// of V.
 template <int DK, int STAGES>
 struct HopperScanMemory {
   static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
   static constexpr constant int scores = values + 64 * 32 * 2, factors = scores + triangle_bytes;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
+  static constexpr constant int tails = solve + 2 * chunk_part;
   static constexpr constant int state = STAGES * stage, weighed = state + 2 * 32 * DK * 2;
-  static constexpr constant int added = weighed + 8192, u = added + 8192, tails = u + 8192, barriers = tails + 1024;
+  static constexpr constant int added = weighed + 2 * chunk_part, gradients = added + 2 * chunk_part;
+  static constexpr constant int barriers = gradients + chunk_part;
   static constexpr constant int bytes = barriers + 128 + 1024;
 };
 
@@ -37,22 +31,18 @@ struct ScanBarriers {
   unsigned place;
   inline unsigned here(int stage) const { return place + 8 * stage; }
   inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
-  // Two in turn, for the next state or u may be handed over before this one is waited for.
+  // Two in turn, for the next one may be handed over before this one is waited for.
   inline unsigned state(int step) const { return place + 64 + 8 * (step & 1); }
   inline unsigned chunk(int step) const { return place + 80 + 8 * (step & 1); }
   inline unsigned state_read() const { return place + 96; }
-  inline unsigned chunk_read() const { return place + 104; }
   template <int STAGES>
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
       for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), 8);
-      mbarrier_init(state(0), 4);
-      mbarrier_init(state(1), 4);
+      for (int i = 0; i < 2; ++i) mbarrier_init(state(i), 4);
+      for (int i = 0; i < 2; ++i) mbarrier_init(chunk(i), 4);
       mbarrier_init(state_read(), 4);
-      mbarrier_init(chunk_read(), 4);
-      mbarrier_init(chunk(0), 4);
-      mbarrier_init(chunk(1), 4);
       mbarriers_started();
     }
     barrier();
@@ -60,10 +50,11 @@ struct ScanBarriers {
 };
 
 // Loads chunk after chunk. REVERSE begins with the last one.
-template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename Memory,
-          typename PQ, typename PK, typename PV, typename PM, typename PS, typename PF>
+template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename PQ,
+          typename PK, typename PV, typename PM, typename PS, typename PF>
 inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, PQ q, PK k, PV values, PM mask,
                         PS solve, PS scores, PF factors) {
+  using Memory = HopperScanMemory<DK, STAGES>;
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
   int stage = 0, use = 0;
@@ -81,325 +72,120 @@ inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, 
       copy_tile(to + Memory::scores, scores + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
       copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
     }
-    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
+    copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
                              at.index);
-    copy_positions<REVERSE ? 64 : 32, !REVERSE>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
-                                            values + (row * HV + at.y) * DV + at.x * (REVERSE ? 64 : 32), HV * DV,
-                                            live, mbarrier, at.index);
-    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
+    copy_positions<32>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
+                       values + (row * HV + at.y) * DV + at.x * 32, HV * DV, live, mbarrier, at.index);
+    copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
                              at.index);
     signalled_pieces_sent(mbarrier);
     if (++stage == STAGES) stage = 0, ++use;
   }
 }
 
-// Products of a team. Rows of a state times the transpose of 64 positions of K or Q: d [64, 64] = a b^T, or added.
-// Results by positions are two of 32 positions each, for the tensor cores skip half of a triangle so.
-template <int DK>
-inline void times_positions(thread float (&d)[32], const thread unsigned (&a)[DK / 4], unsigned b, bool onto) {
-  const unsigned place = opaque((b & 0x3ffff) >> 4);
-  DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; ++m) {
-    DELTATUNE_UNROLL
-    for (int side = 0; side < 2; ++side)
-      Products<bf16, 32>::held_rows(d + 16 * side, a + 4 * m,
-                                    rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16),
-                                    onto || m > 0);
-  }
+// The address that a lane names to store a warp's 16 positions or keys of 16 rows as cores, whose rows are those 16. The
+// next eight rows are `row` bytes further.
+inline unsigned lane_core_turned(unsigned cores, int row, int lane) {
+  return cores + (lane >> 4) * row + (lane >> 3 & 1) * core_bytes + (lane & 7) * 16;
 }
-// Does so for a state in shared memory, as cores.
-template <int DK>
-inline void state_times_positions(thread float (&d)[32], unsigned state, unsigned b) {
-  const unsigned left_place = opaque((state & 0x3ffff) >> 4), place = opaque((b & 0x3ffff) >> 4);
+// Stores the transpose of 64 positions or keys by 32 rows as cores.
+inline void put_turned(unsigned to, int row, const thread unsigned (&x)[8], Place at) {
+  const unsigned place = lane_core_turned(to + at.group % 4 * 2 * core_bytes, row, at.lane);
   DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; ++m) {
-    DELTATUNE_UNROLL
-    for (int side = 0; side < 2; ++side)
-      Products<bf16, 32>::rows(d + 16 * side, cores_operand(left_place + m * 16, 128, DK * 16),
-                               rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16), m > 0);
-  }
+  for (int j = 0; j < 2; ++j) put_turned_parts(place + 2 * j * row, x + 4 * j);
 }
-// Adds rows by positions times K or Q to rows of a state [64, DK].
-template <int DK>
-inline void add_by_keys(thread float (&d)[DK / 2], const thread unsigned (&a)[16], unsigned b) {
-  const unsigned place = opaque((b & 0x3ffff) >> 4);
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j)
-    Products<bf16, DK>::columns(d, a + 4 * j, columns_operand(place + j * 128, 8192));
+// Does so for high parts, and for low parts, which follow them.
+inline void put_split(unsigned to, int row, const thread float (&x)[16], Place at) {
+  unsigned high[8], low[8];
+  split_pairs(high, low, x);
+  put_turned(to, row, high, at);
+  put_turned(to + 4 * row, row, low, at);
 }
-// Adds rows by positions [64, 64] times the transpose of a triangle (positions j to positions i >= j) or, unless
-// TURNED, times itself (positions i to positions j <= i); or sets d to it, unless `onto`. LOW takes the triangle's low
-// parts.
-template <bool TURNED, bool LOW>
-inline void add_times_cores(thread float (&d)[32], const thread unsigned (&a)[16], unsigned triangle,
-                            bool onto = true) {
-  constexpr int summed = TURNED == LOW ? core_row : core_bytes, kept = TURNED == LOW ? core_bytes : core_row;
-  const unsigned place = opaque((triangle & 0x3ffff) >> 4);
+// The address that a lane names to load or store a warp's 16 positions of 16 columns of V, dY, y or dv, from 16 j on.
+inline unsigned lane_piece(unsigned rows, int j, Place at) {
+  const int row = at.group % 4 * 16 + (at.lane & 15);
+  return rows + row * 64 + turned_piece(2 * j + (at.lane >> 4), row) * 16;
+}
+// Loads a warp's 16 rows of a triangle or, if TURNED, of its transpose, as left operands. Tiles of zeros are not read.
+template <bool TURNED>
+inline void load_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], unsigned triangle, Place at) {
+  const int warp = at.group % 4, side = at.lane >> 3 & 1, other = at.lane >> 4;
+  const int i = TURNED ? other : side, j = TURNED ? side : other;
+  const unsigned from = triangle + (at.lane & 7) * 16;
+  const unsigned by_rows = from + i * core_row + j * core_bytes, by_columns = from + i * core_bytes + j * core_row;
   DELTATUNE_UNROLL
   for (int n = 0; n < 4; ++n) {
-    DELTATUNE_UNROLL
-    for (int side = 0; side < 2; ++side) {
-      if (TURNED ? n > 2 * side + 1 : n < 2 * side) continue;
-      const int i = TURNED ? 4 * side : 2 * n, j = TURNED ? 2 * n : 4 * side;
-      const unsigned long long b = cores_operand(place + (LOW ? core_low(i, j) : core_high(i, j)) / 16, summed, kept);
-      const bool added = onto || n > (TURNED ? 0 : 2 * side);
-      if (TURNED) Products<bf16, 32>::held_rows(d + 16 * side, a + 4 * n, b, added);
-      else Products<bf16, 32>::columns(d + 16 * side, a + 4 * n, b, added);
+    if (TURNED) {
+      load_turned_parts_if(n >= warp, high + 4 * n, by_rows + core_high(2 * n, 2 * warp));
+      load_turned_parts_if(n >= warp, low + 4 * n, by_columns + core_low(2 * n, 2 * warp));
+    } else {
+      load_parts_if(n <= warp, high + 4 * n, by_rows + core_high(2 * warp, 2 * n));
+      load_parts_if(n <= warp, low + 4 * n, by_columns + core_low(2 * warp, 2 * n));
     }
   }
 }
-// Adds (high + low) times a triangle, the smallest products first. Low times low is left out, as in cuda.h.
-template <bool TURNED>
-inline void add_times_triangle(thread float (&d)[32], const thread unsigned (&high)[16],
-                               const thread unsigned (&low)[16], unsigned triangle) {
-  add_times_cores<TURNED, true>(d, high, triangle);
-  add_times_cores<TURNED, false>(d, low, triangle);
-  add_times_cores<TURNED, false>(d, high, triangle);
-}
 
-// Reads the numbers of a lane's positions: two for every four elements of a team's result [64, 64].
-inline void get_positions(thread float (&to)[16], threadgroup const float* from, int lane) {
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + lane % 4 * 2);
-}
-// The number among these of the first of elements 2 i and 2 i + 1.
-inline constexpr int pair_of(int i) {
-  return i / 2 * 2;
-}
-
-// Returns, for two tiles of a state, the two bits of each element that follow those of its bf16 (metal.h explains
-// them): a lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
-inline unsigned tails_of(const thread float* x) {
-  unsigned tails = 0;
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const unsigned first = second_bytes_of(x[2 * i], x[2 * i + 1]);
-    const unsigned second = second_bytes_of(x[8 + 2 * i], x[9 + 2 * i]);
-    tails |= (lower_halves(first, second) & 0xc0c0c0c0u) >> 2 * i;
-  }
-  return tails;
-}
-// Hands a warp's 16 rows of a state and their tails over, when the state before has been read.
-template <typename Memory, int DK>
-inline void hand_state_over(Room room, ScanBarriers barriers, int step, const thread unsigned (&rows)[DK / 4],
-                            const thread float (&exact)[DK / 2], Place at) {
-  const int warp = at.group % 4;
-  if (step > 0) mbarrier_wait(barriers.state_read(), step - 1);
-  DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; ++m)
-    put_cores(room.place + Memory::state + warp * 32 * DK + m * 256, DK * 16, rows + 4 * m, at.lane);
-  DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; m += 2)
-    put_pair(room.memory + Memory::tails + warp * 512 + at.lane * 16 + 2 * m, tails_of(exact + 8 * m));
-  copies_fence();
-  release(barriers.state(step), at);
-}
-// Hands a warp's 16 rows of u or R over, in place of Z and V, which all warps of the team have read.
-template <typename Memory>
-inline void hand_chunk_over(unsigned stage, ScanBarriers barriers, int step, const thread float (&x)[32], Place at) {
-  const unsigned to = stage + Memory::solve + at.group % 4 * 2048;
-  named_barrier<128, 1>();
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    unsigned high[4], low[4];
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i) split_pair(high[i], low[i], x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
-    put_cores(to + j * 256, 1024, high, at.lane);
-    put_cores(to + 8192 + j * 256, 1024, low, at.lane);
-  }
-  copies_fence();
-  release(barriers.chunk(step), at);
-}
-
-// Where a block writes: 64 rows of the states of one head.
-template <int DK, int DV>
-struct OwnRows {
-  int row;
-  long head, chunks;
-  GLOBAL bf16* states;
-  GLOBAL bf16* parts;
-  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
-  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
-  template <typename Memory>
-  inline void send_state(int n, Room room) const {
-    send_block(states + ((head * chunks + n) * DV + row) * DK, room.place + Memory::state, 64 * DK * 2);
-    send_block(chunk(n) + DV * 128 + row * 16, room.place + Memory::tails, 4 * 512);
-  }
-  inline void send_slice(int n, unsigned from) const {
-    send_block(states + ((head * chunks + n) * DV + row) * DK, from, 32 * DK * 2);
-  }
-  inline void send_chunk_slice(int n, unsigned from) const {
-    send_block(chunk(n) + row * 64, from, 4096);
-    send_block(chunk(n) + DV * 64 + row * 64, from + 4096, 4096);
-  }
-  template <typename Memory>
-  inline void send_chunk(int n, unsigned stage) const {
-    send_block(chunk(n) + row * 64, stage + Memory::solve, 8192);
-    send_block(chunk(n) + DV * 64 + row * 64, stage + Memory::solve + 8192, 8192);
-  }
-};
-
-// Calls use(i, first, second) for each pair of elements 2 i and 2 i + 1 of a warp's 16 rows of u or R, which are in
-// shared memory.
-template <typename Memory, typename Use>
-inline void each_pair_of_chunk(unsigned stage, Place at, Use use) {
-  const unsigned from = lane_core(stage + Memory::solve + at.group % 4 * 2048, 1024, at.lane);
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    unsigned high[4], low[4];
-    load_parts(high, from + j * 256);
-    load_parts(low, from + 8192 + j * 256);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      use(4 * j + i, first_of(high[i]) + first_of(low[i]), second_of(high[i]) + second_of(low[i]));
-  }
-}
-
-// A warp's 16 columns of the rows at `offset` of a stage.
-template <typename Memory>
-inline threadgroup bf16* own_columns(Room room, int stage, int offset, int strip) {
-  return reinterpret_cast<threadgroup bf16*>(room.memory + stage * Memory::stage + offset) + strip * 16;
-}
-// The address that a lane names to load or store the transpose of 16 positions, from 16 j on, of a group's 16 columns.
-inline unsigned turned_place(threadgroup const bf16* rows, int j, int lane) {
-  return shared_place(rows + (16 * j + (lane & 7) + ((lane & 16) >> 1)) * 72 + (lane & 8));
-}
-// Loads the transpose of a group's 16 columns of v or dy, as left operands.
-inline void load_turned(thread unsigned (&to)[16], threadgroup const bf16* rows, int lane) {
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    unsigned part[4];
-    load_turned_parts(part, turned_place(rows, j, lane));
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i) to[4 * j + i] = part[i];
-  }
-}
-// Writes the group's 16 columns of rows of y or dv, by way of shared memory.
-inline void write_positions(threadgroup bf16* rows, const thread unsigned (&x)[16], GLOBAL bf16* to, long row_stride,
-                            int left, int lane) {
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) put_turned_parts(turned_place(rows, j, lane), x + 4 * j);
-  group_barrier();
-  DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const int row = i * 16 + lane / 2, column = lane % 2 * 8;
-    if (row < left) put_piece(to + row * row_stride + column, rows + row * 72 + column, true);
-  }
-}
-
-// Writes y or dv of a step's chunk, whose first row is at `to`, and ends the step for the team that writes.
-template <typename Memory, int STAGES>
-inline void write_and_release(Place at, Room room, ScanBarriers barriers, int step, const thread unsigned (&x)[16],
-                              GLOBAL bf16* to, long row_stride, int left) {
-  const int strip = at.group % 4;
-  write_positions(own_columns<Memory>(room, step % STAGES, Memory::scores, strip), x, to + strip * 16, row_stride, left,
-                  at.lane);
-  if (strip == 0 && at.lane == 0) blocks_read();
-  // The next chunk is copied to where these rows were on their way.
-  copies_fence();
-  release(barriers.read(step % STAGES), at);
-}
-
-// Loads and stores a team's 64 rows of a state in fp32.
-template <int DK, int DV, typename P>
-inline void load_rows(thread float (&state)[DK / 2], P from, bool there, long head, Place at) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < DK / 2; ++i) {
-    const long row = head * DV + at.x * 64 + own_row(at, own_side(i));
-    state[i] = there ? from[row * DK + own_column(at, i)] : 0.0f;
-  }
-}
-template <int DK, int DV>
-inline void store_rows(const thread float (&state)[DK / 2], GLOBAL float* to, long head, Place at) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < DK / 2; ++i)
-    to[(head * DV + at.x * 64 + own_row(at, own_side(i))) * DK + own_column(at, i)] = state[i];
-}
-
-// The addresses that a lane names to load or store 16 positions or keys of 16 rows of a state as they are held by
-// position: (lane & 8) chooses the next 8 positions, (lane & 16) the next 8 rows, whose cores are `row` bytes further.
-inline unsigned lane_core_by_position(unsigned cores, int row, int lane) {
-  return cores + (lane >> 4) * row + (lane >> 3 & 1) * 128 + (lane & 7) * 16;
-}
-// Splits a team's result [64, 32] and stores the transposes of both parts as cores; the low parts are `apart` further.
-inline void put_split(unsigned to, int row, int apart, const thread float (&x)[16], Place at) {
-  const unsigned place = lane_core_by_position(to + at.group % 4 * 256, row, at.lane);
-  unsigned high[8], low[8];
-  split_pairs(high, low, x);
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 2; ++j) put_turned_parts(place + 2 * j * row, high + 4 * j);
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 2; ++j) put_turned_parts(place + 2 * j * row + apart, low + 4 * j);
-}
-// Loads a warp's 16 rows of a triangle, as left operands, and zeros for what is above its diagonal.
-inline void load_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], unsigned triangle, Place at) {
-  const int warp = at.group % 4, lane = at.lane, side = lane >> 3 & 1, other = lane >> 4;
-  const unsigned from = triangle + (lane & 7) * 16;
-  DELTATUNE_UNROLL
-  for (int n = 0; n < 4; ++n) {
-    load_parts_if(n <= warp, high + 4 * n,
-                  from + side * core_row + other * core_bytes + core_high(2 * warp, 2 * n));
-    load_parts_if(n <= warp, low + 4 * n, from + side * core_bytes + other * core_row + core_low(2 * warp, 2 * n));
-  }
-}
-// Adds a triangle, whose rows a warp holds, times positions by rows, of which x is high and low parts as cores.
-inline void add_triangle(thread float (&d)[16], const thread unsigned (&high)[16], const thread unsigned (&low)[16],
-                         unsigned x) {
-  const unsigned place = opaque((x & 0x3ffff) >> 4);
-  DELTATUNE_UNROLL
-  for (int n = 0; n < 4; ++n)
-    Products<bf16, 32>::held_rows(d, low + 4 * n, cores_operand(place + n * 16, 128, 1024), true);
-  DELTATUNE_UNROLL
-  for (int n = 0; n < 4; ++n)
-    Products<bf16, 32>::held_rows(d, high + 4 * n, cores_operand(place + 256 + n * 16, 128, 1024), true);
-  DELTATUNE_UNROLL
-  for (int n = 0; n < 4; ++n)
-    Products<bf16, 32>::held_rows(d, high + 4 * n, cores_operand(place + n * 16, 128, 1024), true);
-}
-// K or Q times the transpose of ROWS rows of a state, which may be high parts and then low parts: d = a b^T.
+// Products of a team, whose right operands are cores in shared memory. K or Q times the transpose of ROWS rows of a
+// state, which may be high parts and then low parts: d = a b^T.
 template <int DK, int ROWS>
 inline void positions_times_state(thread float (&d)[ROWS / 2], unsigned a, unsigned state) {
   const unsigned left_place = opaque((a & 0x3ffff) >> 4), place = opaque((state & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
   for (int m = 0; m < DK / 16; ++m)
     Products<bf16, ROWS>::rows(d, rows_operand(left_place + (m / 4 * 8192 + m % 4 * 32) / 16),
-                               cores_operand(place + m * 16, 128, DK * 16), m > 0);
+                               cores_operand(place + m * 16, core_bytes, DK * 16), m > 0);
 }
-// The transpose of 64 columns of K times positions by rows, of which x is high parts and then low parts.
-inline void keys_times_chunk(thread float (&d)[32], unsigned k, unsigned x) {
-  const unsigned left_place = opaque((k & 0x3ffff) >> 4), place = opaque((x & 0x3ffff) >> 4);
+// The transpose of 64 columns of K or Q times the transpose of ROWS rows by positions.
+template <int ROWS>
+inline void keys_times_chunk(thread float (&d)[ROWS / 2], unsigned a, unsigned x) {
+  const unsigned left_place = opaque((a & 0x3ffff) >> 4), place = opaque((x & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
   for (int j = 0; j < 4; ++j)
-    Products<bf16, 64>::shared_turned(d, columns_operand(left_place + j * 128, 8192),
-                                      cores_operand(place + j * 16, 128, 1024), j > 0);
+    Products<bf16, ROWS>::turned(d, columns_operand(left_place + j * 128, 8192),
+                                 cores_operand(place + j * 16, core_bytes, 8 * core_bytes), j > 0);
 }
-// The key and the row of element i of panel `panel` of a state [DK, 32].
-inline int held_key(Place at, int panel, int i) {
-  return panel * 64 + own_row(at, own_side(i));
-}
-template <int DK, int DV, typename P>
-inline void load_slice(thread float (&state)[DK / 64][16], P from, bool there, long head, Place at) {
+// Adds a triangle, of which each warp holds 16 rows, times the transpose of rows by positions, of which x is high and
+// then low parts. The smallest products are the first. Low times low is left out, as in cuda.h.
+inline void add_triangle(thread float (&d)[16], const thread unsigned (&high)[16], const thread unsigned (&low)[16],
+                         unsigned x) {
+  const unsigned place = opaque((x & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
-  for (int panel = 0; panel < DK / 64; ++panel) {
+  for (int i = 0; i < 3; ++i) {
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i)
-      state[panel][i] =
-          there ? from[(head * DV + at.x * 32 + own_column(at, i)) * DK + held_key(at, panel, i)] : 0.0f;
+    for (int n = 0; n < 4; ++n)
+      Products<bf16, 32>::held_rows(
+          d, (i == 0 ? low : high) + 4 * n,
+          cores_operand(place + (i == 1 ? chunk_part / 16 : 0) + n * 16, core_bytes, 8 * core_bytes), true);
   }
 }
-template <int DK, int DV>
-inline void store_slice(const thread float (&state)[DK / 64][16], GLOBAL float* to, long head, Place at) {
+// A triangle times rows of dY.
+inline void triangle_times_rows(thread float (&d)[16], const thread unsigned (&high)[16],
+                                const thread unsigned (&low)[16], unsigned rows) {
+  const unsigned place = opaque((rows & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
-  for (int panel = 0; panel < DK / 64; ++panel) {
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i)
-      to[(head * DV + at.x * 32 + own_column(at, i)) * DK + held_key(at, panel, i)] = state[panel][i];
-  }
+  for (int n = 0; n < 4; ++n) Products<bf16, 32>::columns(d, low + 4 * n, short_columns_operand(place + n * 64), n > 0);
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n) Products<bf16, 32>::columns(d, high + 4 * n, short_columns_operand(place + n * 64));
 }
 
-// The tails of 64 keys by 32 rows of a state, two bits each, in the lane that holds the elements: bytes for even rows
-// and then for odd rows, of each two bytes for the upper and the lower 16 rows. Their transpose is what is written.
-inline unsigned tails_by_key(const thread float (&x)[16]) {
+// Loads and stores a block's rows of a state in fp32. A team holds them as two panels of 64 keys by 32 rows.
+template <int DK, int DV>
+inline long held_place(long head, Place at, int panel, int i) {
+  return (head * DV + at.x * 32 + own_column(at, i)) * DK + panel * 64 + own_row(at, own_side(i));
+}
+template <int DK, int DV, typename P>
+inline void load_rows(thread float (&state)[2][16], P from, bool there, long head, Place at) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 32; ++i) state[i / 16][i % 16] = there ? from[held_place<DK, DV>(head, at, i / 16, i % 16)] : 0.0f;
+}
+template <int DK, int DV>
+inline void store_rows(const thread float (&state)[2][16], GLOBAL float* to, long head, Place at) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 32; ++i) to[held_place<DK, DV>(head, at, i / 16, i % 16)] = state[i / 16][i % 16];
+}
+// Returns, for a panel, the two bits of each element that follow those of its bf16 (metal.h explains them): two bytes
+// for a lane's even rows, then two for odd ones, the first for the upper 16 rows and the second for the lower 16.
+inline unsigned tails_of(const thread float (&x)[16]) {
   unsigned tails = 0;
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -409,158 +195,206 @@ inline unsigned tails_by_key(const thread float (&x)[16]) {
   }
   return tails;
 }
-// Writes the tails of 16 of a slice's rows for a warp: those of 16 keys are in 128 bytes, of all 32 rows.
+// Puts the transposes of these into shared memory: for every 16 keys eight rows of eight keys, two bytes each.
+inline void put_tails(unsigned to, const thread unsigned (&tails)[2], Place at) {
+  put_two_turned_parts(to + (at.lane >> 3 & 1) * 4 * core_bytes + at.group % 4 * core_bytes + (at.lane & 7) * 16, tails);
+}
+// Writes those of 16 rows, 16 bytes a lane: two bytes per tile of 16 columns, those of even columns in the first.
 template <int DK>
-inline void store_tails(GLOBAL bf16* to, threadgroup const char* tails, int strip, int lane) {
+inline void write_tails(GLOBAL bf16* to, threadgroup const char* tails, int strip, int lane) {
   DELTATUNE_UNROLL
   for (int m = 0; m < DK / 16; m += 2) {
     unsigned own[2];
     DELTATUNE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const unsigned pair = get_pair(tails + (m + i) * 128 + lane * 4) >> 8 * strip & 0x00ff00ffu;
+      const unsigned pair = get_pair(tails + (m + i) * core_bytes + lane * 4) >> 8 * strip & 0x00ff00ffu;
       own[i] = pair | pair >> 8;
     }
     put_pair(to + strip * 256 + lane * 8 + m, lower_halves(own[0], own[1]));
   }
 }
 
-// The address that a lane names to load or store a warp's 16 positions of 16 columns of V or y, from 16 j on. Rows have
-// 64 bytes, and each two of them have their four pieces in an order of their own.
-inline unsigned lane_piece(unsigned rows, int j, Place at) {
-  const int row = at.group % 4 * 16 + (at.lane & 15), piece = 2 * j + (at.lane >> 4);
-  return rows + row * 64 + ((piece ^ row >> 1) & 3) * 16;
-}
-// What the chain reads of a chunk before it can go on from K S^T: rows of Z, V, and factors of a lane's two positions.
-struct ChainChunk {
-  unsigned high[16], low[16], values[8];
-  float before[2], rate[2], added[2], total;
-  inline void read(unsigned solve, unsigned v, threadgroup const float* factors, Place at) {
+// What the chain holds: a state, the tails of the one that it handed over last, and what it reads of a chunk, which is
+// rows of Z or of its transpose, V or dY, and factors of a lane's two positions.
+template <int DK, int STAGES>
+struct Chain {
+  using Memory = HopperScanMemory<DK, STAGES>;
+  Room room;
+  ScanBarriers barriers;
+  float state[2][16], both[32], sums[2][32], x[16], y[16];
+  unsigned tails[2], high[16], low[16], values[8];
+  float before[2], rate[2], after[2], total;
+
+  inline unsigned stage(int step) const { return room.place + step % STAGES * Memory::stage; }
+  inline unsigned at_place(int offset) const { return room.place + offset; }
+  // Waits for what has arrived already: the compiler moves nothing from behind it to between the products before it.
+  inline void stay_behind(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }
+
+  template <bool TURNED>
+  inline void read(int step, Place at) {
+    threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
       const int row = own_row(at, side);
-      before[side] = -factors[row], rate[side] = -factors[128 + row];
-      added[side] = factors[64 + row] * factors[128 + row];
+      before[side] = factors[row], after[side] = factors[64 + row], rate[side] = factors[128 + row];
     }
     total = factors[63];
     DELTATUNE_UNROLL
-    for (int j = 0; j < 2; ++j)
-      load_parts_if(true, values + 4 * j, lane_piece(v, j, at));
-    load_triangle(high, low, solve, at);
-    register_fence(before);
-    register_fence(rate);
-    register_fence(added);
-    register_fence(high);
-    register_fence(low);
-    register_fence(values);
+    for (int j = 0; j < 2; ++j) load_parts_if(true, values + 4 * j, lane_piece(stage(step) + Memory::values, j, at));
+    load_triangle<TURNED>(high, low, stage(step) + Memory::solve, at);
   }
-};
-// Goes through the chunks: the chain from state to state. What does not lead to the next state is done while products
-// run, u of a chunk as late as in the middle of the next one.
-template <typename In, int DK, int DV, int STAGES, typename PI>
-inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
-                        GLOBAL float* last, long head) {
-  using Memory = HopperScanMemory<DK, STAGES>;
-  constexpr int low_state = 32 * DK * 2;
-  const unsigned kept = room.place + Memory::state, weighed = room.place + Memory::weighed;
-  const unsigned added = room.place + Memory::added;
-  const unsigned tails_place =
-      room.place + Memory::tails + (at.lane >> 3 & 1) * 512 + at.group % 4 * 128 + (at.lane & 7) * 16;
-  float state[2][16], x[16], y[16], u[16], both[32], sums[2][32];
-  unsigned tails[2];
-  ChainChunk chunk;
-  const auto hand_chunk_over = [&](int n) {
-    if (n > 0) mbarrier_wait(barriers.chunk_read(), n - 1);
-    put_split(room.place + Memory::u, 1024, 4096, u, at);
-    put_two_turned_parts(tails_place, tails);
-  };
-  load_slice<DK, DV>(state, initial, has_initial, head, at);
-  DELTATUNE_UNROLL
-  for (int panel = 0; panel < 2; ++panel) put_split(kept + panel * 1024, DK * 16, low_state, state[panel], at);
-  mbarrier_wait(barriers.here(0), 0);
-  copies_fence();
-  for (int n = 0; n < chunks; ++n) {
-    const unsigned stage = room.place + n % STAGES * Memory::stage;
-    named_barrier<128, 1>();
-    // Both parts of S are multiplied, for an error of u stays in the state.
-    register_fence(both);
-    products_start();
-    positions_times_state<DK, 64>(both, stage + Memory::k, kept);
-    products_sent();
-    release(barriers.state(n), at);
-    // This wait is over: it keeps the compiler from moving what follows to between the products.
-    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    chunk.read(stage + Memory::solve, stage + Memory::values,
-               room.floats(n % STAGES * Memory::stage + Memory::factors), at);
-    products_wait<0>();
-    register_fence(both);
-    // x becomes r, then u.
+  inline float value(int i) const { return i % 2 ? second_of(values[i / 2]) : first_of(values[i / 2]); }
+  // Hands the first state over, and a panel of the next one: total times what it was, plus sums.
+  inline void start(Place at) {
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const float value = i % 2 ? second_of(chunk.values[i / 2]) : first_of(chunk.values[i / 2]);
-      x[i] = value + chunk.before[own_side(i)] * (both[16 + i] + both[i]);
-      y[i] = chunk.rate[own_side(i)] * x[i];
-    }
-    put_split(weighed, 1024, 4096, y, at);
+    for (int panel = 0; panel < 2; ++panel) put_panel(panel, at);
+    mbarrier_wait(barriers.here(0), 0);
+    copies_fence();
+    release(barriers.state(0), at);
+  }
+  inline void put_panel(int panel, Place at) {
+    put_split(at_place(Memory::state) + panel * 8 * core_bytes, DK * 16, state[panel], at);
+  }
+  inline void next_panel(int panel, float scale, Place at) {
+    register_fence(sums[panel]);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i)
+      state[panel][i] = scale * state[panel][i] + (sums[panel][16 + i] + sums[panel][i]);
+    put_panel(panel, at);
+  }
+  // Puts y where Z or K is multiplied with it. All warps have read what was there, and read it when all have come here.
+  inline void put_factor(int place, Place at) {
+    put_split(at_place(place), 8 * core_bytes, y, at);
     copies_fence();
     named_barrier<128, 1>();
-    register_fence(x);
-    products_start();
-    add_triangle(x, chunk.high, chunk.low, weighed);
-    products_sent();
-    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    if (n > 0) hand_chunk_over(n - 1);
-    tails[0] = tails_by_key(state[0]), tails[1] = tails_by_key(state[1]);
-    register_fence(tails);
-    products_wait<0>();
-    register_fence(x);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) y[i] = chunk.added[own_side(i)] * x[i];
-    put_split(added, 1024, 4096, y, at);
+  }
+  // u or R and the tails take the place of Z, which all warps have read.
+  inline void put_chunk(int step, Place at) {
+    put_split(stage(step) + Memory::solve, 8 * core_bytes, x, at);
+    put_tails(stage(step) + Memory::tails, tails, at);
+  }
+  // Hands over what was put into shared memory: u or R of a chunk, and the state after it unless it is the last one.
+  inline void hand_over(int step, int chunks, Place at) const {
     copies_fence();
+    release(barriers.chunk(step), at);
+    if (at.lane != 0) return;
+    mbarrier_arrive(barriers.read(step % STAGES));
+    if (step + 1 < chunks) mbarrier_arrive(barriers.state(step + 1));
+  }
+  // Starts K S^T of a chunk. Both parts of S are multiplied, for an error of u stays in the state.
+  inline void start_chunk(int step) {
     named_barrier<128, 1>();
+    register_fence(both);
+    products_start();
+    positions_times_state<DK, 64>(both, stage(step) + Memory::k, at_place(Memory::state));
+    products_sent();
+    stay_behind(step);
+  }
+  // Starts the products of K with what was put at `added`, one group of products for each panel.
+  inline void start_panels(int step) {
     register_fence(sums[0]);
     register_fence(sums[1]);
     products_start();
     DELTATUNE_UNROLL
     for (int panel = 0; panel < 2; ++panel) {
-      keys_times_chunk(sums[panel], stage + Memory::k + panel * 8192, added);
+      keys_times_chunk<64>(sums[panel], stage(step) + Memory::k + panel * 8192, at_place(Memory::added));
       products_sent();
     }
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) u[i] = x[i];
-    if (n > 0) release(barriers.chunk(n - 1), at);
-    mbarrier_wait(barriers.state_read(), n);
-    const int next = n + 1 < chunks ? n + 1 : n;
-    mbarrier_wait(barriers.here(next % STAGES), next / STAGES);
-    products_wait<1>();
-    register_fence(sums[0]);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) state[0][i] = chunk.total * state[0][i] + (sums[0][16 + i] + sums[0][i]);
-    put_split(kept, DK * 16, low_state, state[0], at);
-    products_wait<0>();
-    register_fence(sums[1]);
-    release(barriers.read(n % STAGES), at);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) state[1][i] = chunk.total * state[1][i] + (sums[1][16 + i] + sums[1][i]);
-    put_split(kept + 1024, DK * 16, low_state, state[1], at);
-    copies_fence();
   }
-  hand_chunk_over(chunks - 1);
-  copies_fence();
-  release(barriers.chunk(chunks - 1), at);
-  store_slice<DK, DV>(state, last, head, at);
+};
+
+// Where a block writes: 32 rows of the states of one head.
+template <int DK, int DV>
+struct OwnRows {
+  int row;
+  long head, chunks;
+  GLOBAL bf16* states;
+  GLOBAL bf16* parts;
+  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
+  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
+  inline GLOBAL bf16* tails(int n) const { return chunk(n) + DV * 128 + row * 16; }
+  inline void send_state(int n, unsigned from) const {
+    send_block(states + ((head * chunks + n) * DV + row) * DK, from, 32 * DK * 2);
+  }
+  inline void send_chunk(int n, unsigned from) const {
+    send_block(chunk(n) + row * 64, from, chunk_part);
+    send_block(chunk(n) + DV * 64 + row * 64, from + chunk_part, chunk_part);
+  }
+};
+// Writes a group's 16 rows of y or dv, by way of shared memory.
+inline void write_positions(threadgroup bf16* rows, const thread float (&x)[16], GLOBAL bf16* to, long row_stride,
+                            int left, Place at) {
+  unsigned packed[8];
+  pack_rows<bf16, 16>(packed, x);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 2; ++j) put_parts(lane_piece(shared_place(rows), j, at), packed + 4 * j);
+  group_barrier();
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const int row = at.group % 4 * 16 + i * 8 + at.lane / 4, piece = at.lane % 4;
+    if (row < left)
+      put_whole_piece(to + row * row_stride + piece * 8, rows + row * 32 + turned_piece(piece, row) * 8);
+  }
 }
-// Multiplies the columns of rows of a triangle, which a warp holds, by factors.
+
+// Goes through the chunks: the chain from state to state.
+template <typename In, int DK, int DV, int STAGES, typename PI>
+inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
+                        GLOBAL float* last, long head) {
+  using Memory = HopperScanMemory<DK, STAGES>;
+  Chain<DK, STAGES> c;
+  c.room = room, c.barriers = barriers;
+  load_rows<DK, DV>(c.state, initial, has_initial, head, at);
+  c.start(at);
+  for (int n = 0; n < chunks; ++n) {
+    c.start_chunk(n);
+    c.template read<false>(n, at);
+    products_wait<0>();
+    register_fence(c.both);
+    // x becomes r, then u.
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      c.x[i] = c.value(i) - c.before[own_side(i)] * (c.both[16 + i] + c.both[i]);
+      c.y[i] = -c.rate[own_side(i)] * c.x[i];
+    }
+    c.put_factor(Memory::weighed, at);
+    register_fence(c.x);
+    register_fence(c.high);
+    register_fence(c.low);
+    products_start();
+    add_triangle(c.x, c.high, c.low, room.place + Memory::weighed);
+    products_sent();
+    c.stay_behind(n);
+    c.tails[0] = tails_of(c.state[0]), c.tails[1] = tails_of(c.state[1]);
+    register_fence(c.tails);
+    products_wait<0>();
+    register_fence(c.x);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) c.y[i] = c.rate[own_side(i)] * c.after[own_side(i)] * c.x[i];
+    c.put_factor(Memory::added, at);
+    c.start_panels(n);
+    mbarrier_wait(barriers.state_read(), n);
+    c.stay_behind(n + 1 < chunks ? n + 1 : n);
+    products_wait<1>();
+    c.next_panel(0, c.total, at);
+    c.put_chunk(n, at);
+    products_wait<0>();
+    c.next_panel(1, c.total, at);
+    c.hand_over(n, chunks, at);
+  }
+  store_rows<DK, DV>(c.state, last, head, at);
+}
+// Multiplies the columns of a warp's rows of a triangle by factors.
 inline void scale_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], threadgroup const float* factors,
-                           int warp, int lane) {
+                           Place at) {
   DELTATUNE_UNROLL
   for (int n = 0; n < 4; ++n) {
-    if (n > warp) continue;
+    if (n > at.group % 4) continue;
     DELTATUNE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int e = 4 * n + i;
       float factor[2];
-      get_two(factor, factors + 16 * n + i / 2 * 8 + lane % 4 * 2);
+      get_two(factor, factors + 16 * n + i / 2 * 8 + at.lane % 4 * 2);
       split_pair(high[e], low[e], factor[0] * (first_of(high[e]) + first_of(low[e])),
                  factor[1] * (second_of(high[e]) + second_of(low[e])));
     }
@@ -576,12 +410,13 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
   float out[16], before[2];
   unsigned high[16], low[16];
   for (int n = first; n < chunks; n += 2) {
-    const unsigned stage = room.place + n % STAGES * Memory::stage;
-    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
+    const int offset = n % STAGES * Memory::stage;
+    const unsigned stage = room.place + offset;
+    threadgroup const float* factors = room.floats(offset + Memory::factors);
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    load_triangle(high, low, stage + Memory::scores, at);
+    load_triangle<false>(high, low, stage + Memory::scores, at);
     // P (beta u) is (P beta) u, and u is in shared memory.
-    scale_triangle(high, low, factors + 128, warp, at.lane);
+    scale_triangle(high, low, factors + 128, at);
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) before[side] = factors[own_row(at, side)];
     mbarrier_wait(barriers.state(n), n / 2);
@@ -590,10 +425,9 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     products_start();
     positions_times_state<DK, 32>(out, stage + Memory::q, room.place + Memory::state);
     products_sent();
-    if (sends) own.send_slice(n, room.place + Memory::state);
+    if (sends) own.send_state(n, room.place + Memory::state);
     products_wait<0>();
     register_fence(out);
-    release(barriers.read(n % STAGES), at);
     if (sends) blocks_read();
     release(barriers.state_read(), at);
     DELTATUNE_UNROLL
@@ -603,51 +437,24 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     register_fence(high);
     register_fence(low);
     products_start();
-    add_triangle(out, high, low, room.place + Memory::u);
+    add_triangle(out, high, low, stage + Memory::solve);
     products_sent();
-    if (sends) own.send_chunk_slice(n, room.place + Memory::u);
-    if (warp >= 2)
-      store_tails<DK>(own.chunk(n) + DV * 128 + own.row * 16, room.memory + Memory::tails, warp - 2, at.lane);
+    if (sends) own.send_chunk(n, stage + Memory::solve);
+    if (warp >= 2) write_tails<DK>(own.tails(n), room.memory + offset + Memory::tails, warp - 2, at.lane);
     products_wait<0>();
     register_fence(out);
+    write_positions(reinterpret_cast<threadgroup bf16*>(room.memory + offset + Memory::values), out,
+                    y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64, at);
     if (sends) blocks_read();
-    release(barriers.chunk_read(), at);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; i += 2) {
-      const int row = own_row(at, own_side(i));
-      GLOBAL In* to = y + (((long)at.z * length + n * 64 + row) * HV + at.y) * DV + own.row + own_column(at, i);
-      if (n * 64 + row < length) put_pair(to, high_pair(out[i], out[i + 1]));
-    }
+    release(barriers.read(n % STAGES), at);
   }
   if (sends) blocks_arrived();
 }
 
-// The registers of a thread of each team. A block starts with 168 for each of its 384 threads: a team that asks for
-// more than the others gave back waits forever.
-enum ScanRegisters : int { SCAN_LOADER = 48, SCAN_CHAIN = 256, SCAN_WRITER = 200 };
-static_assert(SCAN_LOADER + SCAN_CHAIN + SCAN_WRITER <= 3 * 168, "teams share out what the block starts with");
-// Runs a block of either scan: each team calls its function with its place, the shared memory and the mbarriers.
-template <typename Memory, int STAGES, typename Load, typename Chain, typename Write>
-inline void run_teams(Place at, threadgroup char* memory, Load load, Chain chain, Write write) {
-  const Room room = room_of(memory);
-  const ScanBarriers barriers{room.place + Memory::barriers};
-  barriers.template start<STAGES>(at);
-  at.group = uniform(at.group);
-  if (at.group < 4) {
-    fewer_registers<SCAN_LOADER>();
-    load(at, room, barriers);
-  } else if (at.group < 8) {
-    more_registers<SCAN_CHAIN>();
-    chain(at, room, barriers);
-  } else {
-    more_registers<SCAN_WRITER>();
-    write(at, room, barriers);
-  }
-}
-
-// Those of the forward scan, whose block starts with 128 for each of its 512 threads.
-enum ForwardRegisters : int { FORWARD_LOADER = 48, FORWARD_CHAIN = 208, FORWARD_WRITER = 128 };
-static_assert(FORWARD_LOADER + FORWARD_CHAIN + 2 * FORWARD_WRITER <= 4 * 128, "teams share out what the block starts with");
+// The registers of a thread of each team, of which two write. A block starts with 128 for each of its 512 threads: a
+// team that asks for more than the others gave back waits forever.
+enum ScanRegisters : int { SCAN_LOADER = 48, SCAN_CHAIN = 208, SCAN_WRITER = 128 };
+static_assert(SCAN_LOADER + SCAN_CHAIN + 2 * SCAN_WRITER <= 4 * 128, "teams share out what the block starts with");
 // The forward scan, with the arguments and results of gated_delta_scan. A block does 32 rows of one state; the grid is
 // (DV / 32, HV, B).
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
@@ -657,17 +464,16 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
                                     GLOBAL In* states, GLOBAL float* u, GLOBAL float* last) {
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
-  using Memory = HopperScanMemory<DK, STAGES>;
   const Room room = room_of(memory);
-  const ScanBarriers barriers{room.place + Memory::barriers};
+  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
   barriers.template start<STAGES>(at);
   at.group = uniform(at.group);
   if (at.group < 4) {
-    fewer_registers<FORWARD_LOADER>();
-    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false, Memory>(at, room, barriers, length, q, k, v, mask, solve,
-                                                                   scores, factors);
+    fewer_registers<SCAN_LOADER>();
+    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
+                                                           factors);
   } else if (at.group < 8) {
-    more_registers<FORWARD_CHAIN>();
+    more_registers<SCAN_CHAIN>();
     scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
   } else {
     const OwnRows<DK, DV> own{at.x * 32, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
@@ -679,140 +485,134 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
 template <typename In, int DK, int DV, int STAGES, typename PE>
 inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunks, PE d_last, GLOBAL float* d_initial,
                            long head) {
-  using Memory = HopperReverseMemory<DK, STAGES>;
-  const int lane = at.lane, strip = at.group % 4;
-  float state[DK / 2], x[32], part[32], after[16], rate[16];
-  unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
-  load_rows<DK, DV>(state, d_last, true, head, at);
-  const auto get_gradients = [&](int step) {
-    load_turned(gradients, own_columns<Memory>(room, step % STAGES, Memory::values, strip), lane);
-  };
+  using Memory = HopperScanMemory<DK, STAGES>;
+  Chain<DK, STAGES> c;
+  float part[16], by_queries[2][16];
+  unsigned scores[16], low_scores[16], gradients[8];
+  c.room = room, c.barriers = barriers;
+  load_rows<DK, DV>(c.state, d_last, true, head, at);
   // Starts P^T dY of a step's chunk.
   const auto start_part = [&](int step) {
-    mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
-    copies_fence();
-    get_gradients(step);
+    load_triangle<true>(scores, low_scores, c.stage(step) + Memory::scores, at);
     register_fence(part);
-    register_fence(gradients);
+    register_fence(scores);
+    register_fence(low_scores);
     products_start();
-    add_times_cores<false, true>(part, gradients, room.place + step % STAGES * Memory::stage + Memory::scores, false);
-    add_times_cores<false, false>(part, gradients, room.place + step % STAGES * Memory::stage + Memory::scores);
+    triangle_times_rows(part, scores, low_scores, c.stage(step) + Memory::values);
     products_sent();
   };
-  // Computes K dS^T while the gradient of the state is handed over.
-  const auto start = [&](int step) {
-    split_pairs(rows, low_rows, state);
-    register_fence(rows);
-    register_fence(low_rows);
-    register_fence(x);
-    products_start();
-    times_positions<DK>(x, low_rows, room.place + step % STAGES * Memory::stage + Memory::k, false);
-    times_positions<DK>(x, rows, room.place + step % STAGES * Memory::stage + Memory::k, true);
-    products_sent();
-    hand_state_over<Memory, DK>(room, barriers, step, rows, state, at);
-    threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
-    get_positions(after, factors + 64, lane);
-    get_positions(rate, factors + 128, lane);
-    products_wait<0>();
-    register_fence(x);
-  };
+  c.start(at);
   start_part(0);
   products_wait<0>();
   register_fence(part);
-  start(0);
   for (int step = 0; step < chunks; ++step) {
-    const unsigned stage = room.place + step % STAGES * Memory::stage;
-    threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
-    // x becomes w, then R; gradients become G dY.
+    c.start_chunk(step);
+    c.template read<true>(step, at);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i)
+      gradients[i] = high_pair(c.before[i % 2] * first_of(c.values[i]), c.before[i % 2] * second_of(c.values[i]));
+    put_turned(room.place + Memory::gradients, 8 * core_bytes, gradients, at);
+    products_wait<0>();
+    register_fence(c.both);
+    // x becomes w, then R.
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
-      const int f = pair_of(i);
-      x[2 * i] = after[f] * x[2 * i] + part[2 * i];
-      x[2 * i + 1] = after[f + 1] * x[2 * i + 1] + part[2 * i + 1];
-      split_pair(high[i], low[i], -rate[f] * x[2 * i], -rate[f + 1] * x[2 * i + 1]);
+      c.x[i] = c.after[own_side(i)] * (c.both[16 + i] + c.both[i]) + part[i];
+      c.y[i] = -c.rate[own_side(i)] * c.x[i];
     }
-    register_fence(x);
-    register_fence(high);
-    register_fence(low);
+    c.put_factor(Memory::weighed, at);
+    register_fence(c.x);
+    register_fence(c.high);
+    register_fence(c.low);
     products_start();
-    add_times_triangle<false>(x, high, low, stage + Memory::solve);
+    add_triangle(c.x, c.high, c.low, room.place + Memory::weighed);
     products_sent();
-    get_gradients(step);
-    get_positions(after, factors, lane);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i)
-      gradients[i] =
-          high_pair(after[pair_of(i)] * first_of(gradients[i]), after[pair_of(i) + 1] * second_of(gradients[i]));
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) rate[i] *= -after[i];
-    const float total = factors[63];
-    DELTATUNE_UNROLL
-    for (int i = 0; i < DK / 2; ++i) state[i] *= total;
-    register_fence(state);
-    register_fence(gradients);
+    register_fence(by_queries[0]);
+    register_fence(by_queries[1]);
     products_start();
-    add_by_keys<DK>(state, gradients, stage + Memory::q);
+    DELTATUNE_UNROLL
+    for (int panel = 0; panel < 2; ++panel)
+      keys_times_chunk<32>(by_queries[panel], c.stage(step) + Memory::q + panel * 8192,
+                           room.place + Memory::gradients);
     products_sent();
+    c.stay_behind(step);
+    c.tails[0] = tails_of(c.state[0]), c.tails[1] = tails_of(c.state[1]);
+    register_fence(c.tails);
     products_wait<1>();
-    register_fence(x);
-    unsigned end_high[16], end_low[16];
+    register_fence(c.x);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i)
-      split_pair(end_high[i], end_low[i], rate[pair_of(i)] * x[2 * i], rate[pair_of(i) + 1] * x[2 * i + 1]);
-    register_fence(end_high);
-    register_fence(end_low);
-    products_start();
-    add_by_keys<DK>(state, end_low, stage + Memory::k);
-    add_by_keys<DK>(state, end_high, stage + Memory::k);
-    products_sent();
-    hand_chunk_over<Memory>(stage, barriers, step, x, at);
-    // The products with G dY are over, so that its registers are free.
-    products_wait<1>();
-    register_fence(gradients);
+    for (int i = 0; i < 16; ++i) c.y[i] = -c.rate[own_side(i)] * c.before[own_side(i)] * c.x[i];
+    c.put_factor(Memory::added, at);
+    c.start_panels(step);
+    mbarrier_wait(barriers.state_read(), step);
     // No branch while products run: the compiler would wait for each of them. So the last chunk's are started twice.
-    start_part(step + 1 < chunks ? step + 1 : step);
+    const int next = step + 1 < chunks ? step + 1 : step;
+    c.stay_behind(next);
+    start_part(next);
+    products_wait<3>();
+    register_fence(by_queries[0]);
+    register_fence(by_queries[1]);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 32; ++i)
+      c.state[i / 16][i % 16] = c.total * c.state[i / 16][i % 16] + by_queries[i / 16][i % 16];
+    products_wait<2>();
+    c.next_panel(0, 1.0f, at);
+    c.put_chunk(step, at);
+    products_wait<1>();
+    c.next_panel(1, 1.0f, at);
     products_wait<0>();
-    register_fence(state);
     register_fence(part);
-    release(barriers.read(step % STAGES), at);
-    if (step + 1 < chunks) start(step + 1);
+    c.hand_over(step, chunks, at);
   }
-  store_rows<DK, DV>(state, d_initial, head, at);
+  store_rows<DK, DV>(c.state, d_initial, head, at);
 }
 // Computes dv from R, and writes it, R, and the gradients of the states.
 template <typename In, int DK, int DV, int HV, int STAGES>
 inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* dv) {
-  using Memory = HopperReverseMemory<DK, STAGES>;
-  const int lane = at.lane, chunks = (length + 63) / 64;
-  const bool sends = at.group % 4 == 0 && lane == 0;
-  unsigned high[16];
+  using Memory = HopperScanMemory<DK, STAGES>;
+  const int chunks = (length + 63) / 64, warp = at.group % 4;
+  const bool sends = warp == 0 && at.lane == 0;
   for (int step = 0; step < chunks; ++step) {
-    const int n = chunks - 1 - step;
-    const unsigned stage = room.place + step % STAGES * Memory::stage;
-    threadgroup const float* rates = room.floats(step % STAGES * Memory::stage + Memory::factors) + 128;
+    const int n = chunks - 1 - step, offset = step % STAGES * Memory::stage;
+    const unsigned right = room.place + offset + Memory::solve;
+    threadgroup const float* rates = room.floats(offset + Memory::factors) + 128;
     mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
     mbarrier_wait(barriers.state(step), step / 2);
     if (sends) {
-      own.template send_state<Memory>(n, room);
+      own.send_state(n, room.place + Memory::state);
       blocks_read();
     }
     release(barriers.state_read(), at);
     mbarrier_wait(barriers.chunk(step), step / 2);
-    if (sends) own.template send_chunk<Memory>(n, stage);
-    each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
-      float rate[2];
-      get_two(rate, rates + i / 2 * 8 + lane % 4 * 2);
-      high[i] = high_pair(rate[0] * first, rate[1] * second);
-    });
-    write_and_release<Memory, STAGES>(at, room, barriers, step, high,
-                                      dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
-                                      length - n * 64);
+    if (sends) own.send_chunk(n, right);
+    if (warp >= 2) write_tails<DK>(own.tails(n), room.memory + offset + Memory::tails, warp - 2, at.lane);
+    float out[16];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      unsigned high[4], low[4];
+      const unsigned from = lane_core_turned(right + warp * 2 * core_bytes, 8 * core_bytes, at.lane);
+      load_turned_parts(high, from + 2 * j * 8 * core_bytes);
+      load_turned_parts(low, from + 2 * j * 8 * core_bytes + chunk_part);
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float rate = rates[own_row(at, i % 2)];
+        out[8 * j + 2 * i] = rate * (first_of(high[i]) + first_of(low[i]));
+        out[8 * j + 2 * i + 1] = rate * (second_of(high[i]) + second_of(low[i]));
+      }
+    }
+    write_positions(reinterpret_cast<threadgroup bf16*>(room.memory + offset + Memory::values), out,
+                    dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64, at);
+    if (sends) blocks_read();
+    release(barriers.read(step % STAGES), at);
   }
   if (sends) blocks_arrived();
 }
 
-// The reverse scan, with the arguments and results of gated_delta_reverse. A block does 64 rows of one
-// state; the grid is (DV / 64, HV, B).
+// The registers of the teams of the reverse scan, of which one writes. A block starts with 168 for each of its 384
+// threads.
+enum ReverseRegisters : int { REVERSE_LOADER = 48, REVERSE_CHAIN = 256, REVERSE_WRITER = 200 };
+static_assert(REVERSE_LOADER + REVERSE_CHAIN + REVERSE_WRITER <= 3 * 168, "teams share out what the block starts with");
+// The reverse scan, with the arguments and results of gated_delta_reverse. Blocks are those of the forward scan.
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
           typename PY, typename PM, typename PE, typename PS, typename PF>
 inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask,
@@ -820,18 +620,20 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int l
                                        GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial) {
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
-  using Memory = HopperReverseMemory<DK, STAGES>;
-  run_teams<Memory, STAGES>(
-      at, memory,
-      [&](Place at, Room room, ScanBarriers barriers) {
-        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true, Memory>(at, room, barriers, length, q, k, dy, mask,
-                                                                      solve, scores, factors);
-      },
-      [&](Place at, Room room, ScanBarriers barriers) {
-        reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
-      },
-      [&](Place at, Room room, ScanBarriers barriers) {
-        const OwnRows<DK, DV> own{at.x * 64, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
-        write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
-      });
+  const Room room = room_of(memory);
+  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
+  barriers.template start<STAGES>(at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    fewer_registers<REVERSE_LOADER>();
+    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
+                                                          factors);
+  } else if (at.group < 8) {
+    more_registers<REVERSE_CHAIN>();
+    reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
+  } else {
+    more_registers<REVERSE_WRITER>();
+    const OwnRows<DK, DV> own{at.x * 32, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
+    write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
+  }
 }
