@@ -227,8 +227,9 @@ struct Chain {
 
   inline unsigned stage(int step) const { return room.place + step % STAGES * Memory::stage; }
   inline unsigned at_place(int offset) const { return room.place + offset; }
-  // Waits for what has arrived already: the compiler moves nothing from behind it to between the products before it.
-  inline void stay_behind(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }
+  // Waits for a chunk. Past products of one that has arrived, the wait keeps the compiler from moving what follows to
+  // between these products.
+  inline void wait_for(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }
 
   template <bool TURNED>
   inline void read(int step, Place at) {
@@ -242,6 +243,9 @@ struct Chain {
     DELTATUNE_UNROLL
     for (int j = 0; j < 2; ++j) load_parts_if(true, values + 4 * j, lane_piece(stage(step) + Memory::values, j, at));
     load_triangle<TURNED>(high, low, stage(step) + Memory::solve, at);
+    register_fence(high);
+    register_fence(low);
+    register_fence(values);
   }
   inline float value(int i) const { return i % 2 ? second_of(values[i / 2]) : first_of(values[i / 2]); }
   // Hands the first state over, and a panel of the next one: total times what it was, plus sums.
@@ -250,7 +254,6 @@ struct Chain {
     for (int panel = 0; panel < 2; ++panel) put_panel(panel, at);
     mbarrier_wait(barriers.here(0), 0);
     copies_fence();
-    release(barriers.state(0), at);
   }
   inline void put_panel(int panel, Place at) {
     put_split(at_place(Memory::state) + panel * 8 * core_bytes, DK * 16, state[panel], at);
@@ -277,9 +280,7 @@ struct Chain {
   inline void hand_over(int step, int chunks, Place at) const {
     copies_fence();
     release(barriers.chunk(step), at);
-    if (at.lane != 0) return;
-    mbarrier_arrive(barriers.read(step % STAGES));
-    if (step + 1 < chunks) mbarrier_arrive(barriers.state(step + 1));
+    if (at.lane == 0) mbarrier_arrive(barriers.read(step % STAGES));
   }
   // Starts K S^T of a chunk. Both parts of S are multiplied, for an error of u stays in the state.
   inline void start_chunk(int step) {
@@ -288,7 +289,7 @@ struct Chain {
     products_start();
     positions_times_state<DK, 64>(both, stage(step) + Memory::k, at_place(Memory::state));
     products_sent();
-    stay_behind(step);
+    wait_for(step);
   }
   // Starts the products of K with what was put at `added`, one group of products for each panel.
   inline void start_panels(int step) {
@@ -347,8 +348,13 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   load_rows<DK, DV>(c.state, initial, has_initial, head, at);
   c.start(at);
   for (int n = 0; n < chunks; ++n) {
+    c.wait_for(n);
+    copies_fence();
+    release(barriers.state(n), at);
+    if (n > 0 && at.lane == 0) mbarrier_arrive(barriers.chunk(n - 1));
     c.start_chunk(n);
     c.template read<false>(n, at);
+    c.tails[0] = tails_of(c.state[0]), c.tails[1] = tails_of(c.state[1]);
     products_wait<0>();
     register_fence(c.both);
     // x becomes r, then u.
@@ -359,29 +365,25 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     }
     c.put_factor(Memory::weighed, at);
     register_fence(c.x);
-    register_fence(c.high);
-    register_fence(c.low);
     products_start();
     add_triangle(c.x, c.high, c.low, room.place + Memory::weighed);
     products_sent();
-    c.stay_behind(n);
-    c.tails[0] = tails_of(c.state[0]), c.tails[1] = tails_of(c.state[1]);
-    register_fence(c.tails);
     products_wait<0>();
     register_fence(c.x);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) c.y[i] = c.rate[own_side(i)] * c.after[own_side(i)] * c.x[i];
+    for (int i = 0; i < 16; ++i) c.y[i] = c.after[own_side(i)] * c.rate[own_side(i)] * c.x[i];
     c.put_factor(Memory::added, at);
     c.start_panels(n);
+    c.put_chunk(n, at);
     mbarrier_wait(barriers.state_read(), n);
-    c.stay_behind(n + 1 < chunks ? n + 1 : n);
     products_wait<1>();
     c.next_panel(0, c.total, at);
-    c.put_chunk(n, at);
     products_wait<0>();
     c.next_panel(1, c.total, at);
-    c.hand_over(n, chunks, at);
+    release(barriers.read(n % STAGES), at);
   }
+  copies_fence();
+  release(barriers.chunk(chunks - 1), at);
   store_rows<DK, DV>(c.state, last, head, at);
 }
 // Multiplies the columns of a warp's rows of a triangle by factors.
@@ -506,14 +508,15 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
   products_wait<0>();
   register_fence(part);
   for (int step = 0; step < chunks; ++step) {
-    c.start_chunk(step);
     c.template read<true>(step, at);
+    c.start_chunk(step);
     DELTATUNE_UNROLL
     for (int i = 0; i < 8; ++i)
       gradients[i] = high_pair(c.before[i % 2] * first_of(c.values[i]), c.before[i % 2] * second_of(c.values[i]));
     put_turned(room.place + Memory::gradients, 8 * core_bytes, gradients, at);
     products_wait<0>();
     register_fence(c.both);
+    release(barriers.state(step), at);
     // x becomes w, then R.
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
@@ -535,7 +538,7 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
       keys_times_chunk<32>(by_queries[panel], c.stage(step) + Memory::q + panel * 8192,
                            room.place + Memory::gradients);
     products_sent();
-    c.stay_behind(step);
+    c.wait_for(step);
     c.tails[0] = tails_of(c.state[0]), c.tails[1] = tails_of(c.state[1]);
     register_fence(c.tails);
     products_wait<1>();
@@ -544,10 +547,11 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     for (int i = 0; i < 16; ++i) c.y[i] = -c.rate[own_side(i)] * c.before[own_side(i)] * c.x[i];
     c.put_factor(Memory::added, at);
     c.start_panels(step);
+    c.put_chunk(step, at);
     mbarrier_wait(barriers.state_read(), step);
     // No branch while products run: the compiler would wait for each of them. So the last chunk's are started twice.
     const int next = step + 1 < chunks ? step + 1 : step;
-    c.stay_behind(next);
+    c.wait_for(next);
     start_part(next);
     products_wait<3>();
     register_fence(by_queries[0]);
@@ -557,7 +561,6 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
       c.state[i / 16][i % 16] = c.total * c.state[i / 16][i % 16] + by_queries[i / 16][i % 16];
     products_wait<2>();
     c.next_panel(0, 1.0f, at);
-    c.put_chunk(step, at);
     products_wait<1>();
     c.next_panel(1, 1.0f, at);
     products_wait<0>();
