@@ -2,16 +2,16 @@
 // chunk.h, and matrices in device memory have the form that hopper_cores.h describes.
 //
 // A block goes through the chunks with 32 rows of a state. One team of four warps loads chunks. One, the chain, holds
-// the state in its registers, transposed: keys by rows, as all its results are positions or keys by rows. The left
-// operands of its products are K and Q in shared memory, and triangles in registers. What it multiplies them with, the
-// state and what it computes of a chunk, it puts into shared memory as cores. It hands these over to the other teams,
-// which compute y or dv from them and write everything to device memory.
-// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h). A product of both
-// parts is one of twice as many rows, whose halves are added.
+// the state in its registers, transposed: all its results are positions or keys by rows. The left operands of its
+// products are K and Q in shared memory, and triangles in registers. What it multiplies them with, the state and what
+// it computes of a chunk, it puts into shared memory as cores, and so hands it to the other teams. These compute y or
+// dv and write everything to device memory.
+// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h). A product with both
+// parts is one with twice as many rows, whose halves are added.
 
 // The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY, P, and the
-// factors; then as cores, high and low parts each, the state, and what Z and K are multiplied with; and G dY. When Z and
-// V are read, u or R of the chunk and the state's tails take the place of Z, and rows of y or dv on their way out that
+// factors; as cores, high and low parts each, the state, and what Z and K are multiplied with; and G dY. When Z and V
+// are read, u or R of the chunk and the state's tails take the place of Z, and rows of y or dv on their way out that
 // of V.
 template <int DK, int STAGES>
 struct HopperScanMemory {
@@ -83,8 +83,8 @@ inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, 
   }
 }
 
-// The address that a lane names to store a warp's 16 positions or keys of 16 rows as cores, whose rows are those 16. The
-// next eight rows are `row` bytes further.
+// The address that a lane names to store a warp's 16 positions or keys of 16 rows as cores, whose rows are those 16.
+// The next eight rows are `row` bytes further.
 inline unsigned lane_core_turned(unsigned cores, int row, int lane) {
   return cores + (lane >> 4) * row + (lane >> 3 & 1) * core_bytes + (lane & 7) * 16;
 }
@@ -168,7 +168,7 @@ inline void triangle_times_rows(thread float (&d)[16], const thread unsigned (&h
   for (int n = 0; n < 4; ++n) Products<bf16, 32>::columns(d, high + 4 * n, short_columns_operand(place + n * 64));
 }
 
-// Loads and stores a block's rows of a state in fp32. A team holds them as two panels of 64 keys by 32 rows.
+// Loads and stores a block's rows of a state in fp32, which the chain holds as two panels of 64 keys by 32 rows.
 template <int DK, int DV>
 inline long held_place(long head, Place at, int panel, int i) {
   return (head * DV + at.x * 32 + own_column(at, i)) * DK + panel * 64 + own_row(at, own_side(i));
@@ -176,7 +176,8 @@ inline long held_place(long head, Place at, int panel, int i) {
 template <int DK, int DV, typename P>
 inline void load_rows(thread float (&state)[2][16], P from, bool there, long head, Place at) {
   DELTATUNE_UNROLL
-  for (int i = 0; i < 32; ++i) state[i / 16][i % 16] = there ? from[held_place<DK, DV>(head, at, i / 16, i % 16)] : 0.0f;
+  for (int i = 0; i < 32; ++i)
+    state[i / 16][i % 16] = there ? from[held_place<DK, DV>(head, at, i / 16, i % 16)] : 0.0f;
 }
 template <int DK, int DV>
 inline void store_rows(const thread float (&state)[2][16], GLOBAL float* to, long head, Place at) {
@@ -197,7 +198,8 @@ inline unsigned tails_of(const thread float (&x)[16]) {
 }
 // Puts the transposes of these into shared memory: for every 16 keys eight rows of eight keys, two bytes each.
 inline void put_tails(unsigned to, const thread unsigned (&tails)[2], Place at) {
-  put_two_turned_parts(to + (at.lane >> 3 & 1) * 4 * core_bytes + at.group % 4 * core_bytes + (at.lane & 7) * 16, tails);
+  const int core = (at.lane >> 3 & 1) * 4 + at.group % 4;
+  put_two_turned_parts(to + core * core_bytes + (at.lane & 7) * 16, tails);
 }
 // Writes those of 16 rows, 16 bytes a lane: two bytes per tile of 16 columns, those of even columns in the first.
 template <int DK>
@@ -226,9 +228,8 @@ struct Chain {
   float before[2], rate[2], after[2], total;
 
   inline unsigned stage(int step) const { return room.place + step % STAGES * Memory::stage; }
-  inline unsigned at_place(int offset) const { return room.place + offset; }
-  // Waits for a chunk. Past products of one that has arrived, the wait keeps the compiler from moving what follows to
-  // between these products.
+  // Waits for a chunk. Behind products with one that has arrived, the wait keeps the compiler from moving what follows
+  // to between these products, which it would hold up.
   inline void wait_for(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }
 
   template <bool TURNED>
@@ -248,16 +249,19 @@ struct Chain {
     register_fence(values);
   }
   inline float value(int i) const { return i % 2 ? second_of(values[i / 2]) : first_of(values[i / 2]); }
-  // Hands the first state over, and a panel of the next one: total times what it was, plus sums.
-  inline void start(Place at) {
+  inline void keep_tails() {
+    DELTATUNE_UNROLL
+    for (int panel = 0; panel < 2; ++panel) tails[panel] = tails_of(state[panel]);
+  }
+  // Puts a panel of the state into shared memory, when all products with the one before are over.
+  inline void put_panel(int panel, Place at) {
+    put_split(room.place + Memory::state + panel * 8 * core_bytes, DK * 16, state[panel], at);
+  }
+  inline void put_state(Place at) {
     DELTATUNE_UNROLL
     for (int panel = 0; panel < 2; ++panel) put_panel(panel, at);
-    mbarrier_wait(barriers.here(0), 0);
-    copies_fence();
   }
-  inline void put_panel(int panel, Place at) {
-    put_split(at_place(Memory::state) + panel * 8 * core_bytes, DK * 16, state[panel], at);
-  }
+  // Makes it that of the next state: `scale` times what it was, plus the products of K.
   inline void next_panel(int panel, float scale, Place at) {
     register_fence(sums[panel]);
     DELTATUNE_UNROLL
@@ -265,31 +269,32 @@ struct Chain {
       state[panel][i] = scale * state[panel][i] + (sums[panel][16 + i] + sums[panel][i]);
     put_panel(panel, at);
   }
-  // Puts y where Z or K is multiplied with it. All warps have read what was there, and read it when all have come here.
+  // Puts y where Z or K is multiplied with it. When all warps have come here, all of it is there.
   inline void put_factor(int place, Place at) {
-    put_split(at_place(place), 8 * core_bytes, y, at);
+    put_split(room.place + place, 8 * core_bytes, y, at);
     copies_fence();
     named_barrier<128, 1>();
   }
-  // u or R and the tails take the place of Z, which all warps have read.
+  // Puts u or R and the tails in place of Z, which all warps have read.
   inline void put_chunk(int step, Place at) {
     put_split(stage(step) + Memory::solve, 8 * core_bytes, x, at);
     put_tails(stage(step) + Memory::tails, tails, at);
-  }
-  // Hands over what was put into shared memory: u or R of a chunk, and the state after it unless it is the last one.
-  inline void hand_over(int step, int chunks, Place at) const {
-    copies_fence();
-    release(barriers.chunk(step), at);
-    if (at.lane == 0) mbarrier_arrive(barriers.read(step % STAGES));
   }
   // Starts K S^T of a chunk. Both parts of S are multiplied, for an error of u stays in the state.
   inline void start_chunk(int step) {
     named_barrier<128, 1>();
     register_fence(both);
     products_start();
-    positions_times_state<DK, 64>(both, stage(step) + Memory::k, at_place(Memory::state));
+    positions_times_state<DK, 64>(both, stage(step) + Memory::k, room.place + Memory::state);
     products_sent();
     wait_for(step);
+  }
+  // Starts to add Z, or its transpose, times what was put at `weighed` to x.
+  inline void start_solving() {
+    register_fence(x);
+    products_start();
+    add_triangle(x, high, low, room.place + Memory::weighed);
+    products_sent();
   }
   // Starts the products of K with what was put at `added`, one group of products for each panel.
   inline void start_panels(int step) {
@@ -298,7 +303,7 @@ struct Chain {
     products_start();
     DELTATUNE_UNROLL
     for (int panel = 0; panel < 2; ++panel) {
-      keys_times_chunk<64>(sums[panel], stage(step) + Memory::k + panel * 8192, at_place(Memory::added));
+      keys_times_chunk<64>(sums[panel], stage(step) + Memory::k + panel * 8192, room.place + Memory::added);
       products_sent();
     }
   }
@@ -346,15 +351,16 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   Chain<DK, STAGES> c;
   c.room = room, c.barriers = barriers;
   load_rows<DK, DV>(c.state, initial, has_initial, head, at);
-  c.start(at);
+  c.put_state(at);
   for (int n = 0; n < chunks; ++n) {
+    // Hands over the state, and u of the chunk before.
     c.wait_for(n);
     copies_fence();
     release(barriers.state(n), at);
     if (n > 0 && at.lane == 0) mbarrier_arrive(barriers.chunk(n - 1));
     c.start_chunk(n);
     c.template read<false>(n, at);
-    c.tails[0] = tails_of(c.state[0]), c.tails[1] = tails_of(c.state[1]);
+    c.keep_tails();
     products_wait<0>();
     register_fence(c.both);
     // x becomes r, then u.
@@ -364,10 +370,7 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
       c.y[i] = -c.rate[own_side(i)] * c.x[i];
     }
     c.put_factor(Memory::weighed, at);
-    register_fence(c.x);
-    products_start();
-    add_triangle(c.x, c.high, c.low, room.place + Memory::weighed);
-    products_sent();
+    c.start_solving();
     products_wait<0>();
     register_fence(c.x);
     DELTATUNE_UNROLL
@@ -483,63 +486,78 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
   }
 }
 
+// P^T dY of a chunk, of which P is at `scores` and dY at `values`.
+struct ScoresPart {
+  float sum[16];
+  unsigned high[16], low[16];
+  inline void start(unsigned scores, unsigned values, Place at) {
+    load_triangle<true>(high, low, scores, at);
+    register_fence(sum);
+    register_fence(high);
+    register_fence(low);
+    products_start();
+    triangle_times_rows(sum, high, low, values);
+    products_sent();
+  }
+};
+// Starts the products of Q with G dY, a panel each.
+inline void start_by_queries(thread float (&sums)[2][16], unsigned q, unsigned gradients) {
+  register_fence(sums[0]);
+  register_fence(sums[1]);
+  products_start();
+  DELTATUNE_UNROLL
+  for (int panel = 0; panel < 2; ++panel) keys_times_chunk<32>(sums[panel], q + panel * 8192, gradients);
+  products_sent();
+}
+inline void scale_and_add(thread float (&state)[2][16], float scale, thread float (&sums)[2][16]) {
+  register_fence(sums[0]);
+  register_fence(sums[1]);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 32; ++i) state[i / 16][i % 16] = scale * state[i / 16][i % 16] + sums[i / 16][i % 16];
+}
+// Puts G dY, rounded to bf16, where Q is multiplied with it.
+template <int DK, int STAGES>
+inline void put_gradients(const thread Chain<DK, STAGES>& c, Place at) {
+  unsigned gradients[8];
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i)
+    gradients[i] = high_pair(c.before[i % 2] * first_of(c.values[i]), c.before[i % 2] * second_of(c.values[i]));
+  put_turned(c.room.place + HopperScanMemory<DK, STAGES>::gradients, 8 * core_bytes, gradients, at);
+}
 // Goes through the chunks in reverse order: the chain of the gradients of the states.
 template <typename In, int DK, int DV, int STAGES, typename PE>
 inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunks, PE d_last, GLOBAL float* d_initial,
                            long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
   Chain<DK, STAGES> c;
-  float part[16], by_queries[2][16];
-  unsigned scores[16], low_scores[16], gradients[8];
+  ScoresPart part;
+  float by_queries[2][16];
   c.room = room, c.barriers = barriers;
   load_rows<DK, DV>(c.state, d_last, true, head, at);
-  // Starts P^T dY of a step's chunk.
-  const auto start_part = [&](int step) {
-    load_triangle<true>(scores, low_scores, c.stage(step) + Memory::scores, at);
-    register_fence(part);
-    register_fence(scores);
-    register_fence(low_scores);
-    products_start();
-    triangle_times_rows(part, scores, low_scores, c.stage(step) + Memory::values);
-    products_sent();
-  };
-  c.start(at);
-  start_part(0);
+  c.put_state(at);
+  mbarrier_wait(barriers.here(0), 0);
+  copies_fence();
+  part.start(c.stage(0) + Memory::scores, c.stage(0) + Memory::values, at);
   products_wait<0>();
-  register_fence(part);
+  register_fence(part.sum);
   for (int step = 0; step < chunks; ++step) {
     c.template read<true>(step, at);
     c.start_chunk(step);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 8; ++i)
-      gradients[i] = high_pair(c.before[i % 2] * first_of(c.values[i]), c.before[i % 2] * second_of(c.values[i]));
-    put_turned(room.place + Memory::gradients, 8 * core_bytes, gradients, at);
+    put_gradients(c, at);
     products_wait<0>();
     register_fence(c.both);
     release(barriers.state(step), at);
     // x becomes w, then R.
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
-      c.x[i] = c.after[own_side(i)] * (c.both[16 + i] + c.both[i]) + part[i];
+      c.x[i] = c.after[own_side(i)] * (c.both[16 + i] + c.both[i]) + part.sum[i];
       c.y[i] = -c.rate[own_side(i)] * c.x[i];
     }
     c.put_factor(Memory::weighed, at);
-    register_fence(c.x);
-    register_fence(c.high);
-    register_fence(c.low);
-    products_start();
-    add_triangle(c.x, c.high, c.low, room.place + Memory::weighed);
-    products_sent();
-    register_fence(by_queries[0]);
-    register_fence(by_queries[1]);
-    products_start();
-    DELTATUNE_UNROLL
-    for (int panel = 0; panel < 2; ++panel)
-      keys_times_chunk<32>(by_queries[panel], c.stage(step) + Memory::q + panel * 8192,
-                           room.place + Memory::gradients);
-    products_sent();
+    c.start_solving();
+    start_by_queries(by_queries, c.stage(step) + Memory::q, room.place + Memory::gradients);
     c.wait_for(step);
-    c.tails[0] = tails_of(c.state[0]), c.tails[1] = tails_of(c.state[1]);
+    c.keep_tails();
     register_fence(c.tails);
     products_wait<1>();
     register_fence(c.x);
@@ -552,20 +570,18 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     // No branch while products run: the compiler would wait for each of them. So the last chunk's are started twice.
     const int next = step + 1 < chunks ? step + 1 : step;
     c.wait_for(next);
-    start_part(next);
+    part.start(c.stage(next) + Memory::scores, c.stage(next) + Memory::values, at);
     products_wait<3>();
-    register_fence(by_queries[0]);
-    register_fence(by_queries[1]);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 32; ++i)
-      c.state[i / 16][i % 16] = c.total * c.state[i / 16][i % 16] + by_queries[i / 16][i % 16];
+    scale_and_add(c.state, c.total, by_queries);
     products_wait<2>();
     c.next_panel(0, 1.0f, at);
     products_wait<1>();
     c.next_panel(1, 1.0f, at);
     products_wait<0>();
-    register_fence(part);
-    c.hand_over(step, chunks, at);
+    register_fence(part.sum);
+    copies_fence();
+    release(barriers.chunk(step), at);
+    if (at.lane == 0) mbarrier_arrive(barriers.read(step % STAGES));
   }
   store_rows<DK, DV>(c.state, d_initial, head, at);
 }
