@@ -69,7 +69,10 @@ DEFECTS = {
         "    const",
     ),
     "a state overwritten before it is read": ("    mbarrier_wait(barriers.state_read(), n);\n", ""),
-    "a chunk read before it has arrived": ("    mbarrier_wait(barriers.here(0), 0);\n", ""),
+    "a chunk read before it has arrived": (
+        "wait_for(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }",
+        "wait_for(int) const {}",
+    ),
     "a state read before it is there": ("    mbarrier_wait(barriers.state(n), n / 2);\n", ""),
     "u read before it is there": ("    mbarrier_wait(barriers.chunk(n), n / 2);\n", ""),
     "what K is multiplied with read before it is there": ("    copies_fence();\n    named_barrier<128, 1>();\n", ""),
