@@ -12,7 +12,7 @@ struct Copy {
   const char* from;
 };
 struct Product {
-  int columns, group, onto, held, adds_rows;
+  int columns, group, onto, held, adds_rows, turned;
   float* d;
   const unsigned* a;
   unsigned long long left, right;
@@ -93,6 +93,10 @@ static unsigned short along_columns(unsigned long long operand, int k, int colum
   if (has_cores(operand))
     return plain_element(first_place(operand) + k / 8 * field(operand, 16) + column / 8 * field(operand, 32) +
                          k % 8 * 16 + column % 8 * 2);
+  if (operand >> 62 == 2) {
+    const unsigned place = first_place(operand) + k / 8 * field(operand, 32) + k % 8 * 64 + column * 2;
+    return plain_element(place ^ ((place >> 7 & 3) << 4));
+  }
   return element(first_place(operand) + column / 64 * field(operand, 16) + k / 8 * field(operand, 32) + k % 8 * 128 +
                  column % 64 * 2);
 }
@@ -110,7 +114,10 @@ static void multiply(const Product& p) {
     host::meet_group(2);
   } else {
     for (int side = 0; side < 2; ++side)
-      for (int k = 0; k < 16; ++k) a[side][k] = p.value(along_rows(p.left, warp * 16 + lane / 4 + side * 8, k));
+      for (int k = 0; k < 16; ++k) {
+        const int row = warp * 16 + lane / 4 + side * 8;
+        a[side][k] = p.value(p.turned ? along_columns(p.left, k, row) : along_rows(p.left, row, k));
+      }
   }
   for (int pair = 0; pair < p.columns / 4; ++pair) {
     const int column = pair / 2 * 8 + lane % 4 * 2 + (pair & 1);
@@ -209,11 +216,11 @@ inline void load_parts_of(unsigned (&r)[4], unsigned place, bool turned) {
   }
   host::meet_group(5);
 }
-inline void put_parts_of(unsigned place, const unsigned* r, bool turned) {
+inline void put_parts_of(unsigned place, const unsigned* r, bool turned, int parts = 4) {
   const int me = host::current, lane = host::lane_id(), first = me - lane;
   hopper::published[me][0] = place;
   host::meet_group(5);
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < parts; ++i)
     for (int j = 0; j < 2; ++j) {
       const unsigned short bits = (unsigned short)(r[i] >> 16 * j);
       const int own = lane / 4, other = lane % 4 * 2 + j, row = turned ? other : own, column = turned ? own : other;
@@ -223,6 +230,7 @@ inline void put_parts_of(unsigned place, const unsigned* r, bool turned) {
 }
 inline void put_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, false); }
 inline void put_turned_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, true); }
+inline void put_two_turned_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, true, 2); }
 template <typename P>
 inline void send_block(P to, unsigned from, unsigned bytes) {
   const int me = host::current;
@@ -239,6 +247,13 @@ inline void blocks_read() {
 inline void blocks_arrived() { blocks_read(); }
 inline void load_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, false); }
 inline void load_turned_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, true); }
+inline void load_parts_if_of(bool on, unsigned* r, unsigned place, bool turned) {
+  unsigned part[4] = {0, 0, 0, 0};
+  if (on) load_parts_of(part, place, turned);
+  for (int i = 0; i < 4; ++i) r[i] = part[i];
+}
+inline void load_parts_if(bool on, unsigned* r, unsigned place) { load_parts_if_of(on, r, place, false); }
+inline void load_turned_parts_if(bool on, unsigned* r, unsigned place) { load_parts_if_of(on, r, place, true); }
 inline float float_of(unsigned bits) { return as_type<float>(bits); }
 
 // Adds to c [16, 8] the product of a [16, 16] and b [16, 8], whose upper and lower eight rows are b0 and b1.
@@ -328,6 +343,9 @@ inline unsigned long long rows_operand(unsigned place) {
 inline unsigned long long columns_operand(unsigned place, int panel) {
   return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
+inline unsigned long long short_columns_operand(unsigned place) {
+  return (unsigned long long)place | (1ull << 16) | (32ull << 32) | (2ull << 62);
+}
 inline unsigned long long cores_operand(unsigned place, int summed, int kept) {
   return (unsigned long long)place | ((unsigned long long)(summed >> 4) << 16) |
          ((unsigned long long)(kept >> 4) << 32);
@@ -345,15 +363,18 @@ struct Products {
     hopper::queues[me][hopper::queued[me]++] = product;
   }
   static void rows(float* d, unsigned long long a, unsigned long long b, int onto) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, d, nullptr, a, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, 0, d, nullptr, a, b, value});
   }
   static void shared_columns(float* d, unsigned long long a, unsigned long long b, int onto) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 1, d, nullptr, a, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 1, 0, d, nullptr, a, b, value});
+  }
+  static void turned(float* d, unsigned long long a, unsigned long long b, int onto = 1) {
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 0, 0, 1, d, nullptr, a, b, value});
   }
   static void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 0, d, a, 0, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 0, 0, d, a, 0, b, value});
   }
   static void columns(float* d, const unsigned* a, unsigned long long b, int onto = 1) {
-    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 1, d, a, 0, b, value});
+    queue(hopper::Product{N, hopper::sent[host::current], onto, 1, 1, 0, d, a, 0, b, value});
   }
 };

@@ -68,23 +68,21 @@ DEFECTS = {
         "    if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);\n    const",
         "    const",
     ),
-    "a state overwritten before it is read": ("  if (step > 0) mbarrier_wait(barriers.state_read(), step - 1);\n", ""),
+    "a state overwritten before it is read": ("    mbarrier_wait(barriers.state_read(), n);\n", ""),
     "a chunk read before it has arrived": (
-        "  const auto start = [&](int n) {\n    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);\n",
-        "  const auto start = [&](int n) {\n",
+        "wait_for(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }",
+        "wait_for(int) const {}",
     ),
-    "a state read before it is there": ("    mbarrier_wait(barriers.state(), n);\n", ""),
+    "a state read before it is there": ("    mbarrier_wait(barriers.state(n), n / 2);\n", ""),
     "u read before it is there": ("    mbarrier_wait(barriers.chunk(n), n / 2);\n", ""),
-    "R written in place of what others read": ("  named_barrier<128, 1>();\n", ""),
+    "what K is multiplied with read before it is there": ("    copies_fence();\n    named_barrier<128, 1>();\n", ""),
     "a product that is not waited for": (
-        "    add_by_keys<DK>(state, high, stage + Memory::k);\n    products_sent();\n"
-        "    hand_chunk_over<Memory>(stage, barriers, n, x, at);\n    products_wait<0>();",
-        "    add_by_keys<DK>(state, high, stage + Memory::k);\n    products_sent();\n"
-        "    hand_chunk_over<Memory>(stage, barriers, n, x, at);",
+        "    products_wait<0>();\n    c.next_panel(1, c.total, at);",
+        "    c.next_panel(1, c.total, at);",
     ),
     "the low parts of a triangle at another place": ("(i + 4) * core_bytes", "(i + 2) * core_bytes"),
-    "no zeros above a triangle": ("if (b > warp + 1 || (b > warp && warp % 2)) continue;", "if (b > warp) continue;"),
-    "rows past the end": ("if (row < left) put_piece", "put_piece"),
+    "what is above a triangle read as part of it": ("load_parts_if(n <= warp,", "load_parts_if(n <= warp + 2,"),
+    "rows past the end": ("    if (row < left)\n      put_whole_piece", "    put_whole_piece"),
     "sums read before they are written": ("    mbarrier_wait(barriers.sums(), step);\n", ""),
 }
 
@@ -101,10 +99,7 @@ def test_a_planted_defect_shows(name, run, norms, table, host_module):
     assert {key: found[key] for key, bound in bounds.items() if not found[key] <= bound}
 
 
-ROUNDED = (
-    "times_positions<DK>(x, low_rows, room.place + n % STAGES * Memory::stage + Memory::k, false);",
-    "clear_floats(x);",
-)
+ROUNDED = ("c.before[own_side(i)] * (c.both[16 + i] + c.both[i])", "c.before[own_side(i)] * c.both[i]")
 
 
 def test_a_state_keeps_more_than_bf16(run, norms, table):

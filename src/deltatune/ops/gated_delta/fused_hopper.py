@@ -23,11 +23,13 @@ from .fused import (
 )
 from .tiling import Shape, Tiling, choose_tiling
 
-# The positions of a chunk; the bytes of its Z or P; the rows of a state that a team of four groups holds; what a
-# block's barriers and the alignment of its memory take.
-_CHUNK, _TRIANGLE, _ROWS, _BARRIERS = 64, 8 * 12 * 128, 64, 96 + 1024
+# The positions of a chunk; the bytes of its Z or P; the rows of a state that a scan's block computes; what a block's
+# barriers and the alignment of its memory take.
+_CHUNK, _TRIANGLE, _ROWS, _BARRIERS = 64, 8 * 12 * 128, 32, 128 + 1024
 # The sizes of heads that the kernels support.
 _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
+# The groups of 32 threads of a block of the scan and of the reverse scan: teams of four, of which one or two write.
+_SCAN_GROUPS, _REVERSE_GROUPS = 16, 12
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block
 # but for those of dy, and its groups of 32 threads.
 _STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 212_336, 16
@@ -39,7 +41,7 @@ _SCAN_VALUES = ("In", "DK", "DV", "HK", "HV", "STAGES", "MASKED")
 
 @dataclass(frozen=True)
 class HopperTiling(Tiling):
-    """The sizes of a call and how Hopper's kernels divide it: a block of a scan computes 64 rows of a state."""
+    """The sizes of a call and how Hopper's kernels divide it: a block of a scan computes 32 rows of a state."""
 
     @property
     def prepare_heads(self) -> int:
@@ -51,16 +53,12 @@ class HopperTiling(Tiling):
         """Bytes of shared memory per block of the prepare kernel."""
         return 4 * _CHUNK * self.key_size + self.prepare_heads * 16 * (_CHUNK + 1) + 16 + 1024
 
-    @property
-    def scan_groups(self) -> int:
-        """Groups of 32 threads per block of either scan: three teams of four."""
-        return 12
-
     @cached_property
     def scan_bytes(self) -> int:
         """Bytes of shared memory per block of either scan."""
-        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + 2 * _CHUNK * (_ROWS + 8) + 12 * _CHUNK
-        return _STAGES * (-(-stage // 1024) * 1024) + 2 * _ROWS * self.key_size + 4 * 512 + _BARRIERS
+        chunk = 2 * _CHUNK * _ROWS
+        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + chunk + 12 * _CHUNK
+        return _STAGES * (-(-stage // 1024) * 1024) + 4 * _ROWS * self.key_size + 5 * chunk + _BARRIERS
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -117,7 +115,9 @@ def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
     )
 
 
-def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs) -> Launch:
+def _scan(
+    name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs, groups: int
+) -> Launch:
     return make_launch(
         f"hopper_{name}",
         tiling,
@@ -126,7 +126,7 @@ def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs:
         outputs,
         memory=("HopperScanMemory", ("DK", "STAGES"), tiling.scan_bytes),
         blocks=tiling.scan_blocks,
-        groups=tiling.scan_groups,
+        groups=groups,
         values=_SCAN_VALUES,
         stages=_STAGES,
     )
@@ -142,14 +142,15 @@ def scan(tiling: HopperTiling, x: KernelInputs, prepared: Arrays) -> Launch:
     """Return the launch of the scan, with the outputs of `prepare`. It writes `scan_outputs`."""
     names = ("q", "k", "v", "mask", "initial")
     outputs = _in_cores(tiling, "states", scan_outputs(tiling, x))
-    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs)
+    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs, _SCAN_GROUPS)
 
 
 def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
     """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `reverse_outputs`."""
     names = ("q", "k", "dy", "mask", "d_last", *prepared)
     inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last} | prepared
-    return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)))
+    outputs = _in_cores(tiling, "d_states", reverse_outputs(tiling, x))
+    return _scan("reverse", tiling, names, inputs, outputs, _REVERSE_GROUPS)
 
 
 def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:

@@ -96,6 +96,19 @@ inline void load_turned_parts(unsigned (&r)[4], unsigned place) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(place) : "memory");
 }
+// They do so if `on`, which is equal on all lanes of a group, and else set the operand to zero, without a branch.
+inline void load_parts_if(bool on, unsigned* r, unsigned place) {
+  r[0] = r[1] = r[2] = r[3] = 0;
+  asm volatile("{\n.reg .pred on;\nsetp.ne.b32 on, %5, 0;\n"
+               "@on ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n}"
+               : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) : "r"(place), "r"((int)on) : "memory");
+}
+inline void load_turned_parts_if(bool on, unsigned* r, unsigned place) {
+  r[0] = r[1] = r[2] = r[3] = 0;
+  asm volatile("{\n.reg .pred on;\nsetp.ne.b32 on, %5, 0;\n"
+               "@on ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n}"
+               : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) : "r"(place), "r"((int)on) : "memory");
+}
 // The fp32 number of these bits.
 inline float float_of(unsigned bits) { return __uint_as_float(bits); }
 // Stores such an operand, or the transpose of each part.
@@ -106,6 +119,11 @@ inline void put_parts(unsigned place, const unsigned* r) {
 inline void put_turned_parts(unsigned place, const unsigned* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                :: "r"(place), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+// Stores the transposes of two parts: lanes 8 i to 8 i + 7 name the addresses of the rows of part i < 2.
+inline void put_two_turned_parts(unsigned place, const unsigned* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};"
+               :: "r"(place), "r"(r[0]), "r"(r[1]) : "memory");
 }
 // Copies a block of shared memory to device memory. The lane that sends it calls blocks_read before the memory is
 // written again, and blocks_arrived before the kernel ends.
@@ -162,6 +180,11 @@ inline unsigned long long rows_operand(unsigned place) {
 inline unsigned long long columns_operand(unsigned place, int panel) {
   return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
+// The descriptor of a columns_operand of no more than 32 columns, whose rows are 64 bytes with four pieces of 16 bytes,
+// in an order that depends on half of the row's number modulo 4 (the 64-byte swizzle).
+inline unsigned long long short_columns_operand(unsigned place) {
+  return (unsigned long long)place | (1ull << 16) | (32ull << 32) | (2ull << 62);
+}
 // The descriptor of an operand of cores, 8 x 8 matrices of 128 bytes each. The next core of the dimension over which a
 // product sums is `summed` bytes further, and the next core of its other dimension `kept` bytes.
 inline unsigned long long cores_operand(unsigned place, int summed, int kept) {
@@ -177,7 +200,8 @@ inline unsigned opaque(unsigned x) {
 
 // Products with results d [64, N]. `rows` and `held_rows` set d to a b^T over 16 columns, or add it if `onto`, with a
 // in shared memory or in registers. `columns` and `shared_columns` do so with a b over 16 rows of b, with a in registers
-// or in shared memory.
+// or in shared memory. `turned` does so with a^T b^T, both in shared
+// memory, over 16 rows of a.
 template <typename In, int N> struct Products;
 #define DELTATUNE_FLOATS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
                               "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -217,6 +241,11 @@ template <typename In, int N> struct Products;
       asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P2 ", 0;\n" \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, %" #P0 \
                    ", %" #P1 ", onto, 1, 1, 0, 1;\n}" : DELTATUNE_FLOATS_##N : "l"(a), "l"(b), "r"(onto)); \
+    } \
+    static inline void turned(float* d, unsigned long long a, unsigned long long b, int onto = 1) { \
+      asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P2 ", 0;\n" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DELTATUNE_PLACES_##N "}, %" #P0 \
+                   ", %" #P1 ", onto, 1, 1, 1, 0;\n}" : DELTATUNE_FLOATS_##N : "l"(a), "l"(b), "r"(onto)); \
     } \
     static inline void held_rows(float* d, const unsigned* a, unsigned long long b, int onto) { \
       asm volatile("{\n.reg .pred onto;\nsetp.ne.b32 onto, %" #P5 ", 0;\n" \

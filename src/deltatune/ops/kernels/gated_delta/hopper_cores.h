@@ -4,12 +4,14 @@
 // Matrices that the kernels hand to one another consist of cores: 8 x 8 matrices of bf16, 128 bytes each. A group of
 // lanes writes a core at once from its registers, and the tensor cores multiply with cores as they are. States have
 // their cores in rows, [DV / 8, DK / 8]. So have u and R [DV / 8, 8]: all high parts, then all low parts, then for each
-// 16 rows the tails of the state, 16 bytes a lane (tails_of).
+// 16 rows the tails of the state, 16 bytes a lane (write_tails).
 // Z and P of a chunk are in a grid of 8 x 12 cores. The high part of core (I, J) of the lower triangle is at (I, J).
 // Its low part is at (J, I + 4), above the triangle. Either way the distances between neighbours are constant, as the
-// tensor cores want them. Products take 32 positions at a time, so the 16 x 16 tiles (0, 1) and (2, 3) are zeros.
+// tensor cores want them. The 16 x 16 tiles (0, 1) and (2, 3) are zeros.
 
 enum CoreSizes : int { core_bytes = 128, core_row = 12 * core_bytes, triangle_bytes = 8 * core_row };
+// The bytes of the high or low parts of a chunk's 64 positions by 32 rows.
+enum ChunkSizes : int { chunk_part = 4096 };
 inline constexpr int core_high(int i, int j) {
   return i * core_row + j * core_bytes;
 }
@@ -50,15 +52,20 @@ inline void put_cores(unsigned to, int row, const thread unsigned* operand, int 
   put_parts(lane_core(to, row, lane), operand);
 }
 
-// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, or to rows with
-// padding. Rows that are not live become zeros.
-template <int COLUMNS, bool SWIZZLED, typename P, typename Live>
+// In rows of 32 columns the order of the four pieces of eight depends on the row (the 64-byte swizzle): the place of a
+// piece.
+inline int turned_piece(int piece, int row) {
+  return (piece ^ row >> 1) & 3;
+}
+// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, or to rows of
+// 32. Rows that are not live become zeros.
+template <int COLUMNS, typename P, typename Live>
 inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live live, unsigned mbarrier, int index) {
-  constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = SWIZZLED ? 64 : COLUMNS + 8;
+  constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = COLUMNS < 64 ? COLUMNS : 64;
   const int c = index % pieces, first = index / pieces;
   // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
-  threadgroup bf16* place =
-      SWIZZLED ? to + c / 8 * 4096 + first * 64 + ((c ^ first) & 7) * 8 : to + first * stride + c * 8;
+  const int piece = COLUMNS < 64 ? turned_piece(c, first) : (c ^ first) & 7;
+  threadgroup bf16* place = to + c / 8 * 4096 + first * stride + piece * 8;
   const auto source = from + first * row_stride + c * 8;
   if (!Live::masked && live.left >= 64 && aligned16(from)) {
     const unsigned start = shared_place(place);

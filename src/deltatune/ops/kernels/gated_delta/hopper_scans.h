@@ -1,23 +1,28 @@
-// The scans of scan.h and reverse.h on Hopper, for bf16, chunks of 64 positions, and heads of whole 64 columns. Formulas
-// are those of chunk.h, and matrices in device memory have the form that hopper_cores.h describes.
+// The scans of scan.h and reverse.h on Hopper, for bf16, chunks of 64 positions, and keys of 128. Formulas are those of
+// chunk.h, and matrices in device memory have the form that hopper_cores.h describes.
 //
-// A block has three teams of four warps. One loads chunks. One goes through the chunks: it holds 64 rows of a state in
-// its registers, transposed as everything that it computes of a chunk: rows of DV by positions or by keys. Each result
-// is in registers in the form of the next product's left operand. This team hands each state and each u, in bf16, to
-// the third team, which computes y or dv from them and writes everything to device memory.
-// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h).
+// A block goes through the chunks with 32 rows of a state. One team of four warps loads chunks. One, the chain, holds
+// the state in its registers, transposed: all its results are positions or keys by rows. The left operands of its
+// products are K and Q in shared memory, and triangles in registers. What it multiplies them with, the state and what
+// it computes of a chunk, it puts into shared memory as cores, and so hands it to the other teams. These compute y or
+// dv and write everything to device memory.
+// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h). A product with both
+// parts is one with twice as many rows, whose halves are added.
 
-// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY with padding, P,
-// and the factors; then a state and its tails as cores. When Z and V are read, u or R of the chunk takes their place,
-// and rows of y or dv on their way out take that of P.
+// The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY, P, and the
+// factors; as cores, high and low parts each, the state, and what Z and K are multiplied with; and G dY. When Z and V
+// are read, u or R of the chunk and the state's tails take the place of Z, and rows of y or dv on their way out that
+// of V.
 template <int DK, int STAGES>
 struct HopperScanMemory {
   static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
-  static constexpr constant int scores = values + 64 * 72 * 2, factors = scores + triangle_bytes;
+  static constexpr constant int scores = values + 64 * 32 * 2, factors = scores + triangle_bytes;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
-  static constexpr constant int state = STAGES * stage, tails = state + 64 * DK * 2;
-  static constexpr constant int barriers = tails + 4 * 512;
-  static constexpr constant int bytes = barriers + 96 + 1024;
+  static constexpr constant int tails = solve + 2 * chunk_part;
+  static constexpr constant int state = STAGES * stage, weighed = state + 2 * 32 * DK * 2;
+  static constexpr constant int added = weighed + 2 * chunk_part, gradients = added + 2 * chunk_part;
+  static constexpr constant int barriers = gradients + chunk_part;
+  static constexpr constant int bytes = barriers + 128 + 1024;
 };
 
 // The mbarriers of a scan: a stage has arrived, and it is no longer needed; a state has been handed over, and it has
@@ -26,19 +31,18 @@ struct ScanBarriers {
   unsigned place;
   inline unsigned here(int stage) const { return place + 8 * stage; }
   inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
-  inline unsigned state() const { return place + 64; }
-  inline unsigned state_read() const { return place + 72; }
-  // Two in turn, for the next u may be handed over before this one is waited for.
+  // Two in turn, for the next one may be handed over before this one is waited for.
+  inline unsigned state(int step) const { return place + 64 + 8 * (step & 1); }
   inline unsigned chunk(int step) const { return place + 80 + 8 * (step & 1); }
+  inline unsigned state_read() const { return place + 96; }
   template <int STAGES>
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
       for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), 8);
-      mbarrier_init(state(), 4);
+      for (int i = 0; i < 2; ++i) mbarrier_init(state(i), 4);
+      for (int i = 0; i < 2; ++i) mbarrier_init(chunk(i), 4);
       mbarrier_init(state_read(), 4);
-      mbarrier_init(chunk(0), 4);
-      mbarrier_init(chunk(1), 4);
       mbarriers_started();
     }
     barrier();
@@ -68,136 +72,244 @@ inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, 
       copy_tile(to + Memory::scores, scores + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
       copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
     }
-    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
+    copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
                              at.index);
-    copy_positions<64, false>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
-                              values + (row * HV + at.y) * DV + at.x * 64, HV * DV, live, mbarrier, at.index);
-    copy_positions<DK, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
+    copy_positions<32>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
+                       values + (row * HV + at.y) * DV + at.x * 32, HV * DV, live, mbarrier, at.index);
+    copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
                              at.index);
     signalled_pieces_sent(mbarrier);
     if (++stage == STAGES) stage = 0, ++use;
   }
 }
 
-// Products of a team. Rows of a state times the transpose of 64 positions of K or Q: d [64, 64] = a b^T, or added.
-// Results by positions are two of 32 positions each, for the tensor cores skip half of a triangle so.
-template <int DK>
-inline void times_positions(thread float (&d)[32], const thread unsigned (&a)[DK / 4], unsigned b, bool onto) {
-  const unsigned place = opaque((b & 0x3ffff) >> 4);
-  DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; ++m) {
-    DELTATUNE_UNROLL
-    for (int side = 0; side < 2; ++side)
-      Products<bf16, 32>::held_rows(d + 16 * side, a + 4 * m,
-                                    rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16),
-                                    onto || m > 0);
-  }
+// The address that a lane names to store a warp's 16 positions or keys of 16 rows as cores, whose rows are those 16.
+// The next eight rows are `row` bytes further.
+inline unsigned lane_core_turned(unsigned cores, int row, int lane) {
+  return cores + (lane >> 4) * row + (lane >> 3 & 1) * core_bytes + (lane & 7) * 16;
 }
-// Does so for a state in shared memory, as cores.
-template <int DK>
-inline void state_times_positions(thread float (&d)[32], unsigned state, unsigned b) {
-  const unsigned left_place = opaque((state & 0x3ffff) >> 4), place = opaque((b & 0x3ffff) >> 4);
+// Stores the transpose of 64 positions or keys by 32 rows as cores.
+inline void put_turned(unsigned to, int row, const thread unsigned (&x)[8], Place at) {
+  const unsigned place = lane_core_turned(to + at.group % 4 * 2 * core_bytes, row, at.lane);
   DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; ++m) {
-    DELTATUNE_UNROLL
-    for (int side = 0; side < 2; ++side)
-      Products<bf16, 32>::rows(d + 16 * side, cores_operand(left_place + m * 16, 128, DK * 16),
-                               rows_operand(place + (side * 4096 + m / 4 * 8192 + m % 4 * 32) / 16), m > 0);
-  }
+  for (int j = 0; j < 2; ++j) put_turned_parts(place + 2 * j * row, x + 4 * j);
 }
-// Adds rows by positions times K or Q to rows of a state [64, DK].
-template <int DK>
-inline void add_by_keys(thread float (&d)[DK / 2], const thread unsigned (&a)[16], unsigned b) {
-  const unsigned place = opaque((b & 0x3ffff) >> 4);
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j)
-    Products<bf16, DK>::columns(d, a + 4 * j, columns_operand(place + j * 128, 8192));
+// Does so for high parts, and for low parts, which follow them.
+inline void put_split(unsigned to, int row, const thread float (&x)[16], Place at) {
+  unsigned high[8], low[8];
+  split_pairs(high, low, x);
+  put_turned(to, row, high, at);
+  put_turned(to + 4 * row, row, low, at);
 }
-// Adds rows by positions [64, 64] times the transpose of a triangle (positions j to positions i >= j) or, unless
-// TURNED, times itself (positions i to positions j <= i); or sets d to it, unless `onto`. LOW takes the triangle's low
-// parts.
-template <bool TURNED, bool LOW>
-inline void add_times_cores(thread float (&d)[32], const thread unsigned (&a)[16], unsigned triangle,
-                            bool onto = true) {
-  constexpr int summed = TURNED == LOW ? core_row : core_bytes, kept = TURNED == LOW ? core_bytes : core_row;
-  const unsigned place = opaque((triangle & 0x3ffff) >> 4);
+// The address that a lane names to load or store a warp's 16 positions of 16 columns of V, dY, y or dv, from 16 j on.
+inline unsigned lane_piece(unsigned rows, int j, Place at) {
+  const int row = at.group % 4 * 16 + (at.lane & 15);
+  return rows + row * 64 + turned_piece(2 * j + (at.lane >> 4), row) * 16;
+}
+// Loads a warp's 16 rows of a triangle or, if TURNED, of its transpose, as left operands. Tiles of zeros are not read.
+template <bool TURNED>
+inline void load_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], unsigned triangle, Place at) {
+  const int warp = at.group % 4, side = at.lane >> 3 & 1, other = at.lane >> 4;
+  const int i = TURNED ? other : side, j = TURNED ? side : other;
+  const unsigned from = triangle + (at.lane & 7) * 16;
+  const unsigned by_rows = from + i * core_row + j * core_bytes, by_columns = from + i * core_bytes + j * core_row;
   DELTATUNE_UNROLL
   for (int n = 0; n < 4; ++n) {
-    DELTATUNE_UNROLL
-    for (int side = 0; side < 2; ++side) {
-      if (TURNED ? n > 2 * side + 1 : n < 2 * side) continue;
-      const int i = TURNED ? 4 * side : 2 * n, j = TURNED ? 2 * n : 4 * side;
-      const unsigned long long b = cores_operand(place + (LOW ? core_low(i, j) : core_high(i, j)) / 16, summed, kept);
-      const bool added = onto || n > (TURNED ? 0 : 2 * side);
-      if (TURNED) Products<bf16, 32>::held_rows(d + 16 * side, a + 4 * n, b, added);
-      else Products<bf16, 32>::columns(d + 16 * side, a + 4 * n, b, added);
+    if (TURNED) {
+      load_turned_parts_if(n >= warp, high + 4 * n, by_rows + core_high(2 * n, 2 * warp));
+      load_turned_parts_if(n >= warp, low + 4 * n, by_columns + core_low(2 * n, 2 * warp));
+    } else {
+      load_parts_if(n <= warp, high + 4 * n, by_rows + core_high(2 * warp, 2 * n));
+      load_parts_if(n <= warp, low + 4 * n, by_columns + core_low(2 * warp, 2 * n));
     }
   }
 }
-// Adds (high + low) times a triangle, the smallest products first. Low times low is left out, as in cuda.h.
-template <bool TURNED>
-inline void add_times_triangle(thread float (&d)[32], const thread unsigned (&high)[16],
-                               const thread unsigned (&low)[16], unsigned triangle) {
-  add_times_cores<TURNED, true>(d, high, triangle);
-  add_times_cores<TURNED, false>(d, low, triangle);
-  add_times_cores<TURNED, false>(d, high, triangle);
-}
 
-// Reads the numbers of a lane's positions: two for every four elements of a team's result [64, 64].
-inline void get_positions(thread float (&to)[16], threadgroup const float* from, int lane) {
+// Products of a team, whose right operands are cores in shared memory. K or Q times the transpose of ROWS rows of a
+// state, which may be high parts and then low parts: d = a b^T.
+template <int DK, int ROWS>
+inline void positions_times_state(thread float (&d)[ROWS / 2], unsigned a, unsigned state) {
+  const unsigned left_place = opaque((a & 0x3ffff) >> 4), place = opaque((state & 0x3ffff) >> 4);
   DELTATUNE_UNROLL
-  for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + lane % 4 * 2);
+  for (int m = 0; m < DK / 16; ++m)
+    Products<bf16, ROWS>::rows(d, rows_operand(left_place + (m / 4 * 8192 + m % 4 * 32) / 16),
+                               cores_operand(place + m * 16, core_bytes, DK * 16), m > 0);
 }
-// The number among these of the first of elements 2 i and 2 i + 1.
-inline constexpr int pair_of(int i) {
-  return i / 2 * 2;
+// The transpose of 64 columns of K or Q times the transpose of ROWS rows by positions.
+template <int ROWS>
+inline void keys_times_chunk(thread float (&d)[ROWS / 2], unsigned a, unsigned x) {
+  const unsigned left_place = opaque((a & 0x3ffff) >> 4), place = opaque((x & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j)
+    Products<bf16, ROWS>::turned(d, columns_operand(left_place + j * 128, 8192),
+                                 cores_operand(place + j * 16, core_bytes, 8 * core_bytes), j > 0);
+}
+// Adds a triangle, of which each warp holds 16 rows, times the transpose of rows by positions, of which x is high and
+// then low parts. The smallest products are the first. Low times low is left out, as in cuda.h.
+inline void add_triangle(thread float (&d)[16], const thread unsigned (&high)[16], const thread unsigned (&low)[16],
+                         unsigned x) {
+  const unsigned place = opaque((x & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 3; ++i) {
+    DELTATUNE_UNROLL
+    for (int n = 0; n < 4; ++n)
+      Products<bf16, 32>::held_rows(
+          d, (i == 0 ? low : high) + 4 * n,
+          cores_operand(place + (i == 1 ? chunk_part / 16 : 0) + n * 16, core_bytes, 8 * core_bytes), true);
+  }
+}
+// A triangle times rows of dY.
+inline void triangle_times_rows(thread float (&d)[16], const thread unsigned (&high)[16],
+                                const thread unsigned (&low)[16], unsigned rows) {
+  const unsigned place = opaque((rows & 0x3ffff) >> 4);
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n) Products<bf16, 32>::columns(d, low + 4 * n, short_columns_operand(place + n * 64), n > 0);
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n) Products<bf16, 32>::columns(d, high + 4 * n, short_columns_operand(place + n * 64));
 }
 
-// Returns, for two tiles of a state, the two bits of each element that follow those of its bf16 (metal.h explains
-// them): a lane's tails take two bytes per tile of 16 columns, those of even elements in the first.
-inline unsigned tails_of(const thread float* x) {
+// Loads and stores a block's rows of a state in fp32, which the chain holds as two panels of 64 keys by 32 rows.
+template <int DK, int DV>
+inline long held_place(long head, Place at, int panel, int i) {
+  return (head * DV + at.x * 32 + own_column(at, i)) * DK + panel * 64 + own_row(at, own_side(i));
+}
+template <int DK, int DV, typename P>
+inline void load_rows(thread float (&state)[2][16], P from, bool there, long head, Place at) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 32; ++i)
+    state[i / 16][i % 16] = there ? from[held_place<DK, DV>(head, at, i / 16, i % 16)] : 0.0f;
+}
+template <int DK, int DV>
+inline void store_rows(const thread float (&state)[2][16], GLOBAL float* to, long head, Place at) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 32; ++i) to[held_place<DK, DV>(head, at, i / 16, i % 16)] = state[i / 16][i % 16];
+}
+// Returns, for a panel, the two bits of each element that follow those of its bf16 (metal.h explains them): two bytes
+// for a lane's even rows, then two for odd ones, the first for the upper 16 rows and the second for the lower 16.
+inline unsigned tails_of(const thread float (&x)[16]) {
   unsigned tails = 0;
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const unsigned first = second_bytes_of(x[2 * i], x[2 * i + 1]);
-    const unsigned second = second_bytes_of(x[8 + 2 * i], x[9 + 2 * i]);
-    tails |= (lower_halves(first, second) & 0xc0c0c0c0u) >> 2 * i;
+    const int e = i % 2 * 4 + i / 2 * 2;
+    const unsigned even = second_bytes_of(x[e], x[e + 8]), odd = second_bytes_of(x[e + 1], x[e + 9]);
+    tails |= (lower_halves(even, odd) & 0xc0c0c0c0u) >> 2 * i;
   }
   return tails;
 }
-// Hands a warp's 16 rows of a state and their tails over, when the state before has been read.
-template <typename Memory, int DK>
-inline void hand_state_over(Room room, ScanBarriers barriers, int step, const thread unsigned (&rows)[DK / 4],
-                            const thread float (&exact)[DK / 2], Place at) {
-  const int warp = at.group % 4;
-  if (step > 0) mbarrier_wait(barriers.state_read(), step - 1);
-  DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; ++m)
-    put_cores(room.place + Memory::state + warp * 32 * DK + m * 256, DK * 16, rows + 4 * m, at.lane);
-  DELTATUNE_UNROLL
-  for (int m = 0; m < DK / 16; m += 2)
-    put_pair(room.memory + Memory::tails + warp * 512 + at.lane * 16 + 2 * m, tails_of(exact + 8 * m));
-  copies_fence();
-  release(barriers.state(), at);
+// Puts the transposes of these into shared memory: for every 16 keys eight rows of eight keys, two bytes each.
+inline void put_tails(unsigned to, const thread unsigned (&tails)[2], Place at) {
+  const int core = (at.lane >> 3 & 1) * 4 + at.group % 4;
+  put_two_turned_parts(to + core * core_bytes + (at.lane & 7) * 16, tails);
 }
-// Hands a warp's 16 rows of u or R over, in place of Z and V, which all warps of the team have read.
-template <typename Memory>
-inline void hand_chunk_over(unsigned stage, ScanBarriers barriers, int step, const thread float (&x)[32], Place at) {
-  const unsigned to = stage + Memory::solve + at.group % 4 * 2048;
-  named_barrier<128, 1>();
+// Writes those of 16 rows, 16 bytes a lane: two bytes per tile of 16 columns, those of even columns in the first.
+template <int DK>
+inline void write_tails(GLOBAL bf16* to, threadgroup const char* tails, int strip, int lane) {
   DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    unsigned high[4], low[4];
+  for (int m = 0; m < DK / 16; m += 2) {
+    unsigned own[2];
     DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i) split_pair(high[i], low[i], x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
-    put_cores(to + j * 256, 1024, high, at.lane);
-    put_cores(to + 8192 + j * 256, 1024, low, at.lane);
+    for (int i = 0; i < 2; ++i) {
+      const unsigned pair = get_pair(tails + (m + i) * core_bytes + lane * 4) >> 8 * strip & 0x00ff00ffu;
+      own[i] = pair | pair >> 8;
+    }
+    put_pair(to + strip * 256 + lane * 8 + m, lower_halves(own[0], own[1]));
   }
-  copies_fence();
-  release(barriers.chunk(step), at);
 }
 
-// Where a block writes: 64 rows of the states of one head.
+// What the chain holds: a state, the tails of the one that it handed over last, and what it reads of a chunk, which is
+// rows of Z or of its transpose, V or dY, and factors of a lane's two positions.
+template <int DK, int STAGES>
+struct Chain {
+  using Memory = HopperScanMemory<DK, STAGES>;
+  Room room;
+  ScanBarriers barriers;
+  float state[2][16], both[32], sums[2][32], x[16], y[16];
+  unsigned tails[2], high[16], low[16], values[8];
+  float before[2], rate[2], after[2], total;
+
+  inline unsigned stage(int step) const { return room.place + step % STAGES * Memory::stage; }
+  // Waits for a chunk. Behind products with one that has arrived, the wait keeps the compiler from moving what follows
+  // to between these products, which it would hold up.
+  inline void wait_for(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }
+
+  template <bool TURNED>
+  inline void read(int step, Place at) {
+    threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      const int row = own_row(at, side);
+      before[side] = factors[row], after[side] = factors[64 + row], rate[side] = factors[128 + row];
+    }
+    total = factors[63];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 2; ++j) load_parts_if(true, values + 4 * j, lane_piece(stage(step) + Memory::values, j, at));
+    load_triangle<TURNED>(high, low, stage(step) + Memory::solve, at);
+    register_fence(high);
+    register_fence(low);
+    register_fence(values);
+  }
+  inline float value(int i) const { return i % 2 ? second_of(values[i / 2]) : first_of(values[i / 2]); }
+  inline void keep_tails() {
+    DELTATUNE_UNROLL
+    for (int panel = 0; panel < 2; ++panel) tails[panel] = tails_of(state[panel]);
+  }
+  // Puts a panel of the state into shared memory, when all products with the one before are over.
+  inline void put_panel(int panel, Place at) {
+    put_split(room.place + Memory::state + panel * 8 * core_bytes, DK * 16, state[panel], at);
+  }
+  inline void put_state(Place at) {
+    DELTATUNE_UNROLL
+    for (int panel = 0; panel < 2; ++panel) put_panel(panel, at);
+  }
+  // Makes it that of the next state: `scale` times what it was, plus the products of K.
+  inline void next_panel(int panel, float scale, Place at) {
+    register_fence(sums[panel]);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i)
+      state[panel][i] = scale * state[panel][i] + (sums[panel][16 + i] + sums[panel][i]);
+    put_panel(panel, at);
+  }
+  // Puts y where Z or K is multiplied with it. When all warps have come here, all of it is there.
+  inline void put_factor(int place, Place at) {
+    put_split(room.place + place, 8 * core_bytes, y, at);
+    copies_fence();
+    named_barrier<128, 1>();
+  }
+  // Puts u or R and the tails in place of Z, which all warps have read.
+  inline void put_chunk(int step, Place at) {
+    put_split(stage(step) + Memory::solve, 8 * core_bytes, x, at);
+    put_tails(stage(step) + Memory::tails, tails, at);
+  }
+  // Starts K S^T of a chunk. Both parts of S are multiplied, for an error of u stays in the state.
+  inline void start_chunk(int step) {
+    named_barrier<128, 1>();
+    register_fence(both);
+    products_start();
+    positions_times_state<DK, 64>(both, stage(step) + Memory::k, room.place + Memory::state);
+    products_sent();
+    wait_for(step);
+  }
+  // Starts to add Z, or its transpose, times what was put at `weighed` to x.
+  inline void start_solving() {
+    register_fence(x);
+    products_start();
+    add_triangle(x, high, low, room.place + Memory::weighed);
+    products_sent();
+  }
+  // Starts the products of K with what was put at `added`, one group of products for each panel.
+  inline void start_panels(int step) {
+    register_fence(sums[0]);
+    register_fence(sums[1]);
+    products_start();
+    DELTATUNE_UNROLL
+    for (int panel = 0; panel < 2; ++panel) {
+      keys_times_chunk<64>(sums[panel], stage(step) + Memory::k + panel * 8192, room.place + Memory::added);
+      products_sent();
+    }
+  }
+};
+
+// Where a block writes: 32 rows of the states of one head.
 template <int DK, int DV>
 struct OwnRows {
   int row;
@@ -206,93 +318,29 @@ struct OwnRows {
   GLOBAL bf16* parts;
   // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
   inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
-  template <typename Memory>
-  inline void send_state(int n, Room room) const {
-    send_block(states + ((head * chunks + n) * DV + row) * DK, room.place + Memory::state, 64 * DK * 2);
-    send_block(chunk(n) + DV * 128 + row * 16, room.place + Memory::tails, 4 * 512);
+  inline GLOBAL bf16* tails(int n) const { return chunk(n) + DV * 128 + row * 16; }
+  inline void send_state(int n, unsigned from) const {
+    send_block(states + ((head * chunks + n) * DV + row) * DK, from, 32 * DK * 2);
   }
-  template <typename Memory>
-  inline void send_chunk(int n, unsigned stage) const {
-    send_block(chunk(n) + row * 64, stage + Memory::solve, 8192);
-    send_block(chunk(n) + DV * 64 + row * 64, stage + Memory::solve + 8192, 8192);
+  inline void send_chunk(int n, unsigned from) const {
+    send_block(chunk(n) + row * 64, from, chunk_part);
+    send_block(chunk(n) + DV * 64 + row * 64, from + chunk_part, chunk_part);
   }
 };
-
-// Calls use(i, first, second) for each pair of elements 2 i and 2 i + 1 of a warp's 16 rows of u or R, which are in
-// shared memory.
-template <typename Memory, typename Use>
-inline void each_pair_of_chunk(unsigned stage, Place at, Use use) {
-  const unsigned from = lane_core(stage + Memory::solve + at.group % 4 * 2048, 1024, at.lane);
+// Writes a group's 16 rows of y or dv, by way of shared memory.
+inline void write_positions(threadgroup bf16* rows, const thread float (&x)[16], GLOBAL bf16* to, long row_stride,
+                            int left, Place at) {
+  unsigned packed[8];
+  pack_rows<bf16, 16>(packed, x);
   DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    unsigned high[4], low[4];
-    load_parts(high, from + j * 256);
-    load_parts(low, from + 8192 + j * 256);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      use(4 * j + i, first_of(high[i]) + first_of(low[i]), second_of(high[i]) + second_of(low[i]));
-  }
-}
-
-// A warp's 16 columns of the rows at `offset` of a stage.
-template <typename Memory>
-inline threadgroup bf16* own_columns(Room room, int stage, int offset, int strip) {
-  return reinterpret_cast<threadgroup bf16*>(room.memory + stage * Memory::stage + offset) + strip * 16;
-}
-// The address that a lane names to load or store the transpose of 16 positions, from 16 j on, of a group's 16 columns.
-inline unsigned turned_place(threadgroup const bf16* rows, int j, int lane) {
-  return shared_place(rows + (16 * j + (lane & 7) + ((lane & 16) >> 1)) * 72 + (lane & 8));
-}
-// Loads the transpose of a group's 16 columns of v or dy, as left operands.
-inline void load_turned(thread unsigned (&to)[16], threadgroup const bf16* rows, int lane) {
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    unsigned part[4];
-    load_turned_parts(part, turned_place(rows, j, lane));
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i) to[4 * j + i] = part[i];
-  }
-}
-// Writes the group's 16 columns of rows of y or dv, by way of shared memory.
-inline void write_positions(threadgroup bf16* rows, const thread unsigned (&x)[16], GLOBAL bf16* to, long row_stride,
-                            int left, int lane) {
-  DELTATUNE_UNROLL
-  for (int j = 0; j < 4; ++j) put_turned_parts(turned_place(rows, j, lane), x + 4 * j);
+  for (int j = 0; j < 2; ++j) put_parts(lane_piece(shared_place(rows), j, at), packed + 4 * j);
   group_barrier();
   DELTATUNE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const int row = i * 16 + lane / 2, column = lane % 2 * 8;
-    if (row < left) put_piece(to + row * row_stride + column, rows + row * 72 + column, true);
+  for (int i = 0; i < 2; ++i) {
+    const int row = at.group % 4 * 16 + i * 8 + at.lane / 4, piece = at.lane % 4;
+    if (row < left)
+      put_whole_piece(to + row * row_stride + piece * 8, rows + row * 32 + turned_piece(piece, row) * 8);
   }
-}
-
-// Writes y or dv of a step's chunk, whose first row is at `to`, and ends the step for the team that writes.
-template <typename Memory, int STAGES>
-inline void write_and_release(Place at, Room room, ScanBarriers barriers, int step, const thread unsigned (&x)[16],
-                              GLOBAL bf16* to, long row_stride, int left) {
-  const int strip = at.group % 4;
-  write_positions(own_columns<Memory>(room, step % STAGES, Memory::scores, strip), x, to + strip * 16, row_stride, left,
-                  at.lane);
-  if (strip == 0 && at.lane == 0) blocks_read();
-  // The next chunk is copied to where these rows were on their way.
-  copies_fence();
-  release(barriers.read(step % STAGES), at);
-}
-
-// Loads and stores a team's 64 rows of a state in fp32.
-template <int DK, int DV, typename P>
-inline void load_rows(thread float (&state)[DK / 2], P from, bool there, long head, Place at) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < DK / 2; ++i) {
-    const long row = head * DV + at.x * 64 + own_row(at, own_side(i));
-    state[i] = there ? from[row * DK + own_column(at, i)] : 0.0f;
-  }
-}
-template <int DK, int DV>
-inline void store_rows(const thread float (&state)[DK / 2], GLOBAL float* to, long head, Place at) {
-  DELTATUNE_UNROLL
-  for (int i = 0; i < DK / 2; ++i)
-    to[(head * DV + at.x * 64 + own_row(at, own_side(i))) * DK + own_column(at, i)] = state[i];
 }
 
 // Goes through the chunks: the chain from state to state.
@@ -300,156 +348,120 @@ template <typename In, int DK, int DV, int STAGES, typename PI>
 inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, PI initial, bool has_initial,
                         GLOBAL float* last, long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, strip = at.group % 4;
-  float state[DK / 2], x[32], before[16], rate[16];
-  unsigned rows[DK / 4], low_rows[DK / 4], high[16], low[16], pairs[16];
-  load_rows<DK, DV>(state, initial, has_initial, head, at);
-  // Computes K S^T of a chunk, while the state is handed over and what comes next is read. Both parts of S are
-  // multiplied, for an error of u stays in the state.
-  const auto start = [&](int n) {
-    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    copies_fence();
-    split_pairs(rows, low_rows, state);
-    register_fence(rows);
-    register_fence(low_rows);
-    register_fence(x);
-    products_start();
-    times_positions<DK>(x, low_rows, room.place + n % STAGES * Memory::stage + Memory::k, false);
-    products_sent();
-    times_positions<DK>(x, rows, room.place + n % STAGES * Memory::stage + Memory::k, true);
-    products_sent();
-    hand_state_over<Memory, DK>(room, barriers, n, rows, state, at);
-    products_wait<1>();
-    register_fence(low_rows);
-    load_turned(pairs, own_columns<Memory>(room, n % STAGES, Memory::values, strip), lane);
-    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
-    get_positions(before, factors, lane);
-    get_positions(rate, factors + 128, lane);
-    products_wait<0>();
-    register_fence(x);
-  };
-  start(0);
+  Chain<DK, STAGES> c;
+  c.room = room, c.barriers = barriers;
+  load_rows<DK, DV>(c.state, initial, has_initial, head, at);
+  c.put_state(at);
   for (int n = 0; n < chunks; ++n) {
-    const unsigned stage = room.place + n % STAGES * Memory::stage;
-    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
+    // Hands over the state, and u of the chunk before.
+    c.wait_for(n);
+    copies_fence();
+    release(barriers.state(n), at);
+    if (n > 0 && at.lane == 0) mbarrier_arrive(barriers.chunk(n - 1));
+    c.start_chunk(n);
+    c.template read<false>(n, at);
+    c.keep_tails();
+    products_wait<0>();
+    register_fence(c.both);
     // x becomes r, then u.
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
-      const int f = pair_of(i);
-      x[2 * i] = first_of(pairs[i]) - before[f] * x[2 * i];
-      x[2 * i + 1] = second_of(pairs[i]) - before[f + 1] * x[2 * i + 1];
-      split_pair(high[i], low[i], -rate[f] * x[2 * i], -rate[f + 1] * x[2 * i + 1]);
+      c.x[i] = c.value(i) - c.before[own_side(i)] * (c.both[16 + i] + c.both[i]);
+      c.y[i] = -c.rate[own_side(i)] * c.x[i];
     }
-    register_fence(x);
-    register_fence(high);
-    register_fence(low);
-    products_start();
-    add_times_triangle<true>(x, high, low, stage + Memory::solve);
-    products_sent();
-    const float total = factors[63];
-    DELTATUNE_UNROLL
-    for (int i = 0; i < DK / 2; ++i) state[i] *= total;
-    get_positions(before, factors + 64, lane);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) rate[i] *= before[i];
+    c.put_factor(Memory::weighed, at);
+    c.start_solving();
     products_wait<0>();
-    register_fence(x);
+    register_fence(c.x);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i)
-      split_pair(high[i], low[i], rate[pair_of(i)] * x[2 * i], rate[pair_of(i) + 1] * x[2 * i + 1]);
-    register_fence(state);
-    register_fence(high);
-    register_fence(low);
-    products_start();
-    add_by_keys<DK>(state, low, stage + Memory::k);
-    add_by_keys<DK>(state, high, stage + Memory::k);
-    products_sent();
-    hand_chunk_over<Memory>(stage, barriers, n, x, at);
+    for (int i = 0; i < 16; ++i) c.y[i] = c.after[own_side(i)] * c.rate[own_side(i)] * c.x[i];
+    c.put_factor(Memory::added, at);
+    c.start_panels(n);
+    c.put_chunk(n, at);
+    mbarrier_wait(barriers.state_read(), n);
+    products_wait<1>();
+    c.next_panel(0, c.total, at);
     products_wait<0>();
-    register_fence(state);
+    c.next_panel(1, c.total, at);
     release(barriers.read(n % STAGES), at);
-    if (n + 1 < chunks) start(n + 1);
   }
-  store_rows<DK, DV>(state, last, head, at);
+  copies_fence();
+  release(barriers.chunk(chunks - 1), at);
+  store_rows<DK, DV>(c.state, last, head, at);
 }
-// Computes y from the states and u, and writes all three.
+// Multiplies the columns of a warp's rows of a triangle by factors.
+inline void scale_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], threadgroup const float* factors,
+                           Place at) {
+  DELTATUNE_UNROLL
+  for (int n = 0; n < 4; ++n) {
+    if (n > at.group % 4) continue;
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int e = 4 * n + i;
+      float factor[2];
+      get_two(factor, factors + 16 * n + i / 2 * 8 + at.lane % 4 * 2);
+      split_pair(high[e], low[e], factor[0] * (first_of(high[e]) + first_of(low[e])),
+                 factor[1] * (second_of(high[e]) + second_of(low[e])));
+    }
+  }
+}
+// Computes y of every second chunk, from chunk `first` on, from the states and u, and writes all three.
 template <typename In, int DK, int DV, int HV, int STAGES>
-inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y) {
+inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y,
+                       int first) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, chunks = (length + 63) / 64;
-  const bool sends = at.group % 4 == 0 && lane == 0;
-  float out[32];
+  const int chunks = (length + 63) / 64, warp = at.group % 4;
+  const bool sends = warp == 0 && at.lane == 0;
+  float out[16], before[2];
   unsigned high[16], low[16];
-  for (int n = 0; n < chunks; ++n) {
-    const unsigned stage = room.place + n % STAGES * Memory::stage;
-    threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
+  for (int n = first; n < chunks; n += 2) {
+    const int offset = n % STAGES * Memory::stage;
+    const unsigned stage = room.place + offset;
+    threadgroup const float* factors = room.floats(offset + Memory::factors);
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    mbarrier_wait(barriers.state(), n);
+    load_triangle<false>(high, low, stage + Memory::scores, at);
+    // P (beta u) is (P beta) u, and u is in shared memory.
+    scale_triangle(high, low, factors + 128, at);
+    DELTATUNE_UNROLL
+    for (int side = 0; side < 2; ++side) before[side] = factors[own_row(at, side)];
+    mbarrier_wait(barriers.state(n), n / 2);
     copies_fence();
     register_fence(out);
     products_start();
-    state_times_positions<DK>(out, room.place + Memory::state, stage + Memory::q);
+    positions_times_state<DK, 32>(out, stage + Memory::q, room.place + Memory::state);
     products_sent();
-    if (sends) own.template send_state<Memory>(n, room);
+    if (sends) own.send_state(n, room.place + Memory::state);
     products_wait<0>();
     register_fence(out);
     if (sends) blocks_read();
     release(barriers.state_read(), at);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 16; ++i) out[i] *= before[own_side(i)];
     mbarrier_wait(barriers.chunk(n), n / 2);
-    if (sends) own.template send_chunk<Memory>(n, stage);
-    each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
-      const int place = (i / 2 * 8) + lane % 4 * 2;
-      float before[2], rate[2];
-      get_two(before, factors + place);
-      get_two(rate, factors + 128 + place);
-      out[2 * i] *= before[0];
-      out[2 * i + 1] *= before[1];
-      split_pair(high[i], low[i], rate[0] * first, rate[1] * second);
-    });
     register_fence(out);
     register_fence(high);
     register_fence(low);
     products_start();
-    add_times_triangle<true>(out, high, low, stage + Memory::scores);
+    add_triangle(out, high, low, stage + Memory::solve);
     products_sent();
+    if (sends) own.send_chunk(n, stage + Memory::solve);
+    if (warp >= 2) write_tails<DK>(own.tails(n), room.memory + offset + Memory::tails, warp - 2, at.lane);
     products_wait<0>();
     register_fence(out);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) high[i] = high_pair(out[2 * i], out[2 * i + 1]);
-    // All warps have read P.
-    named_barrier<128, 2>();
-    write_and_release<Memory, STAGES>(at, room, barriers, n, high,
-                                      y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
-                                      length - n * 64);
+    write_positions(reinterpret_cast<threadgroup bf16*>(room.memory + offset + Memory::values), out,
+                    y + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64, at);
+    if (sends) blocks_read();
+    release(barriers.read(n % STAGES), at);
   }
   if (sends) blocks_arrived();
 }
 
-// The registers of a thread of each team. A block starts with 168 for each of its 384 threads: a team that asks for
-// more than the others gave back waits forever.
-enum ScanRegisters : int { SCAN_LOADER = 48, SCAN_CHAIN = 256, SCAN_WRITER = 200 };
-static_assert(SCAN_LOADER + SCAN_CHAIN + SCAN_WRITER <= 3 * 168, "teams share out what the block starts with");
-// Runs a block of either scan: each team calls its function with its place, the shared memory and the mbarriers.
-template <int DK, int STAGES, typename Load, typename Chain, typename Write>
-inline void run_teams(Place at, threadgroup char* memory, Load load, Chain chain, Write write) {
-  const Room room = room_of(memory);
-  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
-  barriers.template start<STAGES>(at);
-  at.group = uniform(at.group);
-  if (at.group < 4) {
-    fewer_registers<SCAN_LOADER>();
-    load(at, room, barriers);
-  } else if (at.group < 8) {
-    more_registers<SCAN_CHAIN>();
-    chain(at, room, barriers);
-  } else {
-    more_registers<SCAN_WRITER>();
-    write(at, room, barriers);
-  }
-}
-
-// The forward scan, with the arguments and results of gated_delta_scan. A block does 64 rows of one state; the grid is
-// (DV / 64, HV, B).
+// The registers of a thread of each team, of which two write. A block starts with 128 for each of its 512 threads: a
+// team that asks for more than the others gave back waits forever.
+enum ScanRegisters : int { SCAN_LOADER = 48, SCAN_CHAIN = 208, SCAN_WRITER = 128 };
+static_assert(SCAN_LOADER + SCAN_CHAIN + 2 * SCAN_WRITER <= 4 * 128, "teams share out what the block starts with");
+// The forward scan, with the arguments and results of gated_delta_scan. A block does 32 rows of one state; the grid is
+// (DV / 32, HV, B).
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
           typename PV, typename PM, typename PI, typename PS, typename PF>
 inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask,
@@ -457,157 +469,168 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
                                     GLOBAL In* states, GLOBAL float* u, GLOBAL float* last) {
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
-  run_teams<DK, STAGES>(
-      at, memory,
-      [&](Place at, Room room, ScanBarriers barriers) {
-        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
-                                                               factors);
-      },
-      [&](Place at, Room room, ScanBarriers barriers) {
-        scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
-      },
-      [&](Place at, Room room, ScanBarriers barriers) {
-        const OwnRows<DK, DV> own{at.x * 64, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
-        write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y);
-      });
+  const Room room = room_of(memory);
+  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
+  barriers.template start<STAGES>(at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    fewer_registers<SCAN_LOADER>();
+    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
+                                                           factors);
+  } else if (at.group < 8) {
+    more_registers<SCAN_CHAIN>();
+    scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
+  } else {
+    const OwnRows<DK, DV> own{at.x * 32, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+    write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y, at.group / 4 - 2);
+  }
 }
 
+// P^T dY of a chunk, of which P is at `scores` and dY at `values`.
+struct ScoresPart {
+  float sum[16];
+  unsigned high[16], low[16];
+  inline void start(unsigned scores, unsigned values, Place at) {
+    load_triangle<true>(high, low, scores, at);
+    register_fence(sum);
+    register_fence(high);
+    register_fence(low);
+    products_start();
+    triangle_times_rows(sum, high, low, values);
+    products_sent();
+  }
+};
+// Starts the products of Q with G dY, a panel each.
+inline void start_by_queries(thread float (&sums)[2][16], unsigned q, unsigned gradients) {
+  register_fence(sums[0]);
+  register_fence(sums[1]);
+  products_start();
+  DELTATUNE_UNROLL
+  for (int panel = 0; panel < 2; ++panel) keys_times_chunk<32>(sums[panel], q + panel * 8192, gradients);
+  products_sent();
+}
+inline void scale_and_add(thread float (&state)[2][16], float scale, thread float (&sums)[2][16]) {
+  register_fence(sums[0]);
+  register_fence(sums[1]);
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 32; ++i) state[i / 16][i % 16] = scale * state[i / 16][i % 16] + sums[i / 16][i % 16];
+}
+// Puts G dY, rounded to bf16, where Q is multiplied with it.
+template <int DK, int STAGES>
+inline void put_gradients(const thread Chain<DK, STAGES>& c, Place at) {
+  unsigned gradients[8];
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i)
+    gradients[i] = high_pair(c.before[i % 2] * first_of(c.values[i]), c.before[i % 2] * second_of(c.values[i]));
+  put_turned(c.room.place + HopperScanMemory<DK, STAGES>::gradients, 8 * core_bytes, gradients, at);
+}
 // Goes through the chunks in reverse order: the chain of the gradients of the states.
 template <typename In, int DK, int DV, int STAGES, typename PE>
 inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunks, PE d_last, GLOBAL float* d_initial,
                            long head) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, strip = at.group % 4;
-  float state[DK / 2], x[32], part[32], after[16], rate[16];
-  unsigned rows[DK / 4], low_rows[DK / 4], gradients[16], high[16], low[16];
-  load_rows<DK, DV>(state, d_last, true, head, at);
-  const auto get_gradients = [&](int step) {
-    load_turned(gradients, own_columns<Memory>(room, step % STAGES, Memory::values, strip), lane);
-  };
-  // Starts P^T dY of a step's chunk.
-  const auto start_part = [&](int step) {
-    mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
-    copies_fence();
-    get_gradients(step);
-    register_fence(part);
-    register_fence(gradients);
-    products_start();
-    add_times_cores<false, true>(part, gradients, room.place + step % STAGES * Memory::stage + Memory::scores, false);
-    add_times_cores<false, false>(part, gradients, room.place + step % STAGES * Memory::stage + Memory::scores);
-    products_sent();
-  };
-  // Computes K dS^T while the gradient of the state is handed over.
-  const auto start = [&](int step) {
-    split_pairs(rows, low_rows, state);
-    register_fence(rows);
-    register_fence(low_rows);
-    register_fence(x);
-    products_start();
-    times_positions<DK>(x, low_rows, room.place + step % STAGES * Memory::stage + Memory::k, false);
-    times_positions<DK>(x, rows, room.place + step % STAGES * Memory::stage + Memory::k, true);
-    products_sent();
-    hand_state_over<Memory, DK>(room, barriers, step, rows, state, at);
-    threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
-    get_positions(after, factors + 64, lane);
-    get_positions(rate, factors + 128, lane);
-    products_wait<0>();
-    register_fence(x);
-  };
-  start_part(0);
+  Chain<DK, STAGES> c;
+  ScoresPart part;
+  float by_queries[2][16];
+  c.room = room, c.barriers = barriers;
+  load_rows<DK, DV>(c.state, d_last, true, head, at);
+  c.put_state(at);
+  mbarrier_wait(barriers.here(0), 0);
+  copies_fence();
+  part.start(c.stage(0) + Memory::scores, c.stage(0) + Memory::values, at);
   products_wait<0>();
-  register_fence(part);
-  start(0);
+  register_fence(part.sum);
   for (int step = 0; step < chunks; ++step) {
-    const unsigned stage = room.place + step % STAGES * Memory::stage;
-    threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
-    // x becomes w, then R; gradients become G dY.
+    c.template read<true>(step, at);
+    c.start_chunk(step);
+    put_gradients(c, at);
+    products_wait<0>();
+    register_fence(c.both);
+    release(barriers.state(step), at);
+    // x becomes w, then R.
     DELTATUNE_UNROLL
     for (int i = 0; i < 16; ++i) {
-      const int f = pair_of(i);
-      x[2 * i] = after[f] * x[2 * i] + part[2 * i];
-      x[2 * i + 1] = after[f + 1] * x[2 * i + 1] + part[2 * i + 1];
-      split_pair(high[i], low[i], -rate[f] * x[2 * i], -rate[f + 1] * x[2 * i + 1]);
+      c.x[i] = c.after[own_side(i)] * (c.both[16 + i] + c.both[i]) + part.sum[i];
+      c.y[i] = -c.rate[own_side(i)] * c.x[i];
     }
-    register_fence(x);
-    register_fence(high);
-    register_fence(low);
-    products_start();
-    add_times_triangle<false>(x, high, low, stage + Memory::solve);
-    products_sent();
-    get_gradients(step);
-    get_positions(after, factors, lane);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i)
-      gradients[i] =
-          high_pair(after[pair_of(i)] * first_of(gradients[i]), after[pair_of(i) + 1] * second_of(gradients[i]));
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i) rate[i] *= -after[i];
-    const float total = factors[63];
-    DELTATUNE_UNROLL
-    for (int i = 0; i < DK / 2; ++i) state[i] *= total;
-    register_fence(state);
-    register_fence(gradients);
-    products_start();
-    add_by_keys<DK>(state, gradients, stage + Memory::q);
-    products_sent();
+    c.put_factor(Memory::weighed, at);
+    c.start_solving();
+    start_by_queries(by_queries, c.stage(step) + Memory::q, room.place + Memory::gradients);
+    c.wait_for(step);
+    c.keep_tails();
+    register_fence(c.tails);
     products_wait<1>();
-    register_fence(x);
-    unsigned end_high[16], end_low[16];
+    register_fence(c.x);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 16; ++i)
-      split_pair(end_high[i], end_low[i], rate[pair_of(i)] * x[2 * i], rate[pair_of(i) + 1] * x[2 * i + 1]);
-    register_fence(end_high);
-    register_fence(end_low);
-    products_start();
-    add_by_keys<DK>(state, end_low, stage + Memory::k);
-    add_by_keys<DK>(state, end_high, stage + Memory::k);
-    products_sent();
-    hand_chunk_over<Memory>(stage, barriers, step, x, at);
-    // The products with G dY are over, so that its registers are free.
-    products_wait<1>();
-    register_fence(gradients);
+    for (int i = 0; i < 16; ++i) c.y[i] = -c.rate[own_side(i)] * c.before[own_side(i)] * c.x[i];
+    c.put_factor(Memory::added, at);
+    c.start_panels(step);
+    c.put_chunk(step, at);
+    mbarrier_wait(barriers.state_read(), step);
     // No branch while products run: the compiler would wait for each of them. So the last chunk's are started twice.
-    start_part(step + 1 < chunks ? step + 1 : step);
+    const int next = step + 1 < chunks ? step + 1 : step;
+    c.wait_for(next);
+    part.start(c.stage(next) + Memory::scores, c.stage(next) + Memory::values, at);
+    products_wait<3>();
+    scale_and_add(c.state, c.total, by_queries);
+    products_wait<2>();
+    c.next_panel(0, 1.0f, at);
+    products_wait<1>();
+    c.next_panel(1, 1.0f, at);
     products_wait<0>();
-    register_fence(state);
-    register_fence(part);
-    release(barriers.read(step % STAGES), at);
-    if (step + 1 < chunks) start(step + 1);
+    register_fence(part.sum);
+    copies_fence();
+    release(barriers.chunk(step), at);
+    if (at.lane == 0) mbarrier_arrive(barriers.read(step % STAGES));
   }
-  store_rows<DK, DV>(state, d_initial, head, at);
+  store_rows<DK, DV>(c.state, d_initial, head, at);
 }
 // Computes dv from R, and writes it, R, and the gradients of the states.
 template <typename In, int DK, int DV, int HV, int STAGES>
 inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* dv) {
   using Memory = HopperScanMemory<DK, STAGES>;
-  const int lane = at.lane, chunks = (length + 63) / 64;
-  const bool sends = at.group % 4 == 0 && lane == 0;
-  unsigned high[16];
+  const int chunks = (length + 63) / 64, warp = at.group % 4;
+  const bool sends = warp == 0 && at.lane == 0;
   for (int step = 0; step < chunks; ++step) {
-    const int n = chunks - 1 - step;
-    const unsigned stage = room.place + step % STAGES * Memory::stage;
-    threadgroup const float* rates = room.floats(step % STAGES * Memory::stage + Memory::factors) + 128;
+    const int n = chunks - 1 - step, offset = step % STAGES * Memory::stage;
+    const unsigned right = room.place + offset + Memory::solve;
+    threadgroup const float* rates = room.floats(offset + Memory::factors) + 128;
     mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
-    mbarrier_wait(barriers.state(), step);
+    mbarrier_wait(barriers.state(step), step / 2);
     if (sends) {
-      own.template send_state<Memory>(n, room);
+      own.send_state(n, room.place + Memory::state);
       blocks_read();
     }
     release(barriers.state_read(), at);
     mbarrier_wait(barriers.chunk(step), step / 2);
-    if (sends) own.template send_chunk<Memory>(n, stage);
-    each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
-      float rate[2];
-      get_two(rate, rates + i / 2 * 8 + lane % 4 * 2);
-      high[i] = high_pair(rate[0] * first, rate[1] * second);
-    });
-    write_and_release<Memory, STAGES>(at, room, barriers, step, high,
-                                      dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
-                                      length - n * 64);
+    if (sends) own.send_chunk(n, right);
+    if (warp >= 2) write_tails<DK>(own.tails(n), room.memory + offset + Memory::tails, warp - 2, at.lane);
+    float out[16];
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      unsigned high[4], low[4];
+      const unsigned from = lane_core_turned(right + warp * 2 * core_bytes, 8 * core_bytes, at.lane);
+      load_turned_parts(high, from + 2 * j * 8 * core_bytes);
+      load_turned_parts(low, from + 2 * j * 8 * core_bytes + chunk_part);
+      DELTATUNE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float rate = rates[own_row(at, i % 2)];
+        out[8 * j + 2 * i] = rate * (first_of(high[i]) + first_of(low[i]));
+        out[8 * j + 2 * i + 1] = rate * (second_of(high[i]) + second_of(low[i]));
+      }
+    }
+    write_positions(reinterpret_cast<threadgroup bf16*>(room.memory + offset + Memory::values), out,
+                    dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV, length - n * 64, at);
+    if (sends) blocks_read();
+    release(barriers.read(step % STAGES), at);
   }
   if (sends) blocks_arrived();
 }
 
+// The registers of the teams of the reverse scan, of which one writes. A block starts with 168 for each of its 384
+// threads.
+enum ReverseRegisters : int { REVERSE_LOADER = 48, REVERSE_CHAIN = 256, REVERSE_WRITER = 200 };
+static_assert(REVERSE_LOADER + REVERSE_CHAIN + REVERSE_WRITER <= 3 * 168, "teams share out what the block starts with");
 // The reverse scan, with the arguments and results of gated_delta_reverse. Blocks are those of the forward scan.
 template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, typename PQ, typename PK,
           typename PY, typename PM, typename PE, typename PS, typename PF>
@@ -616,17 +639,20 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int l
                                        GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial) {
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
-  run_teams<DK, STAGES>(
-      at, memory,
-      [&](Place at, Room room, ScanBarriers barriers) {
-        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
-                                                              factors);
-      },
-      [&](Place at, Room room, ScanBarriers barriers) {
-        reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
-      },
-      [&](Place at, Room room, ScanBarriers barriers) {
-        const OwnRows<DK, DV> own{at.x * 64, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
-        write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
-      });
+  const Room room = room_of(memory);
+  const ScanBarriers barriers{room.place + HopperScanMemory<DK, STAGES>::barriers};
+  barriers.template start<STAGES>(at);
+  at.group = uniform(at.group);
+  if (at.group < 4) {
+    fewer_registers<REVERSE_LOADER>();
+    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
+                                                          factors);
+  } else if (at.group < 8) {
+    more_registers<REVERSE_CHAIN>();
+    reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
+  } else {
+    more_registers<REVERSE_WRITER>();
+    const OwnRows<DK, DV> own{at.x * 32, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
+    write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
+  }
 }
