@@ -84,6 +84,19 @@ DEFECTS = {
     "what is above a triangle read as part of it": ("load_parts_if(n <= warp,", "load_parts_if(n <= warp + 2,"),
     "rows past the end": ("    if (row < left)\n      put_whole_piece", "    put_whole_piece"),
     "sums read before they are written": ("    mbarrier_wait(barriers.sums(), step);\n", ""),
+    "a stage given back before its products are over": ("        products_wait<1>();\n        if (s + odd", "        if (s + odd"),
+    "dy overwritten before it is read": ("      if (unit > 0) mbarrier_wait(barriers.dy_read(), unit - 1);\n", ""),
+    "keys overwritten before they are read": ("      if (round > 0) mbarrier_wait(barriers.item(), round - 1);\n", ""),
+    "weights read before they are written": ("    mbarrier_wait(barriers.planes(), progress.round);\n", ""),
+    "weights overwritten before they are read": (
+        "      if (repeat == 0 && progress.round > 0) mbarrier_wait(barriers.planes_read(), progress.round - 1);\n",
+        "",
+    ),
+    "dk read before all of it is there": (
+        "    mbarrier_wait(barriers.keys_of_right(), progress.unit - 1);\n    add_key_sums",
+        "    add_key_sums",
+    ),
+    "two teams that add to dk at once": ("        mbarrier_wait(barriers.keys_of_u(), progress.unit);\n", ""),
 }
 
 
