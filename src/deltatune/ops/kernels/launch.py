@@ -34,7 +34,14 @@ _OF_GATED_DELTA_ON_HOPPER = {
     "prepare": ("chunk", "hopper_cores", "hopper_prepare"),
     "scan": ("chunk", "hopper_cores", "hopper_scans"),
     "reverse": ("chunk", "hopper_cores", "hopper_scans"),
-    "gradients": ("chunk", "gradients", "hopper_gradients"),
+    "gradients": (
+        "chunk",
+        "gradients",
+        "hopper_gradient_memory",
+        "hopper_gradient_gates",
+        "hopper_gradient_weights",
+        "hopper_gradients",
+    ),
 }
 ATTENTION = ("attention/attention.h",)
 VOCABULARY = ("passes/vocabulary_loss.h",)
