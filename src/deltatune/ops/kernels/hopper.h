@@ -200,8 +200,7 @@ inline unsigned opaque(unsigned x) {
 
 // Products with results d [64, N]. `rows` and `held_rows` set d to a b^T over 16 columns, or add it if `onto`, with a
 // in shared memory or in registers. `columns` and `shared_columns` do so with a b over 16 rows of b, with a in registers
-// or in shared memory. `turned` does so with a^T b^T, both in shared
-// memory, over 16 rows of a.
+// or in shared memory. `turned` does so with a^T b^T, both in shared memory, over 16 rows of a.
 template <typename In, int N> struct Products;
 #define DELTATUNE_FLOATS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
                               "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

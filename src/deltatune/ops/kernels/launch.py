@@ -23,7 +23,7 @@ GATED_DELTA = tuple(
     f"gated_delta/{name}.h"
     for name in ("chunk", "prepare", "strips", "scan_memory", "scan", "reverse", "gradients", "channel")
 )
-# What each kernel of the gated delta rule needs of them, and what its counterpart on Hopper needs.
+# What each kernel of the gated delta rule needs of them, and what its counterpart on Hopper needs besides `chunk`.
 _OF_GATED_DELTA = {
     "prepare": ("chunk", "prepare"),
     "scan": ("chunk", "strips", "scan_memory", "scan"),
@@ -31,11 +31,12 @@ _OF_GATED_DELTA = {
     "gradients": ("chunk", "gradients"),
 }
 _OF_GATED_DELTA_ON_HOPPER = {
-    "prepare": ("chunk", "hopper_cores", "hopper_prepare"),
-    "scan": ("chunk", "hopper_cores", "hopper_scans"),
-    "reverse": ("chunk", "hopper_cores", "hopper_scans"),
+    "prepare": ("hopper_cores", "hopper_prepare"),
+    "scan": ("hopper_cores", "hopper_scans"),
+    "reverse": ("hopper_cores", "hopper_scans"),
+    "wide_scan": ("hopper_cores", "hopper_wide_scans"),
+    "wide_reverse": ("hopper_cores", "hopper_wide_scans"),
     "gradients": (
-        "chunk",
         "gradients",
         "hopper_gradient_memory",
         "hopper_gradient_gates",
@@ -184,9 +185,10 @@ def bodies_of(name: str) -> tuple[str, ...]:
         return (*HOPPER_WORDS, *ATTENTION, "attention/hopper.h") if HOPPER in name else ATTENTION
     if "channel" in name:
         return GATED_DELTA
-    phase = name.rpartition("_")[2]
-    files = _OF_GATED_DELTA_ON_HOPPER[phase] if HOPPER in name else _OF_GATED_DELTA[phase]
-    return (*(HOPPER_WORDS if HOPPER in name else ()), *(f"gated_delta/{file}.h" for file in files))
+    if HOPPER in name:
+        files = ("chunk", *_OF_GATED_DELTA_ON_HOPPER[name.partition(HOPPER)[2]])
+        return (*HOPPER_WORDS, *(f"gated_delta/{file}.h" for file in files))
+    return tuple(f"gated_delta/{file}.h" for file in _OF_GATED_DELTA[name.removeprefix("gated_delta_")])
 
 
 @cache

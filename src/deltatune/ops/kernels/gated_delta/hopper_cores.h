@@ -57,15 +57,16 @@ inline void put_cores(unsigned to, int row, const thread unsigned* operand, int 
 inline int turned_piece(int piece, int row) {
   return (piece ^ row >> 1) & 3;
 }
-// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, or to rows of
-// 32. Rows that are not live become zeros.
-template <int COLUMNS, typename P, typename Live>
+// Copies 64 rows of COLUMNS columns to shared memory, by 128 threads: to swizzled tiles of 64 columns, to rows of 32,
+// or to rows with eight numbers of padding. Rows that are not live become zeros.
+template <int COLUMNS, bool PADDED = false, typename P, typename Live>
 inline void copy_positions(threadgroup bf16* to, P from, long row_stride, Live live, unsigned mbarrier, int index) {
-  constexpr int pieces = COLUMNS / 8, step = 128 / pieces, stride = COLUMNS < 64 ? COLUMNS : 64;
+  constexpr int pieces = COLUMNS / 8, step = 128 / pieces;
+  constexpr int stride = PADDED ? COLUMNS + 8 : COLUMNS < 64 ? COLUMNS : 64;
   const int c = index % pieces, first = index / pieces;
   // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
-  const int piece = COLUMNS < 64 ? turned_piece(c, first) : (c ^ first) & 7;
-  threadgroup bf16* place = to + c / 8 * 4096 + first * stride + piece * 8;
+  const int piece = PADDED ? c : COLUMNS < 64 ? turned_piece(c, first) : (c ^ first) & 7;
+  threadgroup bf16* place = to + (PADDED ? 0 : c / 8 * 4096) + first * stride + piece * 8;
   const auto source = from + first * row_stride + c * 8;
   if (!Live::masked && live.left >= 64 && aligned16(from)) {
     const unsigned start = shared_place(place);

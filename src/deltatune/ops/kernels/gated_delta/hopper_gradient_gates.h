@@ -1,5 +1,5 @@
-// The warps of hopper_gradients.h that compute the gradients of log_g and beta, from sums that the teams leave in shared
-// memory.
+// The warps of hopper_gradients.h that compute the gradients of log_g and beta, from sums that the teams leave in
+// shared memory.
 
 // The tables and sums of one unit's gates in shared memory.
 template <int DV>

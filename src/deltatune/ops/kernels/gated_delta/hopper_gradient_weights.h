@@ -1,4 +1,5 @@
-// The pairs of positions of hopper_gradients.h: what becomes of their sums, and the products of their weights with q and k.
+// The pairs of positions of hopper_gradients.h: what becomes of their sums, and the products of their weights with q
+// and k.
 
 // Products of the 64 columns of pairs and of all columns of DK.
 template <typename In> using PairProducts = Products<In, 64>;

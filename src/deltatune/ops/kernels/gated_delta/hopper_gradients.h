@@ -93,7 +93,8 @@ inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> st
   constexpr int from = KIND == 1 ? Memory::right : Memory::u;
   unsigned a[4], b[4], tails[2];
   if (KIND == 0) {
-    load_parts(x.left, dy_piece_place<DV>(room.place + Memory::dy, at.group % 4 * 16 + at.lane % 16, s * 2 + at.lane / 16));
+    const int row = at.group % 4 * 16 + at.lane % 16;
+    load_parts(x.left, dy_piece_place<DV>(room.place + Memory::dy, row, s * 2 + at.lane / 16));
   } else {
     stage.load_positions(x.left, from, at);
     stage.load_positions(x.low, from + Memory::panel, at);
@@ -129,8 +130,9 @@ inline Place hidden(Place at) {
 // Multiplies a team's sums by a factor for each row, and gives use(j, products) those of column group j, two of either
 // row. Writes the inner products of the rows with those of q or k at `operand`, every `stride` numbers from `to` on.
 template <typename Use>
-inline void use_columns_of_keys(Room room, int operand, const thread float (&sums)[64], const thread float (&factors)[2],
-                                threadgroup float* to, int stride, Place at, Use use) {
+inline void use_columns_of_keys(Room room, int operand, const thread float (&sums)[64],
+                                const thread float (&factors)[2], threadgroup float* to, int stride, Place at,
+                                Use use) {
   const auto keys = room.memory + operand + at.group % 4 * 4096 + at.lane * 4;
   float found[2] = {0.0f, 0.0f};
   DELTATUNE_UNROLL

@@ -319,10 +319,10 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
     mbarriers_started();
   }
   barrier();
-  copy_positions<128>(reinterpret_cast<threadgroup bf16*>(room.memory + Memory::k), k + key, HK * 128, live,
-                            arrival, at.index);
-  copy_positions<128>(reinterpret_cast<threadgroup bf16*>(room.memory + Memory::q), q + key, HK * 128, live,
-                            arrival, at.index);
+  copy_positions<128>(reinterpret_cast<threadgroup bf16*>(room.memory + Memory::k), k + key, HK * 128, live, arrival,
+                      at.index);
+  copy_positions<128>(reinterpret_cast<threadgroup bf16*>(room.memory + Memory::q), q + key, HK * 128, live, arrival,
+                      at.index);
   signalled_pieces_sent(arrival);
   // Two warps fill the tables of a value head, each those of its own 32 positions.
   const int own_head = warp / 2, t = at.index % 64;

@@ -1,5 +1,6 @@
-// The scans of scan.h and reverse.h on Hopper, for bf16, chunks of 64 positions, and keys of 128. Formulas are those of
-// chunk.h, and matrices in device memory have the form that hopper_cores.h describes.
+// The scans of scan.h and reverse.h on Hopper, for bf16, chunks of 64 positions, keys of 128, and calls of few heads;
+// hopper_wide_scans.h has those for many. Formulas are those of chunk.h, and matrices in device memory have the form
+// that hopper_cores.h describes.
 //
 // A block goes through the chunks with 32 rows of a state. One team of four warps loads chunks. One, the chain, holds
 // the state in its registers, transposed: all its results are positions or keys by rows. The left operands of its
@@ -73,11 +74,11 @@ inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, 
       copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
     }
     copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
-                             at.index);
+                       at.index);
     copy_positions<32>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
                        values + (row * HV + at.y) * DV + at.x * 32, HV * DV, live, mbarrier, at.index);
     copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
-                             at.index);
+                       at.index);
     signalled_pieces_sent(mbarrier);
     if (++stage == STAGES) stage = 0, ++use;
   }
