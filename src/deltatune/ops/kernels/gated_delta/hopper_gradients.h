@@ -362,7 +362,7 @@ inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int
                                          PF d_right, PY dy, OQ dq, OK dk, GLOBAL float* d_log_g,
                                          GLOBAL float* d_beta) {
   using Memory = HopperGradientMemory<DV>;
-  static_assert(DV % 16 == 0, "a stage has 16 rows");
+  static_assert(DV % 32 == 0, "stages have 16 rows, and two are added in turn");
   const Room room = room_of(memory);
   const GradientBarriers barriers{room.place + Memory::barriers};
   const int chunks = (length + 63) / 64, items = batch * chunks * HK;
