@@ -50,40 +50,6 @@ struct ScanBarriers {
   }
 };
 
-// Loads chunk after chunk. REVERSE begins with the last one.
-template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename PQ,
-          typename PK, typename PV, typename PM, typename PS, typename PF>
-inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, PQ q, PK k, PV values, PM mask,
-                        PS solve, PS scores, PF factors) {
-  using Memory = HopperScanMemory<DK, STAGES>;
-  const int chunks = (length + 63) / 64;
-  const long head = (long)at.z * HV + at.y;
-  int stage = 0, use = 0;
-  for (int step = 0; step < chunks; ++step) {
-    const int n = REVERSE ? chunks - 1 - step : step;
-    const long chunk = head * chunks + n, row = (long)at.z * length + n * 64;
-    const long key = (row * HK + at.y / (HV / HK)) * DK;
-    if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
-    const auto live = alive<MASKED>(mask, at.z, n * 64, length);
-    threadgroup char* memory = room.memory + stage * Memory::stage;
-    const unsigned mbarrier = barriers.here(stage), to = room.place + stage * Memory::stage;
-    if (at.index == 0) {
-      mbarrier_expect(mbarrier, 2 * triangle_bytes + 3 * 64 * 4);
-      copy_tile(to + Memory::solve, solve + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
-      copy_tile(to + Memory::scores, scores + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
-      copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
-    }
-    copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
-                       at.index);
-    copy_positions<32>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
-                       values + (row * HV + at.y) * DV + at.x * 32, HV * DV, live, mbarrier, at.index);
-    copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
-                       at.index);
-    signalled_pieces_sent(mbarrier);
-    if (++stage == STAGES) stage = 0, ++use;
-  }
-}
-
 // The address that a lane names to store a warp's 16 positions or keys of 16 rows as cores, whose rows are those 16.
 // The next eight rows are `row` bytes further.
 inline unsigned lane_core_turned(unsigned cores, int row, int lane) {
@@ -476,8 +442,8 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
   at.group = uniform(at.group);
   if (at.group < 4) {
     fewer_registers<SCAN_LOADER>();
-    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
-                                                           factors);
+    load_chunks<HopperScanMemory<DK, STAGES>, DK, DV, HK, HV, 32, STAGES, MASKED, false>(
+        at, room, barriers, length, q, k, v, mask, solve, scores, factors);
   } else if (at.group < 8) {
     more_registers<SCAN_CHAIN>();
     scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
@@ -646,8 +612,8 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int l
   at.group = uniform(at.group);
   if (at.group < 4) {
     fewer_registers<REVERSE_LOADER>();
-    load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
-                                                          factors);
+    load_chunks<HopperScanMemory<DK, STAGES>, DK, DV, HK, HV, 32, STAGES, MASKED, true>(
+        at, room, barriers, length, q, k, dy, mask, solve, scores, factors);
   } else if (at.group < 8) {
     more_registers<REVERSE_CHAIN>();
     reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);

@@ -46,40 +46,6 @@ struct ScanBarriers {
   }
 };
 
-// Loads chunk after chunk. REVERSE begins with the last one.
-template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, bool REVERSE, typename PQ,
-          typename PK, typename PV, typename PM, typename PS, typename PF>
-inline void load_chunks(Place at, Room room, ScanBarriers barriers, int length, PQ q, PK k, PV values, PM mask,
-                        PS solve, PS scores, PF factors) {
-  using Memory = HopperWideScanMemory<DK, STAGES>;
-  const int chunks = (length + 63) / 64;
-  const long head = (long)at.z * HV + at.y;
-  int stage = 0, use = 0;
-  for (int step = 0; step < chunks; ++step) {
-    const int n = REVERSE ? chunks - 1 - step : step;
-    const long chunk = head * chunks + n, row = (long)at.z * length + n * 64;
-    const long key = (row * HK + at.y / (HV / HK)) * DK;
-    if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
-    const auto live = alive<MASKED>(mask, at.z, n * 64, length);
-    threadgroup char* memory = room.memory + stage * Memory::stage;
-    const unsigned mbarrier = barriers.here(stage), to = room.place + stage * Memory::stage;
-    if (at.index == 0) {
-      mbarrier_expect(mbarrier, 2 * triangle_bytes + 3 * 64 * 4);
-      copy_tile(to + Memory::solve, solve + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
-      copy_tile(to + Memory::scores, scores + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
-      copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
-    }
-    copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
-                       at.index);
-    copy_positions<64, true>(reinterpret_cast<threadgroup bf16*>(memory + Memory::values),
-                             values + (row * HV + at.y) * DV + at.x * 64, HV * DV, live, mbarrier, at.index);
-    copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::q), q + key, HK * DK, live, mbarrier,
-                       at.index);
-    signalled_pieces_sent(mbarrier);
-    if (++stage == STAGES) stage = 0, ++use;
-  }
-}
-
 // Products of a team. Rows of a state times the transpose of 64 positions of K or Q: d [64, 64] = a b^T, or added.
 // Results by positions are two of 32 positions each, for the tensor cores skip half of a triangle so.
 template <int DK>
@@ -461,8 +427,8 @@ inline void gated_delta_hopper_wide_scan(Place at, threadgroup char* memory, int
   run_teams<DK, STAGES>(
       at, memory,
       [&](Place at, Room room, ScanBarriers barriers) {
-        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, false>(at, room, barriers, length, q, k, v, mask, solve, scores,
-                                                               factors);
+        load_chunks<HopperWideScanMemory<DK, STAGES>, DK, DV, HK, HV, 64, STAGES, MASKED, false>(
+            at, room, barriers, length, q, k, v, mask, solve, scores, factors);
       },
       [&](Place at, Room room, ScanBarriers barriers) {
         scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
@@ -620,8 +586,8 @@ inline void gated_delta_hopper_wide_reverse(Place at, threadgroup char* memory, 
   run_teams<DK, STAGES>(
       at, memory,
       [&](Place at, Room room, ScanBarriers barriers) {
-        load_chunks<In, DK, DV, HK, HV, STAGES, MASKED, true>(at, room, barriers, length, q, k, dy, mask, solve, scores,
-                                                              factors);
+        load_chunks<HopperWideScanMemory<DK, STAGES>, DK, DV, HK, HV, 64, STAGES, MASKED, true>(
+            at, room, barriers, length, q, k, dy, mask, solve, scores, factors);
       },
       [&](Place at, Room room, ScanBarriers barriers) {
         reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
