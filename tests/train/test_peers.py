@@ -49,7 +49,8 @@ def message(done):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_once_and_the_others_end(killed, two_ranks, tmp_path, victim):
-    done, was_killed = killed(two_ranks | {"iters": 10**5, "save_every": 10**5}, victim, 5.5)
+    # At the start of an iteration no update is being made, during which nothing could be saved.
+    done, was_killed = killed(two_ranks | {"iters": 10**5, "save_every": 10**5}, victim, 5.0)
     assert was_killed
     assert f"rank {victim} of 2 ended before the run did" in message(done)
     # mlx.launch prints how each rank ended.
