@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ import mlx.core as mx
 
 import processes
 from deltatune.machine import nvidia
-from deltatune.ops.gated_delta import fused, fused_hopper
+from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.kernels.launch import Launch
 from sizes import Size
 
-HEAD, DTYPES = 128, {mx.bfloat16: "bfloat16", mx.float32: "float32"}
+DTYPES = {mx.bfloat16: "bfloat16", mx.float32: "float32"}
 TOLD = re.compile(r"registers|spill|Potential")
 
 
@@ -39,10 +38,10 @@ class Recorder:
         self.folder = folder
         self.plan: list[dict[str, Any]] = []
         self.given: dict[str, Any] = {}
-        launch._machine = lambda: "cuda"  # type: ignore[assignment]
+        launch._machine = lambda: "cuda"
         cubin.architecture = lambda: "sm_90a"
-        nvidia.generation = lambda: nvidia.HOPPER  # type: ignore[assignment]
-        nvidia.limits = lambda: nvidia.H200  # type: ignore[assignment]
+        nvidia.generation = lambda: nvidia.HOPPER
+        nvidia.limits = lambda: nvidia.H200
         nvrtc.compiled = compiled
         mx.fast.precompiled_cuda_kernel = self.launched
 
@@ -50,8 +49,8 @@ class Recorder:
         self.given = given
         return [mx.zeros(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
 
-    def run(self, kernel: Launch) -> dict[str, mx.array]:
-        """Record a launch and return arrays of its outputs' shapes by name."""
+    def run(self, kernel: Launch) -> list[mx.array]:
+        """Record a launch and return arrays of its outputs' shapes."""
         outputs = kernel.run()
         code = self.given["compiled_source"]
         name = f"{hashlib.sha256(code).hexdigest()[:16]}.cubin"
@@ -68,7 +67,7 @@ class Recorder:
                 "bytes": kernel.bytes,
             }
         )
-        return dict(zip(kernel.outputs, outputs, strict=True))
+        return outputs
 
 
 def compiled(text: str, name: str, architecture: str) -> bytes:
@@ -78,20 +77,17 @@ def compiled(text: str, name: str, architecture: str) -> bytes:
     return code
 
 
-def record(size: Size, run: Callable[[Launch], dict[str, mx.array]]) -> None:
-    """Run the four launches of a call of `size`."""
-    shape = (size.batch, size.tokens, size.key_heads, size.value_heads, HEAD, HEAD)
-    q, v = (mx.zeros((*shape[:2], heads, HEAD), mx.bfloat16) for heads in (size.key_heads, size.value_heads))
-    gates, last = mx.zeros(v.shape[:3]), mx.zeros((size.batch, size.value_heads, HEAD, HEAD))
-    x = fused.KernelInputs(q, q, v, gates, gates, fused.no_initial_state(), None, None)
-    tiling = fused_hopper.choose_hopper_tiling(shape, mx.bfloat16, masked=False, segmented=False)
-    assert tiling is not None, f"Hopper's kernels do not support {size}"
-    prepared = run(fused_hopper.prepare(tiling, x))
-    scanned = run(fused_hopper.scan(tiling, x, prepared))
-    reversed_ = run(fused_hopper.reverse(tiling, x, prepared, v, last))
-    saved = {"factors": prepared["factors"], "states": scanned["states"], "d_states": reversed_["d_states"]}
-    saved |= {"u": scanned["u"], "d_right": reversed_["d_right"], "dy": v}
-    run(fused_hopper.gradients(tiling, x, saved))
+def record(size: Size, recorder: Recorder) -> None:
+    """Trace a call of `size` forward and backward; `recorder` runs its launches."""
+    rows = (size.batch, size.tokens)
+    q, v = (mx.zeros((*rows, heads, size.head_size), mx.bfloat16) for heads in (size.key_heads, size.value_heads))
+    gates = mx.zeros(v.shape[:3])
+
+    def call(*arrays: mx.array) -> list[mx.array]:
+        return list(gated_delta_fused(*arrays, tiling_of_call=tiling_on("cuda"), execute=recorder.run))
+
+    state = mx.zeros((size.batch, size.value_heads, size.head_size, size.head_size))
+    mx.vjp(call, [q, q, v, gates, gates], [v, state])
 
 
 def main() -> None:
@@ -103,9 +99,10 @@ def main() -> None:
     recorder = Recorder(options.folder)
     for text in options.sizes:
         recorder.plan = []
-        record(Size.written(text), recorder.run)
+        size = Size.written(text)
+        record(size, recorder)
         path = options.folder / f"{text.replace('/', '-')}.json"
-        path.write_text(json.dumps({"size": Size.written(text).record(), "launches": recorder.plan}, indent=1))
+        path.write_text(json.dumps({"size": size.record(), "launches": recorder.plan}, indent=1))
         print(f"{text}: {path}", flush=True)
 
 

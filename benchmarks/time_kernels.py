@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import logsigmoid, normalize
 
 import processes
 from machine import heading
-from sizes import Size
+from sizes import Size, inputs
 
 # CUfunction_attribute of CUDA's cuda.h: the most shared memory that a block may ask for at its launch.
 DYNAMIC_BYTES = 8
 RESULTS = ("y", "last", "dq", "dk", "dv", "d_log_g", "d_beta", "d_initial")
+GATES = ("log_g", "beta")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Arrays = dict[str, torch.Tensor]
 
@@ -67,22 +67,11 @@ class Driver:
 
 def drawn(size: Size, kernels: list[dict[str, Any]]) -> Arrays:
     """The inputs of a call and its cotangents, and its outputs, which start as NaN."""
-    torch.manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda")
-
-    row, head = (size.batch, size.tokens), size.head_size
-    arrays = {
-        "q": (normalize(normal(*row, size.key_heads, head), dim=-1) * head**-0.5).bfloat16(),
-        "k": normalize(normal(*row, size.key_heads, head), dim=-1).bfloat16(),
-        "v": normal(*row, size.value_heads, head).bfloat16(),
-        "log_g": logsigmoid(normal(*row, size.value_heads) + 3),
-        "beta": torch.sigmoid(normal(*row, size.value_heads)),
-        "dy": normal(*row, size.value_heads, head).bfloat16(),
-        "d_last": normal(size.batch, size.value_heads, head, head) * 0.1,
-        "initial": torch.zeros(8, 1, 1, 1, device="cuda"),
-    }
+    given, last = inputs(size), (size.batch, size.value_heads, size.head_size, size.head_size)
+    arrays = {"initial": torch.zeros(8, 1, 1, 1, device="cuda"), "d_last": torch.full(last, 0.1, device="cuda")}
+    for name, x in (given.arrays | {"dy": given.dy}).items():
+        array = torch.tensor(x, device="cuda").repeat(*given.times, *(1,) * (x.ndim - 2))
+        arrays[name] = array if name in GATES else array.bfloat16()
     for kernel in kernels:
         for name, (shape, dtype) in kernel["outputs"].items():
             arrays[name] = torch.full(shape, float("nan"), device="cuda", dtype=DTYPES[dtype])

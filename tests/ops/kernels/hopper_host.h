@@ -202,7 +202,7 @@ inline void named_barrier() {
   while (hopper::meetings[NUMBER] == round) hopper::go_on();
 }
 // Loads elements (row, 2 c) and (row, 2 c + 1) of each part, or of its transpose, with row = lane / 4 and c = lane % 4.
-inline void load_parts_of(unsigned (&r)[4], unsigned place, bool turned) {
+inline void load_parts_of(unsigned* r, unsigned place, bool turned) {
   const int me = host::current, lane = host::lane_id(), first = me - lane;
   hopper::published[me][0] = place;
   host::meet_group(4);
@@ -245,8 +245,8 @@ inline void blocks_read() {
   hopper::send_count[me] = 0;
 }
 inline void blocks_arrived() { blocks_read(); }
-inline void load_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, false); }
-inline void load_turned_parts(unsigned (&r)[4], unsigned place) { load_parts_of(r, place, true); }
+inline void load_parts(unsigned* r, unsigned place) { load_parts_of(r, place, false); }
+inline void load_turned_parts(unsigned* r, unsigned place) { load_parts_of(r, place, true); }
 inline void load_parts_if_of(bool on, unsigned* r, unsigned place, bool turned) {
   unsigned part[4] = {0, 0, 0, 0};
   if (on) load_parts_of(part, place, turned);

@@ -177,7 +177,8 @@ ON_HOPPER = {
     "attention on Hopper": lambda: attention("hopper"),
     "gated delta with many heads": scans_of_many_heads,
 }
-WITH_WIDE_PRODUCTS = ("gated delta, bf16", *ON_HOPPER)
+# The fewest kernels that each of these compiles for Hopper by its own instructions.
+WITH_WIDE_PRODUCTS = {"gated delta, bf16": 4, **dict.fromkeys(ON_HOPPER, 4), "gated delta with many heads": 2}
 CASES = [(name, architecture) for name in LAUNCHES for architecture in (HOPPER, BLACKWELL)]
 CASES += [(name, HOPPER) for name in IN_OTHER_TYPES | ON_HOPPER]
 
@@ -195,7 +196,7 @@ def test_every_kernel_compiles(name, architecture, gpu):
         assert f"{launched['name']}\0".encode() in code
     reports = [report for kernel, report in gpu.reports if "_hopper_" in kernel]
     if name in WITH_WIDE_PRODUCTS and architecture == HOPPER:
-        assert len([report for report in reports if "registers" in report]) >= 2
+        assert len([report for report in reports if "registers" in report]) >= WITH_WIDE_PRODUCTS[name]
     assert not [report for report in reports if "wgmma" in report]
 
 

@@ -64,11 +64,15 @@ class HopperTiling(Tiling):
     @cached_property
     def scan_bytes(self) -> int:
         """Bytes of shared memory per block of either scan."""
-        chunk = 2 * _CHUNK * self.slice
-        values = chunk if self.narrow else chunk + 16 * _CHUNK
+        chunk, state = 2 * _CHUNK * self.slice, 2 * self.slice * self.key_size
+        if self.narrow:
+            # The state has low parts too, and products read what belongs to a chunk in five parts.
+            values, others, barriers = chunk, 2 * state + 5 * chunk, 128
+        else:
+            # Rows of values are padded, and beside the state there are its tails.
+            values, others, barriers = chunk + 16 * _CHUNK, state + 4 * 512, 96
         stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + values + 12 * _CHUNK
-        others = 4 * _NARROW * self.key_size + 5 * chunk + 128 if self.narrow else 2 * _WIDE * self.key_size + 2048 + 96
-        return _STAGES * (-(-stage // 1024) * 1024) + others + _ALIGNMENT
+        return _STAGES * (-(-stage // 1024) * 1024) + others + barriers + _ALIGNMENT
 
     @cached_property
     def gradient_bytes(self) -> int:

@@ -88,11 +88,11 @@ inline void put_whole_piece(In* to, const In* from) {
 
 // Loads a left operand of 16 rows and columns, in four parts of 8 x 8: lanes 8 i to 8 i + 7 name the addresses of the
 // rows of part i. load_turned_parts loads the transpose of each part.
-inline void load_parts(unsigned (&r)[4], unsigned place) {
+inline void load_parts(unsigned* r, unsigned place) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(place) : "memory");
 }
-inline void load_turned_parts(unsigned (&r)[4], unsigned place) {
+inline void load_turned_parts(unsigned* r, unsigned place) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(place) : "memory");
 }

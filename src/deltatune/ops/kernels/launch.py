@@ -32,10 +32,10 @@ _OF_GATED_DELTA = {
 }
 _OF_GATED_DELTA_ON_HOPPER = {
     "prepare": ("hopper_cores", "hopper_prepare"),
-    "scan": ("hopper_cores", "hopper_scan_loads", "hopper_scans"),
-    "reverse": ("hopper_cores", "hopper_scan_loads", "hopper_scans"),
-    "wide_scan": ("hopper_cores", "hopper_scan_loads", "hopper_wide_scans"),
-    "wide_reverse": ("hopper_cores", "hopper_scan_loads", "hopper_wide_scans"),
+    "scan": ("hopper_cores", "hopper_scan_copies", "hopper_scans"),
+    "reverse": ("hopper_cores", "hopper_scan_copies", "hopper_scans"),
+    "wide_scan": ("hopper_cores", "hopper_scan_copies", "hopper_wide_scans"),
+    "wide_reverse": ("hopper_cores", "hopper_scan_copies", "hopper_wide_scans"),
     "gradients": (
         "gradients",
         "hopper_gradient_memory",

@@ -43,15 +43,6 @@ inline void split_pairs(thread unsigned (&high)[COUNT / 2], thread unsigned (&lo
   for (int i = 0; i < COUNT / 2; ++i) split_pair(high[i], low[i], x[2 * i], x[2 * i + 1]);
 }
 
-// Writes a left operand, 16 rows by 16 columns, as cores in shared memory, or reads it. The next row of cores is `row`
-// bytes further.
-inline unsigned lane_core(unsigned cores, int row, int lane) {
-  return cores + (lane >> 3 & 1) * row + (lane >> 4) * 128 + (lane & 7) * 16;
-}
-inline void put_cores(unsigned to, int row, const thread unsigned* operand, int lane) {
-  put_parts(lane_core(to, row, lane), operand);
-}
-
 // In rows of 32 columns the order of the four pieces of eight depends on the row (the 64-byte swizzle): the place of a
 // piece.
 inline int turned_piece(int piece, int row) {

@@ -12,6 +12,12 @@ struct GradientTables {
   inline threadgroup float* after() const { return before() + 64; }
   inline threadgroup float* rate() const { return before() + 128; }
   inline threadgroup float* gate() const { return before() + 192; }
+  // What the sums by columns of DK of a team are multiplied by, in a row.
+  template <int TEAM>
+  inline float factor(int row) const {
+    if (TEAM == 2) return after()[row] * rate()[row];
+    return TEAM == 0 ? before()[row] : -before()[row] * rate()[row];
+  }
 };
 
 // The sum of a number over 16 lanes.

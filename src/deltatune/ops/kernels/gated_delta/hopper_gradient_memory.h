@@ -28,9 +28,9 @@ struct HopperGradientMemory {
 };
 
 // The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q and k may
-// be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are filled; its sums are written,
-// and were read; team 2 has added to the sums of dk, and team 1 has; the planes of an item's weights are written, and
-// were read.
+// be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are filled; its sums are
+// written, and were read; team 2 has added to the sums of dk, and team 1 has; the planes of an item's weights are
+// written, and were read.
 struct GradientBarriers {
   enum : int { warps = 12 };
   unsigned place;

@@ -275,12 +275,8 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int leng
       progress.begin_end(barriers, repeat);
       const GradientTables<DV> tables{room, progress.unit};
       const Place here = hidden(at);
-      float factors[2];
-      DELTATUNE_UNROLL
-      for (int side = 0; side < 2; ++side) {
-        const int row = own_row(here, side);
-        factors[side] = KIND == 0 ? tables.before()[row] : -tables.before()[row] * tables.rate()[row];
-      }
+      const float factors[2] = {tables.template factor<KIND>(own_row(here, 0)),
+                                tables.template factor<KIND>(own_row(here, 1))};
       put_dots<DV>(room, KIND, dot, here);
       threadgroup float* found = room.floats(Memory::before_sums) + KIND;
       if (KIND == 0) {
@@ -325,12 +321,8 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length,
       progress.begin_end(barriers, repeat);
       const GradientTables<DV> tables{room, progress.unit};
       const Place here = hidden(at);
-      float factors[2];
-      DELTATUNE_UNROLL
-      for (int side = 0; side < 2; ++side) {
-        const int row = own_row(here, side);
-        factors[side] = tables.after()[row] * tables.rate()[row];
-      }
+      const float factors[2] = {tables.template factor<2>(own_row(here, 0)),
+                                tables.template factor<2>(own_row(here, 1))};
       if (repeat > 0) mbarrier_wait(barriers.keys_of_right(), progress.unit - 1);
       use_columns_of_keys(
           room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,

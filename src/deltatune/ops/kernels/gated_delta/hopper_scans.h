@@ -209,7 +209,7 @@ struct Chain {
     }
     total = factors[63];
     DELTATUNE_UNROLL
-    for (int j = 0; j < 2; ++j) load_parts_if(true, values + 4 * j, lane_piece(stage(step) + Memory::values, j, at));
+    for (int j = 0; j < 2; ++j) load_parts(values + 4 * j, lane_piece(stage(step) + Memory::values, j, at));
     load_triangle<TURNED>(high, low, stage(step) + Memory::solve, at);
     register_fence(high);
     register_fence(low);
@@ -276,24 +276,6 @@ struct Chain {
   }
 };
 
-// Where a block writes: 32 rows of the states of one head.
-template <int DK, int DV>
-struct OwnRows {
-  int row;
-  long head, chunks;
-  GLOBAL bf16* states;
-  GLOBAL bf16* parts;
-  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
-  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
-  inline GLOBAL bf16* tails(int n) const { return chunk(n) + DV * 128 + row * 16; }
-  inline void send_state(int n, unsigned from) const {
-    send_block(states + ((head * chunks + n) * DV + row) * DK, from, 32 * DK * 2);
-  }
-  inline void send_chunk(int n, unsigned from) const {
-    send_block(chunk(n) + row * 64, from, chunk_part);
-    send_block(chunk(n) + DV * 64 + row * 64, from + chunk_part, chunk_part);
-  }
-};
 // Writes a group's 16 rows of y or dv, by way of shared memory.
 inline void write_positions(threadgroup bf16* rows, const thread float (&x)[16], GLOBAL bf16* to, long row_stride,
                             int left, Place at) {
@@ -374,7 +356,7 @@ inline void scale_triangle(thread unsigned (&high)[16], thread unsigned (&low)[1
 }
 // Computes y of every second chunk, from chunk `first` on, from the states and u, and writes all three.
 template <typename In, int DK, int DV, int HV, int STAGES>
-inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y,
+inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV, 32> own, GLOBAL In* y,
                        int first) {
   using Memory = HopperScanMemory<DK, STAGES>;
   const int chunks = (length + 63) / 64, warp = at.group % 4;
@@ -448,7 +430,7 @@ inline void gated_delta_hopper_scan(Place at, threadgroup char* memory, int leng
     more_registers<SCAN_CHAIN>();
     scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
   } else {
-    const OwnRows<DK, DV> own{at.x * 32, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+    const OwnRows<DK, DV, 32> own{at.x * 32, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
     write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y, at.group / 4 - 2);
   }
 }
@@ -554,7 +536,8 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
 }
 // Computes dv from R, and writes it, R, and the gradients of the states.
 template <typename In, int DK, int DV, int HV, int STAGES>
-inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* dv) {
+inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV, 32> own,
+                          GLOBAL In* dv) {
   using Memory = HopperScanMemory<DK, STAGES>;
   const int chunks = (length + 63) / 64, warp = at.group % 4;
   const bool sends = warp == 0 && at.lane == 0;
@@ -619,7 +602,7 @@ inline void gated_delta_hopper_reverse(Place at, threadgroup char* memory, int l
     reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
   } else {
     more_registers<REVERSE_WRITER>();
-    const OwnRows<DK, DV> own{at.x * 32, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
+    const OwnRows<DK, DV, 32> own{at.x * 32, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
     write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
   }
 }

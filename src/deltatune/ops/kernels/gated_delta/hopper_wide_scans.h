@@ -132,6 +132,14 @@ inline unsigned tails_of(const thread float* x) {
   }
   return tails;
 }
+// Writes a left operand, 16 rows by 16 columns, as cores in shared memory, or reads it. The next row of cores is `row`
+// bytes further.
+inline unsigned lane_core(unsigned cores, int row, int lane) {
+  return cores + (lane >> 3 & 1) * row + (lane >> 4) * 128 + (lane & 7) * 16;
+}
+inline void put_cores(unsigned to, int row, const thread unsigned* operand, int lane) {
+  put_parts(lane_core(to, row, lane), operand);
+}
 // Hands a warp's 16 rows of a state and their tails over, when the state before has been read.
 template <typename Memory, int DK>
 inline void hand_state_over(Room room, ScanBarriers barriers, int step, const thread unsigned (&rows)[DK / 4],
@@ -164,26 +172,12 @@ inline void hand_chunk_over(unsigned stage, ScanBarriers barriers, int step, con
   release(barriers.chunk(step), at);
 }
 
-// Where a block writes: 64 rows of the states of one head.
-template <int DK, int DV>
-struct OwnRows {
-  int row;
-  long head, chunks;
-  GLOBAL bf16* states;
-  GLOBAL bf16* parts;
-  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
-  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
-  template <typename Memory>
-  inline void send_state(int n, Room room) const {
-    send_block(states + ((head * chunks + n) * DV + row) * DK, room.place + Memory::state, 64 * DK * 2);
-    send_block(chunk(n) + DV * 128 + row * 16, room.place + Memory::tails, 4 * 512);
-  }
-  template <typename Memory>
-  inline void send_chunk(int n, unsigned stage) const {
-    send_block(chunk(n) + row * 64, stage + Memory::solve, 8192);
-    send_block(chunk(n) + DV * 64 + row * 64, stage + Memory::solve + 8192, 8192);
-  }
-};
+// Sends a state and its tails.
+template <typename Memory, int DK, int DV>
+inline void send_state(OwnRows<DK, DV, 64> own, int n, Room room) {
+  own.send_state(n, room.place + Memory::state);
+  send_block(own.tails(n), room.place + Memory::tails, 4 * 512);
+}
 
 // Calls use(i, first, second) for each pair of elements 2 i and 2 i + 1 of a warp's 16 rows of u or R, which are in
 // shared memory.
@@ -341,7 +335,7 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
 }
 // Computes y from the states and u, and writes all three.
 template <typename In, int DK, int DV, int HV, int STAGES>
-inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* y) {
+inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV, 64> own, GLOBAL In* y) {
   using Memory = HopperWideScanMemory<DK, STAGES>;
   const int lane = at.lane, chunks = (length + 63) / 64;
   const bool sends = at.group % 4 == 0 && lane == 0;
@@ -357,13 +351,13 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     products_start();
     state_times_positions<DK>(out, room.place + Memory::state, stage + Memory::q);
     products_sent();
-    if (sends) own.template send_state<Memory>(n, room);
+    if (sends) send_state<Memory>(own, n, room);
     products_wait<0>();
     register_fence(out);
     if (sends) blocks_read();
     release(barriers.state_read(), at);
     mbarrier_wait(barriers.chunk(n), n / 2);
-    if (sends) own.template send_chunk<Memory>(n, stage);
+    if (sends) own.send_chunk(n, stage + Memory::solve);
     each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
       const int place = (i / 2 * 8) + lane % 4 * 2;
       float before[2], rate[2];
@@ -434,7 +428,7 @@ inline void gated_delta_hopper_wide_scan(Place at, threadgroup char* memory, int
         scan_states<In, DK, DV, STAGES>(at, room, barriers, chunks, initial, has_initial, last, head);
       },
       [&](Place at, Room room, ScanBarriers barriers) {
-        const OwnRows<DK, DV> own{at.x * 64, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
+        const OwnRows<DK, DV, 64> own{at.x * 64, head, chunks, states, reinterpret_cast<GLOBAL bf16*>(u)};
         write_scan<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, y);
       });
 }
@@ -545,7 +539,8 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
 }
 // Computes dv from R, and writes it, R, and the gradients of the states.
 template <typename In, int DK, int DV, int HV, int STAGES>
-inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV> own, GLOBAL In* dv) {
+inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length, OwnRows<DK, DV, 64> own,
+                          GLOBAL In* dv) {
   using Memory = HopperWideScanMemory<DK, STAGES>;
   const int lane = at.lane, chunks = (length + 63) / 64;
   const bool sends = at.group % 4 == 0 && lane == 0;
@@ -557,12 +552,12 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
     mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
     mbarrier_wait(barriers.state(), step);
     if (sends) {
-      own.template send_state<Memory>(n, room);
+      send_state<Memory>(own, n, room);
       blocks_read();
     }
     release(barriers.state_read(), at);
     mbarrier_wait(barriers.chunk(step), step / 2);
-    if (sends) own.template send_chunk<Memory>(n, stage);
+    if (sends) own.send_chunk(n, stage + Memory::solve);
     each_pair_of_chunk<Memory>(stage, at, [&](int i, float first, float second) {
       float rate[2];
       get_two(rate, rates + i / 2 * 8 + lane % 4 * 2);
@@ -593,7 +588,7 @@ inline void gated_delta_hopper_wide_reverse(Place at, threadgroup char* memory, 
         reverse_states<In, DK, DV, STAGES>(at, room, barriers, chunks, d_last, d_initial, head);
       },
       [&](Place at, Room room, ScanBarriers barriers) {
-        const OwnRows<DK, DV> own{at.x * 64, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
+        const OwnRows<DK, DV, 64> own{at.x * 64, head, chunks, d_states, reinterpret_cast<GLOBAL bf16*>(d_right)};
         write_reverse<In, DK, DV, HV, STAGES>(at, room, barriers, length, own, dv);
       });
 }

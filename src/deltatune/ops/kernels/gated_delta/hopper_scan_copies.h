@@ -1,6 +1,7 @@
-// The team of either kind of scans that loads: it copies chunk after chunk to the stages of `Memory`, with ROWS columns
-// of V or dY, where the scans with 64 want padding between rows. REVERSE begins with the last chunk.
+// What both kinds of scans on Hopper copy: the team that loads, and where a block of ROWS rows of a state writes.
 
+// Copies chunk after chunk to the stages of `Memory`, with ROWS columns of V or dY, where the scans with 64 want
+// padding between rows. REVERSE begins with the last chunk.
 template <typename Memory, int DK, int DV, int HK, int HV, int ROWS, int STAGES, bool MASKED, bool REVERSE,
           typename Barriers, typename PQ, typename PK, typename PV, typename PM, typename PS, typename PF>
 inline void load_chunks(Place at, Room room, Barriers barriers, int length, PQ q, PK k, PV values, PM mask, PS solve,
@@ -32,3 +33,23 @@ inline void load_chunks(Place at, Room room, Barriers barriers, int length, PQ q
     if (++stage == STAGES) stage = 0, ++use;
   }
 }
+
+// Where a block writes: ROWS rows of the states of one head.
+template <int DK, int DV, int ROWS>
+struct OwnRows {
+  int row;
+  long head, chunks;
+  GLOBAL bf16* states;
+  GLOBAL bf16* parts;
+  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
+  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
+  inline GLOBAL bf16* tails(int n) const { return chunk(n) + DV * 128 + row * 16; }
+  inline void send_state(int n, unsigned from) const {
+    send_block(states + ((head * chunks + n) * DV + row) * DK, from, ROWS * DK * 2);
+  }
+  // Sends u or R: high parts, which low parts follow.
+  inline void send_chunk(int n, unsigned from) const {
+    send_block(chunk(n) + row * 64, from, ROWS * 128);
+    send_block(chunk(n) + DV * 64 + row * 64, from + ROWS * 128, ROWS * 128);
+  }
+};
