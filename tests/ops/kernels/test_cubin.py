@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compil
 AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
 # The number of ELF's machine type for CUDA.
 EM_CUDA = 190
+# What the assembler's report says of registers that it kept in memory.
+SPILLED = re.compile(r"[1-9]\d* bytes spill")
 
 
 @pytest.fixture
@@ -198,6 +201,9 @@ def test_every_kernel_compiles(name, architecture, gpu):
     if name in WITH_WIDE_PRODUCTS and architecture == HOPPER:
         assert len([report for report in reports if "registers" in report]) >= WITH_WIDE_PRODUCTS[name]
     assert not [report for report in reports if "wgmma" in report]
+    # Registers that did not suffice made the reverse scan of many heads take 2.2 ms where it takes 1.3.
+    spilled = [kernel for kernel, report in gpu.reports if "gated_delta_hopper" in kernel and SPILLED.search(report)]
+    assert not spilled
 
 
 @pytest.mark.parametrize("kernels", [passes, low_rank])

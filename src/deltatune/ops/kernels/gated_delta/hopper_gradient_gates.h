@@ -131,7 +131,8 @@ inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length
     const GradientItem item = item_at<HK>(at.x + step / repeats * BLOCKS, chunks);
     const GradientTables<DV> tables{room, step};
     mbarrier_wait(barriers.sums(), step);
-    const GateSums found = sum_positions<DV>(room, tables, step, t, at.lane);
+    const Place here = hidden(at);
+    const GateSums found = sum_positions<DV>(room, tables, step, here.index % 64, here.lane);
     if (item.n * 64 + t < length) {
       const bool live = alive<MASKED>(mask, item.row, item.n * 64, length)(t);
       const long to = ((long)item.row * length + item.n * 64 + t) * HV + item.head * repeats + step % repeats;

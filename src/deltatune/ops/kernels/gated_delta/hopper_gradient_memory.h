@@ -71,6 +71,14 @@ struct GradientBarriers {
   }
 };
 
+// The lane's place in a way that hides that it is the same all the time, so that no addresses are kept from phase to
+// phase: the registers are needed for sums.
+inline Place hidden(Place at) {
+  at.index = (int)opaque((unsigned)at.index);
+  at.lane = at.index & 31;
+  return at;
+}
+
 // An item of work: chunk `n` of key head `head` in row `row` of the batch.
 struct GradientItem {
   int n, head, row;

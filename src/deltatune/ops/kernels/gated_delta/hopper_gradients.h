@@ -119,14 +119,6 @@ inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> st
   if (KIND < 2) x.share = kept_products(a, b, tails[0], tails[1]);
 }
 
-// The lane's place in a way that hides that it is the same all the time, so that no addresses are kept from phase to
-// phase: the sums need the registers.
-inline Place hidden(Place at) {
-  at.index = (int)opaque((unsigned)at.index);
-  at.lane = at.index & 31;
-  return at;
-}
-
 // Multiplies a team's sums by a factor for each row, and gives use(j, products) those of column group j, two of either
 // row. Writes the inner products of the rows with those of q or k at `operand`, every `stride` numbers from `to` on.
 template <typename Use>

@@ -468,11 +468,11 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     times_positions<DK>(x, rows, room.place + step % STAGES * Memory::stage + Memory::k, true);
     products_sent();
     hand_state_over<Memory, DK>(room, barriers, step, rows, state, at);
+    products_wait<0>();
+    register_fence(x);
     threadgroup const float* factors = room.floats(step % STAGES * Memory::stage + Memory::factors);
     get_positions(after, factors + 64, lane);
     get_positions(rate, factors + 128, lane);
-    products_wait<0>();
-    register_fence(x);
   };
   start_part(0);
   products_wait<0>();
