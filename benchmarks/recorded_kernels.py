@@ -1,10 +1,13 @@
 """Compiles the gated delta rule's kernels for Hopper, which needs no GPU; time_kernels.py launches them on one.
 
-usage: python benchmarks/recorded_kernels.py FOLDER SIZE...
+usage: python benchmarks/recorded_kernels.py FOLDER SIZE... [--racecheck]
 
 A size is written as for gated_delta.py: 1x8192x16/32. FOLDER gets the machine code of the kernels of a call, forward
 and backward, and a file of their arguments for each size. The assembler's report is printed: registers, what they
-spill, and products that it runs one after another. PYTHONPATH=OTHER/src compiles another checkout's kernels.
+spill, and products that it runs one after another; nothing is told of what the cache holds (DELTATUNE_CACHE).
+PYTHONPATH=OTHER/src compiles another checkout's kernels, LD_PRELOAD=.../libnvrtc.so.13 with another release of CUDA.
+--racecheck compiles for compute-sanitizer's racecheck: all lanes report to barriers, for it takes only what a lane that
+reported has done as done.
 """
 
 from __future__ import annotations
@@ -94,7 +97,11 @@ def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("sizes", nargs="+", metavar="SIZE")
+    parser.add_argument("--racecheck", action="store_true", help="all lanes report to barriers")
     options = parser.parse_args()
+    if options.racecheck:
+        header = launch.header
+        launch.header = lambda *of: f"#define DELTATUNE_RACECHECK\n{header(*of)}"
     options.folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(options.folder)
     for text in options.sizes:

@@ -78,6 +78,14 @@ def test_beside_naive(name, text, run, on_host, errors, norms, table):
     assert not {key: (error, bounds[key]) for key, error in found.items() if error > bounds[key]}
 
 
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_kernels_for_racecheck_compute_the_same(text, run, table):
+    case = table.Case("documents", **CASES["documents, masked middle"])
+    results, _ = run(case, text)
+    same, _ = run(case, f"#define DELTATUNE_RACECHECK\n{text}")
+    assert all(mx.array_equal(same[name], result) for name, result in results.items())
+
+
 DEFECTS = {
     "a stage overwritten before it is read": (
         "    if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);\n    const",

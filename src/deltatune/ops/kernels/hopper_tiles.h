@@ -80,8 +80,22 @@ inline void pack_rows(thread unsigned (&to)[COUNT / 2], const thread float (&fro
   for (int i = 0; i < COUNT / 2; ++i) to[i] = PairOf<In>::of(from[2 * i], from[2 * i + 1]);
 }
 
-// Signals an mbarrier once for a group of lanes, when all of them have come here.
+// How many lanes of a group report to an mbarrier that counts groups. One would do. compute-sanitizer's racecheck takes
+// what a lane did as done only if the lane itself has reported, so all do in kernels that are compiled for it.
+#ifdef DELTATUNE_RACECHECK
+enum : int { reporting_lanes = 32 };
+#else
+enum : int { reporting_lanes = 1 };
+#endif
+inline void mbarrier_init_for_groups(unsigned mbarrier, int groups) {
+  mbarrier_init(mbarrier, groups * reporting_lanes);
+}
+// Reports to an mbarrier for a group of lanes, all of which have come to the same place, if `on`.
+inline void report(unsigned mbarrier, Place at, bool on = true) {
+  if (on && (reporting_lanes == 32 || at.lane == 0)) mbarrier_arrive(mbarrier);
+}
+// Does so when all of them have come here.
 inline void release(unsigned mbarrier, Place at) {
   group_barrier();
-  if (at.lane == 0) mbarrier_arrive(mbarrier);
+  report(mbarrier, at);
 }

@@ -121,7 +121,7 @@ struct HopperBarriers {
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < 9; ++i) mbarrier_init(place + 8 * i, 1);
-      for (int i = 9; i < 17; ++i) mbarrier_init(place + 8 * i, 8);
+      for (int i = 9; i < 17; ++i) mbarrier_init_for_groups(place + 8 * i, 8);
       mbarriers_started();
     }
     barrier();

@@ -51,20 +51,20 @@ struct GradientBarriers {
     if (at.index == 0) {
       for (int stage = 0; stage < 5; ++stage) {
         mbarrier_init(arrived(stage), 1);
-        mbarrier_init(read(stage), warps);
+        mbarrier_init_for_groups(read(stage), warps);
       }
       mbarrier_init(keys(), 32);
-      mbarrier_init(item(), warps);
-      mbarrier_init(tables(0), 2);
-      mbarrier_init(tables(1), 2);
-      mbarrier_init(sums(), warps);
-      mbarrier_init(sums_read(), 2);
-      mbarrier_init(keys_of_u(), 4);
-      mbarrier_init(keys_of_right(), 4);
-      mbarrier_init(planes(), 8);
-      mbarrier_init(planes_read(), 4);
+      mbarrier_init_for_groups(item(), warps);
+      mbarrier_init_for_groups(tables(0), 2);
+      mbarrier_init_for_groups(tables(1), 2);
+      mbarrier_init_for_groups(sums(), warps);
+      mbarrier_init_for_groups(sums_read(), 2);
+      mbarrier_init_for_groups(keys_of_u(), 4);
+      mbarrier_init_for_groups(keys_of_right(), 4);
+      mbarrier_init_for_groups(planes(), 8);
+      mbarrier_init_for_groups(planes_read(), 4);
       mbarrier_init(dy(), 32);
-      mbarrier_init(dy_read(), 4);
+      mbarrier_init_for_groups(dy_read(), 4);
       mbarriers_started();
     }
     barrier();

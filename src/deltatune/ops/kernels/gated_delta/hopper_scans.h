@@ -40,10 +40,10 @@ struct ScanBarriers {
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
-      for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), 8);
-      for (int i = 0; i < 2; ++i) mbarrier_init(state(i), 4);
-      for (int i = 0; i < 2; ++i) mbarrier_init(chunk(i), 4);
-      mbarrier_init(state_read(), 4);
+      for (int i = 0; i < STAGES; ++i) mbarrier_init_for_groups(read(i), 8);
+      for (int i = 0; i < 2; ++i) mbarrier_init_for_groups(state(i), 4);
+      for (int i = 0; i < 2; ++i) mbarrier_init_for_groups(chunk(i), 4);
+      mbarrier_init_for_groups(state_read(), 4);
       mbarriers_started();
     }
     barrier();
@@ -306,7 +306,7 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
     c.wait_for(n);
     copies_fence();
     release(barriers.state(n), at);
-    if (n > 0 && at.lane == 0) mbarrier_arrive(barriers.chunk(n - 1));
+    report(barriers.chunk(n - 1), at, n > 0);
     c.start_chunk(n);
     c.template read<false>(n, at);
     c.keep_tails();
@@ -530,7 +530,7 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     register_fence(part.sum);
     copies_fence();
     release(barriers.chunk(step), at);
-    if (at.lane == 0) mbarrier_arrive(barriers.read(step % STAGES));
+    report(barriers.read(step % STAGES), at);
   }
   store_rows<DK, DV>(c.state, d_initial, head, at);
 }

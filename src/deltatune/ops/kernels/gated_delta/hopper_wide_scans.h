@@ -35,11 +35,11 @@ struct ScanBarriers {
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
-      for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), 8);
-      mbarrier_init(state(), 4);
-      mbarrier_init(state_read(), 4);
-      mbarrier_init(chunk(0), 4);
-      mbarrier_init(chunk(1), 4);
+      for (int i = 0; i < STAGES; ++i) mbarrier_init_for_groups(read(i), 8);
+      mbarrier_init_for_groups(state(), 4);
+      mbarrier_init_for_groups(state_read(), 4);
+      mbarrier_init_for_groups(chunk(0), 4);
+      mbarrier_init_for_groups(chunk(1), 4);
       mbarriers_started();
     }
     barrier();

@@ -32,7 +32,7 @@ struct ExpertBarriers {
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
-      for (int i = 0; i < STAGES; ++i) mbarrier_init(read(i), TEAMS * 4);
+      for (int i = 0; i < STAGES; ++i) mbarrier_init_for_groups(read(i), TEAMS * 4);
       mbarriers_started();
     }
   }
