@@ -4,10 +4,10 @@ usage: python benchmarks/recorded_kernels.py FOLDER SIZE... [--racecheck]
 
 A size is written as for gated_delta.py: 1x8192x16/32. FOLDER gets the machine code of the kernels of a call, forward
 and backward, and a file of their arguments for each size. The assembler's report is printed: registers, what they
-spill, and products that it runs one after another; nothing is told of what the cache holds (DELTATUNE_CACHE).
-PYTHONPATH=OTHER/src compiles another checkout's kernels, LD_PRELOAD=.../libnvrtc.so.13 with another release of CUDA.
---racecheck compiles for compute-sanitizer's racecheck: all lanes report to barriers, for it takes only what a lane that
-reported has done as done.
+spill, and products that it runs one after another. Kernels that are in the cache (DELTATUNE_CACHE) are not compiled
+again and have no report. PYTHONPATH=OTHER/src compiles another checkout's kernels, and LD_PRELOAD=.../libnvrtc.so.13
+compiles with another release of CUDA. --racecheck makes kernels for compute-sanitizer's racecheck, which does not see
+that one lane reports to a barrier for its whole group: in these kernels every lane reports.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("sizes", nargs="+", metavar="SIZE")
-    parser.add_argument("--racecheck", action="store_true", help="all lanes report to barriers")
+    parser.add_argument("--racecheck", action="store_true", help="every lane reports to barriers")
     options = parser.parse_args()
     if options.racecheck:
         header = launch.header

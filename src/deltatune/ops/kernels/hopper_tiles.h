@@ -80,8 +80,8 @@ inline void pack_rows(thread unsigned (&to)[COUNT / 2], const thread float (&fro
   for (int i = 0; i < COUNT / 2; ++i) to[i] = PairOf<In>::of(from[2 * i], from[2 * i + 1]);
 }
 
-// How many lanes of a group report to an mbarrier that counts groups. One would do. compute-sanitizer's racecheck takes
-// what a lane did as done only if the lane itself has reported, so all do in kernels that are compiled for it.
+// How many lanes of a group report to an mbarrier that counts groups. One is enough, but compute-sanitizer's racecheck
+// does not see that a lane reports for its whole group. So in kernels that are compiled for it all lanes report.
 #ifdef DELTATUNE_RACECHECK
 enum : int { reporting_lanes = 32 };
 #else

@@ -457,8 +457,8 @@ inline void reverse_states(Place at, Room room, ScanBarriers barriers, int chunk
     add_times_cores<false, false>(part, gradients, room.place + step % STAGES * Memory::stage + Memory::scores);
     products_sent();
   };
-  // Computes K dS^T while the gradient of the state is handed over. The factors are read afterwards: the registers do
-  // not suffice earlier, by the compilers of CUDA 12.9 to 13.2.
+  // Computes K dS^T while the gradient of the state is handed over. The factors are read after the
+  // products: before them, there are no registers left with the compilers of CUDA 12.9 to 13.2.
   const auto start = [&](int step) {
     split_pairs(rows, low_rows, state);
     register_fence(rows);
