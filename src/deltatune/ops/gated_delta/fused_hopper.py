@@ -35,7 +35,7 @@ _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
 _SCAN_GROUPS, _NARROW_SCAN_GROUPS = 12, 16
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block
 # but for those of dy, and its groups of 32 threads.
-_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 212_336, 16
+_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 212_368, 16
 # The blocks of the prepare kernel on a multiprocessor: each mostly waits, so that their number decides its speed.
 _PREPARE_RESIDENT = 5
 __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]

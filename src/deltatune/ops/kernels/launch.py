@@ -38,6 +38,7 @@ _OF_GATED_DELTA_ON_HOPPER = {
     "wide_reverse": ("hopper_cores", "hopper_scan_copies", "hopper_wide_scans"),
     "gradients": (
         "gradients",
+        "hopper_cores",
         "hopper_gradient_memory",
         "hopper_gradient_gates",
         "hopper_gradient_weights",

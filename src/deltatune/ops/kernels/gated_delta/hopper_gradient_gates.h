@@ -100,12 +100,24 @@ inline GateSums sum_positions(Room room, GradientTables<DV> tables, int unit, in
   return GateSums{dots * tables.before()[63] + (sum + pairs), rates};
 }
 
-// Fills the tables of every unit's gates, and adds up what the units contribute to the gradients of log_g and beta. Two
-// warps do it, a thread for each position.
+// Writes 64 rows of dq or dk that a team has handed over, by 64 threads.
+template <typename In, int HK, typename P>
+inline void write_rows(threadgroup const char* rows, P out, GradientItem item, int length, int t) {
+  const long first = (long)item.row * length + item.n * 64;
+  const int left = length - item.n * 64;
+  _Pragma("unroll 4")
+  for (int row = t / 16; row < 64; row += 4) {
+    const auto from = reinterpret_cast<threadgroup const In*>(rows + row_piece(row, t % 16));
+    if (row < left) put_whole_piece(out + ((first + row) * HK + item.head) * 128 + t % 16 * 8, from);
+  }
+}
+
+// Fills the tables of every unit's gates, and adds up what the units contribute to the gradients of log_g and beta.
+// Writes every item's dq and dk. Two warps do it, a thread for each position.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, bool SEGMENTED, typename PL, typename PM,
-          typename PZ, typename PF>
+          typename PZ, typename PF, typename OQ, typename OK>
 inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PL log_g,
-                      PM mask, PZ segments, PF factors, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
+                      PM mask, PZ segments, PF factors, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
   const int t = at.index % 64, units = items > at.x ? (items - at.x + BLOCKS - 1) / BLOCKS * repeats : 0;
@@ -140,5 +152,12 @@ inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length
       d_beta[to] = live ? found.on_beta : 0.0f;
     }
     release(barriers.sums_read(), at);
+    if ((step + 1) % repeats) continue;
+    const int round = step / repeats;
+    mbarrier_wait(barriers.rows(0), round);
+    write_rows<In, HK>(room.memory + Memory::dq_rows, dq, item, length, here.index % 64);
+    mbarrier_wait(barriers.rows(1), round);
+    write_rows<In, HK>(room.memory + Memory::dk_rows, dk, item, length, here.index % 64);
+    release(barriers.rows_written(), at);
   }
 }

@@ -13,6 +13,8 @@ struct HopperGradientMemory {
   // The sums of dk, to which teams 2 and 1 add in turn, each lane its own. By KIND, the weights of the pairs: summed in
   // fp32, each lane its own, then as two planes of bf16.
   static constexpr constant int key_sums = k + 16384, weights = key_sums + 32768;
+  // Rows of dq and dk on their way out take the place of the sums of dk (row_piece).
+  static constexpr constant int dk_rows = key_sums, dq_rows = key_sums + 256;
   // What depends on the gates of a unit, for two units: Decay's tables, then G, E, beta and the gates.
   static constexpr constant int decay = weights + 2 * 16384, decay_bytes = Decay<64>::floats * 4;
   static constexpr constant int scalars = decay + 2 * decay_bytes;
@@ -24,13 +26,13 @@ struct HopperGradientMemory {
   static constexpr constant int before_sums = column_sums + 2 * 1024, after_sums = before_sums + 512;
   static constexpr constant int rate_sums = after_sums + 256, dots = rate_sums + 256, totals = dots + 32;
   static constexpr constant int barriers = totals + 2 * 64;
-  static constexpr constant int bytes = barriers + 176 + 1024;
+  static constexpr constant int bytes = barriers + 208 + 1024;
 };
 
 // The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q and k may
 // be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are filled; its sums are
-// written, and were read; team 2 has added to the sums of dk, and team 1 has; the planes of an item's weights are
-// written, and were read.
+// written, and were read; team 1 has added to the sums of dk, and then team 2 has, or read them; the planes of an item's
+// weights are written, and were read; rows of dq or dk are handed over, and are in device memory.
 struct GradientBarriers {
   enum : int { warps = 12 };
   unsigned place;
@@ -43,7 +45,11 @@ struct GradientBarriers {
   inline unsigned sums_read() const { return place + 120; }
   inline unsigned keys_of_u() const { return place + 128; }
   inline unsigned keys_of_right() const { return place + 136; }
-  inline unsigned planes() const { return place + 144; }
+  // By KIND.
+  inline unsigned planes(int kind) const { return place + (kind ? 176 : 144); }
+  // Of dq, and of dk.
+  inline unsigned rows(int kind) const { return place + 184 + 8 * kind; }
+  inline unsigned rows_written() const { return place + 200; }
   inline unsigned planes_read() const { return place + 152; }
   inline unsigned dy() const { return place + 160; }
   inline unsigned dy_read() const { return place + 168; }
@@ -61,7 +67,11 @@ struct GradientBarriers {
       mbarrier_init_for_groups(sums_read(), 2);
       mbarrier_init_for_groups(keys_of_u(), 4);
       mbarrier_init_for_groups(keys_of_right(), 4);
-      mbarrier_init_for_groups(planes(), 8);
+      mbarrier_init_for_groups(planes(0), 4);
+      mbarrier_init_for_groups(planes(1), 4);
+      mbarrier_init_for_groups(rows(0), 4);
+      mbarrier_init_for_groups(rows(1), 4);
+      mbarrier_init_for_groups(rows_written(), 2);
       mbarrier_init_for_groups(planes_read(), 4);
       mbarrier_init(dy(), 32);
       mbarrier_init_for_groups(dy_read(), 4);
@@ -91,6 +101,11 @@ inline GradientItem item_at(int number, int chunks) {
 // The address of a piece of 16 bytes in a tile.
 inline unsigned piece_place(unsigned tile, int row, int piece) {
   return tile + row * 128 + ((piece ^ row) & 7) * 16;
+}
+// The place of a piece of 16 bytes of one of 64 rows of dq or dk. The two rows of a position share 512 bytes, in which
+// none but the position's own warp has its sums of dk.
+inline int row_piece(int row, int piece) {
+  return row % 16 * 2048 + row / 16 * 512 + ((piece & 8) | ((piece ^ row) & 7)) * 16;
 }
 template <int DV>
 inline unsigned dy_piece_place(unsigned dy, int row, int piece) {

@@ -137,69 +137,81 @@ inline void sum_weights(Room room, thread float (&weights)[32], int repeat, int 
   }
   if (repeat + 1 < repeats) return;
   group_barrier();
+  unsigned high[16], low[16];
+  split_pairs(high, low, weights);
+  const unsigned place = room.place + planes;
   DELTATUNE_UNROLL
-  for (int i = 0; i < 32; i += 2) {
-    const auto to = room.memory + piece_place(planes, own_row(at, own_side(i)), i / 4) + at.lane % 4 * 4;
-    const unsigned high = PairOf<In>::of(weights[i], weights[i + 1]);
-    put_pair(to, high);
-    const float first = weights[i] - float_of(high << 16), second = weights[i + 1] - float_of(high & 0xffff0000u);
-    put_pair(to + 8192, PairOf<In>::of(first, second));
+  for (int t = 0; t < 4; ++t) {
+    const unsigned to = piece_place(place, at.group % 4 * 16 + at.lane % 16, 2 * t + at.lane / 16);
+    put_parts(to, high + 4 * t);
+    put_parts(to + 8192, low + 4 * t);
   }
 }
 
-// Adds the product of P's weights with k to dq: 16 positions of one plane at a time, the low parts first. Its sums are
+// Adds the product of P's weights, which a team has in its registers, with k to dq: the low parts first. Its sums are
 // apart from dq, for the results of products can lie in few of the registers.
 template <typename In, int DV>
-inline void add_weighted_keys(Room room, thread float (&dq)[64], Place at) {
+inline void add_weighted_keys(Room room, thread float (&dq)[64], const thread float (&weights)[32]) {
   using Memory = HopperGradientMemory<DV>;
   float sums[64];
-  clear_floats(sums);
-  _Pragma("unroll 1")
-  for (int plane = 1; plane >= 0; --plane) {
-    unsigned weights[4][4];
-    DELTATUNE_UNROLL
-    for (int t = 0; t < 4; ++t) {
-      load_left(weights[t], room.place + Memory::weights + plane * 8192, at.group % 4 * 16, t * 16, at);
-      register_fence(weights[t]);
-    }
-    register_fence(sums);
-    products_start();
-    const unsigned keys = opaque((room.place & 0x3ffff) / 16) + Memory::k / 16;
-    DELTATUNE_UNROLL
-    for (int t = 0; t < 4; ++t) KeyProducts<In>::columns(sums, weights[t], cores_operand(keys + t * 256, 2048, 128));
-    products_sent();
-    products_wait<0>();
-    register_fence(sums);
-  }
+  unsigned high[16], low[16];
+  split_pairs(high, low, weights);
+  register_fence(high);
+  register_fence(low);
+  register_fence(sums);
+  products_start();
+  const unsigned keys = opaque((room.place & 0x3ffff) / 16) + Memory::k / 16;
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 8; ++i)
+    KeyProducts<In>::columns(sums, (i < 4 ? low : high) + i % 4 * 4, cores_operand(keys + i % 4 * 256, 2048, 128),
+                             i > 0);
+  products_sent();
+  products_wait<0>();
+  register_fence(sums);
   DELTATUNE_UNROLL
   for (int i = 0; i < 64; ++i) dq[i] += sums[i];
 }
-// Adds to dk the products of the transpose of P's weights with q, and of N's weights and their transpose with k.
-template <typename In, int DV>
-inline void add_weighted_turned(Room room, thread float (&dk)[64], Place at) {
-  using Memory = HopperGradientMemory<DV>;
-  const int first = at.group % 4 * 16;
-  _Pragma("unroll 1")
+
+// Adds eight products with one left operand after another to `sums`, while the next operand is loaded. load gives the
+// operand of tile t in a plane, and `rows` is where the other operands begin: 16 rows of q or k for each tile.
+template <typename In, typename Load>
+inline void add_weighted(thread float (&sums)[64], unsigned planes, unsigned rows, Load load) {
+  unsigned operands[2][4];
+  register_fence(sums);
+  DELTATUNE_UNROLL
   for (int step = 0; step < 8; ++step) {
-    const int t = step % 4;
-    const unsigned of_y = room.place + Memory::weights + (step < 4 ? 8192 : 0), of_right = of_y + 16384;
-    unsigned y[4], right[4], right_turned[4];
-    load_left_turned(y, of_y, t * 16, first, at);
-    load_left(right, of_right, first, t * 16, at);
-    load_left_turned(right_turned, of_right, t * 16, first, at);
-    register_fence(y);
-    register_fence(right);
-    register_fence(right_turned);
-    register_fence(dk);
+    load(operands[step & 1], planes + (step < 4 ? 8192 : 0), step % 4 * 16);
+    register_fence(operands[step & 1]);
     products_start();
-    const unsigned rows = opaque((room.place & 0x3ffff) / 16 + t * 256);
-    const unsigned long long queries = cores_operand(rows + Memory::q / 16, 2048, 128);
-    const unsigned long long keys = cores_operand(rows + Memory::k / 16, 2048, 128);
-    KeyProducts<In>::columns(dk, y, queries);
-    KeyProducts<In>::columns(dk, right, keys);
-    KeyProducts<In>::columns(dk, right_turned, keys);
+    KeyProducts<In>::columns(sums, operands[step & 1], cores_operand(rows + step % 4 * 256, 2048, 128));
     products_sent();
-    products_wait<0>();
-    register_fence(dk);
+    products_wait<1>();
+    if (step > 0) register_fence(operands[1 - (step & 1)]);
   }
+  products_wait<0>();
+  register_fence(sums);
+}
+// Adds to dk the product of the transpose of P's weights with q, the low parts first.
+template <typename In, int DV>
+inline void add_weighted_queries(Room room, thread float (&dk)[64], Place at) {
+  using Memory = HopperGradientMemory<DV>;
+  const unsigned queries = opaque((room.place & 0x3ffff) / 16) + Memory::q / 16;
+  add_weighted<In>(dk, room.place + Memory::weights, queries, [&](thread unsigned (&to)[4], unsigned plane, int t) {
+    load_left_turned(to, plane, t, at.group % 4 * 16, at);
+  });
+}
+// Adds to dk the product of N's weights and their transpose with k. The weights are zero on the diagonal and right of
+// it, so that each element of the sum of both is one of them, and the bits of the other are zero.
+template <typename In, int DV>
+inline void add_weighted_neighbours(Room room, thread float (&dk)[64], Place at) {
+  using Memory = HopperGradientMemory<DV>;
+  const unsigned keys = opaque((room.place & 0x3ffff) / 16) + Memory::k / 16;
+  add_weighted<In>(dk, room.place + Memory::weights + 16384, keys,
+                   [&](thread unsigned (&to)[4], unsigned plane, int t) {
+                     unsigned turned[4];
+                     load_left(to, plane, at.group % 4 * 16, t, at);
+                     load_left_turned(turned, plane, t, at.group % 4 * 16, at);
+                     DELTATUNE_UNROLL
+                     for (int i = 0; i < 4; ++i) to[i] |= turned[i];
+                   });
 }

@@ -4,7 +4,8 @@
 // has the products of one left operand: team 0 those of dY, which give dq and the weights of the pairs of P (KIND 0),
 // team 1 those of R, which give the weights of N (KIND 1) and a part of dk, and team 2 those of u, the other part. So
 // each operand is read from shared memory once, which is what bounds the kernel. Of the fourth group one warp copies 16
-// rows of DV at a time to shared memory, one copies the inputs, and two add up the gradients of log_g and beta.
+// rows of DV at a time to shared memory, one copies the inputs, and two add up the gradients of log_g and beta and write
+// dq and dk.
 // A block takes every BLOCKS-th item of work, which is a chunk of a key head with its HV / HK value heads; a unit is
 // one of these value heads. dq is summed over the value heads in registers, dk and the weights of the pairs in shared
 // memory, so that the products of the weights with q and k are computed once per item.
@@ -148,20 +149,6 @@ inline void use_columns_of_keys(Room room, int operand, const thread float (&sum
   }
 }
 
-// Writes dq or dk of an item.
-template <typename In, int HK, typename P>
-inline void put_columns(P out, const thread float (&x)[64], GradientItem item, int length, Place at) {
-  DELTATUNE_UNROLL
-  for (int side = 0; side < 2; ++side) {
-    const int i = item.n * 64 + own_row(at, side);
-    if (i >= length) continue;
-    const long to = (((long)item.row * length + i) * HK + item.head) * 128 + at.lane % 4 * 2;
-    DELTATUNE_UNROLL
-    for (int j = 0; j < 16; ++j)
-      put_pair(out + to + j * 8, PairOf<In>::of(x[4 * j + 2 * side], x[4 * j + 2 * side + 1]));
-  }
-}
-
 // Where a team has come to in the stages, units and items of its block.
 template <int DV>
 struct GradientProgress {
@@ -216,20 +203,20 @@ struct GradientProgress {
   }
 };
 
-// A lane's own place among the sums of dk.
+// A lane's own place among the sums of dk, to which team 1 adds before team 2.
 template <int DV>
 inline threadgroup float* key_sums(Room room, Place at) {
   return room.floats(HopperGradientMemory<DV>::key_sums) + at.index % 128 * 4;
 }
-template <int DV>
-inline void add_key_sums(Room room, thread float (&to)[64], Place at) {
+// Hands a warp's 16 rows of dq or dk over to the groups that write them.
+template <typename In, int DV>
+inline void hand_rows_over(Room room, int rows, const thread float (&x)[64], unsigned mbarrier, Place at) {
+  unsigned packed[32];
+  pack_rows<In, 64>(packed, x);
   DELTATUNE_UNROLL
-  for (int j = 0; j < 16; ++j) {
-    float sums[4];
-    get_four(sums, key_sums<DV>(room, at) + j * 512);
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 4; ++i) to[4 * j + i] += sums[i];
-  }
+  for (int m = 0; m < 8; ++m)
+    put_parts(room.place + rows + row_piece(at.group % 4 * 16 + at.lane % 16, 2 * m + at.lane / 16), packed + 4 * m);
+  release(mbarrier, at);
 }
 // Adds four numbers to those in shared memory, or unless `onto` writes them there.
 inline void add_shared(threadgroup float* to, thread float* x, bool onto) {
@@ -250,8 +237,8 @@ inline void put_dots(Room room, int team, float dot, Place at) {
 }
 
 // Teams 0 and 1 of a block: KIND 0 computes dq, KIND 1 what R adds to dk, and both the weights of their pairs.
-template <typename In, int DV, int HK, int HV, int BLOCKS, int KIND, typename OQ>
-inline void weigh_items(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, OQ dq_out) {
+template <typename In, int DV, int HK, int HV, int BLOCKS, int KIND>
+inline void weigh_items(Place at, Room room, GradientBarriers barriers, int items) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
   GradientProgress<DV> progress{0, 0, 0, 0};
@@ -277,9 +264,10 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int leng
           for (int i = 0; i < 4; ++i) dq[4 * j + i] += products[i];
         });
       } else {
-        mbarrier_wait(barriers.keys_of_u(), progress.unit);
+        if (progress.unit > 0) mbarrier_wait(barriers.keys_of_u(), progress.unit - 1);
+        if (repeat == 0 && progress.round > 0) mbarrier_wait(barriers.rows_written(), progress.round - 1);
         use_columns_of_keys(room, Memory::k, sums, factors, found, 2, here, [&](int j, thread float* products) {
-          add_shared(key_sums<DV>(room, here) + j * 512, products, true);
+          add_shared(key_sums<DV>(room, here) + j * 512, products, repeat > 0);
         });
         release(barriers.keys_of_right(), at);
       }
@@ -289,17 +277,22 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int leng
       release(barriers.sums(), at);
       if (repeat == 0 && progress.round > 0) mbarrier_wait(barriers.planes_read(), progress.round - 1);
       sum_weights<In, DV, KIND>(room, pairs, repeat, repeats, hidden(at));
+      if (repeat + 1 < repeats) continue;
+      release(barriers.planes(KIND), at);
+      if (KIND == 0) add_weighted_keys<In, DV>(room, dq, pairs);
     }
-    release(barriers.planes(), at);
-    if (KIND == 0) add_weighted_keys<In, DV>(room, dq, hidden(at));
     release(barriers.item(), at);
-    if (KIND == 0) put_columns<In, HK>(dq_out, dq, item_at<HK>(number, chunks), length, hidden(at));
+    if (KIND == 0) {
+      // Rows of dq take the place of sums of dk, which team 2 has read.
+      mbarrier_wait(barriers.keys_of_u(), progress.unit - 1);
+      hand_rows_over<In, DV>(room, HopperGradientMemory<DV>::dq_rows, dq, barriers.rows(0), hidden(at));
+    }
   }
 }
 
-// Team 2 of a block: it computes dk.
-template <typename In, int DV, int HK, int HV, int BLOCKS, typename OK>
-inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, OK dk_out) {
+// Team 2 of a block: it computes dk. The other teams wait for its stages, so its end of an item must be short.
+template <typename In, int DV, int HK, int HV, int BLOCKS>
+inline void sum_keys(Place at, Room room, GradientBarriers barriers, int items) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
   GradientProgress<DV> progress{0, 0, 0, 0};
@@ -315,21 +308,26 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int length,
       const Place here = hidden(at);
       const float factors[2] = {tables.template factor<2>(own_row(here, 0)),
                                 tables.template factor<2>(own_row(here, 1))};
-      if (repeat > 0) mbarrier_wait(barriers.keys_of_right(), progress.unit - 1);
-      use_columns_of_keys(
-          room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,
-          [&](int j, thread float* products) { add_shared(key_sums<DV>(room, here) + j * 512, products, repeat > 0); });
+      const bool last = repeat + 1 == repeats;
+      mbarrier_wait(barriers.keys_of_right(), progress.unit);
+      use_columns_of_keys(room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,
+                          [&](int j, thread float* products) {
+                            threadgroup float* place = key_sums<DV>(room, here) + j * 512;
+                            get_four(sums + 4 * j, place);
+                            DELTATUNE_UNROLL
+                            for (int i = 0; i < 4; ++i) sums[4 * j + i] += products[i];
+                            if (!last) put_four(place, sums + 4 * j);
+                          });
       release(barriers.keys_of_u(), at);
       release(barriers.sums(), at);
     }
-    mbarrier_wait(barriers.planes(), progress.round);
-    clear_floats(sums);
-    add_weighted_turned<In, DV>(room, sums, hidden(at));
+    mbarrier_wait(barriers.planes(0), progress.round);
+    add_weighted_queries<In, DV>(room, sums, hidden(at));
+    mbarrier_wait(barriers.planes(1), progress.round);
+    add_weighted_neighbours<In, DV>(room, sums, hidden(at));
     release(barriers.planes_read(), at);
     release(barriers.item(), at);
-    mbarrier_wait(barriers.keys_of_right(), progress.unit - 1);
-    add_key_sums<DV>(room, sums, hidden(at));
-    put_columns<In, HK>(dk_out, sums, item_at<HK>(number, chunks), length, hidden(at));
+    hand_rows_over<In, DV>(room, HopperGradientMemory<DV>::dk_rows, sums, barriers.rows(1), hidden(at));
   }
 }
 
@@ -360,15 +358,15 @@ inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int
       load_inputs<In, DV, HK, HV, BLOCKS, MASKED>(at, room, barriers, length, items, chunks, q, k, mask, dy);
     else
       sum_gates<In, DV, HK, HV, BLOCKS, MASKED, SEGMENTED>(at, room, barriers, length, items, chunks, log_g, mask,
-                                                           segments, factors, d_log_g, d_beta);
+                                                           segments, factors, dq, dk, d_log_g, d_beta);
   } else if (at.group < 8) {
     more_registers<GRADIENT_OF_Y>();
-    weigh_items<In, DV, HK, HV, BLOCKS, 0>(at, room, barriers, length, items, chunks, dq);
+    weigh_items<In, DV, HK, HV, BLOCKS, 0>(at, room, barriers, items);
   } else if (at.group < 12) {
     more_registers<GRADIENT_OF_R>();
-    weigh_items<In, DV, HK, HV, BLOCKS, 1>(at, room, barriers, length, items, chunks, dq);
+    weigh_items<In, DV, HK, HV, BLOCKS, 1>(at, room, barriers, items);
   } else {
     fewer_registers<GRADIENT_OF_U>();
-    sum_keys<In, DV, HK, HV, BLOCKS>(at, room, barriers, length, items, chunks, dk);
+    sum_keys<In, DV, HK, HV, BLOCKS>(at, room, barriers, items);
   }
 }
