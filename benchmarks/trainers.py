@@ -139,38 +139,48 @@ def _has_whole_groups(_path: str, module: Any) -> bool:
     return hasattr(module, "to_quantized") and module["weight"].shape[-1] % 64 == 0
 
 
+def _pack(model: Any, bits: int) -> None:
+    """Pack the weights of `model` to so many bits."""
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    nn.quantize(model, 64, bits, class_predicate=_has_whole_groups)
+    mx.eval(model.parameters())
+
+
 @contextmanager
 def deltatune(
-    shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, kind: str = "lora"
+    shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, kind: str = "lora", kept: int = 0
 ) -> Iterator[Trainer]:
     """deltatune's training step as train/micro_batches.py makes it, without data, files and screen.
 
     The next step is started before the result of one is read, as in training, unless each step `waits`. Weights are
-    packed to `bits` if these are given, and `kind` is the fine_tune_type.
+    packed to `bits` if these are given, and `kind` is the fine_tune_type. `kept` layers are not checkpointed, as auto
+    would choose, and all others are.
     """
     model = mlx_model(shape)
     import mlx.core as mx
-    import mlx.nn as nn
 
     if bits:
-        nn.quantize(model, 64, bits, class_predicate=_has_whole_groups)
-        mx.eval(model.parameters())
+        _pack(model, bits)
     ready = time.perf_counter()
-
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
     from deltatune.machine.backend import cache_to_keep
     from deltatune.ops.random_state import get_key
+    from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World
     from deltatune.train.micro_batches import may_start_early
     from deltatune.train.optimizer import build_optimizer
     from deltatune.train.setup import training
     from deltatune.train.step import Step
 
-    config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=checkpoint, fine_tune_type=kind)
+    again = "auto" if kept else checkpoint
+    config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=again, fine_tune_type=kind)
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=kind, num_layers=-1)
     batch = batch_of(shape.rows())
-    with training(model, config, compare=False) as trained:
+    layers = order_of(model).but(kept) if kept else None
+    with training(model, config, compare=False, checkpointed_layers=layers) as trained:
         model.train()
         optimizer = build_optimizer(config)
         whole = Step(model, optimizer, trained.loss, World())
