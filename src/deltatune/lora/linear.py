@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from ..machine import backend
 from ..ops.low_rank import add_product, both_products, columns_product, rows_product
+from ..ops.recomputation import input_of
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
 from .together import current
 from .weights import dense_weight, input_size, is_quantized
@@ -60,10 +61,13 @@ def with_update(
 
 def _project_down(x: mx.array, a: mx.array) -> list[mx.array]:
     """Return x itself, for the base to read, and x a."""
+    given = input_of(x)
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         (x, a), (dx, d_low_rank) = primals, cotangents
-        return [add_product(dx, d_low_rank, a, transpose=True), columns_product(x, d_low_rank)]
+        (x,) = given.again([x], [d_low_rank])
+        d_a = columns_product(x, d_low_rank)
+        return [given.before(add_product(dx, d_low_rank, a, transpose=True), [d_a]), d_a]
 
     function: Any = mx.custom_function(lambda x, a: [x, rows_product(x, a)])
     function.vjp(backward)

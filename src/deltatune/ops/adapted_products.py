@@ -15,6 +15,7 @@ import mlx.core as mx
 from .kernels.launch import Execute
 from .low_rank import add_product, add_products, as_matrix, both_products, columns_products, rows_products
 from .quantized_product import Quantization, matrix_gradients, rows_times
+from .recomputation import input_of
 
 # The arrays of each of several matrices.
 Weights = list[list[mx.array]]
@@ -52,6 +53,7 @@ def adapted_products(
         [..., out] for each matrix.
     """
     count, packings = len(matrices), [matrix.quantization for matrix in matrices]
+    given = input_of(x)
 
     def forward(x: mx.array, weights: Weights, downs: list[mx.array], ups: list[mx.array]) -> list[mx.array]:
         rows = as_matrix(x)
@@ -64,7 +66,7 @@ def adapted_products(
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[Any, ...]:
         x, weights, downs, ups = primals
-        rows, cotangents = as_matrix(x), [as_matrix(dy) for dy in cotangents[:count]]
+        cotangents = [as_matrix(dy) for dy in cotangents[:count]]
         both = [
             both_products(dy, h, b, scale, execute=execute)
             for dy, h, b in zip(cotangents, outputs[count:], ups, strict=True)
@@ -75,8 +77,11 @@ def adapted_products(
         for base in bases[1:]:
             dx = _gradient_of_rows(*base, dx)
         dx = add_products(dx, d_low_rank, downs, execute=execute).reshape(x.shape)
+        (x,) = given.again([x], d_low_rank)
+        rows = as_matrix(x)
         d_weights = [_gradient_of_weight(rows, *base) for base in bases]
-        return dx, d_weights, columns_products(rows, d_low_rank, execute=execute), list(d_ups)
+        d_downs = columns_products(rows, d_low_rank, execute=execute)
+        return given.before(dx, d_downs), d_weights, d_downs, list(d_ups)
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)

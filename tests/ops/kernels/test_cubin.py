@@ -99,7 +99,10 @@ def scans_of_many_heads() -> None:
     tiling = replace(tiling, slice=64)
     prepared = {name: mx.zeros(*kind) for name, kind in fused_hopper.prepare(tiling, x).outputs.items()}
     last = mx.zeros((1, 2, 128, 128))
-    for scan in (fused_hopper.scan(tiling, x, prepared), fused_hopper.reverse(tiling, x, prepared, v, last)):
+    for scan in (
+        fused_hopper.scan(tiling, x, prepared),
+        fused_hopper.reverse(tiling, x, prepared, {"dy": v, "d_last": last}),
+    ):
         mx.eval(scan.run())
 
 

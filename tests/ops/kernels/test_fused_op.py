@@ -13,6 +13,7 @@ import pytest
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.gated_delta import gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
+from deltatune.ops.recomputation import cheap_recomputed, remembered
 
 SHAPES = {"q": (2, 20, 2, 16), "k": (2, 20, 2, 16), "v": (2, 20, 4, 24), "log_g": (2, 20, 4), "beta": (2, 20, 4)}
 NAMES = tuple(SHAPES)
@@ -65,6 +66,34 @@ def test_optional_arguments_left_out(on_machine):
         close(found, expected)
     names = ["gated_delta_prepare", "gated_delta_scan", "gated_delta_reverse", "gated_delta_gradients"]
     assert launched == names
+
+
+def test_what_the_kernels_keep_is_computed_again(on_machine):
+    function, launched = on_machine
+    arrays = arguments() | {"initial_state": mx.random.normal((2, 4, 24, 16), key=mx.random.key(9))}
+    constants = {"mask": mx.arange(20)[None] >= mx.array([[0], [3]]), "segments": mx.array([[0] * 7 + [1] * 13] * 2)}
+    heads = []
+
+    def computed(q, k, v, **given):
+        """The operator behind one that computes its queries, keys and values, as a convolution does."""
+
+        def doubled(q, k, v):
+            heads.append(1)
+            return [2 * q, k * 1, 2 * v]
+
+        return function(*remembered(doubled, q, k, v), **given)
+
+    for call, runs in ((function, 0), (computed, 2)):
+        wanted = gradients(call, arrays, **constants)
+        launched.clear()
+        heads.clear()
+        with cheap_recomputed():
+            found = gradients(call, arrays, **constants)
+        for one, other in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
+            assert mx.array_equal(one, other)
+        passes = ["prepare", "scan", "prepare", "scan", "reverse", "gradients"]
+        assert launched == [f"gated_delta_{name}" for name in passes]
+        assert len(heads) == runs
 
 
 def test_no_state_is_a_state_of_zeros(on_machine):

@@ -188,20 +188,23 @@ def scan(tiling: Tiling, x: KernelInputs, prepared: Arrays) -> Launch:
     return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, scan_outputs(tiling, x))
 
 
-def reverse(tiling: Tiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
-    """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `reverse_outputs`."""
+def reverse(tiling: Tiling, x: KernelInputs, prepared: Arrays, cotangents: Arrays) -> Launch:
+    """Return the launch of the reverse scan, with the outputs of `prepare`, and dy and d_last.
+
+    It writes `reverse_outputs`.
+    """
     names = ("q", "k", "dy", "mask", "d_last", *prepared)
-    inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last} | prepared
+    inputs = x.named("q", "k", "mask") | cotangents | prepared
     return _scan("reverse", tiling, names, inputs, reverse_outputs(tiling, x))
 
 
 def gradient_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
-    """Return the outputs of every gradient kernel: dq, dk, and d_log_g and d_beta in fp32."""
+    """Return the outputs of every gradient kernel: dq, dk, d_log_g in fp32, and d_beta in the dtype of beta."""
     return {
         "dq": (x.q.shape, tiling.dtype),
         "dk": (x.k.shape, tiling.dtype),
         "d_log_g": (x.log_g.shape, mx.float32),
-        "d_beta": (x.beta.shape, mx.float32),
+        "d_beta": (x.beta.shape, x.beta.dtype),
     }
 
 

@@ -80,10 +80,12 @@ def scan(tiling: ChannelTiling, x: KernelInputs, prepared: Arrays) -> Launch:
     return _scan(tiling, x.named("v", "mask", "initial"), prepared, scan_outputs(tiling, x), reverse=False)
 
 
-def reverse(tiling: ChannelTiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
-    """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `fused.reverse_outputs`."""
-    arrays = x.named("mask") | {"dy": dy, "d_last": d_last}
-    return _scan(tiling, arrays, prepared, reverse_outputs(tiling, x), reverse=True)
+def reverse(tiling: ChannelTiling, x: KernelInputs, prepared: Arrays, cotangents: Arrays) -> Launch:
+    """Return the launch of the reverse scan, with the outputs of `prepare`, dy and d_last.
+
+    It writes `fused.reverse_outputs`.
+    """
+    return _scan(tiling, x.named("mask") | cotangents, prepared, reverse_outputs(tiling, x), reverse=True)
 
 
 def gradients(tiling: ChannelTiling, x: KernelInputs, scanned: Arrays) -> Launch:

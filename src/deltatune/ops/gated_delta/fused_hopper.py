@@ -165,10 +165,13 @@ def scan(tiling: HopperTiling, x: KernelInputs, prepared: Arrays) -> Launch:
     return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs)
 
 
-def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, dy: mx.array, d_last: mx.array) -> Launch:
-    """Return the launch of the reverse scan, with the outputs of `prepare`. It writes `reverse_outputs`."""
+def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, cotangents: Arrays) -> Launch:
+    """Return the launch of the reverse scan, with the outputs of `prepare`, and dy and d_last.
+
+    It writes `reverse_outputs`.
+    """
     names = ("q", "k", "dy", "mask", "d_last", *prepared)
-    inputs = x.named("q", "k", "mask") | {"dy": dy, "d_last": d_last} | prepared
+    inputs = x.named("q", "k", "mask") | cotangents | prepared
     return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -66,6 +67,11 @@ class Tiling:
     unstaged: bool
     masked: bool
     segmented: bool
+
+    @cached_property
+    def launches(self) -> dict[Any, Any]:
+        """The launches of the calls that were divided so, without their arrays (fused_passes.py)."""
+        return {}
 
     @property
     def chunks(self) -> int:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -54,6 +55,11 @@ def built_side_by_side() -> Iterator[None]:
             _builders.reset(token)
 
 
+def building() -> bool:
+    """Whether kernels are only built (built_side_by_side)."""
+    return _builders.get() is not None
+
+
 # Kernels are compared by identity (eq=False): launch.py makes one for each text.
 @dataclass(frozen=True, eq=False)
 class CubinKernel:
@@ -80,34 +86,39 @@ class CubinKernel:
     threads: int = 0
     resident: int = 1
 
-    def __call__(
+    def __call__(self, *, inputs: Sequence[mx.array], **given: Any) -> list[mx.array]:
+        return self.call_of(inputs, **given)(inputs=inputs)
+
+    def call_of(
         self,
-        *,
         inputs: Sequence[mx.array],
+        *,
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
         template: Constants,
-    ) -> list[mx.array]:
+    ) -> Callable[..., list[mx.array]]:
+        """Return the kernel as a function of `inputs=` alone, for arrays of the shapes and dtypes of these."""
         shapes = [array.shape if read else () for array, read in zip(inputs, _shapes_read(self), strict=True)]
         dtypes, axes = tuple(array.dtype for array in inputs), tuple(map(len, shapes))
         kind, builders = (tuple(template), dtypes, axes, tuple(output_dtypes)), _builders.get()
         if builders is not None:
             builders.submit(_built, self, *kind)
-            return [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
-        return mx.fast.precompiled_cuda_kernel(
-            name=self.name,
-            compiled_source=_built(self, *kind),
-            inputs=inputs,
-            output_shapes=output_shapes,
-            output_dtypes=output_dtypes,
-            scalars=[size for shape in shapes for size in shape],
-            grid=grid,
-            threadgroup=threadgroup,
-            shared_memory=self.shared_memory,
-            ensure_row_contiguous=True,
-        )
+            outputs = list(zip(output_shapes, output_dtypes, strict=True))
+            return lambda inputs: [mx.zeros(*output) for output in outputs]
+        arguments: dict[str, Any] = {
+            "name": self.name,
+            "compiled_source": _built(self, *kind),
+            "output_shapes": output_shapes,
+            "output_dtypes": output_dtypes,
+            "scalars": [size for shape in shapes for size in shape],
+            "grid": grid,
+            "threadgroup": threadgroup,
+            "shared_memory": self.shared_memory,
+            "ensure_row_contiguous": True,
+        }
+        return lambda inputs: mx.fast.precompiled_cuda_kernel(inputs=inputs, **arguments)
 
     def text(
         self, constants: Constants, dtypes: Sequence[mx.Dtype], axes: Sequence[int], results: Sequence[mx.Dtype]

@@ -7,8 +7,8 @@ that reserve shared memory and call the body with its compile-time values; the t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 from zlib import crc32
@@ -67,6 +67,7 @@ ABSENT = "Nothing{}"
 Arrays = dict[str, mx.array]
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
 Values = dict[str, int | bool | mx.Dtype]
+Call = Callable[..., list[mx.array]]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Launch:
         arguments: The text of the body's arguments; by default the names of the inputs and of the outputs.
         sizes: The text of the sizes that the body takes before its arguments; by default the sequence's length.
         resident: How many blocks of a kernel of Hopper's must fit on a multiprocessor, which bounds a lane's registers.
+        calls: What runs it, by machine, once it has run; shared with the launches that `on` returns.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Launch:
     arguments: tuple[str, ...] | None = None
     sizes: tuple[str, ...] | None = None
     resident: int = 1
+    calls: dict[str, Call] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def source(self) -> str:
@@ -110,35 +113,62 @@ class Launch:
         arguments = self.arguments or (*self.inputs, *self.outputs)
         return _source(self.name, self.order, arguments, sizes, self.memory, self.memory_order, self.bytes)
 
+    def on(self, inputs: Arrays) -> Launch:
+        """Return this launch with other inputs of the same names, shapes and dtypes, which shares its kernel."""
+        other = object.__new__(Launch)
+        vars(other).update(vars(self), inputs=inputs)
+        return other
+
     def run(self) -> list[mx.array]:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
+        call = self.calls.get(_machine())
+        if call is None:
+            call = self._call()
+            # A kernel that is still being built has no outputs yet.
+            if not cubin.building():
+                self.calls[_machine()] = call
+        return call(inputs=list(self.inputs.values()))
+
+    def _call(self) -> Call:
         names = tuple(self.inputs), tuple(self.outputs)
         threads = self.groups * 32 if HOPPER in self.name or self.name.startswith(LOW_RANK) else 0
         kernel = kernel_of(
             _machine(), self.name, *names, self.source, bodies_of(self.name), self.bytes, threads, self.resident
         )
-        return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
+        return call_of(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 
 # Runs a launch: Launch.run on a GPU, or the host machine in tests.
 Execute = Callable[[Launch], list[mx.array]]
 
 
-def launched(
+def call_of(
     kernel: Any, inputs: Arrays, outputs: Outputs, blocks: tuple[int, int, int], groups: int, values: Values
-) -> list[mx.array]:
-    """Return the outputs of `kernel`, made by `kernel_of`, on a grid of `blocks` with `groups` x 32 lanes each."""
+) -> Call:
+    """Return f(inputs=...) -> outputs of `kernel`, made by `kernel_of`, on a grid of `blocks` of `groups` x 32 lanes.
+
+    It takes arrays of the shapes and dtypes of `inputs`.
+    """
     x, y, z = blocks
     threads = groups * 32
     shapes, dtypes = zip(*outputs.values(), strict=True)
-    return kernel(
-        inputs=list(inputs.values()),
-        output_shapes=list(shapes),
-        output_dtypes=list(dtypes),
-        grid=(x * threads, y, z),
-        threadgroup=(threads, 1, 1),
-        template=list(values.items()),
-    )
+    given: dict[str, Any] = {
+        "output_shapes": list(shapes),
+        "output_dtypes": list(dtypes),
+        "grid": (x * threads, y, z),
+        "threadgroup": (threads, 1, 1),
+        "template": list(values.items()),
+    }
+    if isinstance(kernel, cubin.CubinKernel):
+        return kernel.call_of(list(inputs.values()), **given)
+    return partial(kernel, **given)
+
+
+def launched(
+    kernel: Any, inputs: Arrays, outputs: Outputs, blocks: tuple[int, int, int], groups: int, values: Values
+) -> list[mx.array]:
+    """Return the outputs of a kernel for `inputs`. The arguments are those of `call_of`."""
+    return call_of(kernel, inputs, outputs, blocks, groups, values)(inputs=list(inputs.values()))
 
 
 @cache

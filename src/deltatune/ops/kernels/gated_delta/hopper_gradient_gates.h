@@ -115,9 +115,9 @@ inline void write_rows(threadgroup const char* rows, P out, GradientItem item, i
 // Fills the tables of every unit's gates, and adds up what the units contribute to the gradients of log_g and beta.
 // Writes every item's dq and dk. Two warps do it, a thread for each position.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, bool SEGMENTED, typename PL, typename PM,
-          typename PZ, typename PF, typename OQ, typename OK>
+          typename PZ, typename PF, typename OQ, typename OK, typename B>
 inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PL log_g,
-                      PM mask, PZ segments, PF factors, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
+                      PM mask, PZ segments, PF factors, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL B* d_beta) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
   const int t = at.index % 64, units = items > at.x ? (items - at.x + BLOCKS - 1) / BLOCKS * repeats : 0;
@@ -149,7 +149,7 @@ inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length
       const bool live = alive<MASKED>(mask, item.row, item.n * 64, length)(t);
       const long to = ((long)item.row * length + item.n * 64 + t) * HV + item.head * repeats + step % repeats;
       d_log_g[to] = live ? found.on_gate : 0.0f;
-      d_beta[to] = live ? found.on_beta : 0.0f;
+      d_beta[to] = static_cast<B>(live ? found.on_beta : 0.0f);
     }
     release(barriers.sums_read(), at);
     if ((step + 1) % repeats) continue;

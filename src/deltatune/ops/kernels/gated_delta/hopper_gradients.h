@@ -338,11 +338,12 @@ static_assert(GRADIENT_LOADER + GRADIENT_OF_Y + GRADIENT_OF_R + GRADIENT_OF_U <=
 
 // Computes what gated_delta_gradients does, from the same inputs. The grid is at most BLOCKS blocks.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, bool SEGMENTED, typename PQ, typename PK,
-          typename PL, typename PM, typename PZ, typename PF, typename PT, typename PY, typename OQ, typename OK>
+          typename PL, typename PM, typename PZ, typename PF, typename PT, typename PY, typename OQ, typename OK,
+          typename B>
 inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int length, int batch, PQ q, PK k,
                                          PL log_g, PM mask, PZ segments, PF factors, PT states, PT d_states, PF u,
                                          PF d_right, PY dy, OQ dq, OK dk, GLOBAL float* d_log_g,
-                                         GLOBAL float* d_beta) {
+                                         GLOBAL B* d_beta) {
   using Memory = HopperGradientMemory<DV>;
   static_assert(DV % 32 == 0, "stages have 16 rows, and two are added in turn");
   const Room room = room_of(memory);
