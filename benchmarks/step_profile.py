@@ -6,7 +6,7 @@ PyTorch's profiler records what MLX launches, so PyTorch with CUDA must be insta
 gives how often each runs in a step, its time and its share; the table of calls gives the time that the CPU spent in
 each. "GPU busy" is the sum of the kernels' times, and it is compared with the time of a step without the profiler. With
 --waits, no step starts before the one before is done. --bits 4 trains on packed weights, and --kind full all weights.
---kept 13 checkpoints all layers but 13, in the order of `grad_checkpoint: auto`.
+--again N computes cheap operators again in the backward pass, and N layers, as `grad_checkpoint: auto` may choose.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
     parser.add_argument("--checkpoint", action="store_true")
-    parser.add_argument("--kept", type=int, default=0, help="layers that are not checkpointed, unlike the others")
+    parser.add_argument("--again", type=int, help="how many layers are computed again, beside cheap operators")
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--bits", type=int, default=0, help="of packed weights; 0 for those of the shape")
     parser.add_argument("--kind", choices=["lora", "dora", "full"], default="lora", help="what trains")
@@ -83,7 +83,7 @@ def main() -> None:
     shape = replace(trainers.SHAPES[options.shape], **changes)
     torch.cuda.init()
     print(f"{heading()}\n{shape}", flush=True)
-    given = {name: getattr(options, name) for name in ("checkpoint", "waits", "bits", "kind", "kept")}
+    given = {name: getattr(options, name) for name in ("checkpoint", "waits", "bits", "kind", "again")}
     with trainers.deltatune(shape, **given) as trainer:
         for _ in range(3):
             trainer.step()

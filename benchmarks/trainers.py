@@ -150,13 +150,13 @@ def _pack(model: Any, bits: int) -> None:
 
 @contextmanager
 def deltatune(
-    shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, kind: str = "lora", kept: int = 0
+    shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, kind: str = "lora", again: int | None = None
 ) -> Iterator[Trainer]:
     """deltatune's training step as train/micro_batches.py makes it, without data, files and screen.
 
     The next step is started before the result of one is read, as in training, unless each step `waits`. Weights are
-    packed to `bits` if these are given, and `kind` is the fine_tune_type. `kept` layers are not checkpointed, as auto
-    would choose, and all others are.
+    packed to `bits` if these are given, and `kind` is the fine_tune_type. If `again` is given, cheap operators are
+    computed again in the backward pass, and so many layers.
     """
     model = mlx_model(shape)
     import mlx.core as mx
@@ -175,12 +175,12 @@ def deltatune(
     from deltatune.train.setup import training
     from deltatune.train.step import Step
 
-    again = "auto" if kept else checkpoint
-    config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=again, fine_tune_type=kind)
+    mode = checkpoint if again is None else "auto"
+    config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=mode, fine_tune_type=kind)
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=kind, num_layers=-1)
     batch = batch_of(shape.rows())
-    layers = order_of(model).but(kept) if kept else None
-    with training(model, config, compare=False, checkpointed_layers=layers) as trained:
+    checkpoints = None if again is None else order_of(model).first(again, operators=True)
+    with training(model, config, compare=False, checkpoints=checkpoints) as trained:
         model.train()
         optimizer = build_optimizer(config)
         whole = Step(model, optimizer, trained.loss, World())

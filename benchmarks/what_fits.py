@@ -11,7 +11,7 @@ must be lengths of several pieces. A Mac lends its GPU two thirds of its memory 
 an NVIDIA GPU, 1 GB is left to CUDA.
 
 With --auto, the plans are those that `--grad-checkpoint auto` makes for each memory and length, and the table says how
-many layers are kept whole.
+many layers are kept, and whether their cheap operators are computed again.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import processes
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.models.load import new_model
+from deltatune.ops.recomputation import Checkpoints
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import choose, order_of
 from deltatune.plan.device_limits import METAL_BUFFERS, DeviceLimits
@@ -103,14 +104,16 @@ def print_choices(shape: Shape, bits: int, device: str, memories: Sequence[int],
             for length in lengths:
                 made: list[Forecast] = []
 
-                def attempt(layers: list[int], length: int = length, made: list[Forecast] = made) -> Forecast:
-                    made.append(forecast_step(model, config, 1, length, layout, checkpointed_layers=layers))
+                def attempt(again: Checkpoints, length: int = length, made: list[Forecast] = made) -> Forecast:
+                    made.append(forecast_step(model, config, 1, length, layout, checkpoints=again))
                     return made[-1]
 
                 choice = choose(attempt, order, limits)
                 kept, peak = choice.of - choice.again, choice.forecast.bytes.amount / 1e9
                 verdict = "" if fits(choice.forecast, limits) else ", does not fit"
-                cells = f"{memory} GB | {length:,} | {kept} of {choice.of}{verdict} | {peak:.1f} | {len(made)}"
+                operators = "again" if choice.checkpoints.operators else "kept"
+                of_all = f"{kept} of {choice.of}{verdict}"
+                cells = f"{memory} GB | {length:,} | {of_all} | {operators} | {peak:.1f} | {len(made)}"
                 print(f"| {device} | {label} | {cells} |", flush=True)
 
 
@@ -126,7 +129,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{heading()}; plans of {arguments.tokens} tokens\n")
     if arguments.auto:
-        print("| device | shape | memory | tokens | layers kept whole | GB | plans |\n" + "|---" * 7 + "|")
+        print("| device | shape | memory | tokens | layers kept | cheap operators | GB | plans |\n" + "|---" * 8 + "|")
     for device in arguments.devices:
         memories = arguments.memories or MEMORIES[device]
         if arguments.auto:

@@ -10,6 +10,7 @@ import pytest
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.ops.recomputation import Checkpoints
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import SHARE, Order, choose, order_of
@@ -48,42 +49,70 @@ CURVES = {
 @pytest.mark.parametrize("by", ["bytes", "buffers"])
 def test_the_fewest_layers_with_few_plans(curve, by):
     order, peak = Order([0], [*range(1, 25)]), CURVES[curve]
-    for limit in range(50, 1400, 37):
+
+    def needed(kept, operators):
+        size = peak(kept) + (0 if operators else 100)
+        return forecast(size, 1) if by == "bytes" else forecast(1, size)
+
+    for limit in range(50, 1500, 37):
         tried = []
 
-        def attempt(layers, tried=tried):
-            assert layers[0] == 0
-            tried.append(25 - len(layers))
-            return forecast(*((peak(tried[-1]), 1) if by == "bytes" else (1, peak(tried[-1]))))
+        def attempt(checkpoints, tried=tried):
+            assert checkpoints.layers[0] == 0
+            tried.append((25 - len(checkpoints.layers), checkpoints.operators))
+            return needed(*tried[-1])
 
         choice = choose(attempt, order, limits(limit / SHARE + 1) if by == "bytes" else limits(None, limit))
-        kept = choice.of - choice.again
-        assert len(tried) <= 6
+        kept, operators = choice.of - choice.again, choice.checkpoints.operators
         assert len(set(tried)) == len(tried)
-        assert choice.forecast == forecast(*((peak(kept), 1) if by == "bytes" else (1, peak(kept))))
+        assert choice.forecast == needed(kept, operators)
+        if peak(24) + 100 <= limit:
+            assert (kept, operators, tried) == (24, False, [(24, False)])
+            continue
+        assert tried[:2] == [(24, False), (24, True)]
+        assert len(tried) <= 9
         best = max((number for number in range(25) if peak(number) <= limit), default=0)
-        # After six plans the largest number that fits is taken, which may be short of the best.
-        assert kept == best or (len(tried) == 6 and best - 3 <= kept < best), (limit, tried)
+        # After all these plans the largest number that fits is taken, which may be short of the best.
+        assert kept == best or (len(tried) >= 8 and best - 3 <= kept < best), (limit, tried)
+        # Operators are computed again only where as many layers do not fit without.
+        assert operators == (peak(kept) + 100 > limit)
+
+
+def test_layers_alone_where_operators_need_more():
+    order, tried = Order([], [*range(24)]), []
+
+    def attempt(checkpoints):
+        again = len(checkpoints.layers)
+        tried.append((again, checkpoints.operators))
+        # All layers kept need less with the operators, but a few kept need more.
+        return forecast(100 + (50 * (24 - again) if not checkpoints.operators else (700 if again < 24 else 0)), 1)
+
+    choice = choose(attempt, order, limits(500 / SHARE + 1))
+    assert choice.checkpoints == Checkpoints([*range(16)], operators=False)
+    assert len(tried) <= 12
 
 
 def test_attention_is_checkpointed_last_and_frozen_layers_always(tiny_model):
     model = tiny_model("qwen3_5", num_hidden_layers=6, full_attention_interval=3)
     prepare(model, TrainConfig(num_layers=-1))
     assert order_of(model) == Order([], [0, 1, 3, 4, 2, 5])
-    assert order_of(model).but(3) == [0, 1, 3]
-    assert [order_of(model).but(kept) for kept in (0, 6)] == [[*range(6)], []]
+    assert order_of(model).first(3, operators=True) == Checkpoints([0, 1, 3], operators=True)
+    assert order_of(model).first(0, operators=False) == Checkpoints([], operators=False)
+    assert order_of(model).first(6, operators=False) == Checkpoints([*range(6)], operators=False)
     model = tiny_model("qwen3_5", num_hidden_layers=6, full_attention_interval=3)
     prepare(model, TrainConfig(num_layers=3))
     assert order_of(model) == Order([0, 1, 2], [3, 4, 5])
-    assert order_of(model).but(2) == [0, 1, 2, 3]
+    assert order_of(model).first(0, operators=False) == Checkpoints([0, 1, 2], operators=False)
+    assert order_of(model).first(1, operators=True) == Checkpoints([0, 1, 2, 3], operators=True)
+    assert order_of(model).count(Checkpoints([0, 1, 2, 3])) == 1
     # A gradient of the embedding passes all layers.
     model.language_model.model.embed_tokens.unfreeze()
     assert order_of(model) == Order([], [0, 1, 3, 4, 2, 5])
 
 
-def counted(model, config, before, layers):
+def counted(model, config, before, checkpoints):
     """The peak of the second step by MLX's own count."""
-    with training(model, config, compare=False, checkpointed_layers=layers) as trained:
+    with training(model, config, compare=False, checkpoints=checkpoints) as trained:
         model.train()
         optimizer = build_optimizer(config)
         step, batch = Step(model, optimizer, trained.loss, World()), blank_batch(1, LENGTH, False)
@@ -110,20 +139,19 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
 
     made = {}
 
-    def attempt(layers):
-        if tuple(layers) not in made:
-            made[tuple(layers)] = plan(layers)
-        return made[tuple(layers)]
+    def attempt(checkpoints):
+        key = tuple(checkpoints.layers), checkpoints.operators
+        if key not in made:
+            made[key] = forecast_step(model, config, 1, LENGTH, layout, checkpoints=checkpoints)
+        return made[key]
 
-    def plan(layers):
-        return forecast_step(model, config, 1, LENGTH, layout, checkpointed_layers=layers)
-
-    least, most = (attempt(order.but(kept)).bytes.amount for kept in (0, LAYERS))
+    least, most = (attempt(order.first(layers, operators=True)).bytes.amount for layers in (LAYERS, 0))
     limit = (least + most) / 2
     choice = choose(attempt, order, limits(limit / SHARE))
     kept = choice.of - choice.again
     assert 0 < kept < LAYERS
-    peak, over = (counted(model, config, before, layers) for layers in (choice.layers, order.but(kept + 1)))
+    fewer = order.first(choice.again - 1, operators=choice.checkpoints.operators)
+    peak, over = (counted(model, config, before, checkpoints) for checkpoints in (choice.checkpoints, fewer))
     print(kept, f"limit {limit / 1e6:.2f} MB", f"counted {peak / 1e6:.2f}, one more kept {over / 1e6:.2f}")
     # The share that is left free is for what a plan does not know.
     assert peak <= limit / SHARE
@@ -210,7 +238,7 @@ def test_every_rank_checkpoints_what_the_one_with_least_memory_needs(tiny_model,
     prepare(model, config)
     tried = []
     monkeypatch.setattr(fit, "shape", lambda run: (1, 1))
-    monkeypatch.setattr(fit, "_step", lambda *given: tried.append(list(given[-1])) or forecast(1, 1))
+    monkeypatch.setattr(fit, "_step", lambda *given: tried.append(given[-1]) or forecast(1, 1))
 
     class Ranks:
         largest = staticmethod(lambda number: 3.0)
@@ -220,15 +248,15 @@ def test_every_rank_checkpoints_what_the_one_with_least_memory_needs(tiny_model,
 
     Started.model, Started.config = model, config
     choice = fit._choice(Started, limits(10**9), None)
-    assert choice.layers == [0, 1, 2]
-    assert tried == [[], [0, 1, 2]]
+    assert choice.checkpoints == Checkpoints([0, 1, 2], operators=True)
+    assert tried == [Checkpoints([], operators=False), Checkpoints([0, 1, 2], operators=True)]
 
 
 @pytest.mark.bad_input("`Trainer` with `grad_checkpoint: auto` and no plan")
 def test_auto_without_a_plan_is_refused(tiny_model):
     model, config = tiny_model("qwen3_5"), TrainConfig(num_layers=-1, grad_checkpoint="auto")
     with (
-        pytest.raises(UserError, match=r"Give Trainer\.run the checkpointed_layers of"),
+        pytest.raises(UserError, match=r"Give Trainer\.run the checkpoints of"),
         training(model, config, compare=False),
     ):
         pass

@@ -83,7 +83,7 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
         checked = check(run, force=force)
         for line in checked.lines:
             screen.say(line)
-        result = trainer.run(checkpointed_layers=checked.checkpointed_layers)
+        result = trainer.run(checkpoints=checked.checkpoints)
         if config.test:
             say_loss("Test", run, run.splits.test, screen)
         screen.say(f"Saved in {config.adapter_path}; {_best(result, trainer.outputs)}report: {trainer.outputs.report}")

@@ -1,8 +1,9 @@
-"""Chooses the layers that `grad_checkpoint: auto` checkpoints: as few as the memory allows.
+"""Chooses what `grad_checkpoint: auto` computes again in the backward pass: as little as the memory allows.
 
-Which layers come first was found by planning Qwen3.5's shapes (docs/log.md). A layer near the input is checkpointed
-before one near the loss, since the layers above it have freed what they kept when it is computed again. A recurrent
-layer is checkpointed before one with attention, which keeps less and takes longer to compute again in a long row.
+The cheap operators of all layers come first, since they free the most memory for their time. Which layers come next was
+found by planning Qwen3.5's shapes (docs/log.md). A layer near the input is checkpointed before one near the loss, since
+the layers above it have freed what they kept when it is computed again. A recurrent layer is checkpointed before one
+with attention, which keeps less and takes longer to compute again in a long row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 import mlx.nn as nn
 
 from ..layers import LayerInfo, describe
+from ..ops.recomputation import Checkpoints
 from ..train.tree import leaves
 from .device_limits import DeviceLimits
 from .forecast import Forecast
@@ -21,29 +23,29 @@ from .search import fits
 # The share of the device's memory that the chosen step may take. The rest is for what a plan does not know.
 SHARE = 0.9
 # More plans than this do not pay: each takes seconds for a large model.
-_PLANS = 6
+_PLANS = 5
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which layers are checkpointed.
+    """What is computed again in the backward pass.
 
     Args:
-        layers: their positions in the model.
-        again: how many layers are computed again in the backward pass.
+        checkpoints: the layers, and whether cheap operators of the others are.
+        again: how many layers are computed again.
         of: how many layers the backward pass reaches.
         forecast: the step with these checkpoints.
     """
 
-    layers: list[int]
+    checkpoints: Checkpoints
     again: int
     of: int
     forecast: Forecast
 
     def __str__(self) -> str:
+        kept = "the cheap operators of the others too" if self.checkpoints.operators else "the others are kept whole"
         return (
-            f"Checkpoints (auto): {self.again} of {self.of} layers are computed again in the backward pass, and "
-            f"{self.of - self.again} are kept whole."
+            f"Checkpoints (auto): {self.again} of {self.of} layers are computed again in the backward pass, and {kept}."
         )
 
 
@@ -59,13 +61,17 @@ class Order:
     frozen: list[int]
     reached: list[int]
 
-    def but(self, kept: int) -> list[int]:
-        """The positions of the layers to checkpoint where `kept` of those reached are kept whole."""
-        return sorted(self.frozen + self.reached[: len(self.reached) - kept])
+    def first(self, layers: int, *, operators: bool) -> Checkpoints:
+        """The checkpoints of so many layers that are reached, with or without cheap operators of the others."""
+        return Checkpoints(sorted(self.frozen + self.reached[:layers]), operators)
 
-    def choice(self, layers: Sequence[int], forecast: Forecast) -> Choice:
-        """The choice of the layers at these positions."""
-        return Choice(list(layers), len(set(layers) & set(self.reached)), len(self.reached), forecast)
+    def count(self, checkpoints: Checkpoints) -> int:
+        """How many layers that are reached are among the checkpoints."""
+        return len(set(checkpoints.layers) & set(self.reached))
+
+    def choice(self, checkpoints: Checkpoints, forecast: Forecast) -> Choice:
+        """The choice of these checkpoints."""
+        return Choice(checkpoints, self.count(checkpoints), len(self.reached), forecast)
 
 
 def order_of(model: nn.Module) -> Order:
@@ -85,36 +91,57 @@ def _first_reached(model: nn.Module, layers: Sequence[LayerInfo]) -> int:
     return next((at for at, layer in enumerate(layers) if leaves(layer.module.trainable_parameters())), 0)
 
 
-def choose(attempt: Callable[[list[int]], Forecast], order: Order, limits: DeviceLimits) -> Choice:
-    """Choose the fewest layers with which the step takes at most SHARE of the device's memory; all if none do.
+def choose(attempt: Callable[[Checkpoints], Forecast], order: Order, limits: DeviceLimits) -> Choice:
+    """Choose the fewest layers with which at most SHARE of the device's memory is taken; all if none do.
 
-    Memory grows with the layers that are kept whole, so the number tried next is where a straight line from the
-    largest step that fits to the smallest that does not meets the limit. At most six plans are made.
+    No layer and no operator are tried first, then the cheap operators of all layers, then layers besides. If these
+    layers are enough without the operators, as where few layers are kept of a long row, no operators are chosen.
 
     Args:
-        attempt: makes the plan for the positions of the layers to checkpoint.
+        attempt: makes the plan for what is computed again.
         order: which layers to checkpoint first.
         limits: the limits of the device.
     """
     most = None if limits.bytes is None else int(SHARE * limits.bytes)
     limits = replace(limits, bytes=most)
-    good, bad = 0, len(order.reached)
-    plans = {bad: attempt(order.but(bad))}
-    if fits(plans[bad], limits):
-        return order.choice(order.but(bad), plans[bad])
-    plans[good] = attempt(order.but(good))
-    while bad - good > 1 and len(plans) < _PLANS and fits(plans[good], limits):
-        kept = min(max(_meets(plans, good, bad, limits), good + 1), bad - 1)
-        plans[kept] = attempt(order.but(kept))
-        good, bad = (kept, bad) if fits(plans[kept], limits) else (good, kept)
-    return order.choice(order.but(good), plans[good])
+    plans: dict[tuple[int, bool], Forecast] = {}
+
+    def planned(layers: int, operators: bool) -> Forecast:
+        if (layers, operators) not in plans:
+            plans[layers, operators] = attempt(order.first(layers, operators=operators))
+        return plans[layers, operators]
+
+    def chosen(layers: int, operators: bool) -> Choice:
+        return order.choice(order.first(layers, operators=operators), planned(layers, operators))
+
+    for operators in (False, True):
+        if fits(planned(0, operators), limits):
+            return chosen(0, operators)
+    layers = _fewest(lambda layers: planned(layers, True), len(order.reached), limits)
+    if not fits(planned(layers, False), limits):
+        return chosen(layers, True)
+    return chosen(_fewest(lambda layers: planned(layers, False), layers, limits), False)
+
+
+def _fewest(planned: Callable[[int], Forecast], good: int, limits: DeviceLimits) -> int:
+    """The fewest of at most `good` layers whose plan fits, while none is too few; `good` itself if its plan does not.
+
+    Memory falls with the layers that are computed again, so the number tried next is where a straight line from the
+    largest step that fits to the smallest that does not meets the limit. At most five plans are made.
+    """
+    bad, plans = 0, {good: planned(good), 0: planned(0)}
+    while good - bad > 1 and len(plans) <= _PLANS and fits(plans[good], limits):
+        layers = max(min(_meets(plans, good, bad, limits), good - 1), bad + 1)
+        plans[layers] = planned(layers)
+        good, bad = (layers, bad) if fits(plans[layers], limits) else (good, layers)
+    return good
 
 
 def _meets(plans: dict[int, Forecast], good: int, bad: int, limits: DeviceLimits) -> int:
-    """How many layers can be kept whole, by the straight line between the plans for `good` and `bad` of them."""
+    """How many layers are enough, by the straight line between the plans for `good` and `bad` of them."""
     found = [bad]
     for limit, amount in ((limits.bytes, "bytes"), (limits.buffers, "buffers")):
-        first, last = (getattr(plans[kept], amount).amount for kept in (good, bad))
+        first, last = (getattr(plans[layers], amount).amount for layers in (good, bad))
         if limit is not None and last > limit:
-            found.append(good + (limit - first) * (bad - good) // (last - first))
-    return min(found)
+            found.append(good - (limit - first) * (good - bad) // (last - first))
+    return max(found)

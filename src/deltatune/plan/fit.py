@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +19,12 @@ from ..errors import UserError
 from ..lora.adapter import Adapter
 from ..lora.convert import adapters
 from ..lora.weights import dense_weight
+from ..ops.recomputation import Checkpoints
 from ..train import state
 from ..train.setup import Run, load_model, prepare, ready
 from . import screen
 from .array_layout import ArrayLayout
-from .checkpoints import Choice, choose, order_of
+from .checkpoints import Choice, Order, choose, order_of
 from .device_limits import DeviceLimits, device_limits
 from .forecast import Forecast, forecast_step
 from .process_memory import LayoutError
@@ -134,12 +135,11 @@ class Checked:
 
     Args:
         lines: what to tell the user: the plan, or why there is none on this version of MLX.
-        checkpointed_layers: the positions of the layers to checkpoint, for Trainer.run; None unless `grad_checkpoint`
-            is auto.
+        checkpoints: what is computed again, for Trainer.run; None unless `grad_checkpoint` is auto.
     """
 
     lines: list[str]
-    checkpointed_layers: list[int] | None
+    checkpoints: Checkpoints | None
 
 
 def check(run: Run, *, force: bool = False) -> Checked:
@@ -168,50 +168,57 @@ def check(run: Run, *, force: bool = False) -> Checked:
         if not force:
             raise UserError(f"{message} --force trains all the same.")
         lines[-1] = f"{message} Training starts all the same (--force)."
-    return Checked(lines, None if choice is None else choice.layers)
+    return Checked(lines, None if choice is None else choice.checkpoints)
 
 
 def _choice(
     run: Run, limits: DeviceLimits, layout: ArrayLayout, say: Callable[[str], None] = _say_nothing
 ) -> Choice | None:
-    """The layers to checkpoint if `grad_checkpoint` is auto: those of the run that is continued, or new ones.
+    """What is computed again if `grad_checkpoint` is auto: that of the run that is continued, or a new choice.
 
-    Every rank checkpoints what the one with the least memory needs, so that all round alike. `say` is told each plan.
+    Every rank computes again what the one with the least memory needs, so that all round alike. `say` is told each
+    plan.
     """
     if run.config.grad_checkpoint != "auto":
         return None
     order, (rows, length) = order_of(run.model), shape(run)
 
-    def attempt(layers: Sequence[int]) -> Forecast:
-        plan = _step(run.model, run.config, rows, length, run.splits, layout, layers)
-        say(screen.tried(order.choice(layers, plan)))
+    def attempt(checkpoints: Checkpoints) -> Forecast:
+        plan = _step(run.model, run.config, rows, length, run.splits, layout, checkpoints)
+        say(screen.tried(order.choice(checkpoints, plan)))
         return plan
 
-    saved = _saved_layers(run)
+    saved = _saved_checkpoints(run)
     choice = choose(attempt, order, limits) if saved is None else order.choice(saved, attempt(saved))
-    most = int(run.world.largest(len(choice.layers)))
-    if most > len(choice.layers):
-        layers = order.but(len(order.frozen) + len(order.reached) - most)
-        choice = order.choice(layers, attempt(layers))
-    return choice
+    checkpoints = _of_all_ranks(run, order, choice.checkpoints)
+    return choice if checkpoints == choice.checkpoints else order.choice(checkpoints, attempt(checkpoints))
 
 
-def _saved_layers(run: Run) -> list[int] | None:
-    """The layers that the run which is continued has checkpointed; None if it chose none, or none is continued."""
+def _of_all_ranks(run: Run, order: Order, own: Checkpoints) -> Checkpoints:
+    """The most that any rank computes again, of layers and of cheap operators."""
+    layers, operators = order.count(own), own.operators
+    most, any_operators = int(run.world.largest(layers)), bool(run.world.largest(operators))
+    return own if (most, any_operators) == (layers, operators) else order.first(most, operators=any_operators)
+
+
+def _saved_checkpoints(run: Run) -> Checkpoints | None:
+    """What the run which is continued computes again; None if it chose nothing, or none is continued."""
     saved = state.peek(state.state_path(run.config.adapter_path)) if run.config.resume else None
-    return None if saved is None else saved.checkpointed_layers
+    return None if saved is None else saved.checkpoints
 
 
 def _unplanned(run: Run, line: str) -> Checked:
     """What is told of a run that cannot be planned; auto then checkpoints every layer of a new run."""
     if run.config.grad_checkpoint != "auto":
         return Checked([line], None)
-    order, saved = order_of(run.model), _saved_layers(run)
-    layers = order.but(0) if saved is None else saved
-    # The other ranks wait for this number in _choice.
-    run.world.largest(len(layers))
-    again = len(set(layers) & set(order.reached))
-    return Checked([line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are computed again."], layers)
+    order, saved = order_of(run.model), _saved_checkpoints(run)
+    own = order.first(len(order.reached), operators=False) if saved is None else saved
+    # The other ranks ask in _choice.
+    checkpoints = _of_all_ranks(run, order, own)
+    again = order.count(checkpoints)
+    return Checked(
+        [line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are computed again."], checkpoints
+    )
 
 
 def shape(run: Run) -> tuple[int, int]:
@@ -264,13 +271,13 @@ def _step(
     length: int,
     splits: Splits,
     layout: ArrayLayout,
-    checkpointed_layers: Sequence[int] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Forecast:
     """The forecast of a step; its images are those of the data, whatever the length."""
     documents = [document for example in splits.train for document in example.documents]
     images = largest_batch(documents, rows)
     preferences = _preferences(config, rows, length, splits)
-    return forecast_step(model, config, rows, length, layout, images, preferences, checkpointed_layers)
+    return forecast_step(model, config, rows, length, layout, images, preferences, checkpoints)
 
 
 def _preferences(config: TrainConfig, rows: int, length: int, splits: Splits) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..models.vision.inputs import ImageShapes
+from ..ops.recomputation import Checkpoints
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
 from .simulate import Peak, Simulation
@@ -82,7 +82,7 @@ def forecast_step(
     layout: ArrayLayout,
     images: ImageShapes | None = None,
     preferences: int = 0,
-    checkpointed_layers: Sequence[int] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -94,14 +94,12 @@ def forecast_step(
         layout: how the loaded MLX stores its arrays.
         images: the shapes of the batch's images; None for text.
         preferences: how many preferences the batch has; 0 where the loss reads none.
-        checkpointed_layers: the positions of the layers to checkpoint where `config.grad_checkpoint` is auto.
+        checkpoints: what is computed again where `config.grad_checkpoint` is auto.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
-        found = _planned(
-            build(model, config, rows, length, layout, images, preferences, checkpointed_layers), config, layout
-        )
+        found = _planned(build(model, config, rows, length, layout, images, preferences, checkpoints), config, layout)
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
         # while the collector waited is young, so that all other objects need not be looked through.

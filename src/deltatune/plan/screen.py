@@ -51,8 +51,11 @@ def step(found: RunForecast) -> str:
 
 
 def tried(choice: Choice) -> str:
-    """What the step needs with one choice of layers to checkpoint."""
-    return f"Tried: {choice.again} of {choice.of} layers computed again, {size(choice.forecast.bytes.amount)}."
+    """What the step needs with one choice of checkpoints."""
+    operators = " and cheap operators" if choice.checkpoints.operators else ""
+    return (
+        f"Tried: {choice.again} of {choice.of} layers{operators} computed again, {size(choice.forecast.bytes.amount)}."
+    )
 
 
 def largest(name: str, found: Largest) -> str:

@@ -22,6 +22,7 @@ from ..machine import backend
 from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
 from ..ops.random_state import get_key, set_key
+from ..ops.recomputation import Checkpoints
 from ..train.distributed import World
 from ..train.expert_updates import ExpertGradients
 from ..train.optimizer import build_optimizer
@@ -99,15 +100,15 @@ def build(
     layout: ArrayLayout,
     shapes: ImageShapes | None = None,
     preferences: int = 0,
-    checkpointed_layers: Sequence[int] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model`, which is left unchanged.
 
     The batch has `rows` rows of `length` tokens, images of `shapes`, and as many `preferences` as their loss reads.
-    `checkpointed_layers` are the positions of the layers to checkpoint where `config.grad_checkpoint` is auto.
+    `checkpoints` are what is computed again where `config.grad_checkpoint` is auto.
     UserError where options of `config` conflict.
     """
-    with _as_trained(model, config, checkpointed_layers) as loss_function:
+    with _as_trained(model, config, checkpoints) as loss_function:
         optimizer = build_optimizer(config)
         step = build_step(model, optimizer, loss_function, config, World())
         # `_leaves` copies, since an update of experts writes new values into the arrays themselves.
@@ -245,13 +246,13 @@ def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
 
 
 @contextlib.contextmanager
-def _as_trained(model: nn.Module, config: TrainConfig, checkpointed_layers: Sequence[int] | None) -> Iterator[Any]:
+def _as_trained(model: nn.Module, config: TrainConfig, checkpoints: Checkpoints | None) -> Iterator[Any]:
     """Yields the loss function; within it the model is as Trainer has it, and afterwards it is as before."""
     modes, key = [(module, module.training) for module in model.modules()], get_key()
     parameters = model.trainable_parameters()
     # Copies protect the model's own arrays, into which an update of experts writes new values.
     model.update(tree_map(copy.copy, parameters))
-    with training(model, config, compare=False, checkpointed_layers=checkpointed_layers) as trained:
+    with training(model, config, compare=False, checkpoints=checkpoints) as trained:
         model.train()
         try:
             yield trained.loss

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from ..data import Batch, Splits
 from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
+from ..ops.recomputation import Checkpoints
 from . import announce, content, log, nonfinite, state
 from .check import check
 from .distributed import World
@@ -100,11 +101,11 @@ class Trainer:
         given = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
         return cls(*given, model_config=run.loaded.config, world=run.world, screen=screen, folder=folder)
 
-    def run(self, *, checkpointed_layers: Sequence[int] | None = None) -> Result:
+    def run(self, *, checkpoints: Checkpoints | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
 
         Args:
-            checkpointed_layers: The layers to checkpoint where `config.grad_checkpoint` is auto (plan.fit.check).
+            checkpoints: What is computed again where `config.grad_checkpoint` is auto (plan.fit.check).
 
         Raises:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
@@ -113,8 +114,8 @@ class Trainer:
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
-            layers = checkpointed_layers if config.grad_checkpoint == "auto" else None
-            trained = stack.enter_context(training(self.model, config, checkpointed_layers=layers))
+            checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
+            trained = stack.enter_context(training(self.model, config, checkpoints=checkpoints))
             for line in announce.lines(
                 self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
             ):
@@ -127,7 +128,7 @@ class Trainer:
             stack.callback(self._close)
             stack.enter_context(self._ending)
             self._open()
-            self.progress.checkpointed_layers = None if layers is None else list(layers)
+            self.progress.checkpoints = checkpoints
             world.do_on_main(keep, "keep the reference")
             self.screen.start(self.progress.iteration, config.iters)
             with self._ending.rescue():

@@ -38,6 +38,7 @@ from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
+from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..patches import PatchReport, patched
 from .distributed import World
 from .optimizer import build_optimizer
@@ -339,7 +340,7 @@ class Training:
 
 @contextlib.contextmanager
 def training(
-    model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpointed_layers: Sequence[int] | None = None
+    model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpoints: Checkpoints | None = None
 ) -> Iterator[Training]:
     """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
@@ -348,11 +349,11 @@ def training(
         config: The options of the run.
         compare: Whether to check by computing that the model's parts give what the whole gives, and that packed
             documents do not influence each other.
-        checkpointed_layers: The positions of the layers to checkpoint, which the plan has chosen because
-            `config.grad_checkpoint` is auto.
+        checkpoints: What the backward pass computes again, which a plan has chosen because `config.grad_checkpoint`
+            is auto.
 
     Raises:
-        UserError: If packed documents influence each other in this model, or no plan has chosen layers for auto.
+        UserError: If packed documents influence each other in this model, or no plan has chosen for auto.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
@@ -360,10 +361,12 @@ def training(
         layers = describe(model)
         if config.pack and compare:
             check_packing(model)
-        chosen = _to_checkpoint(len(layers), config, checkpointed_layers)
-        if chosen:
-            carried = carries(model, layers)
-            stack.enter_context(checkpointed([layers[at].module for at in chosen], [carried[at] for at in chosen]))
+        chosen = _checkpoints(len(layers), config, checkpoints)
+        if chosen.layers:
+            carried, at_all = carries(model, layers), chosen.layers
+            stack.enter_context(checkpointed([layers[at].module for at in at_all], [carried[at] for at in at_all]))
+        if chosen.operators:
+            stack.enter_context(cheap_recomputed())
         trained = _with_loss(model, config, compare, layers, patches, compiled)
         # With noise, the two parts of a model could not be compared with the whole.
         if config.neftune_noise_alpha is not None:
@@ -384,13 +387,13 @@ def _with_loss(
     return Training(loss, kind, layers, patches, compiled, objective, token_losses)
 
 
-def _to_checkpoint(layers: int, config: TrainConfig, chosen: Sequence[int] | None) -> Sequence[int]:
-    """Return the positions of the layers to checkpoint, of so many; `chosen` is what the plan chose for auto."""
+def _checkpoints(layers: int, config: TrainConfig, chosen: Checkpoints | None) -> Checkpoints:
+    """Return what is computed again of so many layers; `chosen` is what a plan chose for auto."""
     if config.grad_checkpoint == "auto":
         if chosen is None:
             raise UserError(
-                "grad_checkpoint: auto checkpoints the layers that a plan chooses, and none was made. Give Trainer.run "
-                "the checkpointed_layers of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
+                "grad_checkpoint: auto computes again what a plan chooses, and none was made. Give Trainer.run the "
+                "checkpoints of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
             )
         return chosen
-    return range(layers) if config.grad_checkpoint else ()
+    return Checkpoints(range(layers) if config.grad_checkpoint else ())

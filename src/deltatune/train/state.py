@@ -21,6 +21,7 @@ from ..config import TrainConfig
 from ..errors import UserError, first_line
 from ..machine import checksum
 from ..machine.atomic_files import replace_durably
+from ..ops.recomputation import Checkpoints
 from .tree import leaves
 
 FORMAT = 3
@@ -93,6 +94,7 @@ class Progress:
         blas_threads: The threads of OpenBLAS, on which the last bits of products depend; 0 for another BLAS.
         checkpointed_layers: The positions of the checkpointed layers where grad_checkpoint is auto, else None. A
             layer that runs in pieces rounds otherwise, so a continuation needs the same.
+        recomputed_operators: Whether auto has the other layers compute again what is cheap.
         order: The position in the training data (BatchOrder.state).
     """
 
@@ -116,7 +118,19 @@ class Progress:
     finished: bool = False
     blas_threads: int = 0
     checkpointed_layers: list[int] | None = None
+    recomputed_operators: bool = False
     order: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """What is computed again where grad_checkpoint is auto, else None."""
+        layers = self.checkpointed_layers
+        return None if layers is None else Checkpoints(layers, self.recomputed_operators)
+
+    @checkpoints.setter
+    def checkpoints(self, chosen: Checkpoints | None) -> None:
+        self.checkpointed_layers = None if chosen is None else list(chosen.layers)
+        self.recomputed_operators = chosen is not None and chosen.operators
 
     def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:
         """Add the sums of a micro-batch to those since the last report."""

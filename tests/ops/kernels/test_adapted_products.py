@@ -18,6 +18,7 @@ from deltatune.ops.adapted_products import AdaptedMatrix, adapted_products
 from deltatune.ops.low_rank import add_products, columns_products, rows_products
 from deltatune.ops.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
 from deltatune.ops.quantized_product import Quantization
+from deltatune.ops.recomputation import cheap_recomputed, remembered
 
 of_one_adapter = load(Path(__file__).parent / "test_low_rank.py")
 TEXT, _wide = of_one_adapter.TEXT, of_one_adapter._wide
@@ -134,6 +135,27 @@ def test_layers_and_their_gradients_against_float64(count, rank, on_gpu):
     for found, right in zip((*outputs, *gradients), (*exact, *expected), strict=True):
         # Results are rounded to bf16 once for each product that is added to them.
         assert np.abs(_wide(found) - right).max() <= (1 + 2 * count) * 2.0**-8 * np.abs(right).max()
+
+
+def test_an_input_that_is_computed_again_gives_the_same_bits(on_gpu):
+    x, weight, a, b, dy = _drawn((9, 32), (40, 32), (32, 8), (8, 40), (9, 40))
+    computed = []
+
+    def scaled(x: mx.array) -> list[mx.array]:
+        computed.append(x)
+        return [x * 1.5]
+
+    def function(x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
+        (y,) = remembered(scaled, x)
+        return adapted_products(y, [AdaptedMatrix([weight], a, b)], SCALE)
+
+    wanted = mx.vjp(function, [x, a, b], [dy])
+    assert len(computed) == 1
+    with cheap_recomputed():
+        found = mx.vjp(function, [x, a, b], [dy])
+    assert len(computed) == 3
+    for one, other in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
+        assert mx.array_equal(one, other)
 
 
 PACKINGS = {

@@ -18,6 +18,7 @@ from ...layers import ENTRY_POINT
 from ...machine import backend
 from ...ops import pieces, segments
 from ...ops.pointwise import conv
+from ...ops.recomputation import remembered
 from ..patch_record import Function, Patch
 from .pointwise import RECORD
 
@@ -78,15 +79,22 @@ def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Call
                 return upstream(self, inputs, mask, cache)
             if mask is not None:
                 qkv = mx.where(mask[..., None], qkv, 0)
-            q, k, v = conv.conv_heads(qkv, *arguments)
+
+            def heads(qkv: mx.array) -> list[mx.array]:
+                q, k, v = conv.conv_heads(qkv, *arguments)
+                return [q, k, v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)]
+
+            def normed(out: mx.array, z: mx.array) -> list[mx.array]:
+                return [self.norm(out, z).reshape(*inputs.shape[:2], -1)]
+
             # Looked up at each call, since a patch replaces this function too.
             update = upstream.__globals__[ENTRY_POINT]
-            v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
+            q, k, v = remembered(heads, qkv)
             out, state = update(q, k, v, a, b, self.A_log, self.dt_bias, state, mask, use_kernel=False)
             if cache is not None:
                 cache[0], cache[1] = _last_rows(before, qkv, self.conv_kernel_size - 1), state
                 cache.advance(inputs.shape[1])
-            return self.out_proj(self.norm(out, z).reshape(*inputs.shape[:2], -1))
+            return self.out_proj(remembered(normed, out, z)[0])
 
         return __call__
 

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from ...machine import backend
 from ...ops.pointwise import conv, heads, norms, rows, silu
+from ...ops.recomputation import remembered
 from ..patch_record import Function, Patch, describe_difference
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
@@ -71,7 +72,8 @@ def _is_silu(upstream: Function, _ours: Function) -> str | None:
 
 def _swiglu(upstream: Function) -> Function:
     def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-        return silu.swiglu(gate, x) if silu.serves(gate, x) else upstream(gate, x)
+        function = silu.swiglu if silu.serves(gate, x) else upstream
+        return remembered(lambda *given: [function(*given)], gate, x)[0]
 
     return swiglu
 
@@ -123,8 +125,9 @@ def _attention(upstream: Function) -> Function:
         output = mx.fast.scaled_dot_product_attention(
             queries, _keys(self, keys), values.swapaxes(1, 2), scale=self.scale, mask=mask
         )
-        gated = heads.times_gate(output, gate) if heads.serves_gate(output, gate) else output.swapaxes(1, 2) * gate
-        return self.o_proj(gated.flatten(2))
+        times_gate = heads.times_gate if heads.serves_gate(output, gate) else lambda y, gate: y.swapaxes(1, 2) * gate
+        (gated,) = remembered(lambda *given: [times_gate(*given).flatten(2)], output, gate)
+        return self.o_proj(gated)
 
     return __call__
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...ops.pointwise.weighted_norms import branch_norm, covers, serves, sum_norm, weighted_norm
+from ...ops.recomputation import remember
 from ..patch_record import Function, Patch
 
 _SLOWER = "Training on an NVIDIA GPU is a little slower then; nothing else changes."
@@ -42,16 +43,23 @@ def _layer(mixer: Callable[[Any], Any]) -> Callable[[Function], Function]:
             if not all(type(norm) is nn.RMSNorm and serves(x, norm["weight"], norm.eps) for norm in norms):
                 return upstream(self, x, mask, cache)
             x, normed = branch_norm(x, first["weight"], first.eps)
+            _remember(normed, x, first)
             mixed = mixer(self)(normed, mask, cache)
             if not covers(x, second["weight"], mixed):
                 total = x + mixed
                 return total + self.mlp(second(total))
             total, normed = sum_norm(x, mixed, second["weight"], second.eps)
+            _remember(normed, total, second)
             return total + self.mlp(normed)
 
         return __call__
 
     return replacement
+
+
+def _remember(normed: mx.array, x: mx.array, norm: Any) -> None:
+    weight, eps = norm["weight"], norm.eps
+    remember([normed], lambda x: [weighted_norm(x, weight, eps)], x)
 
 
 def _by_kind(layer: Any) -> Any:
