@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.machine import backend
+from deltatune.machine import backend, nvidia
 from deltatune.ops import candidates, verdicts
 from deltatune.ops.candidates import Candidate, ImplementationWarning
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, machine_trial
@@ -261,3 +261,15 @@ def test_forced_and_wrong_is_an_error(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     with pytest.raises(UserError, match=r"=fused: fused .* differs from chunk: dk by 2.0e-01.*Unset it"):
         choose(call())
+
+
+def test_kernels_that_read_beta_in_bf16_have_a_verdict_of_their_own(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
+    q, gates = mx.zeros((1, 70, 2, 128), mx.bfloat16), mx.zeros((1, 70, 2))
+    calls = [Call(q, q, q, gates, False, False, dtype) for dtype in (mx.float32, mx.bfloat16, mx.float16)]
+    wide, small, other = (choice.CANDIDATES["fused"](call).shape for call in calls)
+    assert wide == other != small
+    assert (wide.beta, small.beta) == ("float32", "bfloat16")
+    assert str(small) == f"{wide}, beta in bfloat16"
+    assert [machine_trial._case(shape).primals[4].dtype for shape in (wide, small)] == [mx.float32, mx.bfloat16]

@@ -18,6 +18,7 @@ from deltatune.ops.gated_delta.fused_hopper import HopperTiling, choose_hopper_t
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
+from deltatune.ops.kernels.launch import Launch
 
 HOST = load(Path(__file__).with_name("host_machine.py"))
 
@@ -30,14 +31,21 @@ HOPPER, WIDE = text_of("scan", "reverse"), text_of("wide_scan", "wide_reverse")
 TEXTS = {"few heads": HOPPER, "many heads": WIDE}
 
 
+def as_it_is(x: Any) -> Any:
+    return x
+
+
 @pytest.fixture
 def run(host_folder, host_module, on_host, monkeypatch):
-    """Return run(case, text=HOPPER, seed=1) -> (results, truth), with three blocks for the gradient kernel."""
+    """Return run(case, text=HOPPER, seed=1, ...) -> (results, truth), with three blocks for the gradient kernel.
+
+    `beta` makes of beta what the kernels get, and `watch` sees each launch.
+    """
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     machines = {}
 
-    def differentiate(case, text: str = HOPPER, seed: int = 1) -> tuple[dict, dict]:
+    def differentiate(case, text: str = HOPPER, seed: int = 1, beta: Any = as_it_is, watch: Any = as_it_is) -> tuple:
         if text not in machines:
             machines[text] = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
         rows = 64 if "HopperWideScanMemory" in text else 32
@@ -45,8 +53,14 @@ def run(host_folder, host_module, on_host, monkeypatch):
         def tiling_of_call(*shape: Any, **options: bool) -> Tiling | None:
             return replace(tiling_of("cuda", *shape, **options), slice=rows)
 
-        execute = partial(machines[text].run, seed=seed)
-        by = partial(gated_delta_fused, tiling_of_call=tiling_of_call, execute=execute)
+        def execute(launch: Launch) -> list[mx.array]:
+            return machines[text].run(watch(launch), seed=seed)
+
+        fused = partial(gated_delta_fused, tiling_of_call=tiling_of_call, execute=execute)
+
+        def by(*arrays: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
+            return fused(*arrays[:4], beta(arrays[4]), **options)
+
         return on_host(None, case, mx.bfloat16, by=by)
 
     return differentiate
@@ -80,6 +94,25 @@ def test_beside_naive(name, text, run, on_host, errors, norms, table):
 
 def same_bits(results: dict, others: dict) -> bool:
     return all(mx.array_equal(others[name], result) for name, result in results.items())
+
+
+def test_a_beta_of_bf16_is_read_and_its_gradient_written_as_it_is(run, table):
+    case, read = table.Case("documents", **CASES["documents, masked middle"]), []
+
+    def small(beta: mx.array) -> mx.array:
+        return beta.astype(mx.bfloat16)
+
+    def watched(launch: Launch) -> Launch:
+        read.extend(array.dtype for name, array in launch.inputs.items() if name == "beta")
+        read.extend(dtype for name, (_, dtype) in launch.outputs.items() if name == "d_beta")
+        return launch
+
+    found, _ = run(case, beta=small, watch=watched)
+    assert read == [mx.bfloat16] * 2
+    wanted, _ = run(case, beta=lambda beta: small(beta).astype(mx.float32), watch=watched)
+    assert read == [mx.bfloat16] * 2 + [mx.float32] * 2
+    wanted["beta"] = wanted["beta"].astype(mx.bfloat16).astype(mx.float32)
+    assert same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)

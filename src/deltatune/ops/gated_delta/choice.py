@@ -28,12 +28,14 @@ class Call:
     log_g: mx.array
     masked: bool
     segmented: bool
+    beta: mx.Dtype = mx.float32
 
-    def shape_class(self, tiling: str = "") -> ShapeClass:
-        """Return the class of calls that share a verdict; `tiling` tells kernels of equal shapes apart."""
+    def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32) -> ShapeClass:
+        """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart."""
         heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
         dtype = str(self.v.dtype).removeprefix("mlx.core.")
-        return ShapeClass(*heads, dtype, self.masked, self.segmented, self.log_g.ndim == 4, tiling)
+        options = self.masked, self.segmented, self.log_g.ndim == 4
+        return ShapeClass(*heads, dtype, *options, tiling, str(beta).removeprefix("mlx.core."))
 
 
 def _fused(call: Call) -> Candidate | str:
@@ -44,7 +46,9 @@ def _fused(call: Call) -> Candidate | str:
     if reason or tiling is None:
         return reason or "it has no tiling"
     name, checked = _checked(tiling)
-    return Candidate(fused_op.gated_delta_fused, call.shape_class(name), checked)
+    return Candidate(
+        fused_op.gated_delta_fused, call.shape_class(name, fused_op.dtype_of_beta(tiling, call.beta)), checked
+    )
 
 
 @lru_cache(maxsize=256)

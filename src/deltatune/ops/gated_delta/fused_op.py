@@ -56,9 +56,7 @@ def gated_delta_fused(
     passes = FusedPasses(tiling_of_call, execute, stateful=initial_state is not None, **options)
     given = input_of(q, k, v)
     function = recomputing(passes, given) if recomputes() else keeping(passes)
-    # Hopper's kernels read a beta of the tiling's dtype; all others read fp32.
-    beta = beta if isinstance(tiling, HopperTiling) and beta.dtype == tiling.dtype else beta.astype(mx.float32)
-    floats = [log_g.astype(mx.float32), beta]
+    floats = [log_g.astype(mx.float32), beta.astype(dtype_of_beta(tiling, beta.dtype))]
     floats += [initial_state.astype(mx.float32)] if initial_state is not None else []
     arrays = without_vmap(_NO_VMAP)(q, k, v, *floats, *map(mx.stop_gradient, constants))
     y, state, *_ = function(*arrays)
@@ -80,6 +78,11 @@ def tiling_of(
         return choose_channel_tiling(machine, shape, dtype, **options)
     on_hopper = choose_hopper_tiling(shape, dtype, **options) if machine == "cuda" else None
     return on_hopper or choose_tiling(machine, shape, dtype, **options)
+
+
+def dtype_of_beta(tiling: Tiling | None, dtype: mx.Dtype) -> mx.Dtype:
+    """Return the dtype in which the kernels read a beta of `dtype`: Hopper's also that of q, all others fp32."""
+    return dtype if isinstance(tiling, HopperTiling) and dtype == tiling.dtype else mx.float32
 
 
 def unsupported(q: mx.array, k: mx.array, v: mx.array, tiling: Tiling | None) -> str | None:

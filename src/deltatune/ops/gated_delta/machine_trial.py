@@ -41,7 +41,8 @@ Implementation = Callable[..., tuple[mx.array, mx.array]]
 class ShapeClass:
     """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
 
-    `tiling` says how the implementation divides the work, where it has a choice.
+    `tiling` says how the implementation divides the work, where it has a choice, and `beta` in which dtype it reads
+    beta.
     """
 
     key_heads: int
@@ -53,11 +54,13 @@ class ShapeClass:
     segmented: bool = False
     per_channel: bool = False
     tiling: str = ""
+    beta: str = "float32"
 
     def __str__(self) -> str:
         heads = f"{self.key_heads}/{self.value_heads} heads of {self.key_size} x {self.value_size}"
         options = [name for name in ("masked", "segmented", "per_channel") if getattr(self, name)]
-        return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options)])
+        beta = [] if self.beta == "float32" else [f"beta in {self.beta}"]
+        return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta])
 
 
 def of(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
@@ -162,6 +165,7 @@ def _case(shape: ShapeClass) -> _Case:
     few = [mx.array(x.astype(np.float32)) for x in floats]
     for index in (0, 1, 2, 6):
         few[index] = few[index].astype(dtype)
+    few[4] = few[4].astype(getattr(mx, shape.beta))
     mask = np.ones((BATCH, LENGTH), bool)
     mask[0, LENGTH // 3 : LENGTH // 2], mask[1, :9] = False, False
     segments = np.cumsum(draw.uniform(size=(BATCH, LENGTH)) < 0.03, axis=1).astype(np.int32)

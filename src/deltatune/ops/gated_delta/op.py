@@ -61,7 +61,7 @@ def gated_delta(
         ((1, 8, 2, 16), (1, 2, 16, 16))
     """
     _check(q, k, v, log_g, beta, initial_state, mask, segments)
-    _, function = choose(Call(q, k, v, log_g, mask is not None, segments is not None))
+    _, function = choose(Call(q, k, v, log_g, mask is not None, segments is not None, beta.dtype))
     return function(q, k, v, log_g, beta, initial_state=initial_state, mask=mask, segments=segments)
 
 
