@@ -118,7 +118,8 @@ def choose(attempt: Callable[[Checkpoints], Forecast], order: Order, limits: Dev
         if fits(planned(0, operators), limits):
             return chosen(0, operators)
     layers = _fewest(lambda layers: planned(layers, True), len(order.reached), limits)
-    if not fits(planned(layers, False), limits):
+    # A layer that is computed again as a whole leaves nothing to the operators.
+    if layers < len(order.reached) and not fits(planned(layers, False), limits):
         return chosen(layers, True)
     return chosen(_fewest(lambda layers: planned(layers, False), layers, limits), False)
 
