@@ -1,5 +1,6 @@
 """`--grad-checkpoint auto` checkpoints as few layers as the memory allows, and a continued run checkpoints the same."""
 
+import dataclasses
 import gc
 import json
 import re
@@ -7,10 +8,13 @@ import re
 import mlx.core as mx
 import pytest
 
+from deltatune import patches
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.ops import recomputation
 from deltatune.ops.recomputation import Checkpoints
+from deltatune.patches.tables import pointwise
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import SHARE, Order, choose, order_of
@@ -24,6 +28,7 @@ from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
+from deltatune.train.tree import leaves
 
 on_cpu = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
 LAYERS, HIDDEN, LENGTH = 3, 128, 192
@@ -159,6 +164,45 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
     assert choice.forecast.bytes.amount == pytest.approx(peak, rel=0.05)
 
 
+def test_cheap_operators_computed_again_change_no_bit(tiny_model, monkeypatch):
+    model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=3)
+    config = TrainConfig(num_layers=-1, grad_checkpoint="auto", lora_parameters=LoraConfig(rank=4))
+    prepare(model, config)
+    again, read = [], recomputation.Input.again
+
+    def watched(given, primals, cotangents):
+        again.append(given.compute is not None)
+        return read(given, primals, cotangents)
+
+    monkeypatch.setattr(recomputation.Input, "again", watched)
+    # As on an NVIDIA GPU, but for its kernels, which are for larger arrays.
+    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
+
+    def results(operators):
+        checkpoints = order_of(model).first(1, operators=operators)
+        again.clear()
+        with training(model, config, compare=False, checkpoints=checkpoints) as trained:
+            model.train()
+            step = Step(model, build_optimizer(config), trained.loss, World())
+            loss, _, gradients = step.micro_batch(blank_batch(2, LENGTH, False), step.zeros())
+            mx.eval(loss, gradients)
+        return [loss, *(array for _, array in leaves(gradients))]
+
+    wanted = results(False)
+    assert not any(again)
+    found = results(True)
+    # At least the activations of the two layers that are not computed again as a whole.
+    assert sum(again) >= 2
+    assert all(mx.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_state_holds_what_is_computed_again():
+    progress = state.Progress()
+    assert progress.checkpoints is None
+    progress.checkpoints = Checkpoints([1, 2], operators=True)
+    assert state.Progress(**dataclasses.asdict(progress)).checkpoints == Checkpoints([1, 2], operators=True)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tiny_checkpoint):
     return tiny_checkpoint("qwen3_5", num_hidden_layers=3, full_attention_interval=3)
@@ -208,6 +252,7 @@ def test_train_says_and_saves_its_choice_and_resumes_with_it(run, options, limit
     code, said, err = run(*arguments, parts, "--iters", 2, "--resume")
     assert (code, chosen(said)) == (0, 1), err
     assert state.peek(state.state_path(parts)).checkpointed_layers == [0]
+    assert state.peek(state.state_path(parts)).checkpoints == state.peek(state.state_path(whole)).checkpoints
     assert (parts / "adapters.safetensors").read_bytes() == (whole / "adapters.safetensors").read_bytes()
 
 
