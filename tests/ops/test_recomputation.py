@@ -105,3 +105,15 @@ def test_adapters_have_the_same_gradients_in_less_memory():
         assert mx.array_equal(one, other)
     # Each layer keeps an array less, but for the one whose gradients are computed.
     assert most - least >= (LAYERS - 2) * ROWS * WIDTH * 4
+
+
+def test_what_goes_on_waits_for_the_gradients_that_read_an_array_again():
+    def memory_with(given: Input) -> int:
+        """Bytes that are alive once only what goes on was evaluated."""
+        before = mx.get_active_memory()
+        gradient = mx.arange(2.0**20) * 2
+        mx.eval(given.before(mx.ones(4) * 3, [gradient]))
+        return mx.get_active_memory() - before
+
+    assert memory_with(Input(None)) < 2**20
+    assert memory_with(Input(lambda cotangents: [])) >= 4 * 2**20
