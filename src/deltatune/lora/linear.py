@@ -66,8 +66,8 @@ def _project_down(x: mx.array, a: mx.array) -> list[mx.array]:
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         (x, a), (dx, d_low_rank) = primals, cotangents
         (x,) = given.again([x], [d_low_rank])
-        d_a = columns_product(x, d_low_rank)
-        return [given.before(add_product(dx, d_low_rank, a, transpose=True), [d_a]), d_a]
+        dx, d_a = add_product(dx, d_low_rank, a, transpose=True), columns_product(x, d_low_rank)
+        return [given.before(dx, [d_a]), d_a]
 
     function: Any = mx.custom_function(lambda x, a: [x, rows_product(x, a)])
     function.vjp(backward)
