@@ -33,7 +33,7 @@ import processes
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.models.load import new_model
-from deltatune.ops.recomputation import Checkpoints
+from deltatune.ops.recomputation import Checkpoints, operators_pay
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import choose, order_of
 from deltatune.plan.device_limits import METAL_BUFFERS, DeviceLimits
@@ -108,7 +108,7 @@ def print_choices(shape: Shape, bits: int, device: str, memories: Sequence[int],
                     made.append(forecast_step(model, config, 1, length, layout, checkpoints=again))
                     return made[-1]
 
-                choice = choose(attempt, order, limits)
+                choice = choose(attempt, order, limits, operators=operators_pay())
                 kept, peak = choice.of - choice.again, choice.forecast.bytes.amount / 1e9
                 verdict = "" if fits(choice.forecast, limits) else ", does not fit"
                 operators = "again" if choice.checkpoints.operators else "kept"

@@ -14,7 +14,7 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.recomputation import Checkpoints
-from deltatune.patches.tables import pointwise
+from deltatune.patches.tables import delta_layers, kept_inputs, pointwise
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import SHARE, Order, choose, order_of
@@ -97,6 +97,18 @@ def test_layers_alone_where_operators_need_more():
     assert len(tried) <= 12
 
 
+def test_no_operators_where_they_do_not_pay():
+    tried = []
+
+    def attempt(checkpoints):
+        tried.append(checkpoints.operators)
+        return forecast(100 + 50 * (24 - len(checkpoints.layers)), 1)
+
+    choice = choose(attempt, Order([], [*range(24)]), limits(500 / SHARE + 1), operators=False)
+    assert choice.checkpoints == Checkpoints([*range(16)], operators=False)
+    assert not any(tried)
+
+
 def test_attention_is_checkpointed_last_and_frozen_layers_always(tiny_model):
     model = tiny_model("qwen3_5", num_hidden_layers=6, full_attention_interval=3)
     prepare(model, TrainConfig(num_layers=-1))
@@ -164,7 +176,11 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
     assert choice.forecast.bytes.amount == pytest.approx(peak, rel=0.05)
 
 
-def test_cheap_operators_computed_again_change_no_bit(tiny_model, monkeypatch):
+# NVIDIA's but for the kernels, which are for larger arrays.
+@pytest.mark.parametrize(
+    "tables", [(*delta_layers.PATCHES, *kept_inputs.PATCHES), pointwise.PATCHES], ids=["Apple's", "NVIDIA's"]
+)
+def test_cheap_operators_computed_again_change_no_bit(tables, tiny_model, monkeypatch):
     model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=3)
     config = TrainConfig(num_layers=-1, grad_checkpoint="auto", lora_parameters=LoraConfig(rank=4))
     prepare(model, config)
@@ -175,8 +191,8 @@ def test_cheap_operators_computed_again_change_no_bit(tiny_model, monkeypatch):
         return read(given, primals, cotangents)
 
     monkeypatch.setattr(recomputation.Input, "again", watched)
-    # As on an NVIDIA GPU, but for its kernels, which are for larger arrays.
-    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
+    monkeypatch.setattr(recomputation, "LEAST", 1)
+    monkeypatch.setattr(patches, "_of_device", lambda: tables)
 
     def results(operators):
         checkpoints = order_of(model).first(1, operators=operators)

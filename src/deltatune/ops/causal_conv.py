@@ -10,6 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..machine import backend
+
 # How many products one fp32 sum adds up, before the sums of the blocks are added.
 BLOCK = 64
 
@@ -63,6 +65,23 @@ def causal_conv(
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return y, state
+
+
+def joined_conv(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> mx.array:
+    """Convolve rows that follow the state, in the way that is the fastest on MLX's device.
+
+    Args:
+        x: [B, K - 1 + T, C]: the state of K - 1 inputs, oldest first, then the tokens.
+        weight: [C, K].
+        segments: [B, T], as for `causal_conv`.
+
+    Returns:
+        [B, T, C] in x's dtype.
+    """
+    if segments is None and backend.device() == "metal":
+        return mx.conv1d(x, weight[..., None], groups=weight.shape[0])
+    history = weight.shape[1] - 1
+    return causal_conv(x[:, history:], weight, initial_state=x[:, :history], segments=segments)[0]
 
 
 def _shifted_products(padded: mx.array, weight: mx.array, segment: mx.array | None = None) -> mx.array:

@@ -30,6 +30,11 @@ def is_floating(array: mx.array) -> bool:
     return mx.issubdtype(array.dtype, mx.floating)
 
 
+def as_list(arrays: Any) -> list[mx.array]:
+    """Return what a rule of a custom function was given as a list: MLX passes a single array by itself."""
+    return [arrays] if isinstance(arrays, mx.array) else list(arrays)
+
+
 def is_finite(array: mx.array) -> bool:
     """Whether an array holds neither NaN nor infinity; an array of integers never does. This waits for its values."""
     return not is_floating(array) or bool(mx.isfinite(array).all().item())

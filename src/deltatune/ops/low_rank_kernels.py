@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import mlx.core as mx
 
 from ..machine import backend, nvidia
-from .functional import not_differentiated_again
+from .functional import as_list, not_differentiated_again
 from .kernels.launch import LOW_RANK, Execute, Launch, numbers
 
 # How many rows a block of `rows` may take, and the most sums of a block, and of one with all groups.
@@ -56,7 +56,7 @@ class LowRankKernel:
 
         def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
             # MLX passes a single array by itself, and several as a list.
-            given = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
+            given = as_list(cotangents)
             return mx.vjp(lambda *given: self.with_mlx(given, scale), list(primals), given)[1]
 
         return list(not_differentiated_again(forward, backward)(*arrays))

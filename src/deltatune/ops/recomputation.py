@@ -4,6 +4,9 @@ The gradient of an adapter needs the adapter's input, which a norm or an activat
 arrays that are kept in any case. Within `cheap_recomputed` that pass is made again in the backward pass, and what the
 first one computed is freed. So it is with the convolution before the gated delta rule, and with what the kernels of
 that rule keep (gated_delta/fused_op.py).
+
+MLX's own gradient of such an operator keeps every array between its inputs and its result, such as the sigmoid within
+an activation. `from_inputs` keeps the inputs alone.
 """
 
 from __future__ import annotations
@@ -12,10 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 
-from .functional import is_recomputed
+from ..machine import backend
+from .functional import as_list, is_recomputed
+
+# Arrays of fewer elements are not worth a rule of their own; a token alone, as in decoding, stays below.
+LEAST = 2**16
 
 Arrays = Sequence[mx.array]
 Compute = Callable[[Arrays], Arrays]
@@ -36,7 +44,7 @@ class Checkpoints:
 
 @dataclass
 class _Last:
-    """What an operator computed last, and how it is computed again, until another operator reads it."""
+    """What an operator computed last, and how it is computed again, until something else is read."""
 
     arrays: Arrays = ()
     compute: Compute | None = None
@@ -55,20 +63,67 @@ def cheap_recomputed() -> Iterator[None]:
         _last.reset(token)
 
 
+def operators_pay() -> bool:
+    """Whether cheap operators free more memory for their time than whole layers do: on GPUs, not on a CPU."""
+    return backend.device() != "cpu"
+
+
 def recomputes() -> bool:
     """Whether the results of cheap operators are computed twice: not in a layer that is computed again as a whole."""
     return _last.get() is not None and not is_recomputed()
 
 
 def remember(arrays: Arrays, function: Callable[..., Arrays], *inputs: mx.array) -> None:
-    """Remember that function(*inputs) gives `arrays`, for the operator that reads all of them next.
+    """Remember that function(*inputs) gives `arrays`, for the operators that read all of them next.
 
     It must give the same bits at each call, and the gradients that reach `inputs` must keep these in any case.
     """
     last = _last.get()
-    if last is not None:
-        last.arrays = arrays
-        last.compute = lambda cotangents: function(*mx.depends(list(inputs), list(cotangents)))
+    if last is None:
+        return
+    found: list[Arrays] = []
+
+    def compute(cotangents: Arrays) -> Arrays:
+        # Several adapters may read the arrays. The one whose cotangents come first has them computed for all.
+        if not found:
+            found.append(function(*mx.depends(list(inputs), list(cotangents))))
+        return found[0]
+
+    last.arrays, last.compute = arrays, compute
+
+
+def keeps_inputs_alone() -> bool:
+    """Whether `from_inputs` keeps the inputs alone: on Apple GPUs, and where cheap operators are computed again.
+
+    On Apple GPUs mx.compile fuses what is computed again with the gradient, which then reads fewer arrays. A layer that
+    is computed again as a whole keeps nothing for long in any case.
+    """
+    return recomputes() or (backend.device() == "metal" and not is_recomputed())
+
+
+def from_inputs(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
+    """Return function(*inputs), whose gradient keeps the inputs alone where `keeps_inputs_alone`.
+
+    The gradient computes the function again, and differentiates that. An array that `function` closes over gets none.
+
+    Args:
+        function: takes arrays of floats, and returns a list of such arrays.
+        inputs: its arguments.
+    """
+    if inputs[0].size < LEAST or not keeps_inputs_alone():
+        return function(*inputs)
+
+    def listed(*given: mx.array) -> list[mx.array]:
+        return list(function(*given))
+
+    def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
+        # Inputs that wait for the cotangents are other inputs to mx.compile, which would merge both runs otherwise.
+        cotangents = as_list(cotangents)
+        return mx.vjp(listed, mx.depends(as_list(primals), cotangents), cotangents)[1]
+
+    forward: Any = mx.custom_function(listed)
+    forward.vjp(backward)
+    return cast(Arrays, forward(*inputs))
 
 
 def remembered(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
@@ -102,7 +157,6 @@ def input_of(*arrays: mx.array) -> Input:
     last = _last.get()
     if last is None:
         return Input(None)
-    same = len(last.arrays) == len(arrays) and all(one is other for one, other in zip(last.arrays, arrays, strict=True))
-    compute = last.compute if same and recomputes() else None
-    last.arrays, last.compute = (), None
-    return Input(compute)
+    if len(last.arrays) != len(arrays) or any(one is not other for one, other in zip(last.arrays, arrays, strict=True)):
+        last.arrays, last.compute = (), None
+    return Input(last.compute if recomputes() else None)

@@ -22,6 +22,7 @@ from .tables import (
     attention,
     delta_layers,
     experts,
+    kept_inputs,
     latent_attention,
     loading,
     mlx_lm,
@@ -69,7 +70,7 @@ ON_CUDA: tuple[Patch, ...] = (
     *sorted_rows.PATCHES,
     *quantized_product.PATCHES,
 )
-ON_METAL: tuple[Patch, ...] = sorted_rows.PATCHES
+ON_METAL: tuple[Patch, ...] = (*delta_layers.PATCHES, *kept_inputs.PATCHES, *sorted_rows.PATCHES)
 ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
 
 # How many `patched` blocks are open.

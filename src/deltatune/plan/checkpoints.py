@@ -91,7 +91,9 @@ def _first_reached(model: nn.Module, layers: Sequence[LayerInfo]) -> int:
     return next((at for at, layer in enumerate(layers) if leaves(layer.module.trainable_parameters())), 0)
 
 
-def choose(attempt: Callable[[Checkpoints], Forecast], order: Order, limits: DeviceLimits) -> Choice:
+def choose(
+    attempt: Callable[[Checkpoints], Forecast], order: Order, limits: DeviceLimits, *, operators: bool = True
+) -> Choice:
     """Choose the fewest layers with which at most SHARE of the device's memory is taken; all if none do.
 
     No layer and no operator are tried first, then the cheap operators of all layers, then layers besides. If these
@@ -101,26 +103,29 @@ def choose(attempt: Callable[[Checkpoints], Forecast], order: Order, limits: Dev
         attempt: makes the plan for what is computed again.
         order: which layers to checkpoint first.
         limits: the limits of the device.
+        operators: whether cheap operators may be chosen.
     """
     most = None if limits.bytes is None else int(SHARE * limits.bytes)
     limits = replace(limits, bytes=most)
     plans: dict[tuple[int, bool], Forecast] = {}
 
-    def planned(layers: int, operators: bool) -> Forecast:
-        if (layers, operators) not in plans:
-            plans[layers, operators] = attempt(order.first(layers, operators=operators))
-        return plans[layers, operators]
+    def planned(layers: int, again: bool) -> Forecast:
+        if (layers, again) not in plans:
+            plans[layers, again] = attempt(order.first(layers, operators=again))
+        return plans[layers, again]
 
-    def chosen(layers: int, operators: bool) -> Choice:
-        return order.choice(order.first(layers, operators=operators), planned(layers, operators))
+    def chosen(layers: int, again: bool) -> Choice:
+        return order.choice(order.first(layers, operators=again), planned(layers, again))
 
-    for operators in (False, True):
-        if fits(planned(0, operators), limits):
-            return chosen(0, operators)
-    layers = _fewest(lambda layers: planned(layers, True), len(order.reached), limits)
-    # A layer that is computed again as a whole leaves nothing to the operators.
-    if layers < len(order.reached) and not fits(planned(layers, False), limits):
-        return chosen(layers, True)
+    for again in (False, True) if operators else (False,):
+        if fits(planned(0, again), limits):
+            return chosen(0, again)
+    layers = len(order.reached)
+    if operators:
+        layers = _fewest(lambda layers: planned(layers, True), layers, limits)
+        # A layer that is computed again as a whole leaves nothing to the operators.
+        if layers < len(order.reached) and not fits(planned(layers, False), limits):
+            return chosen(layers, True)
     return chosen(_fewest(lambda layers: planned(layers, False), layers, limits), False)
 
 

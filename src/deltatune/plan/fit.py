@@ -19,7 +19,7 @@ from ..errors import UserError
 from ..lora.adapter import Adapter
 from ..lora.convert import adapters
 from ..lora.weights import dense_weight
-from ..ops.recomputation import Checkpoints
+from ..ops.recomputation import Checkpoints, operators_pay
 from ..train import state
 from ..train.setup import Run, load_model, prepare, ready
 from . import screen
@@ -189,7 +189,10 @@ def _choice(
         return plan
 
     saved = _saved_checkpoints(run)
-    choice = choose(attempt, order, limits) if saved is None else order.choice(saved, attempt(saved))
+    if saved is None:
+        choice = choose(attempt, order, limits, operators=operators_pay())
+    else:
+        choice = order.choice(saved, attempt(saved))
     checkpoints = _of_all_ranks(run, order, choice.checkpoints)
     return choice if checkpoints == choice.checkpoints else order.choice(checkpoints, attempt(checkpoints))
 

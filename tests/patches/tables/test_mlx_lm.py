@@ -310,7 +310,8 @@ def test_a_layer_replaced_by_somebody_else_is_named(tiny_model, monkeypatch):
 
     model = tiny_model("qwen3_5")
     monkeypatch.setattr(qwen3_5.GatedDeltaNet, "__call__", lambda self, x, mask=None, cache=None: x)
-    with pytest.warns(PatchWarning, match="linear_attn .* does not call deltatune"):
+    with pytest.warns(PatchWarning) as warned:
         report = apply(model)
+    assert sum("does not call deltatune" in str(one.message) for one in warned) == 3
     assert len(report.unreached) == 3
     assert not any(reached(model).values())

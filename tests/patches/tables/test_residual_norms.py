@@ -84,9 +84,7 @@ def test_another_norm_or_dtype_keeps_the_layer(tiny_model, calls):
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")
 def test_other_machines_keep_upstreams():
-    upstream = nn.RMSNorm.__call__
-    with patched():
-        assert nn.RMSNorm.__call__ is upstream
+    assert not set(residual_norms.PATCHES) & set(patches._of_device())
 
 
 def test_few_elements_stay_upstreams(monkeypatch):

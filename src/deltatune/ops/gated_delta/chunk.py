@@ -13,6 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..functional import refuse_second_derivative
+from ..recomputation import Input, input_of
 from . import channel, scalar
 from .across import backward_across, forward_across
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
@@ -49,7 +50,8 @@ def gated_delta_chunk(
     log_g, beta = effective_gates(log_g, beta, mask, segments)
     if initial_state is None:
         initial_state = mx.zeros((batch, value_heads, value_size, k.shape[-1]), dtype=mx.float32)
-    forward = _differentiable(choose_chunking(length, batch * value_heads, k.shape[-1]))
+    chunking, given = choose_chunking(length, batch * value_heads, k.shape[-1]), input_of(q, k, v)
+    forward = _keeping(chunking) if given.compute is None else _differentiable(chunking, given)
     y, state, *_ = forward(q, k, v, log_g, beta, initial_state.astype(mx.float32))
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
@@ -57,15 +59,21 @@ def gated_delta_chunk(
 
 
 @lru_cache
-def _differentiable(chunking: Chunking) -> _Function:
+def _keeping(chunking: Chunking) -> _Function:
     """Return f(q, k, v, log_g, beta, state) -> (y, final state, one array per group: the states before its chunks)."""
+    return _differentiable(chunking, Input(None))
+
+
+def _differentiable(chunking: Chunking, given: Input) -> _Function:
+    """Return the same function, whose backward pass gets q, k and v from `given`."""
     forward = mx.custom_function(lambda *arrays: _forward(chunking, *arrays))
     backward = mx.custom_function(lambda *arrays: _backward(chunking, *arrays))
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
     batch_of_states = [1] * len(chunking.groups())
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
-        return call_backward(*primals[:5], *cotangents[:2], *outputs[2:])
+        inputs = given.again(primals[:3], cotangents[:2])
+        return call_backward(*inputs, *primals[3:5], *cotangents[:2], *outputs[2:])
 
     forward.vjp(vjp)
     backward.vjp(refuse_second_derivative(NO_SECOND_DERIVATIVE))

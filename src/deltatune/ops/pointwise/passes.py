@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from .. import trial
-from ..functional import not_differentiated_again, refuse_second_derivative
+from ..functional import as_list, not_differentiated_again, refuse_second_derivative
 from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
@@ -75,8 +75,7 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
         return execute(passes.backward(*arrays))
 
     def vjp(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
-        # MLX passes a single array by itself, and several as a list.
-        given, d = ([group] if isinstance(group, mx.array) else list(group) for group in (primals, cotangents))
+        given, d = as_list(primals), as_list(cotangents)
         fixed = [mx.zeros_like(array) for array in given[len(given) - passes.fixed :]]
         gradients = not_differentiated_again(backward, refuse_second_derivative(message))(*given, *d)
         return [*gradients, *passes.parameters(given, d, execute), *fixed]

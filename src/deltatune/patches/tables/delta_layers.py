@@ -1,9 +1,12 @@
-"""Replaces the forward pass of the gated-delta layers of Qwen3.5 and Qwen3-Next in training, on NVIDIA GPUs.
+"""Replaces the forward pass of the gated-delta layers of Qwen3.5 and Qwen3-Next in training.
 
 Between the projections and the recurrence upstream joins a state of zeros to the rows, convolves them, splits the
-result into queries, keys and values, and norms the first two. There each kernel copies what it reads of the split, and
-the backward pass joins the three gradients and cuts the state off again. In the place of all this, one kernel reads the
-projection and writes three arrays, and one goes back. Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+result into queries, keys and values, and norms the first two. On an NVIDIA GPU each kernel there copies what it reads
+of the split, and the backward pass joins the three gradients and cuts the state off again; in the place of all this,
+one kernel reads the projection and writes three arrays, and one goes back. On an Apple GPU MLX's operations stay, but
+their gradient keeps the projection alone, and computes the rest again (ops/recomputation.py).
+
+Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import mlx.nn as nn
 from ...layers import ENTRY_POINT
 from ...machine import backend
 from ...ops import pieces, segments
+from ...ops.causal_conv import joined_conv
 from ...ops.pointwise import conv
-from ...ops.recomputation import remembered
+from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
 from ..patch_record import Function, Patch
-from .pointwise import RECORD
 
 
 class _Projected(NamedTuple):
@@ -43,7 +46,7 @@ def _of_qwen3_next(layer: Any, x: mx.array) -> _Projected:
     return _Projected(mx.concatenate([part.reshape(*x.shape[:2], -1) for part in (q, k, v)], axis=-1), z, b, a)
 
 
-def _heads(layer: Any, eps: float, of_sum: bool) -> conv.NormedHeads:
+def _norms(layer: Any, eps: float, of_sum: bool) -> conv.NormedHeads:
     """The norms of a layer whose `eps` is added to the sum of the squares or, if not `of_sum`, to their mean."""
     size = layer.head_k_dim
     return conv.NormedHeads(layer.num_k_heads, size, 1 / size, size**-0.5, eps / size if of_sum else eps)
@@ -51,12 +54,49 @@ def _heads(layer: Any, eps: float, of_sum: bool) -> conv.NormedHeads:
 
 def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
     """Whether a call is a training step of one device, on whole rows or on a piece of one."""
-    if backend.device() != "cuda" or not layer.training or getattr(layer, "sharding_group", None) is not None:
+    if not layer.training or getattr(layer, "sharding_group", None) is not None:
         return False
     documents, taps = segments.current(), layer.conv1d
     plain = type(taps) is nn.Conv1d and "bias" not in taps and (taps.stride, taps.padding, taps.dilation) == (1, 0, 1)
     fits = documents is None or documents.shape == x.shape[:2]
     return plain and fits and (cache is None or isinstance(cache, pieces.States))
+
+
+class _Heads:
+    """How a layer makes queries, keys and values of its projection [B, T, C]: in one pass, or by MLX's operations.
+
+    Args:
+        layer: The layer.
+        norms: The norms of queries and keys.
+        before: The rows before the projection's first, [B, K - 1, C], or None for zeros.
+        documents: The documents of a packed row, or None.
+    """
+
+    def __init__(self, layer: Any, norms: conv.NormedHeads, before: mx.array | None, documents: mx.array | None):
+        self.weight, self.norms, self.before, self.documents = layer.conv1d.weight[..., 0], norms, before, documents
+        self.of_values = (layer.num_v_heads, layer.head_v_dim)
+
+    def serves(self, qkv: mx.array) -> bool:
+        """Whether this is to be used in the place of upstream's code."""
+        if backend.device() == "cuda":
+            return conv.serves_heads(qkv, self.weight, self.norms, self.before, self.documents)
+        return keeps_inputs_alone()
+
+    def __call__(self, qkv: mx.array) -> list[mx.array]:
+        if backend.device() == "cuda":
+            q, k, v = conv.conv_heads(qkv, self.weight, self.norms, self.before, self.documents)
+        else:
+            q, k, v = from_inputs(self._by_mlx, qkv, self.weight, *([] if self.before is None else [self.before]))
+        return [q, k, mx.unflatten(v, -1, self.of_values)]
+
+    def _by_mlx(self, qkv: mx.array, weight: mx.array, *before: mx.array) -> list[mx.array]:
+        """Queries and keys [B, T, Hk, Dk] and values [B, T, Hv Dv], as upstream computes them."""
+        norms, (batch, _, channels) = self.norms, qkv.shape
+        (state,) = before or [mx.zeros((batch, weight.shape[1] - 1, channels), qkv.dtype)]
+        y = nn.silu(joined_conv(mx.concatenate([state, qkv], axis=1), weight, self.documents))
+        *both, v = mx.split(y, [norms.channels, 2 * norms.channels], axis=-1)
+        q, k = (mx.fast.rms_norm(mx.unflatten(x, -1, (norms.count, norms.size)), None, norms.eps) for x in both)
+        return [norms.query_factor * q, norms.key_factor * k, v]
 
 
 def _last_rows(before: mx.array | None, x: mx.array, count: int) -> mx.array:
@@ -74,15 +114,11 @@ def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Call
                 return upstream(self, inputs, mask, cache)
             qkv, z, b, a = project(self, inputs)
             before, state = (None, None) if cache is None else (cache[0], cache[1])
-            arguments = (self.conv1d.weight[..., 0], _heads(self, 1e-6, of_sum), before, segments.current())
-            if not conv.serves_heads(qkv, *arguments):
+            heads = _Heads(self, _norms(self, 1e-6, of_sum), before, segments.current())
+            if not heads.serves(qkv):
                 return upstream(self, inputs, mask, cache)
             if mask is not None:
                 qkv = mx.where(mask[..., None], qkv, 0)
-
-            def heads(qkv: mx.array) -> list[mx.array]:
-                q, k, v = conv.conv_heads(qkv, *arguments)
-                return [q, k, v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)]
 
             def normed(out: mx.array, z: mx.array) -> list[mx.array]:
                 return [self.norm(out, z).reshape(*inputs.shape[:2], -1)]
@@ -104,7 +140,9 @@ def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Call
 def _records(module: str, name: str, project: Callable[[Any, mx.array], _Projected]) -> tuple[Patch, Patch]:
     """The records of a layer: mlx-lm 0.31.3 adds eps to the mean of the squares, later versions add it to their sum."""
     record: dict[str, Any] = {
-        **RECORD,
+        "holders": (),
+        "reason": "its gradient keeps arrays that are cheap to compute again, and NVIDIA GPUs pass over memory often",
+        "without": "Training needs more memory then, and an NVIDIA GPU takes longer; nothing else changes.",
         "package": "mlx_lm",
         "module": f"mlx_lm.models.{module}",
         "name": f"{name}.__call__",

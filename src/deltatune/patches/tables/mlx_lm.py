@@ -13,8 +13,8 @@ from ...machine import backend
 from ...ops import segments
 from ...ops.causal_conv import causal_conv
 from .. import recurrence
+from ..last_convolution import convolved
 from ..patch_record import Function, Patch
-from . import pointwise
 
 UPDATE_PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
 UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
@@ -81,7 +81,7 @@ def _conv1d(upstream: Function) -> Function:
         causal = plain and before > 0 and self.groups == self.weight.shape[0] == x.shape[-1]
         if documents is None:
             y = _taps(self, x) if causal and self.training and backend.device() == "cpu" else upstream(self, x)
-            return pointwise.convolved(self, x, y) if causal else y
+            return convolved(self, x, y) if causal else y
         if before == 0:
             return upstream(self, x)
         if not (causal and x.shape[1] == documents.shape[1] + before):
@@ -91,7 +91,7 @@ def _conv1d(upstream: Function) -> Function:
             )
         # The rows before the first token are zeros, or those that a piece of the same document hands on.
         y = _taps(self, x, documents)
-        return pointwise.convolved(self, x, y, documents)
+        return convolved(self, x, y, documents)
 
     return __call__
 

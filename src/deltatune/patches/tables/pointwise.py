@@ -6,66 +6,32 @@ Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...machine import backend
 from ...ops.pointwise import conv, heads, norms, rows, silu
 from ...ops.recomputation import remembered
+from ..last_convolution import taken
 from ..patch_record import Function, Patch, describe_difference
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
 
 
-class _Convolved(NamedTuple):
-    """The output `y` of a causal convolution in training, and the arguments that it was computed from."""
-
-    y: mx.array
-    x: mx.array
-    weight: mx.array
-    segments: mx.array | None
-
-
-# The last convolution, until the next call of nn.silu.
-_last: _Convolved | None = None
-
-
-def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | None = None) -> mx.array:
-    """Remember the output of a causal convolution, so that a following nn.silu can be fused with it.
-
-    If nn.silu gets this array next, one kernel computes both from x, and y itself is never evaluated.
-
-    Args:
-        layer: The convolution.
-        x: Its input [B, T, C].
-        y: Its output.
-        segments: The documents that it kept separate, [B, T], or None.
-
-    Returns:
-        y.
-    """
-    global _last
-    serves = backend.device() == "cuda" and layer.training and "bias" not in layer
-    _last = _Convolved(y, x, layer.weight[..., 0], segments) if serves else None
-    return y
-
-
 def _silu(upstream: Function) -> Function:
-    """nn.silu that is fused with the convolution before it."""
+    """nn.silu that is fused with the convolution before it: one kernel computes both, and y is never evaluated."""
 
     def ours(x: mx.array) -> mx.array:
-        global _last
-        last, _last = _last, None
-        if last is not None and last.y is x and conv.serves(*last[1:]):
-            return conv.conv_silu(*last[1:])
+        last = taken(x)
+        if last is not None and conv.serves(last.x, last.weight, last.segments):
+            return conv.conv_silu(last.x, last.weight, last.segments)
         return upstream(x)
 
     return ours
 
 
-def _is_silu(upstream: Function, _ours: Function) -> str | None:
+def is_silu(upstream: Function, _ours: Function) -> str | None:
     x = mx.random.normal((2, 8), key=mx.random.key(0))
     return describe_difference([upstream(x)], [x * mx.sigmoid(x)], 1e-5, "x sigmoid(x)")
 
@@ -159,7 +125,7 @@ def _rotary(rope: Any) -> tuple[int, float] | None:
     return (rope.dims, rope.base) if plain else None
 
 
-def _is_swiglu(upstream: Function, _ours: Function) -> str | None:
+def is_swiglu(upstream: Function, _ours: Function) -> str | None:
     gate, x = (mx.random.normal((2, 8), key=mx.random.key(i)) for i in range(2))
     return describe_difference([upstream(gate, x)], [gate * mx.sigmoid(gate) * x], 1e-5, "silu(gate) x")
 
@@ -182,7 +148,7 @@ PATCHES = (
         name="silu",
         signature="",
         replacement=_silu,
-        check=_is_silu,
+        check=is_silu,
     ),
     Patch(
         **RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
@@ -200,7 +166,7 @@ PATCHES = (
         name="swiglu",
         signature="",
         replacement=_swiglu,
-        check=_is_swiglu,
+        check=is_swiglu,
     ),
     Patch(
         **_MLX_LM,
