@@ -16,6 +16,10 @@ class Driver:
     def cuInit(self, flags):  # noqa: N802
         return 0
 
+    def cuDriverGetVersion(self, value):  # noqa: N802
+        value._obj.value = 12080
+        return self.status
+
     def cuDeviceGetAttribute(self, value, attribute, device):  # noqa: N802
         value._obj.value = self.values[attribute]
         return self.status
@@ -23,9 +27,12 @@ class Driver:
 
 @pytest.fixture(autouse=True)
 def fresh():
-    nvidia.limits.cache_clear(), nvidia.generation.cache_clear()
+    asked = (nvidia.limits, nvidia.generation, nvidia.driver_version)
+    for each in asked:
+        each.cache_clear()
     yield
-    nvidia.limits.cache_clear(), nvidia.generation.cache_clear()
+    for each in asked:
+        each.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -34,13 +41,23 @@ def fresh():
     ids=["asked", "refuses", "absent"],
 )
 def test_limits(driver, expected, monkeypatch):
-    def library(name):
+    def library(name, _mode):
         if driver is None:
             raise OSError(name)
         return driver
 
     monkeypatch.setattr(nvidia.ctypes, "CDLL", library)
     assert nvidia.limits() == expected
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [(Driver(), (12, 8)), (Driver(status=100), (0, 0)), (None, (0, 0))],
+    ids=["asked", "refuses", "absent"],
+)
+def test_driver_version(driver, expected, monkeypatch):
+    monkeypatch.setattr(nvidia, "library", lambda names: driver)
+    assert nvidia.driver_version() == expected
 
 
 @pytest.mark.parametrize(("name", "generation"), [("sm_89", 89), ("sm_121", 121), ("applegpu_g15s", 90), (None, 90)])

@@ -1,10 +1,13 @@
-"""Reads the limits of the NVIDIA GPU that MLX computes on, which decide how kernels are launched."""
+"""Finds NVIDIA's driver and libraries, and the limits of the GPU that MLX computes on."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -33,11 +36,8 @@ H200 = Limits(227 * 1024, 132)
 @cache
 def limits() -> Limits:
     """Return the limits that the driver reports; those of an H200 without a driver, as on a machine that only plans."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return H200
-    if driver.cuInit(0):
+    driver = _driver()
+    if driver is None or driver.cuInit(0):
         return H200
     values = []
     for attribute in (_BLOCK_BYTES, _MULTIPROCESSORS):
@@ -53,3 +53,37 @@ def generation() -> int:
     """Return the compute capability times ten: 90 for Hopper. It is HOPPER if MLX reports none."""
     name = str(mx.device_info(mx.gpu).get("architecture", ""))
     return int(name.removeprefix("sm_")) if name.startswith("sm_") else HOPPER
+
+
+@cache
+def driver_version() -> tuple[int, int]:
+    """Return the newest CUDA release that the driver supports, as (major, minor); (0, 0) without a driver."""
+    driver, version = _driver(), ctypes.c_int()
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)):
+        return 0, 0
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _driver() -> ctypes.CDLL | None:
+    return library(["libcuda.so.1"])
+
+
+def library(names: Iterable[str], mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL | None:
+    """Return the first shared library of these names or paths that can be loaded, or None."""
+    for name in names:
+        try:
+            return ctypes.CDLL(name, mode)
+        except OSError:
+            continue
+    return None
+
+
+def packaged(names: Mapping[str, str]) -> list[str]:
+    """Return where NVIDIA's installed packages would hold libraries, of which `names` gives the package's folder."""
+    return [str(folder / inner / "lib" / name) for folder in packages() for name, inner in names.items()]
+
+
+def packages() -> list[Path]:
+    """Return NVIDIA's folders among the installed packages."""
+    spec = importlib.util.find_spec("nvidia")
+    return [*map(Path, (spec.submodule_search_locations or ()) if spec else ())]

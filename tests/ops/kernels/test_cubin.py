@@ -22,7 +22,7 @@ from deltatune.ops.gated_delta import fused, fused_hopper
 from deltatune.ops.gated_delta.fused_hopper import choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
-from deltatune.ops.kernels import cubin, launch, nvrtc
+from deltatune.ops.kernels import cubin, fatbin, launch, nvrtc
 from deltatune.ops.kernels.launch import Launch
 from deltatune.ops.low_rank import add_product, both_products, columns_product, rows_product
 from deltatune.ops.pointwise import (
@@ -72,6 +72,8 @@ def gpu(monkeypatch, tmp_path) -> SimpleNamespace:
     monkeypatch.setattr(cubin, "architecture", lambda: pretended.architecture)
     monkeypatch.setattr(nvidia, "generation", lambda: int("".join(filter(str.isdigit, pretended.architecture))))
     monkeypatch.setattr(nvrtc, "compiled", compiled)
+    # The tests look at the code itself.
+    monkeypatch.setattr(fatbin, "_library", lambda: None)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", precompiled)
     launch.kernel_of.cache_clear()
     cubin._built.cache_clear()
@@ -303,6 +305,16 @@ def code_in_a_new_process(gpu: SimpleNamespace) -> bytes:
     cubin._built.cache_clear()
     mx.eval(swiglu(mx.zeros((8,)), mx.zeros((8,))))
     return gpu.launches[-1]["compiled_source"]
+
+
+def test_code_is_launched_packed(gpu, monkeypatch):
+    code = code_in_a_new_process(gpu)
+    monkeypatch.setattr(fatbin, "mode", lambda: "size")
+    monkeypatch.setattr(fatbin, "packed", lambda code, architecture: b"packed for " + architecture.encode() + code)
+    assert code_in_a_new_process(gpu) == b"packed for sm_90a" + code
+    assert code_in_a_new_process(gpu) == b"packed for sm_90a" + code
+    # The same text, packed in another way, is other code.
+    assert gpu.compiled == ["swiglu_forward"] * 2
 
 
 def test_one_process_builds_for_the_others(gpu):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -92,8 +94,12 @@ def draw(*shapes):
 
 
 class Activation(nn.Module):
+    def __init__(self, holder):
+        super().__init__()
+        self._holder = holder
+
     def __call__(self, gate, x):
-        return activations.swiglu(gate, x)
+        return self._holder.swiglu(gate, x)
 
 
 class Convolution(nn.Module):
@@ -117,7 +123,13 @@ def cases():
     yield "attention", attention, lambda layer, x: layer(x, "causal"), (x,)
     yield "gated norm", qwen3_next.Qwen3NextRMSNormGated(24), lambda layer, *given: layer(*given), (rows, gate)
     yield "norm", nn.RMSNorm(32), whole, (x,)
-    yield "swiglu", Activation(), lambda layer, *given: layer(*given), (rows, gate)
+    yield "swiglu", Activation(activations), lambda layer, *given: layer(*given), (rows, gate)
+    if importlib.util.find_spec("mlx_vlm"):
+        from mlx_vlm.models.qwen3_5 import language
+
+        norm = language.Qwen3_5RMSNormGated(24)
+        yield "mlx-vlm's gated norm", norm, lambda layer, *given: layer(*given), (rows, gate)
+        yield "mlx-vlm's swiglu", Activation(language), lambda layer, *given: layer(*given), (rows, gate)
     yield "convolution", Convolution(), whole, draw((2, 21, 8))
 
 

@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs that are compiled once per machine and kept as cubins in the cache folder.
+"""Kernels for NVIDIA GPUs that are compiled once per machine and kept in the cache folder, packed.
 
 mx.fast.cuda_kernel would compile each kernel anew in every process, which takes 1.6 s per kernel.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import atomic_files, environment, nvidia
-from . import nvrtc
+from . import fatbin, nvrtc
 
 logger = logging.getLogger(__name__)
 
@@ -162,13 +162,13 @@ def _built(kernel: CubinKernel, *kind: tuple) -> bytes:
 
 
 def code_of(name: str, text: str) -> bytes:
-    """Return the cubin of a kernel's text for MLX's device, from the cache folder or else compiled and stored there."""
-    key = hashlib.sha256(f"{architecture()} {nvrtc.version()} {text}".encode()).hexdigest()
+    """Return the code of a kernel's text for MLX's device, from the cache folder or else compiled and stored there."""
+    key = hashlib.sha256(f"{architecture()} {nvrtc.version()} {fatbin.mode()} {text}".encode()).hexdigest()
     path = environment.cache_directory() / "cubins" / f"{key[:32]}.cubin"
     code = _read(path)
     if code is not None:
         return code
-    code = nvrtc.compiled(text, name, architecture())
+    code = fatbin.packed(nvrtc.compiled(text, name, architecture()), architecture())
     try:
         atomic_files.write(path, hashlib.sha256(code).digest() + code)
     except OSError as error:

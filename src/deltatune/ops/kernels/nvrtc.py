@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from ...machine import nvidia
 
 # For each release of CUDA, the folders of NVIDIA's packages that hold the library and the headers.
 _RELEASES = {13: ("cu13", "cu13"), 12: ("cuda_nvrtc", "cuda_runtime")}
@@ -57,23 +57,14 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def _packages() -> Iterator[Path]:
-    """Yield NVIDIA's folders among the installed packages."""
-    spec = importlib.util.find_spec("nvidia")
-    yield from map(Path, (spec.submodule_search_locations or ()) if spec else ())
-
-
 @cache
 def _library() -> ctypes.CDLL:
     names = {f"libnvrtc.so.{release}": inner for release, (inner, _) in _RELEASES.items()}
-    paths = [str(folder / inner / "lib" / name) for folder in _packages() for name, inner in names.items()]
+    paths = [*names, *nvidia.packaged(names)]
     # A library that is already loaded comes first: MLX links it, so the driver can load the code that it compiles.
-    for mode in (os.RTLD_NOLOAD, ctypes.DEFAULT_MODE):
-        for path in (*names, *paths):
-            try:
-                return ctypes.CDLL(path, mode)
-            except OSError:
-                continue
+    found = nvidia.library(paths, os.RTLD_NOLOAD) or nvidia.library(paths)
+    if found is not None:
+        return found
     raise RuntimeError(
         f"NVIDIA's runtime compiler was not found: expected one of {', '.join(names)}, which MLX links. "
         "Install deltatune with its CUDA packages: pip install 'deltatune[cuda13]' (or cuda12)."
@@ -83,7 +74,7 @@ def _library() -> ctypes.CDLL:
 @cache
 def _headers() -> Path:
     release = version()[0]
-    roots = [folder / _RELEASES[release][1] for folder in _packages() if release in _RELEASES]
+    roots = [folder / _RELEASES[release][1] for folder in nvidia.packages() if release in _RELEASES]
     roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     roots.append(Path("/usr/local/cuda"))
     for root in roots:

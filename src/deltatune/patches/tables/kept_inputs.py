@@ -4,12 +4,12 @@ MLX's gradient of an activation, a gated norm or a convolution keeps every array
 functions here compute these arrays again (ops/recomputation.py). On NVIDIA GPUs kernels do so (pointwise.py), and on a
 CPU it takes more time than it is worth.
 
-Versions read: mlx 0.31.2 to 0.32.4; mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+Versions read: mlx 0.31.2 to 0.32.4; mlx-lm 0.31.3 and 0.32.0 to 0.32.2; mlx-vlm 0.5.0, 0.6.2, 0.6.17 and 0.7.10.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -51,16 +51,22 @@ def _gated_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array, gate: mx.array | None = None) -> mx.array:  # noqa: N807
         if gate is None or not keeps_inputs_alone():
             return upstream(self, x, gate)
-        # Looked up at each call, since others may replace this function.
-        activated, eps = upstream.__globals__["precise_swiglu"], self.eps
+        eps = self.eps
 
         def normed(gate: mx.array, x: mx.array, weight: mx.array) -> list[mx.array]:
-            return [activated(x, gate, mx.fast.rms_norm(x, weight, eps))]
+            return [upstream(_NormArrays(weight, eps), x, gate)]
 
         # MLX adds up gradients in the order of the arguments, which is upstream's.
         return from_inputs(normed, gate, x, self.weight)[0]
 
     return __call__
+
+
+class _NormArrays(NamedTuple):
+    """What a gated norm of any package reads of itself."""
+
+    weight: mx.array
+    eps: float
 
 
 def _rms_norm(upstream: Function) -> Function:
@@ -103,6 +109,7 @@ _RECORD: dict[str, Any] = {
     "without": "Training needs more memory then; nothing else changes.",
 }
 _OF_MLX: dict[str, Any] = {"package": "mlx", "versions": ">=0.31.2,<0.33", **_RECORD}
+_OF_MLX_VLM: dict[str, Any] = {"package": "mlx_vlm", "versions": ">=0.5.0,<=0.7.10", **_RECORD}
 _OF_MLX_LM: dict[str, Any] = {"package": "mlx_lm", "versions": ">=0.31.3,<=0.32.2", **_RECORD}
 
 PATCHES = (
@@ -135,6 +142,21 @@ PATCHES = (
         name="RMSNormGated.__call__",
         signature="(self, x, gate)",
         replacement=_gated_norm,
+    ),
+    Patch(
+        **_OF_MLX_VLM,
+        module="mlx_vlm.models.qwen3_5.language",
+        name="Qwen3_5RMSNormGated.__call__",
+        signature="(self, hidden_states, gate=None)",
+        replacement=_gated_norm,
+    ),
+    Patch(
+        **_OF_MLX_VLM,
+        module="mlx_vlm.models.activations",
+        name="swiglu",
+        signature="",
+        replacement=_swiglu,
+        check=is_swiglu,
     ),
     Patch(
         **_OF_MLX_LM,
