@@ -107,3 +107,41 @@ def test_the_command_line_is_recognised(monkeypatch, argv, original, command_lin
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", original)
     assert startup._is_command_line() is command_line
+
+
+@pytest.fixture
+def torch_folder(tmp_path):
+    """A folder with a package torch that cannot be imported, which transformers takes for PyTorch."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('torch was imported')")
+    about = tmp_path / "torch-2.9.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n")
+    (about / "top_level.txt").write_text("torch\n")
+    return tmp_path
+
+
+def with_torch(folder, *arguments):
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, *arguments], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+
+
+def test_commands_do_not_import_pytorch(torch_folder, tiny_checkpoint):
+    path = tiny_checkpoint("qwen3_5")
+    done = with_torch(torch_folder, "-m", "deltatune", "generate", "--model", str(path), "--prompt", "a", "-m", "2")
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch" not in done.stderr
+    # Another program may need it.
+    program = torch_folder / "program.py"
+    program.write_text("import torch")
+    done = with_torch(torch_folder, "-m", "deltatune", "run", "--", str(program))
+    assert "torch was imported" in done.stderr
+
+
+def test_a_program_that_imports_deltatune_keeps_pytorch(torch_folder):
+    program = "import deltatune, sys; deltatune.machine.startup.leave_torch_out(); assert 'torch' not in sys.modules"
+    done = with_torch(torch_folder, "-c", program)
+    assert done.returncode == 0, done.stderr

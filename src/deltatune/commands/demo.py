@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..machine import startup
+
 
 def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
@@ -26,6 +28,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo that the arguments name and return its exit code."""
+    startup.leave_torch_out()
     if arguments.kind == "vision":
         from ..demo.vision import run_demo as run_vision_demo
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..machine import startup
+
 
 def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
@@ -23,6 +25,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was examined. The exit code is 1 if training would be wrong here or the model cannot be trained."""
+    startup.leave_torch_out()
     from ..doctor import screen
 
     return screen.run(arguments.json, arguments.model)

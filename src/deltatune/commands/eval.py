@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import TrainConfig
 from ..errors import UserError, first_line
+from ..machine import startup
 from ..values import Range, fix
 from .flags import add_adapter, add_options, config_from, given
 
@@ -40,11 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model that the arguments name and return exit code 0."""
     adapter = arguments.adapter_path
     arguments.adapter_path = None
-    tasks = TaskOptions(**given(TaskOptions, arguments))
-    if tasks.tasks is None:
-        evaluate(config_from(arguments), adapter)
-    else:
-        evaluate_tasks(config_from(arguments), tasks, adapter)
+    tasks, config = TaskOptions(**given(TaskOptions, arguments)), config_from(arguments)
+    if tasks.tasks is not None:
+        evaluate_tasks(config, tasks, adapter)
+        return 0
+    if not config.trust_remote_code:
+        startup.leave_torch_out()
+    evaluate(config, adapter)
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..machine import startup
 from .flags import add_model
 
 TARGETS = ("peft", "mlx", "merged", "gguf", "gguf-adapter")
@@ -53,6 +54,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Export as the arguments say and return exit code 0."""
+    startup.leave_torch_out()
     from ..export import hub
     from ..export.model_card import CARD, write_card
 

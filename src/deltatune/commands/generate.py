@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..machine import startup
 from ..values import Range, fix, short
 from .flags import add_adapter, add_model, given
 
@@ -87,7 +88,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate an answer as the arguments say and return exit code 0."""
-    generate(GenerateOptions(**given(GenerateOptions, arguments)))
+    options = GenerateOptions(**given(GenerateOptions, arguments))
+    if not options.trust_remote_code:
+        startup.leave_torch_out()
+    generate(options)
     return 0
 
 

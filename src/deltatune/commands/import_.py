@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..machine import startup
 from .flags import add_model
 
 
@@ -20,6 +21,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Import the adapter that the arguments name and return exit code 0."""
+    startup.leave_torch_out()
     from ..export.peft_import import import_peft
 
     found = import_peft(arguments.model, arguments.peft, arguments.save_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..machine import startup
 from .flags import add_model
 
 
@@ -21,6 +22,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge the adapter that the arguments name and return exit code 0."""
+    startup.leave_torch_out()
     from ..models.merged_checkpoint import merge_checkpoint
 
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path, arguments.dequantize)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..machine import startup
+
 
 def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
@@ -24,6 +26,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run every check. The exit code is 1 if one failed."""
+    startup.leave_torch_out()
     from ..selftest.run import run_selftest
 
     return run_selftest(arguments.quick)

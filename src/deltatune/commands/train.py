@@ -7,6 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..config import TrainConfig
+from ..machine import startup
 from .flags import add_options, config_from
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train as the arguments say and return exit code 0. The options are checked before the slow imports."""
-    train(config_from(arguments), show=arguments.show_batch, force=arguments.force, verbose=arguments.verbose)
+    config = config_from(arguments)
+    if not config.trust_remote_code:
+        startup.leave_torch_out()
+    train(config, show=arguments.show_batch, force=arguments.force, verbose=arguments.verbose)
     return 0
 
 

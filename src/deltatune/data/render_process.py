@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 LARGEST_TEXT = 1 << 26
 # A process that has had nothing to do for this long ends itself, and frees its memory.
@@ -335,6 +335,8 @@ def main(limits: RenderLimits) -> None:
 
 def _limit_memory(more: int) -> None:
     """Let Linux refuse this process more than `more` bytes beyond what it has, even in a single step."""
+    # transformers would import PyTorch with itself, which templates do not need.
+    sys.modules.setdefault("torch", cast(Any, None))
     import transformers.tokenization_utils_base  # noqa: F401  (its memory is not the template's)
 
     with contextlib.suppress(OSError, ValueError):

@@ -23,8 +23,10 @@ def main() -> None:
     """Read a pickled request from the standard input, and write the kernels found as JSON to the standard output."""
     _install()
     request = pickle.loads(sys.stdin.buffer.read())
+    from deltatune.machine import startup
     from deltatune.patches import patched
 
+    startup.leave_torch_out(own_process=True)
     model = getattr(importlib.import_module(request["module"]), request["class"])(request["arguments"])
     model.set_dtype(getattr(mx, request["dtype"]))
     model.train()

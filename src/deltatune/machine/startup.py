@@ -6,8 +6,10 @@ so that --help and --version still work, and every command ends with the one mes
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 from ..errors import UserError, first_line
 from . import blas, environment, subnormals
@@ -49,6 +51,20 @@ def check() -> None:
     environment.check()
 
 
+def leave_torch_out(*, own_process: bool = False) -> None:
+    """Let nothing in this process import PyTorch, if it is the command line or, as `own_process` says, a child of it.
+
+    Where PyTorch is installed, transformers imports it together with itself, which takes seconds (tens of seconds from
+    a cold disk). mlx-lm and mlx-vlm read tokenizers and images without it. Another program, tasks of lm-eval and code
+    of a checkpoint may need PyTorch, so commands that run them do not call this.
+    """
+    if "torch" not in sys.modules and (own_process or _is_command_line()):
+        # This is how Python is told that a module cannot be imported.
+        sys.modules["torch"] = cast(Any, None)
+        # transformers would advise to install PyTorch.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def _start_mlx() -> None:
     try:
         subnormals.start_mlx()
@@ -67,4 +83,6 @@ def _is_command_line() -> bool:
     if sys.argv[:1] == ["-m"]:
         following = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
         return any(flag.startswith("-") and flag.endswith("m") and name == "deltatune" for flag, name in following)
-    return bool(sys.argv) and Path(sys.argv[0]).stem == "deltatune"
+    program = Path(sys.argv[0]) if sys.argv else Path()
+    # Afterwards it is called by the path of __main__.py.
+    return (program.parent.name if program.name == "__main__.py" else program.stem) == "deltatune"
