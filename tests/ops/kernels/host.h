@@ -13,6 +13,18 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+// clang calls this to round a number to bf16 on a CPU without an instruction for it, and zig's runtime lacks it.
+extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  // Rounded to nearest, ties to even; a NaN stays one.
+  bits = x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
+  const uint16_t high = (uint16_t)(bits >> 16);
+  __bf16 rounded;
+  memcpy(&rounded, &high, sizeof rounded);
+  return rounded;
+}
+
 #define device __attribute__((address_space(1)))
 #define constant __attribute__((address_space(2)))
 #define threadgroup __attribute__((address_space(3)))

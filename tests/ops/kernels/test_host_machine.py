@@ -64,6 +64,17 @@ def test_a_right_kernel_runs(run):
         assert np.array_equal(y, np.arange(COUNT)[::-1] + 0.5)
 
 
+def test_bf16_is_rounded_as_mlx_rounds_it(run):
+    halves = [1.0 + step * 2.0**-8 for step in range(4)] + [-1.0 - 2.0**-8, 3.0e38, 3.4e38, 1e-40, -0.0]
+    drawn = np.random.default_rng(3).normal(size=COUNT - len(halves) - 3)
+    values = np.array([*halves, np.nan, np.inf, -np.inf, *drawn], np.float32)
+    q = mx.array(values).reshape(1, COUNT)
+    expected = np.array(mx.array(values).astype(mx.bfloat16).astype(mx.float32))[::-1]
+    inputs = {"q": q, "few": mx.array([0.0])}
+    for y in run("y[at.index] = ", "y[at.index] = (float)(bfloat16_t)", inputs=inputs):
+        assert np.array_equal(y, expected, equal_nan=True)
+
+
 def test_a_missing_barrier_shows(run):
     assert any(not np.array_equal(y, np.arange(COUNT)[::-1] + 0.5) for y in run("barrier();", ""))
 
