@@ -7,7 +7,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
@@ -17,17 +16,20 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "ops" / "kernels"))
 
 from host_machine import HostMachine
 
+from beside import load
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
 from deltatune.ops.kernels.launch import header
-from deltatune.ops.pieces import States
 from deltatune.ops.pointwise import conv
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.segments import segments
 from deltatune.patches import patched
 from deltatune.patches.tables import delta_layers
+
+CALLS = load(Path(__file__).with_name("delta_calls.py"))
+whole, masked, packed, in_pieces = CALLS.whole, CALLS.masked, CALLS.packed, CALLS.in_pieces
 
 SIZES = {"hidden_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 24}
 SIZES |= {"linear_key_head_dim": 16, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6}
@@ -66,31 +68,6 @@ def fused(monkeypatch, host_folder):
 
     monkeypatch.setenv(GATED_DELTA, "naive")
     return start
-
-
-def whole(layer, x):
-    return layer(x)
-
-
-def masked(layer, x):
-    """The first tokens are padding, which the convolution of the others must not read."""
-    return layer(x, mx.arange(x.shape[1])[None] >= mx.array([[2], [9]]))
-
-
-def packed(layer, x):
-    owner = mx.array(np.tile(np.repeat([0, 1, 2], [5, 1, x.shape[1] - 6]), (2, 1)))
-    with segments(owner):
-        return layer(x)
-
-
-def in_pieces(layer, x):
-    """One cache after another, of which the second piece is shorter than the convolution's state."""
-    ys, arrays = [], [None, None]
-    for start, stop in ((0, 8), (8, 10), (10, x.shape[1])):
-        cache = States(arrays)
-        ys.append(layer(x[:, start:stop], cache=cache))
-        arrays = cache.following
-    return mx.concatenate(ys, axis=1)
 
 
 def results(layer, x, run):

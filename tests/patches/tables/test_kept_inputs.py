@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import activations, qwen3_5, qwen3_next
 
+from beside import load
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.functional import recomputed
-from deltatune.ops.pieces import States
 from deltatune.ops.recomputation import cheap_recomputed
-from deltatune.ops.segments import segments
 from deltatune.patches import patched
 from deltatune.patches.tables import delta_layers, kept_inputs
+
+CALLS = load(Path(__file__).with_name("delta_calls.py"))
+whole, masked, packed, in_pieces = CALLS.whole, CALLS.masked, CALLS.packed, CALLS.in_pieces
 
 pytestmark = pytest.mark.skipif(backend.device() == "cuda", reason="kernels keep the inputs alone there")
 SIZES = {"hidden_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 24}
@@ -42,30 +44,6 @@ def delta_layer(family: str) -> nn.Module:
 
 
 TEXT = qwen3_5.TextModelArgs.__dataclass_fields__
-
-
-def whole(layer, x):
-    return layer(x)
-
-
-def masked(layer, x):
-    return layer(x, mx.arange(x.shape[1])[None] >= mx.array([[2], [9]]))
-
-
-def packed(layer, x):
-    owner = mx.array(np.tile(np.repeat([0, 1, 2], [5, 1, x.shape[1] - 6]), (2, 1)))
-    with segments(owner):
-        return layer(x)
-
-
-def in_pieces(layer, x):
-    """One cache after another, of which the second piece is shorter than the convolution's state."""
-    ys, arrays = [], [None, None]
-    for start, stop in ((0, 8), (8, 10), (10, x.shape[1])):
-        cache = States(arrays)
-        ys.append(layer(x[:, start:stop], cache=cache))
-        arrays = cache.following
-    return mx.concatenate(ys, axis=1)
 
 
 def results(module, run, *inputs):
