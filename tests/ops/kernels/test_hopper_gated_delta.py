@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,13 @@ from deltatune.ops.kernels.launch import Launch
 HOST = load(Path(__file__).with_name("host_machine.py"))
 
 
-def text_of(*scans: str) -> str:
-    return HOST.cuda_text(*(f"gated_delta_hopper_{phase}" for phase in ("prepare", *scans, "gradients")))
+def texts_of(*scans: str) -> list[str]:
+    """The texts of the kernels that a call launches, each by itself."""
+    return [HOST.cuda_text(f"gated_delta_hopper_{phase}") for phase in ("prepare", *scans, "gradients")]
 
 
-HOPPER, WIDE = text_of("scan", "reverse"), text_of("wide_scan", "wide_reverse")
-TEXTS = {"few heads": HOPPER, "many heads": WIDE}
+FEW, MANY = "few heads", "many heads"
+TEXTS = {FEW: texts_of("scan", "reverse"), MANY: texts_of("wide_scan", "wide_reverse")}
 
 
 def as_it_is(x: Any) -> Any:
@@ -37,24 +39,28 @@ def as_it_is(x: Any) -> Any:
 
 @pytest.fixture
 def run(host_folder, host_module, on_host, monkeypatch):
-    """Return run(case, text=HOPPER, seed=1, ...) -> (results, truth), with three blocks for the gradient kernel.
+    """Return run(case, heads=FEW, seed=1, ...) -> (results, truth), with three blocks for the gradient kernel.
 
-    `beta` makes of beta what the kernels get, and `watch` sees each launch.
+    `change` changes the text of each kernel; one that stays as it is was compiled for another test already. `beta`
+    makes of beta what the kernels get, and `watch` sees each launch.
     """
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     machines = {}
 
-    def differentiate(case, text: str = HOPPER, seed: int = 1, beta: Any = as_it_is, watch: Any = as_it_is) -> tuple:
+    def machine_of(text: str) -> Any:
         if text not in machines:
             machines[text] = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
-        rows = 64 if "HopperWideScanMemory" in text else 32
+        return machines[text]
 
+    def differentiate(
+        case, heads: str = FEW, seed: int = 1, change: Any = as_it_is, beta: Any = as_it_is, watch: Any = as_it_is
+    ) -> tuple:
         def tiling_of_call(*shape: Any, **options: bool) -> Tiling | None:
-            return replace(tiling_of("cuda", *shape, **options), slice=rows)
+            return replace(tiling_of("cuda", *shape, **options), slice=64 if heads == MANY else 32)
 
         def execute(launch: Launch) -> list[mx.array]:
-            return machines[text].run(watch(launch), seed=seed)
+            return machine_of(change(HOST.cuda_text(launch.name))).run(watch(launch), seed=seed)
 
         fused = partial(gated_delta_fused, tiling_of_call=tiling_of_call, execute=execute)
 
@@ -81,11 +87,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("heads", TEXTS)
 @pytest.mark.parametrize("name", CASES)
-def test_beside_naive(name, text, run, on_host, errors, norms, table):
+def test_beside_naive(name, heads, run, on_host, errors, norms, table):
     case = table.Case(name, **CASES[name])
-    results = run(case, text, seed=len(name))
+    results = run(case, heads, seed=len(name))
     assert max(errors(*results).values()) <= fused_bound(case.bound, "bfloat16"), errors(*results)
     found, naive = norms(*results), norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive))
     bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
@@ -115,11 +121,11 @@ def test_a_beta_of_bf16_is_read_and_its_gradient_written_as_it_is(run, table):
     assert same_bits(found, wanted)
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_kernels_for_racecheck_compute_the_same(text, run, table):
+@pytest.mark.parametrize("heads", TEXTS)
+def test_kernels_for_racecheck_compute_the_same(heads, run, table):
     case = table.Case("documents", **CASES["documents, masked middle"])
-    results, _ = run(case, text)
-    others, _ = run(case, f"#define DELTATUNE_RACECHECK\n{text}")
+    results, _ = run(case, heads)
+    others, _ = run(case, heads, change=lambda text: f"#define DELTATUNE_RACECHECK\n{text}")
     assert same_bits(results, others)
 
 
@@ -176,8 +182,14 @@ DEFECTS_WITH_MANY_HEADS = {
     "no zeros above a triangle": ("if (b > warp + 1 || (b > warp && warp % 2)) continue;", "if (b > warp) continue;"),
     "rows past the end": ("if (row < left) put_piece", "put_piece"),
 }
-PLANTED = {name: (HOPPER, *defect) for name, defect in DEFECTS.items()}
-PLANTED |= {f"{name}, many heads": (WIDE, *defect) for name, defect in DEFECTS_WITH_MANY_HEADS.items()}
+PLANTED = {name: (FEW, *defect) for name, defect in DEFECTS.items()}
+PLANTED |= {f"{name}, many heads": (MANY, *defect) for name, defect in DEFECTS_WITH_MANY_HEADS.items()}
+
+
+def planted(heads: str, old: str, new: str) -> Callable[[str], str]:
+    """Return what puts `new` in place of `old` in the text of each kernel that has it."""
+    assert any(old in text for text in TEXTS[heads]), "the text has changed: plant this defect elsewhere"
+    return lambda text: text.replace(old, new)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -187,7 +199,7 @@ def test_a_planted_defect_shows(name, run, norms, table, host_module):
     try:
         # What was never written may be a signalling NaN, of which NumPy warns.
         with np.errstate(invalid="ignore"):
-            found = norms(*run(case, host_module.plant(*PLANTED[name])))
+            found = norms(*run(case, PLANTED[name][0], change=planted(*PLANTED[name])))
     except host_module.HostError as refusal:
         print(refusal)
         return
@@ -195,26 +207,26 @@ def test_a_planted_defect_shows(name, run, norms, table, host_module):
 
 
 ROUNDED = {
-    HOPPER: ("c.before[own_side(i)] * (c.both[16 + i] + c.both[i])", "c.before[own_side(i)] * c.both[i]"),
-    WIDE: (
+    FEW: ("c.before[own_side(i)] * (c.both[16 + i] + c.both[i])", "c.before[own_side(i)] * c.both[i]"),
+    MANY: (
         "times_positions<DK>(x, low_rows, room.place + n % STAGES * Memory::stage + Memory::k, false);",
         "clear_floats(x);",
     ),
 }
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_state_keeps_more_than_bf16(text, run, norms, table, host_module):
+@pytest.mark.parametrize("heads", TEXTS)
+def test_a_state_keeps_more_than_bf16(heads, run, norms, table):
     """With beta 2 and open gates no error fades, so keys must meet both parts of the state."""
     case = table.Case("beta 2", **SIZES | OPEN | {"beta": 2.0})
-    rounded = host_module.plant(text, *ROUNDED[text])
-    assert norms(*run(case, text))["state"] <= 2.0**-13 < norms(*run(case, rounded))["state"]
+    rounded = planted(heads, *ROUNDED[heads])
+    assert norms(*run(case, heads))["state"] <= 2.0**-13 < norms(*run(case, heads, change=rounded))["state"]
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_other_orders_of_the_lanes_give_the_same_bits(text, run, table):
+@pytest.mark.parametrize("heads", TEXTS)
+def test_other_orders_of_the_lanes_give_the_same_bits(heads, run, table):
     case = table.Case("orders", **SIZES | {"repeats": 2, "gates": "mixed"})
-    first, second = (run(case, text, seed=seed)[0] for seed in (1, 2))
+    first, second = (run(case, heads, seed=seed)[0] for seed in (1, 2))
     assert same_bits(first, second)
 
 
