@@ -40,6 +40,22 @@ def test_code_that_is_no_kernel_is_refused():
         fatbin.packed(b"no code", ARCHITECTURE)
 
 
+@pytest.mark.parametrize(("release", "serves"), [((12, 5), False), ((12, 6), True), ((13, 0), True)])
+def test_a_library_that_is_too_old_is_left_alone(release, serves, monkeypatch):
+    class Library:
+        def nvFatbinVersion(self, major, minor):  # noqa: N802
+            major._obj.value, minor._obj.value = release
+            return 0
+
+    library = Library()
+    monkeypatch.setattr(nvidia, "library", lambda names: library)
+    fatbin._library.cache_clear()
+    try:
+        assert fatbin._library() is (library if serves else None)
+    finally:
+        fatbin._library.cache_clear()
+
+
 def test_without_the_library_code_stays_as_it_is(code, monkeypatch):
     monkeypatch.setattr(fatbin, "_library", lambda: None)
     assert fatbin.mode() == "none"

@@ -13,6 +13,8 @@ from ...machine import nvidia
 
 # The first driver, by its CUDA version, that unpacks zstd. Older ones know the format of mode `speed` alone.
 _ZSTD = (12, 8)
+# The first release of the library that packs in these modes.
+_FIRST = (12, 6)
 # For each release of CUDA, the folder of NVIDIA's packages that holds the library.
 _RELEASES = {13: "cu13", 12: "nvfatbin"}
 
@@ -25,7 +27,7 @@ def packed(code: bytes, architecture: str) -> bytes:
         architecture: The compiler's name for the architecture that it is for, such as sm_90a.
 
     Returns:
-        A fat binary with this code alone. It is `code` itself where NVIDIA's library nvFatbin is not installed.
+        A fat binary with this code alone. It is `code` itself where NVIDIA's library nvFatbin is missing or too old.
 
     Raises:
         RuntimeError: The library refuses the code.
@@ -60,7 +62,10 @@ def mode() -> str:
 @cache
 def _library() -> ctypes.CDLL | None:
     names = {f"libnvfatbin.so.{release}": inner for release, inner in _RELEASES.items()}
-    return nvidia.library([*names, *nvidia.packaged(names)])
+    library, major, minor = nvidia.library([*nvidia.packaged(names), *names]), ctypes.c_uint(), ctypes.c_uint()
+    if library is None or library.nvFatbinVersion(ctypes.byref(major), ctypes.byref(minor)):
+        return None
+    return library if (major.value, minor.value) >= _FIRST else None
 
 
 def _check(status: int) -> None:
