@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -312,6 +313,6 @@ def test_a_layer_replaced_by_somebody_else_is_named(tiny_model, monkeypatch):
     monkeypatch.setattr(qwen3_5.GatedDeltaNet, "__call__", lambda self, x, mask=None, cache=None: x)
     with pytest.warns(PatchWarning) as warned:
         report = apply(model)
-    assert sum("does not call deltatune" in str(one.message) for one in warned) == 3
+    assert sum(bool(re.search("linear_attn .* does not call deltatune", str(one.message))) for one in warned) == 3
     assert len(report.unreached) == 3
     assert not any(reached(model).values())

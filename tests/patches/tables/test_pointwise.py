@@ -130,4 +130,8 @@ def test_an_embedding_takes_rows(on_cuda, monkeypatch):
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")
 def test_other_machines_keep_upstreams():
+    upstream = activations.swiglu
     assert not set(pointwise.PATCHES) & set(patches._of_device())
+    with patched():
+        # An Apple GPU has another one in its place (kept_inputs.py).
+        assert (qwen3_next.swiglu is upstream) == (backend.device() == "cpu")

@@ -53,8 +53,9 @@ def _norms(layer: Any, eps: float, of_sum: bool) -> conv.NormedHeads:
 
 
 def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
-    """Whether a call is a training step of one device, on whole rows or on a piece of one."""
-    if not layer.training or getattr(layer, "sharding_group", None) is not None:
+    """Whether a call is a training step of one device that gains by it, on whole rows or on a piece of one."""
+    gains = backend.device() == "cuda" or keeps_inputs_alone()
+    if not gains or not layer.training or getattr(layer, "sharding_group", None) is not None:
         return False
     documents, taps = segments.current(), layer.conv1d
     plain = type(taps) is nn.Conv1d and "bias" not in taps and (taps.stride, taps.padding, taps.dilation) == (1, 0, 1)
@@ -77,10 +78,9 @@ class _Heads:
         self.of_values = (layer.num_v_heads, layer.head_v_dim)
 
     def serves(self, qkv: mx.array) -> bool:
-        """Whether this is to be used in the place of upstream's code."""
-        if backend.device() == "cuda":
-            return conv.serves_heads(qkv, self.weight, self.norms, self.before, self.documents)
-        return keeps_inputs_alone()
+        """Whether this is to be used in the place of upstream's code, for a call that is `_trained_here`."""
+        on_cuda = backend.device() == "cuda"
+        return not on_cuda or conv.serves_heads(qkv, self.weight, self.norms, self.before, self.documents)
 
     def __call__(self, qkv: mx.array) -> list[mx.array]:
         if backend.device() == "cuda":
