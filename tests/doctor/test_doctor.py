@@ -13,6 +13,7 @@ from deltatune.doctor.custom_kernels import sweep
 from deltatune.doctor.probes import Fault
 from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.models import load
 from deltatune.models.vision import load as vision_load
 from new_tokens import with_new_tokens
 
@@ -148,7 +149,7 @@ def planted(monkeypatch, swept, tiny_model):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     module = importlib.import_module("planted_kernel")
     model = module.Model(tiny_model("qwen3", num_hidden_layers=1).args)
-    monkeypatch.setattr(examination, "load_for_data", lambda path: ({"text": model}, []))
+    monkeypatch.setattr(load, "load_for_data", lambda path: ({"text": model}, []))
 
 
 def test_a_kernel_without_a_gradient_stops_training(planted, monkeypatch, tmp_path, doctor, capsys):

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from types import ModuleType
 
+import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend, compiling
@@ -80,6 +81,16 @@ def test_checks_build_no_kernels(acme):
     acme("acme.ops")
     patch.apply([dataclasses.replace(RECORD, check=check)])
     assert found == [0 if backend.device() == "metal" else 1]
+
+
+@pytest.mark.parametrize(("device", "streams"), [("cuda", [mx.cpu]), ("metal", []), ("cpu", [])])
+def test_checks_run_on_the_cpu_where_an_nvidia_gpu_would_build_kernels(acme, monkeypatch, device, streams):
+    entered, stream = [], mx.stream
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(mx, "stream", lambda on: entered.append(on) or stream(on))
+    acme("acme.ops")
+    patch.apply([dataclasses.replace(RECORD, check=lambda upstream, ours: None)])
+    assert entered == streams
 
 
 def test_every_holder_is_reached_and_given_back(acme):

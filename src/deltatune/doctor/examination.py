@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -13,10 +14,8 @@ import mlx.nn as nn
 from ..errors import UserError
 from ..layers import LayerInfo, describe
 from ..machine import backend
-from ..models.load import load_for_data, load_tokenizer, locate
-from ..models.vocabulary import tokens_without_row
 from ..patches import PATCHES, patched, reached
-from . import implementations, inventory, probes
+from . import implementations, inventory, mlx_kernels, probes
 from .custom_kernels import ReachedKernel, sweep, without_gradient
 from .implementations import Finding
 from .probes import Fault
@@ -127,22 +126,30 @@ def examine(model: str | None = None) -> Examination:
     layers = None if model is None else _layers(model)
     names, why = backend.gated_delta_candidates()
     attention, why_attention = backend.attention_candidates()
-    with _patched() as patches:
-        implementations.build()
-        return Examination(
-            versions=inventory.versions(),
-            machine=inventory.machine(),
-            gated_delta=f"{', then '.join(names)} ({why})",
-            findings=implementations.findings(),
-            attention=f"{', then '.join(attention)} ({why_attention})",
-            attention_findings=implementations.of_attention(),
-            faults=probes.faults(),
-            patches=patches,
-            model=layers,
-        )
+    with ThreadPoolExecutor() as builders:
+        # The builders work while packages are imported and patched.
+        implementations.build(builders)
+        builders.submit(mlx_kernels.build)
+        with _patched() as patches:
+            builders.shutdown()
+            return Examination(
+                versions=inventory.versions(),
+                machine=inventory.machine(),
+                gated_delta=f"{', then '.join(names)} ({why})",
+                findings=implementations.findings(),
+                attention=f"{', then '.join(attention)} ({why_attention})",
+                attention_findings=implementations.of_attention(),
+                faults=probes.faults(),
+                patches=patches,
+                model=layers,
+            )
 
 
 def _layers(path: str) -> Layers:
+    # These modules import mlx-lm, which takes seconds. Without a model, that time is for the builders of kernels.
+    from ..models.load import load_for_data, load_tokenizer, locate
+    from ..models.vocabulary import tokens_without_row
+
     folder = locate(path)
     models, left_out = load_for_data(folder)
     without_row = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -67,11 +68,11 @@ class Finding:
         return self.status == "wrong"
 
 
-def build() -> None:
-    """Build all kernels that `findings` and `of_attention` try, side by side, where an NVIDIA GPU has them to build."""
+def build(builders: ThreadPoolExecutor) -> None:
+    """Let `builders` build the kernels that `findings` and `of_attention` try, where an NVIDIA GPU has any to build."""
     if backend.device() != "cuda":
         return
-    with built_side_by_side():
+    with built_side_by_side(builders):
         for shape in _MODELS:
             candidate = choice.CANDIDATES["fused"](_call(shape))
             if not isinstance(candidate, str) and candidate.shape is not None and candidate.checked is not None:
@@ -85,11 +86,16 @@ def build() -> None:
 def findings() -> list[Finding]:
     """Compare `chunk` with the recurrence, and each faster implementation with `chunk`."""
     names, _ = backend.gated_delta_candidates()
-    found = [_chunk(shape) for shape in _CHUNK]
+    found = of_chunk()
     for name in ("fused", "native"):
         if name in names or backend.device() != "cpu":
             found += [_fast(name, shape, forced=names == (name,)) for shape in _MODELS]
     return found
+
+
+def of_chunk() -> list[Finding]:
+    """Compare `chunk` with the recurrence."""
+    return [_chunk(shape) for shape in _CHUNK]
 
 
 def of_attention() -> list[Finding]:

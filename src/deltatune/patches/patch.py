@@ -12,12 +12,15 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ..machine import backend
 from ..machine.compiling import without_kernels
 from .holders import LoadedModules, defined_function, holders, owner_of, rebind
 from .importing import ImportWatch
@@ -203,8 +206,9 @@ def _check(patch: Patch, upstream: Function, ours: Function) -> str | None:
     """What the record's check says against the replacement, or None."""
     if patch.check is None:
         return None
-    # On CUDA, building the kernels for these few numbers would take half a minute.
-    with without_kernels():
+    # An NVIDIA GPU would have to build kernels for these few numbers, which takes seconds.
+    on_cpu = mx.stream(mx.cpu) if backend.device() == "cuda" else nullcontext()
+    with without_kernels(), on_cpu:
         return patch.check(upstream, ours)
 
 

@@ -6,7 +6,9 @@ import itertools
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -285,6 +287,25 @@ def test_kernels_built_side_by_side_are_launched_later(gpu):
     assert not gpu.launches
     trace()
     assert len(gpu.compiled) == len(gpu.launches) == 2
+
+
+def test_kernels_may_be_built_after_their_context_has_ended(gpu, monkeypatch):
+    ended, compiled = threading.Event(), nvrtc.compiled
+
+    def late(*arguments: Any) -> bytes:
+        assert ended.wait(60)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(nvrtc, "compiled", late)
+    x = mx.ones((2, 16))
+    with ThreadPoolExecutor() as builders:
+        with cubin.built_side_by_side(builders):
+            swiglu(x, x)
+        assert not cubin.building()
+        ended.set()
+    assert gpu.compiled == ["swiglu_forward"]
+    swiglu(x, x)
+    assert len(gpu.compiled) == len(gpu.launches) == 1
 
 
 def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched(gpu, monkeypatch):

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -39,15 +39,19 @@ _builders: ContextVar[ThreadPoolExecutor | None] = ContextVar("what builds kerne
 
 
 @contextmanager
-def built_side_by_side() -> Iterator[None]:
+def built_side_by_side(builders: ThreadPoolExecutor | None = None) -> Iterator[None]:
     """Within the context kernels are built, each in a thread of its own, and not launched: their outputs are zeros.
 
     Afterwards the same calls find their kernels built. A kernel that does not compile raises its error then.
+
+    Args:
+        builders: The threads, which may go on building after the context has ended. By default the context has threads
+            of its own, and ends when all kernels are built.
     """
     if _builders.get() is not None:
         yield
         return
-    with ThreadPoolExecutor() as pool:
+    with nullcontext(builders) if builders else ThreadPoolExecutor() as pool:
         token = _builders.set(pool)
         try:
             yield
