@@ -121,11 +121,15 @@ def environment(core: str | None) -> dict[str, str]:
 def run(chosen: list[str]) -> list[int]:
     """Run all core types side by side, and print the output of each when it ends."""
     ignored = [f"--ignore={folder}" for folder in NOT]
+    each = (os.cpu_count() or 1) // len(chosen)
+    # One core type alone would leave the other cores idle.
+    divided = ["-n", str(each), "--dist", "loadfile"] if each > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for core in chosen:
             output = Path(folder) / core
             command = [sys.executable, "-m", "pytest", *FOLDERS, *ignored, "-m", "not any_blas", "--kernels", core]
+            command += divided
             with output.open("w") as file:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment(core), stdout=file, stderr=file)
             started.append((core, process, output))

@@ -77,11 +77,15 @@ def gpu(monkeypatch, tmp_path) -> SimpleNamespace:
     # The tests look at the code itself.
     monkeypatch.setattr(fatbin, "_library", lambda: None)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", precompiled)
-    launch.kernel_of.cache_clear()
-    cubin._built.cache_clear()
+    forget_kernels()
     yield pretended
-    launch.kernel_of.cache_clear()
-    cubin._built.cache_clear()
+    forget_kernels()
+
+
+def forget_kernels() -> None:
+    """Let the next call build its kernels anew; tilings hold the launches that were made with them."""
+    for remembered in (launch.kernel_of, cubin._built, choose_tiling, choose_channel_tiling, fused_hopper._tiling):
+        remembered.cache_clear()
 
 
 def gradients(function: Callable[..., Any], *arrays: mx.array) -> None:
@@ -175,10 +179,10 @@ LAUNCHES = {
     "LoRA, bf16": lambda: low_rank(mx.bfloat16),
     "attention, bf16": lambda: attention("cuda"),
 }
-# One generation shows that the text is right in these types as well. In fp32, heads of 128 would compile for 20 s.
+# One generation shows that the text is right in these types as well. In fp32, large heads would compile for 20 s.
 IN_OTHER_TYPES = {
     "gated delta, fp16": lambda: gated_delta(mx.float16, False),
-    "gated delta, fp32": lambda: gated_delta(mx.float32, False, 64),
+    "gated delta, fp32": lambda: gated_delta(mx.float32, False, 32),
     "LoRA, fp16": lambda: low_rank(mx.float16),
 }
 # These multiply with instructions that Hopper alone has.
@@ -189,8 +193,9 @@ ON_HOPPER = {
 }
 # The fewest kernels that each of these compiles for Hopper by its own instructions.
 WITH_WIDE_PRODUCTS = {"gated delta, bf16": 4, **dict.fromkeys(ON_HOPPER, 4), "gated delta with many heads": 2}
-CASES = [(name, architecture) for name in LAUNCHES for architecture in (HOPPER, BLACKWELL)]
-CASES += [(name, HOPPER) for name in IN_OTHER_TYPES | ON_HOPPER]
+CASES = [(name, HOPPER) for name in LAUNCHES | IN_OTHER_TYPES | ON_HOPPER]
+# Passes and LoRA's products are the same text on every generation, and are compiled for an older one below.
+CASES += [(name, BLACKWELL) for name in LAUNCHES if not name.startswith(("passes", "LoRA"))]
 
 
 @pytest.mark.parametrize(("name", "architecture"), CASES)
@@ -198,7 +203,7 @@ def test_every_kernel_compiles(name, architecture, gpu):
     """The assembler says "serialized" where products of Hopper wait each for the one before, by a factor of three."""
     gpu.architecture = architecture
     (LAUNCHES | IN_OTHER_TYPES | ON_HOPPER)[name]()
-    assert gpu.launches
+    assert {launched["name"] for launched in gpu.launches} == set(gpu.compiled) != set()
     for launched in gpu.launches:
         code = launched["compiled_source"]
         assert code.startswith(b"\x7fELF")
@@ -218,17 +223,16 @@ def test_some_kernels_compile_for_older_gpus_too(kernels, gpu):
     gpu.architecture = AMPERE
     kernels(mx.bfloat16)
     assert gpu.launches
+    assert gpu.compiled
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Pretend that a block has 99 KB of shared memory, as on an RTX 5090."""
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(99 * 1024, 170))
-    for choose in (choose_tiling, choose_channel_tiling):
-        choose.cache_clear()
+    forget_kernels()
     yield
-    for choose in (choose_tiling, choose_channel_tiling):
-        choose.cache_clear()
+    forget_kernels()
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -236,7 +240,7 @@ def small_blocks(monkeypatch):
 def test_small_blocks_have_kernels_that_compile(per_channel, gpu):
     gpu.architecture = "sm_120a"
     gated_delta(mx.bfloat16, per_channel)
-    assert len({launched["name"] for launched in gpu.launches}) == 4
+    assert len({launched["name"] for launched in gpu.launches}) == len(set(gpu.compiled)) == 4
     assert all(0 < launched["shared_memory"] <= 99 * 1024 for launched in gpu.launches)
 
 
@@ -322,8 +326,7 @@ def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched(gpu, monkeyp
 
 def code_in_a_new_process(gpu: SimpleNamespace) -> bytes:
     """Return the code that another process would launch."""
-    launch.kernel_of.cache_clear()
-    cubin._built.cache_clear()
+    forget_kernels()
     mx.eval(swiglu(mx.zeros((8,)), mx.zeros((8,))))
     return gpu.launches[-1]["compiled_source"]
 
