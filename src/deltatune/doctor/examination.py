@@ -129,7 +129,7 @@ def examine(model: str | None = None) -> Examination:
     with ThreadPoolExecutor() as builders:
         # The builders work while packages are imported and patched.
         implementations.build(builders)
-        builders.submit(mlx_kernels.build)
+        mlx_kernels.build(builders)
         with _patched() as patches:
             builders.shutdown()
             return Examination(
