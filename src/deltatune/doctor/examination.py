@@ -128,8 +128,8 @@ def examine(model: str | None = None) -> Examination:
     attention, why_attention = backend.attention_candidates()
     with ThreadPoolExecutor() as builders:
         # The builders work while packages are imported and patched.
-        implementations.build(builders)
         mlx_kernels.build(builders)
+        implementations.build(builders)
         with _patched() as patches:
             builders.shutdown()
             return Examination(
