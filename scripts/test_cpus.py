@@ -68,7 +68,7 @@ def main(names: list[str]) -> int:
     if not chosen:
         print("No other kernels to test." if not wrong else "")
         return int(wrong)
-    print(f"Running {', '.join(chosen)}, one process each with one BLAS thread.", flush=True)
+    print(f"Running {', '.join(chosen)}, one BLAS thread a process.", flush=True)
     return int(any([wrong, *(code != 0 for code in run(chosen))]))
 
 

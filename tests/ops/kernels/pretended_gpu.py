@@ -1,0 +1,52 @@
+"""An NVIDIA GPU that this machine lacks: its kernels are compiled, and their launches recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from deltatune.machine import nvidia
+from deltatune.ops.gated_delta import fused_hopper
+from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
+from deltatune.ops.kernels import cubin, fatbin, launch, nvrtc
+
+AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """Pretend that MLX runs on an NVIDIA GPU of `architecture`: launches are recorded, cubins go to a new folder."""
+    pretended = SimpleNamespace(architecture=HOPPER, launches=[], compiled=[], reports=[], folder=tmp_path)
+
+    def precompiled(**given: Any) -> list[mx.array]:
+        pretended.launches.append(given)
+        return [mx.zeros(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
+
+    def compiled(text: str, name: str, architecture: str) -> bytes:
+        pretended.compiled.append(name)
+        code, report = nvrtc.compiled_with_report(text, name, architecture)
+        pretended.reports.append((name, report))
+        return code
+
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(launch, "_machine", lambda: "cuda")
+    monkeypatch.setattr(cubin, "architecture", lambda: pretended.architecture)
+    monkeypatch.setattr(nvidia, "generation", lambda: int("".join(filter(str.isdigit, pretended.architecture))))
+    monkeypatch.setattr(nvrtc, "compiled", compiled)
+    # The tests look at the code itself.
+    monkeypatch.setattr(fatbin, "_library", lambda: None)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", precompiled)
+    forget_kernels()
+    yield pretended
+    forget_kernels()
+
+
+def forget_kernels() -> None:
+    """Let the next call build its kernels anew; tilings hold the launches that were made with them."""
+    for remembered in (launch.kernel_of, cubin._built, choose_tiling, choose_channel_tiling, fused_hopper._tiling):
+        remembered.cache_clear()
