@@ -121,7 +121,7 @@ def environment(core: str | None) -> dict[str, str]:
 def run(chosen: list[str]) -> list[int]:
     """Run all core types side by side, and print the output of each when it ends."""
     ignored = [f"--ignore={folder}" for folder in NOT]
-    each = (os.cpu_count() or 1) // len(chosen)
+    each = len(os.sched_getaffinity(0)) // len(chosen)
     # One core type alone would leave the other cores idle.
     divided = ["-n", str(each), "--dist", "loadfile"] if each > 1 else []
     with tempfile.TemporaryDirectory() as folder:

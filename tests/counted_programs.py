@@ -1,19 +1,20 @@
 """Runs programs that count MLX's buffers, each in a process of its own."""
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from deltatune.machine import environment
+
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the counter goes into the CPU allocator of Linux wheels")
 
 
 def output_of(*command: object) -> Any:
     """Run a Python program with the paths of this process; return the JSON in its last line."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
+    env = environment.of_child()
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -28,7 +28,7 @@ VALUES = [
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
+    env = environment.of_child() | variables
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
 
 

@@ -9,7 +9,6 @@ GPU would run.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..machine.environment import ATTENTION, GATED_DELTA
+from ..machine import environment
 
 _LIMIT = 300
 
@@ -82,10 +81,9 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
         }
     )
     # deltatune's own kernels are not looked for.
-    operators = {GATED_DELTA: "chunk", ATTENTION: "blocked"}
-    environment = os.environ | operators | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    variables = environment.of_child() | {environment.GATED_DELTA: "chunk", environment.ATTENTION: "blocked"}
     command = [sys.executable, "-m", "deltatune.doctor.custom_kernels_trace"]
-    done = subprocess.run(command, input=request, capture_output=True, env=environment, timeout=_LIMIT)
+    done = subprocess.run(command, input=request, capture_output=True, env=variables, timeout=_LIMIT)
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise UserError(

@@ -146,7 +146,7 @@ def examine(model: str | None = None) -> Examination:
 
 
 def _layers(path: str) -> Layers:
-    # These modules import mlx-lm, which takes seconds. Without a model, that time is for the builders of kernels.
+    # These modules import mlx-lm, which takes seconds. Without a model it is imported while kernels are built.
     from ..models.load import load_for_data, load_tokenizer, locate
     from ..models.vocabulary import tokens_without_row
 

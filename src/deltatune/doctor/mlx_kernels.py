@@ -6,12 +6,11 @@ machine that has never run MLX this takes ten seconds, in which the doctor's own
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from ..machine import backend
+from ..machine import backend, environment
 from . import implementations, probes
 
 # What each process runs. Nobody looks at the results.
@@ -22,9 +21,9 @@ def build(builders: ThreadPoolExecutor) -> None:
     """Let `builders` start the processes and wait for them, where MLX has kernels to build."""
     if backend.device() != "cuda":
         return
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    variables = environment.of_child()
     for name in _CASES:
-        builders.submit(subprocess.run, [sys.executable, "-m", __name__, name], env=environment, capture_output=True)
+        builders.submit(subprocess.run, [sys.executable, "-m", __name__, name], env=variables, capture_output=True)
 
 
 if __name__ == "__main__":

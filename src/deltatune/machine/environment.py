@@ -68,6 +68,11 @@ def threads() -> int | None:
     return int(value)
 
 
+def of_child() -> dict[str, str]:
+    """Return the environment of a new process that imports packages from where this one does."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def cores() -> int:
     """Count the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

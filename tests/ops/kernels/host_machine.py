@@ -41,13 +41,12 @@ MOST_BUFFERS = 31
 SPACES = ("device", "constant", "threadgroup", "thread", "GLOBAL")
 # C++14 and no double, as in Metal. Nothing comes from a C++ library, so that any clang will do.
 FLAGS = ["-x", "c++", "-std=c++14", "-shared", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off"]
-# The text is not optimised (-O0), since compiling takes most of the time. -O1 is for the runtime that zig builds once,
-# which takes five times as long without it.
-FLAGS += ["-O1", "-Xclang", "-O0"]
-FLAGS += ["-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-everything"]
+# -O1 is for the runtime that zig builds once, which takes five times as long without it.
+FLAGS += ["-O1", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-everything"]
 FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=double-promotion"]
-# CUDA's text is optimised, for its tiles are large: for size, which takes the compiler half as long as for speed.
-OPTIMISED = ["-Xclang", "-Os"]
+# Metal's text is not optimised, since compiling takes most of the time. CUDA's is, for its tiles are large: for size,
+# which takes the compiler half as long as for speed.
+METAL, CUDA = ["-Xclang", "-O0"], ["-Xclang", "-Os"]
 UNROLLED = re.compile(r'_Pragma\("unroll[^"]*"\)')
 # Makes every load and store call the race detector of host.h.
 WATCH = ["-DDELTATUNE_WATCH", "-fsanitize-coverage=edge,trace-loads,trace-stores"]
@@ -149,13 +148,11 @@ class HostMachine:
         cuda: bool = False,
     ):
         self.folder = Path(folder)
-        self.flags = FLAGS + WATCH * watch + ([f"-DDELTATUNE_THREADGROUP_BYTES={bytes}"] if bytes else [])
+        self.flags = FLAGS + (CUDA if cuda else METAL) + WATCH * watch
+        self.flags += [f"-DDELTATUNE_THREADGROUP_BYTES={bytes}"] if bytes else []
         self.cuda = cuda
-        if cuda:
-            self.flags = [flag for flag in self.flags if flag not in ("-Xclang", "-O0")] + OPTIMISED
-        self.text = header("metal") if text is None else text
         # A loop that is not unrolled compiles sooner.
-        self.text = UNROLLED.sub("", self.text)
+        self.text = UNROLLED.sub("", header("metal") if text is None else text)
         self.entries: dict[str, ctypes._CFuncPtr] = {}
 
     def compile(self, launches: Iterable[Launch]) -> None:
