@@ -1,0 +1,31 @@
+"""Starts the installed console script in a process of its own, as a user does.
+
+A call within the tests' process does not see what start-up does: which modules are imported, what the environment
+holds, which signals are inherited.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+#: `pip install` writes the script beside the interpreter.
+SCRIPT = Path(sys.executable).with_name("deltatune")
+
+
+def deltatune(
+    *arguments: object, cwd: Path | None = None, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `deltatune ARGUMENT ...` to its end; return its exit code and output.
+
+    Args:
+        arguments: The command and its flags; each is given to str.
+        cwd: The directory in which it runs; this process's own by default.
+        timeout: Seconds after which the process is ended and the test fails.
+        variables: Environment variables, beside those of this process.
+    """
+    command = [str(SCRIPT), *map(str, arguments)]
+    environment = os.environ | {"COLUMNS": "120"} | variables
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=environment)
