@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from console import deltatune
 from deltatune import cli
 from deltatune.errors import UserError
 from deltatune.machine import environment, startup
@@ -129,16 +130,47 @@ def with_torch(folder, *arguments):
     )
 
 
-def test_commands_do_not_import_pytorch(torch_folder, tiny_checkpoint):
-    path = tiny_checkpoint("qwen3_5")
-    done = with_torch(torch_folder, "-m", "deltatune", "generate", "--model", str(path), "--prompt", "a", "-m", "2")
+@pytest.fixture
+def csv_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tables")
+    for name in ("train", "valid", "test"):
+        (folder / f"{name}.csv").write_text("prompt,completion\nthe quick brown fox,jumps over the lazy dog\n")
+    return folder
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["with PyTorch", "without PyTorch"])
+def test_commands_do_not_import_pytorch(torch_folder, checkpoint, csv_folder, installed):
+    """The datasets library reads CSV, and imports whatever it finds in sys.modules."""
+    variables = {"PYTHONPATH": str(torch_folder)} if installed else {}
+    done = deltatune("eval", "--model", checkpoint, "--data", csv_folder, "--batch-size", "1", **variables)
     assert done.returncode == 0, done.stderr
+    assert "perplexity" in done.stdout
     assert "PyTorch" not in done.stderr
-    # Another program may need it.
+
+
+def test_another_program_may_import_pytorch(torch_folder):
     program = torch_folder / "program.py"
     program.write_text("import torch")
-    done = with_torch(torch_folder, "-m", "deltatune", "run", "--", str(program))
+    done = deltatune("run", "--", program, PYTHONPATH=str(torch_folder))
     assert "torch was imported" in done.stderr
+
+
+def test_hidden_pytorch_is_not_installed_for_anybody_who_asks(torch_folder):
+    program = (
+        "import importlib.metadata, importlib.util, sys\n"
+        "from deltatune.machine import without_torch\n"
+        "without_torch.hide_torch()\n"
+        "without_torch.hide_torch()\n"
+        "assert importlib.util.find_spec('torch') is None\n"
+        "assert 'torch' not in sys.modules\n"
+        "importlib.invalidate_caches()\n"
+        "assert importlib.metadata.version('numpy')\n"
+        "import wave\n"
+        "try:\n    import torch\n"
+        "except ModuleNotFoundError as error:\n    print(error.name)\n"
+    )
+    done = with_torch(torch_folder, "-c", program)
+    assert (done.returncode, done.stdout) == (0, "torch\n"), done.stderr
 
 
 def test_a_program_that_imports_deltatune_keeps_pytorch(torch_folder):

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any, cast
 
 from ..errors import UserError, first_line
-from . import blas, environment, subnormals
+from . import blas, environment, subnormals, without_torch
 
 _problem: UserError | None = None
 
@@ -59,8 +58,7 @@ def leave_torch_out(*, own_process: bool = False) -> None:
     of a checkpoint may need PyTorch, so commands that run them do not call this.
     """
     if "torch" not in sys.modules and (own_process or _is_command_line()):
-        # This is how Python is told that a module cannot be imported.
-        sys.modules["torch"] = cast(Any, None)
+        without_torch.hide_torch()
         # transformers would advise to install PyTorch.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
