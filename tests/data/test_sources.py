@@ -172,3 +172,44 @@ def test_damaged_files_are_called_damaged(tmp_path, tokenizer, folder, capfd):
     arrow.write_bytes(arrow.read_bytes()[:50])
     with pytest.raises(UserError, match="saved: the datasets library cannot read this folder"):
         hugging_face(str(tmp_path / "saved"))
+
+
+FORMATS = ("csv", "json", "parquet", "text", "imagefolder", "pandas")
+
+
+def named_like_formats(folder):
+    """Write a folder for each format, named like it, and other rows beside them, which a format's name would read."""
+    for name in FORMATS:
+        (folder / name).mkdir()
+        (folder / name / "train.csv").write_text(f"text\nof {name}\nand again\n")
+    (folder / "train.csv").write_text("text\na stranger's\n")
+    (folder / "train.json").write_text('{"text": "another stranger\'s"}\n')
+
+
+def test_a_folder_named_like_a_format_is_the_folder(tmp_path, tokenizer, folder, monkeypatch):
+    named_like_formats(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in FORMATS:
+        for streaming in (False, True):
+            config = folder(streaming=streaming, val_batches=0)
+            config.data = name
+            found = {tokenizer.decode(one.tokens) for one in load_datasets(config, tokenizer).train}
+            assert found == {f"of {name}<|im_end|>", "and again<|im_end|>"}
+    config.data, config.streaming, config.hf_dataset = "", False, {"path": "csv", "train_split": "train"}
+    config.hf_dataset |= {"valid_split": "train"}
+    assert len(load_datasets(config, tokenizer).train) == 2
+    # With files of its own, the name is that of the format, as everywhere in the datasets library.
+    config.hf_dataset["config"] = {"data_files": "train.csv"}
+    assert len(load_datasets(config, tokenizer).train) == 1
+
+
+@pytest.mark.bad_input("the name of a format of the datasets library in place of a folder")
+def test_the_name_of_a_format_does_not_read_the_current_folder(tmp_path, tokenizer, folder, monkeypatch, capsys):
+    (tmp_path / "train.csv").write_text("text\na stranger's\n")
+    monkeypatch.chdir(tmp_path)
+    for options in ({"data": "csv"}, {"hf_dataset": {"path": "csv"}}):
+        config = folder()
+        vars(config).update(options)
+        with pytest.raises(UserError, match=r"^csv: no such folder; to the datasets library this is the name of a fo"):
+            load_datasets(config, tokenizer)
+    assert capsys.readouterr().err == ""

@@ -21,7 +21,7 @@ from .preferences.preference_rows import CHOSEN, LABEL
 from .reader import LAST_TURN, Reader, VisionProcessors
 from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
 from .row_streams import JsonLines, hugging_face_streams
-from .sources import DataTable, hugging_face, is_saved_dataset, jsonl
+from .sources import DataTable, hugging_face, is_format, is_saved_dataset, jsonl
 from .vision.messages import VIDEO, media_kind
 
 # More rows than any stream has.
@@ -174,8 +174,8 @@ def _data_tables(
         )
     if not folder.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") > 1):
         raise UserError(f"{config.data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.")
-    with contextlib.nullcontext() if folder.is_dir() else hub_lookup(config.data):
-        tables = open_dataset(str(folder) if folder.is_dir() else config.data)
+    with contextlib.nullcontext() if folder.is_dir() or is_format(config.data) else hub_lookup(config.data):
+        tables = open_dataset(config.data)
     return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import UserError, first_line
+from .arrow_rows import as_written
 from .sources import load_hugging_face, parsed_line
 
 # A place in a stream, as JSON values; None is its beginning.
@@ -99,7 +100,8 @@ class StreamedDataset:
             ) from error
         after = {"rows": start + len(found), "state": dataset.state_dict()}
         self._open = (after, dataset, rows)
-        return [(f"{self.name} row {number}", row) for number, row in enumerate(found, start)], after
+        read = enumerate((as_written(row, dataset.features) for row in found), start)
+        return [(f"{self.name} row {number}", row) for number, row in read], after
 
     def _at(self, place: Place) -> tuple[Any, Iterator[Any]]:
         """Return the data set and its rows from a place."""

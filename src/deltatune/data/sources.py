@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, first_line
+from .arrow_rows import as_written
 
 Rows = Iterator[tuple[str, Any]]
 
@@ -125,6 +127,11 @@ def is_saved_dataset(folder: Path) -> bool:
     return any((folder / file).exists() for file in ("dataset_dict.json", "state.json"))
 
 
+def is_format(name: str) -> bool:
+    """Whether the datasets library takes this name for a format, such as csv, rather than for a folder."""
+    return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
+
+
 def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | None = None) -> dict[str, DataTable]:
     """Open a data set of the Hugging Face hub, or a folder that the datasets library reads or has saved.
 
@@ -163,18 +170,15 @@ def load_hugging_face(
         raise UserError(
             f"hf_dataset {name}: trust_remote_code is refused: deltatune never runs code of a data set; remove it."
         )
-    if name == "pandas":
-        raise UserError(
-            "hf_dataset pandas: refused: it unpickles files, and a pickle can run code; use parquet or JSON."
-        )
+    path = _library_path(name, options)
     verbosity = datasets.logging.get_verbosity()
     try:
         # The library logs a damaged file before it raises; the message below says it once.
         datasets.logging.set_verbosity(logging.CRITICAL)
-        if is_saved_dataset(Path(name)) and (split is None or streaming):
-            loaded = datasets.load_from_disk(name)
+        if is_saved_dataset(Path(path)) and (split is None or streaming):
+            loaded = datasets.load_from_disk(path)
         else:
-            loaded = datasets.load_dataset(name, split=split, **options, **({"streaming": True} if streaming else {}))
+            loaded = datasets.load_dataset(path, split=split, **options, **({"streaming": True} if streaming else {}))
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(_not_opened(name, split, error)) from error
     finally:
@@ -189,6 +193,29 @@ def load_hugging_face(
     return dict(loaded)
 
 
+def _library_path(name: str, options: dict[str, Any]) -> str:
+    """Return what the datasets library is told to open: the full path of a folder, so that it reads it as no name.
+
+    Raises:
+        UserError: the name is that of a format, and no files are given: the library would take those of the current
+            folder. Or it is that of a format that can run code.
+    """
+    folder = Path(name).expanduser()
+    has_files = "data_files" in options or "data_dir" in options
+    if folder.is_dir() and not (has_files and is_format(name)):
+        return str(folder.absolute())
+    if name == "pandas":
+        raise UserError(
+            "hf_dataset pandas: refused: it unpickles files, and a pickle can run code; use parquet or JSON."
+        )
+    if is_format(name) and not has_files:
+        raise UserError(
+            f"{name}: no such folder; to the datasets library this is the name of a format. Give the folder of your "
+            f"files, or in the YAML file hf_dataset: {{path: {name}, config: {{data_files: FILE}}}}."
+        )
+    return name
+
+
 def _not_opened(name: str, split: str | None, error: BaseException) -> str:
     """Return the message for a data set that cannot be opened: it has no such split, is damaged, or does not exist."""
     cause = error
@@ -197,7 +224,7 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
     where = f"{name} ({split})" if split else name
     if "Unknown split" in str(error) or "Unrecognized instruction" in str(error):
         return f"{where}: no such split: {first_line(error)}"
-    if Path(name).is_dir():
+    if Path(name).expanduser().is_dir():
         return (
             f"{where}: the datasets library cannot read this folder: {first_line(cause)}; check its files: one may be "
             "damaged or incomplete."
@@ -215,7 +242,7 @@ def _table(name: str, dataset: Any) -> DataTable:
         read = -1
         try:
             for read, row in enumerate(dataset):
-                yield f"{name} row {read}", row
+                yield f"{name} row {read}", as_written(row, dataset.features)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{name} row {read + 1}: cannot be read: {first_line(error)}; the data are damaged or incomplete."
