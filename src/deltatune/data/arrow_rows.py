@@ -24,7 +24,7 @@ def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
 
 
 # Stands for the description of a column that has none.
-_ANY = object()
+_ANY: Any = object()
 
 
 def _value(value: Any, feature: Any) -> Any:
