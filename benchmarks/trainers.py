@@ -166,10 +166,10 @@ def deltatune(
     ready = time.perf_counter()
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
-    from deltatune.machine.backend import cache_to_keep
     from deltatune.ops.random_state import get_key
     from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World
+    from deltatune.train.freed_memory import FreedMemory
     from deltatune.train.micro_batches import may_start_early
     from deltatune.train.optimizer import build_optimizer
     from deltatune.train.setup import training
@@ -180,7 +180,7 @@ def deltatune(
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=kind, num_layers=-1)
     batch = batch_of(shape.rows())
     checkpoints = None if again is None else order_of(model).first(again, operators=True)
-    with training(model, config, compare=False, checkpoints=checkpoints) as trained:
+    with training(model, config, compare=False, checkpoints=checkpoints) as trained, FreedMemory() as freed_memory:
         model.train()
         optimizer = build_optimizer(config)
         whole = Step(model, optimizer, trained.loss, World())
@@ -203,8 +203,7 @@ def deltatune(
             if early:
                 started.append(launched())
             loss = total.item() / weight.item()
-            if mx.get_cache_memory() > cache_to_keep():
-                mx.clear_cache()
+            freed_memory.after_iteration()
             return loss
 
         yield Trainer(ready, step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))

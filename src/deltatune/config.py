@@ -303,8 +303,8 @@ class TrainConfig(LossOptions, SampleOptions, StreamOptions):
         default=None,
         metadata=_about(
             _RUN,
-            "size, such as 4GB, above which MLX's cache is cleared between iterations; default: 0, or a quarter of "
-            "the GPU's memory on NVIDIA",
+            "size, such as 4GB: after an iteration that leaves more freed memory with MLX, all of it is given back; by "
+            "default MLX keeps what the next step needs",
             range=Range(least=0, most=2**63 - 1),
         ),
     )

@@ -58,13 +58,6 @@ def test_unknown_choice(monkeypatch):
         backend.gated_delta_implementation()
 
 
-@pytest.mark.parametrize(("device", "kept"), [("cpu", 0), ("metal", 0), ("cuda", 20)])
-def test_freed_memory_is_kept_between_iterations_on_nvidia_gpus_alone(device, kept, monkeypatch):
-    monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(backend.mx, "device_info", lambda: {"total_memory": 80})
-    assert backend.cache_to_keep() == kept
-
-
 @pytest.mark.parametrize(("device", "found"), [("cpu", 0), ("metal", 60), ("cuda", 80)])
 def test_memory_of_a_gpu(device, found, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)

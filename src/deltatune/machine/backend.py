@@ -27,15 +27,6 @@ def device() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def cache_to_keep() -> int:
-    """Return how many bytes of freed buffers MLX may keep between iterations.
-
-    It is a quarter of the memory on NVIDIA GPUs, else 0. Without this cache, allocating every buffer from the CUDA
-    driver again took a quarter of a training step (docs/log.md).
-    """
-    return gpu_memory() // 4 if device() == "cuda" else 0
-
-
 def gpu_memory() -> int:
     """Return the bytes of memory that MLX may use of the default GPU, or 0 on a CPU and where they are not known."""
     name = {"cuda": "total_memory", "metal": "max_recommended_working_set_size"}.get(device())

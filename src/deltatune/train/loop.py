@@ -20,7 +20,6 @@ from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
-from ..machine import backend
 from ..ops.recomputation import Checkpoints
 from . import announce, content, log, nonfinite, state
 from .check import check
@@ -28,6 +27,7 @@ from .distributed import World
 from .ending import Ending
 from .evaluate import Evaluation
 from .folder import RunFolder
+from .freed_memory import FreedMemory
 from .micro_batches import LONGEST, MicroBatches
 from .optimizer import build_optimizer
 from .outputs import Outputs
@@ -127,6 +127,7 @@ class Trainer:
             keep = fill(self.model, trained, self.splits, config, self._facts, world, self.screen)
             stack.callback(self._close)
             stack.enter_context(self._ending)
+            self._freed_memory = stack.enter_context(FreedMemory(config.clear_cache_threshold))
             self._open()
             self.progress.checkpoints = checkpoints
             world.do_on_main(keep, "keep the reference")
@@ -152,8 +153,6 @@ class Trainer:
         self.model.train()
         if mx.metal.is_available():
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-        threshold = config.clear_cache_threshold
-        self._cache_limit = backend.cache_to_keep() if threshold is None else threshold
         self._loss: LossFunction = loss
         self._step = build_step(self.model, self._optimizer, loss, config, world)
         self._figures = trained.figures + self._step.reports
@@ -294,8 +293,7 @@ class Trainer:
             progress.grad_norm = norm
             self._saving.start_window()
         progress.add(loss_sum, weight_sum, all_tokens, reported)
-        if mx.get_cache_memory() > self._cache_limit:
-            mx.clear_cache()
+        self._freed_memory.after_iteration()
         seconds = time.perf_counter() - started
         progress.seconds += seconds
         self._window.append((seconds, int(all_tokens)))

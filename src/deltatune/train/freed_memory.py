@@ -1,0 +1,54 @@
+"""Bounds the memory that MLX keeps of freed arrays during a run, so that no step waits for memory.
+
+MLX keeps the memory of a freed array for the next one of its size. A step that finds none has to ask the driver, which
+takes a third of a step's time where everything is asked for again (docs/log.md). A step of another shape needs other
+sizes, so what is kept grows with every shape, up to the whole GPU, unless it is bounded.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import mlx.core as mx
+
+from ..machine import backend
+
+#: What MLX may hold, in use and kept, is this many times the most that was in use at once.
+ROOM = 1.1
+
+
+class FreedMemory:
+    """Bounds what MLX holds on a GPU while a `with` block runs; MLX's own limit is restored afterwards.
+
+    MLX gives back what was kept longest before it would hold more than ROOM times the peak of memory in use.
+
+    Args:
+        threshold: A number of bytes. If more is kept after an iteration, all of it is given back, and there is no
+            other bound. None for the bound by the peak.
+    """
+
+    def __init__(self, threshold: int | None = None):
+        self._threshold = threshold
+        self._peak = 0
+
+    def __enter__(self) -> FreedMemory:
+        # MLX tells its limit only while another one is set.
+        self._own_limit = mx.set_memory_limit(0)
+        mx.set_memory_limit(self._own_limit)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        mx.set_memory_limit(self._own_limit)
+
+    def after_iteration(self) -> None:
+        """Give back what is above the threshold, or let the bound follow the peak."""
+        if self._threshold is not None:
+            if mx.get_cache_memory() > self._threshold:
+                mx.clear_cache()
+            return
+        peak = mx.get_peak_memory()
+        if peak > self._peak and backend.device() != "cpu":
+            self._peak = peak
+            mx.set_memory_limit(min(self._own_limit, int(ROOM * peak)))
