@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import UserError, first_line
 from .arrow_rows import as_written
+from .vision.undecoded import leave_undecoded
 
 Rows = Iterator[tuple[str, Any]]
 
@@ -185,6 +186,8 @@ def load_hugging_face(
         datasets.logging.set_verbosity(verbosity)
     if isinstance(loaded, datasets.Dataset | datasets.IterableDataset):
         loaded = {split or "train": loaded}
+    for part in loaded.values():
+        leave_undecoded(part.info.features)
     if streaming:
         return {
             key: part.to_iterable_dataset() if isinstance(part, datasets.Dataset) else part

@@ -1,12 +1,10 @@
-"""Opens the images of a data set. A message names the file and line of an image that cannot be trained on."""
+"""Turns the images of rows into patches. A message names the file and line of one that cannot be trained on."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import hashlib
-import io
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +15,7 @@ import numpy as np
 from ...errors import UserError, reason
 from ...models.vision.inputs import Grid, Picture
 from ...models.vision.load import needs_torch
-
-# Pillow converts these modes to 8-bit RGB without visible loss; it would clip 16-bit and floating ones to white.
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+from .image_files import file_content, image_file, name_of, open_image
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,64 +57,3 @@ class ImageReader:
     def digest(self, value: Any, source: str) -> bytes:
         """Return a digest of the image, by which a resumed run recognises its data."""
         return hashlib.blake2b(file_content(image_file(value, self.folder, source)), digest_size=16).digest()
-
-
-def image_file(value: Any, folder: Path, source: str) -> Any:
-    """Return the path, the bytes or the PIL image that a row gives; UserError, naming `source`, for anything else."""
-    if isinstance(value, Mapping):
-        if value.get("bytes") is not None:
-            return value["bytes"]
-        value = value.get("path")
-    if isinstance(value, str):
-        return media_path("image", value, folder, source)
-    if hasattr(value, "tobytes") and hasattr(value, "mode"):
-        return value
-    raise UserError(f"{source}: expected the path of an image, got {type(value).__name__} {str(value)[:60]!r}.")
-
-
-def media_path(kind: str, value: str, folder: Path, source: str) -> Path:
-    """Return the file of an image or video (`kind`); UserError, naming `source`, if there is no such file."""
-    if value.startswith(("http://", "https://", "data:")):
-        raise UserError(f"{source}: {kind} {value[:60]}: expected a path; download it, and give its path.")
-    path = folder / Path(value).expanduser()
-    if not path.is_file():
-        raise UserError(f"{source}: {kind} {value}: no such file ({path}); paths begin at the data's folder.")
-    return path
-
-
-def file_content(file: Any) -> bytes:
-    """Return the bytes of what `image_file` returns."""
-    content = file.read_bytes() if isinstance(file, Path) else file
-    return content if isinstance(content, bytes) else content.tobytes()
-
-
-def name_of(value: Any) -> str:
-    """Return what messages call an image."""
-    if isinstance(value, Mapping):
-        value = value.get("path") or "in the data set"
-    return f"image {value}" if isinstance(value, str) else "image in the data set"
-
-
-def open_image(file: Any, source: str) -> Any:
-    """Read an image from a path, bytes or a PIL image, upright and in RGB; UserError, naming `source`, if it is bad."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    named = f"{source}: image {file}" if isinstance(file, Path) else f"{source}: image in the data set"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # The file is read whole, so that none stays open when an image is refused.
-            content = file.read_bytes() if isinstance(file, Path) else file
-            image = Image.open(io.BytesIO(content)) if isinstance(content, bytes) else content
-            image.load()
-    except UnidentifiedImageError as error:
-        raise UserError(
-            f"{named}: not an image, or a format that Pillow cannot read; give a PNG or JPEG file."
-        ) from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{named}: too large ({error}); scale it down first.") from error
-    except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(f"{named}: truncated or damaged ({error}); replace the file.") from error
-    if image.mode not in _MODES:
-        raise UserError(f"{named}: of mode {image.mode!r}; expected 8-bit colour or grey. Convert it to RGB first.")
-    return ImageOps.exif_transpose(image).convert("RGB")

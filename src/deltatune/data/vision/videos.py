@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import UserError
 from ...models.vision.inputs import Grid, Picture, VisionSpec, single_frames
-from .images import file_content, image_file, media_path, open_image
+from .image_files import file_content, image_file, media_path, open_image
 
 # The sampling of Qwen3-VL's processors, used where the model's own processor does not define it.
 _SAMPLING = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
