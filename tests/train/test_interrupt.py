@@ -44,6 +44,14 @@ sys.exit(main(["train", "-c", *sys.argv[3:]]))
 """
 
 
+@pytest.fixture(autouse=True)
+def in_the_foreground():
+    """A program under nohup ignores SIGHUP, and so do those that it starts, such as these tests and their runs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def slow_run(options, tmp_path):
     """slow_run(iteration, products, **how) starts a run in `out` that waits in that iteration; `how` goes to Popen."""
@@ -147,14 +155,13 @@ def test_calls_and_what_was_before():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_nohup_still_ignores_sighup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopRequest(print, print) as stop:
-            send(signal.SIGHUP)
-            assert not stop.asked
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_under_nohup_a_closed_terminal_stops_nothing(slow_run):
+    process = slow_run(3, 25, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    until(process.stdout, "waiting")
+    process.send_signal(signal.SIGHUP)
+    said, complaint = process.communicate(timeout=60)
+    assert process.returncode == 0, complaint
+    assert "SIGHUP" not in said
 
 
 def test_another_thread_than_the_main_one_handles_no_signals():

@@ -57,10 +57,14 @@ class HostError(AssertionError):
 
 
 def compiler() -> list[str]:
-    """Return the command of clang: the machine's on Linux, else that of the ziglang package."""
+    """Return the command of clang, the machine's on Linux, else the ziglang package's, for the plainest CPU of a kind.
+
+    Instructions that only some CPUs have change results: AVX512-BF16's conversion to bf16 takes subnormals for zero.
+    """
     # Apple's clang has computed in bf16 only since late versions; zig's is the same everywhere.
     clang = shutil.which("clang++") if sys.platform == "linux" else None
-    return [clang] if clang else [sys.executable, "-m", "ziglang", "c++"]
+    # Clang alone compiles for the plainest CPU. Zig compiles for the one that it runs on, unless told otherwise.
+    return [clang] if clang else [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
 
 
 @cache

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import subprocess
 from dataclasses import replace
 
 import mlx.core as mx
@@ -73,6 +76,43 @@ def test_bf16_is_rounded_as_mlx_rounds_it(run):
     inputs = {"q": q, "few": mx.array([0.0])}
     for y in run("y[at.index] = ", "y[at.index] = (float)(bfloat16_t)", inputs=inputs):
         assert np.array_equal(y, expected, equal_nan=True)
+
+
+TO_BF16 = "void convert(const float* x, __bf16* y) { for (int i = 0; i < 8; ++i) y[i] = (__bf16)x[i]; }"
+# A CPU of each kind that rounds to bf16 by an instruction, with its name; and the plainest CPUs, as LLVM names them.
+ROUNDING = {
+    "x86_64": ("cooperlake", "vcvtneps2bf16"),
+    "aarch64": ("neoverse_v1", "bfcvt"),
+    "arm64": ("apple_m2", "bfcvt"),
+}
+PLAINEST = {"x86-64", "generic", "apple-m1"}
+
+
+def compiled(host_module, folder, command, *flags):
+    """Return the text of TO_BF16, compiled to assembly or to LLVM's language by the host machine's flags."""
+    source, result = folder / "to_bf16.cpp", folder / "compiled"
+    source.write_text(TO_BF16)
+    words = [flag for flag in host_module.FLAGS if flag != "-shared"]
+    subprocess.run([*command, *words, *flags, "-S", source, "-o", result], check=True, capture_output=True)
+    return result.read_text()
+
+
+def test_kernels_are_compiled_for_the_plainest_cpu(host_module, tmp_path):
+    """No kernel is compiled with instructions that other CPUs lack, so that results are the same on every CPU."""
+    text = compiled(host_module, tmp_path, host_module.compiler(), "-emit-llvm")
+    (cpu,) = set(re.findall(r'"target-cpu"="([^"]*)"', text))
+    assert cpu in PLAINEST
+
+
+def test_no_instruction_rounds_to_bf16(host_module, tmp_path):
+    cpu, instruction = ROUNDING[platform.machine()]
+    command = host_module.compiler()
+    assert instruction not in compiled(host_module, tmp_path, command)
+    zig = "ziglang" in command
+    there = f"-mcpu={cpu}" if zig or cpu != "cooperlake" else f"-march={cpu}"
+    plain = [word for word in command if not word.startswith("-mcpu")]
+    text = compiled(host_module, tmp_path, plain, there if zig else there.replace("_", "-"))
+    assert instruction in text, "the instruction is seen where a CPU has it"
 
 
 def test_a_missing_barrier_shows(run):
