@@ -3,7 +3,7 @@
 `mlx.launch` starts this script once for each process. Each trains on its own rows of every batch, gradients are summed
 over all of them, and process 0 prints and writes. Nothing in the script itself is about processes.
 
-    mlx.launch -n 2 examples/several_processes.py
+    mlx.launch -n 2 python examples/several_processes.py
 """
 
 import json

@@ -2,12 +2,16 @@
 
 import io
 import json
+import re
+import shlex
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from deltatune import cli
-from deltatune.demo import task, text_demo
+from deltatune.demo import flow, task, text_demo
 from deltatune.demo.screen import DemoScreen
 from deltatune.errors import UserError
 from deltatune.models.load import load
@@ -35,6 +39,23 @@ def test_mlx_lm_alone_gives_the_same_answers(short):
     assert "8 of 8 answers are the same" in shown
     assert (output / "adapters.safetensors").is_file()
     assert json.loads((output / "adapter_config.json").read_text())["model"] == str(text_demo.MODEL)
+
+
+def test_the_command_to_try_next_runs(short, run):
+    _, _, shown, _ = short
+    (line,) = re.findall(r"^ +try +(\S.*)$", shown, re.MULTILINE)
+    python, dash_m, program, *arguments = shlex.split(line)
+    assert (Path(python).resolve(), dash_m, program) == (Path(sys.executable).resolve(), "-m", "deltatune")
+    code, answer, _ = run(*arguments)
+    assert code == 0
+    assert answer.strip()
+
+
+def test_the_page_has_the_numbers_of_the_demo():
+    page = " ".join((Path(__file__).parents[2] / "docs/start/demo.md").read_text(encoding="utf-8").split())
+    assert f"answers {text_demo.QUESTIONS} messages" in page
+    assert f"Its answers to the first {flow.RELOADED} messages must equal those of step 3." in page
+    assert f"at least {flow.ENOUGH:.0%}".replace("%", " %") in page
 
 
 def test_what_mlx_lm_answers_comes_from_the_adapter(short):

@@ -26,13 +26,21 @@ def test_no_line_is_wider_than_the_screen(width):
     screen.start(0, 100)
     screen.advance(1, "loss 3.5")
     screen.stop()
-    screen.end("0.0%", "99.0%", "demo-out/report.html", "a command " * 12, 99.4)
     lines = _without_escapes(file.getvalue()).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= width
     text = "\n".join(lines)
     assert "✓" in text
     assert "✗" in text
     assert "(nothing)" in text
+
+
+def test_a_command_to_paste_stands_on_one_line():
+    file = io.StringIO()
+    command = 'python -m deltatune generate --prompt "' + "6 mochas " * 20 + '"'
+    DemoScreen(Console(file=file, width=80)).end("0.0%", "99.0%", "demo-out/" * 12 + "report.html", command, 99.4)
+    lines = file.getvalue().splitlines()
+    assert f"     try     {command}" in lines
+    assert f"     report  {'demo-out/' * 12}report.html" in lines
 
 
 def test_text_with_markup_is_shown_as_it_is():

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -182,6 +183,15 @@ def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeyp
     text = doctor("--model", tiny_vision_checkpoint("qwen3_5"))
     assert "✓ 3 of 3 delta layers train with deltatune's on text, through mlx-lm" in text
     assert "– its config.json has a vision tower, which needs mlx-vlm, and mlx-vlm is not installed" in text
+
+
+def test_a_package_that_is_not_installed_takes_one_line(monkeypatch, capsys):
+    for module in [name for name in sys.modules if name.partition(".")[0] == "mlx_vlm"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "mlx_vlm", None)
+    assert cli.main(["doctor"]) == 0
+    said = [line.strip() for line in capsys.readouterr().out.splitlines() if "mlx" in line and "not installed" in line]
+    assert said == ["–  mlx-vlm is not installed"]
 
 
 def test_a_forward_that_cannot_be_traced_is_said(tiny_checkpoint, monkeypatch, doctor):

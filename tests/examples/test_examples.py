@@ -1,7 +1,9 @@
 """Every example runs on the bundled models, in a process and a folder of its own, and shows what it says it shows."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -10,7 +12,6 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LAUNCH = Path(sys.executable).with_name("mlx.launch")
 
 # Runs the code cells of a notebook in order, as one program, and prints the names asked for as JSON at the end.
 NOTEBOOK = """
@@ -26,7 +27,10 @@ print(json.dumps({name: eval(name, names) for name in sys.argv[2:]}))
 
 def run(folder, *command):
     """The standard output of a command in `folder`; fails with its standard error where the command fails."""
-    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=240)
+    # The programs of the environment in which the tests run come first, as where a user has activated it.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    words, environment = [*map(str, command)], os.environ | {"PATH": path}
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -84,7 +88,12 @@ def test_images_train_and_the_adapter_answers(tmp_path):
 
 
 def test_several_processes_train_together(tmp_path):
-    printed = run(tmp_path, LAUNCH, "-n", "2", "--python", sys.executable, EXAMPLES / "several_processes.py")
+    script = EXAMPLES / "several_processes.py"
+    # The command as the script and the page give it, from the folder of the checkout, but for where results go.
+    (line,) = re.findall(r"^    (mlx\.launch .*)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"`{line}`" in (EXAMPLES.parent / "docs/guides/several.md").read_text(encoding="utf-8")
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    printed = run(tmp_path, *shlex.split(line))
     assert "2 on each of 2 ranks" in printed
     losses = [float(loss) for loss in re.findall(r"train loss ([\d.]+)", printed)]
     assert len(losses) == 2

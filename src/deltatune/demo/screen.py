@@ -80,8 +80,9 @@ class DemoScreen(Screen):
         self.line(
             (before, "bold red"), "  →  ", (after, "bold green"), f"   exactly right, in {seconds:.0f} s all told"
         )
-        self.line(("report  ", "dim"), report)
-        self.line(("try     ", "dim"), again)
+        # A path or a command that is broken into lines cannot be pasted.
+        for name, text in (("report", report), ("try", again)):
+            self.console.print(Text.assemble(" " * (INDENT + 1), (f"{name:8}", "dim"), text), soft_wrap=True)
         self.console.print()
 
     def say(self, text: str) -> None:

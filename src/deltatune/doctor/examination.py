@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -179,21 +180,32 @@ def _forward(data: str, model: nn.Module) -> Forward:
     return forward
 
 
-@contextmanager
-def _patched() -> Iterator[Patches]:
-    """Apply the patches as training does, and yield a report on them while they are in force."""
-    found = Patches()
+def _import_what_is_patched() -> list[str]:
+    """Import every module that patches change; return a sentence on each package or module that is not there."""
     defining = {patch.module for patch in PATCHES}
-    for module in sorted(defining.union(*(patch.holders for patch in PATCHES))):
+    modules = sorted(defining.union(*(patch.holders for patch in PATCHES)))
+    packages = sorted({module.partition(".")[0] for module in modules})
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    absent = [f"{package.replace('_', '-')} is not installed" for package in missing]
+    for module in modules:
+        if module.partition(".")[0] in missing:
+            continue
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             # A module that only holds a patched name may belong to another version of the package.
             if module in defining:
-                found.absent.append(f"{module} is not installed ({error})")
+                absent.append(f"{module} is not installed ({error})")
         except RuntimeError as error:
             # mlx-vlm 0.6.2 builds a Metal kernel when it is imported.
-            found.absent.append(f"{module} cannot be imported on this machine ({error})")
+            absent.append(f"{module} cannot be imported on this machine ({error})")
+    return absent
+
+
+@contextmanager
+def _patched() -> Iterator[Patches]:
+    """Apply the patches as training does, and yield a report on them while they are in force."""
+    found = Patches(absent=_import_what_is_patched())
     with ExitStack() as stack:
         try:
             with warnings.catch_warnings():

@@ -41,10 +41,10 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
         model: a model with `layers`.
         config: its `layers` are the indices of the layers, from -count to count - 1, or None for the last `num_layers`.
             Its `layer_kinds` then restrict the choice to those kinds.
-        num_layers: how many of the last layers are chosen; -1 and 0 mean all, as in mlx_lm.lora.
+        num_layers: how many of the last layers are chosen; -1, 0 and a number above the model's mean all.
 
     Raises:
-        UserError: an index, number or kind that the model does not have.
+        UserError: an index or kind that the model does not have.
     """
     paths = layer_paths(model)
     count = len(paths)
@@ -54,8 +54,6 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
                 raise UserError(f"layers: no layer {index!r}; the model has layers 0 to {count - 1}.")
         indices = sorted({index % count for index in config.layers})
     else:
-        if num_layers > count:
-            raise UserError(f"num_layers: {num_layers} asked for, but the model has {count}; -1 means all.")
         indices = list(range(count))[-max(num_layers, 0) :]
     chosen = [paths[index] for index in indices]
     return chosen if config.layer_kinds is None else _of_kind(model, chosen, config.layer_kinds)

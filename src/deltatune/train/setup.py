@@ -181,14 +181,11 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
     The random state is first set from `config.seed`, so that adapters start the same on every rank.
     """
     mx.random.seed(config.seed)
-    layers = config.num_layers
-    if layers == TrainConfig.num_layers and len(layer_paths(model)) < layers:
-        layers = -1
     report = convert_to_lora(
         model,
         config.lora_parameters,
         fine_tune_type=config.fine_tune_type,
-        num_layers=layers,
+        num_layers=config.num_layers,
         parts=[part.strip() for part in config.parts.split(",") if part.strip()],
     )
     if config.from_scratch:
