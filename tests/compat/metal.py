@@ -42,7 +42,9 @@ def present() -> None:
     # A compiled function around a stand-in would be built for this machine.
     mx.disable_compile()
     mx.metal.is_available = lambda: True
-    mx.default_device = lambda: mx.Device(mx.gpu, 0)
+    default = [mx.Device(mx.gpu, 0)]
+    mx.default_device = lambda: default[0]
+    mx.set_default_device = lambda device: default.__setitem__(0, device)
     mx.new_stream = lambda _: stream(cpu)
     if hasattr(mx, "new_thread_local_stream"):
         local = mx.new_thread_local_stream
@@ -50,8 +52,10 @@ def present() -> None:
     mx.set_wired_limit = lambda limit: limit
     about = {"architecture": "applegpu_g15s", "max_recommended_working_set_size": 2**34, "memory_size": 2**34}
     about |= {"resource_limit": 499_000, "max_buffer_length": 2**33, "device_name": "Apple M3"}
-    for owner in (mx, mx.metal):
-        owner.device_info = lambda *_: about
+    on_cpu = {"architecture": "arm64", "device_name": "Apple M3"}
+    mx.metal.device_info = lambda: about
+    # As in MLX, without an argument it describes the default device.
+    mx.device_info = lambda d=None: on_cpu if (mx.default_device() if d is None else d) == cpu else about
 
 
 def _kernel(name: str, *_: Any, **__: Any) -> Callable[..., list[mx.array]]:

@@ -16,8 +16,9 @@ from deltatune import cli
 from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
 from deltatune.ops import verdicts
-from deltatune.ops.gated_delta import choice, gated_delta_chunk
+from deltatune.ops.gated_delta import choice, gated_delta_chunk, native
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
+from deltatune.ops.gated_delta.trial_gates import SLOW_TOKENS, largest_over_rows
 from deltatune.ops.kernels.launch import VOCABULARY, WEIGHTED_NORM, header
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.plan.device_limits import DeviceLimits
@@ -116,6 +117,24 @@ def test_a_result_of_another_head_than_the_compared_ones_counts_where_it_is_no_n
         return mx.where(mx.arange(3)[None, None, :, None] == 1, mx.array(float("nan")), y), state
 
     assert judge(middle_lost, workload).errors["y"] == float("inf")
+
+
+def test_slow_gates_that_are_rounded_show():
+    """MLX's own operator rounds gates to the dtype of q (mlx 0.32.4)."""
+    workload = gated_delta.Workload("slow", SLOW_TOKENS, 1, 1, 16, "bfloat16")
+
+    def rounded(q, k, v, log_g, beta, *, initial_state, mask=None, segments=None):
+        y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_g), beta, initial_state)
+        return y.astype(q.dtype), state
+
+    assert judge(rounded, workload, False).status == FAILED
+    assert judge(native.gated_delta_native, workload, False).status == PASSED
+
+
+def test_an_error_in_one_row_is_not_hidden_by_the_large_results_of_another():
+    found, truth = np.array([[1.0, 2.0], [1e6, 1e6]]), np.array([[1.0, 2.1], [1e6, 1e6]])
+    assert measure.relative_norm(found, truth) < 1e-6
+    assert largest_over_rows(measure.relative_norm, found, truth) > 0.01
 
 
 def test_norms():

@@ -331,3 +331,13 @@ def test_a_custom_rule_of_loss_without_targets_in_a_batch(make_trainer):
     for (_, leaf), old in zip(tree_flatten(trainer.model.trainable_parameters()), before, strict=True):
         assert np.isfinite(np.array(leaf)).all()
         np.testing.assert_array_equal(np.array(leaf)[: len(old)].shape, old.shape)
+
+
+def test_a_mac_whose_default_device_is_the_cpu_wires_no_memory(make_trainer, monkeypatch):
+    """There, mx.device_info() has the name and the architecture alone."""
+    wired, trainer = [], make_trainer(iters=1)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "arm64", "device_name": "Apple M3"})
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    trainer.run()
+    assert not wired

@@ -48,10 +48,11 @@ def _install() -> None:
             setattr(mx.fast, name, _stand_in)
     mx.metal.is_available = lambda: True
     mx.default_device = lambda: mx.Device(mx.gpu, 0)
-    about = {"architecture": "applegpu_g15s", "max_recommended_working_set_size": 2**34, "memory_size": 2**34}
-    about |= {"resource_limit": 499_000, "max_buffer_length": 2**33, "device_name": "Apple M3"}
-    for owner in (mx, mx.metal):
-        owner.device_info = lambda *_: about  # type: ignore[attr-defined]
+    about: dict[str, str | int] = {"architecture": "applegpu_g15s", "device_name": "Apple M3", "memory_size": 2**34}
+    about |= {"max_recommended_working_set_size": 2**34, "max_buffer_length": 2**33, "resource_limit": 499_000}
+    on_cpu: dict[str, str | int] = {"architecture": "arm64", "device_name": "Apple M3"}
+    mx.metal.device_info = lambda: about
+    mx.device_info = lambda d=mx.gpu: on_cpu if mx.Device(mx.cpu) == d else about
 
 
 def _stand_in(*positional: Any, **options: Any) -> Callable[..., list[mx.array]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..machine import atomic_files, environment
+from ..machine import atomic_files, backend, environment
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,14 @@ def forget() -> None:
     _known.clear()
 
 
-@cache
 def machine() -> dict[str, str]:
-    """Return what a verdict depends on: versions, the text of the kernels, the device and its driver."""
-    parts = {}
+    """Return what a verdict depends on: versions, the text of the kernels, MLX's default device and its driver."""
+    return _machine(backend.device())
+
+
+@cache
+def _machine(device: str) -> dict[str, str]:
+    parts = {"backend": device}
     for name in (*_PACKAGES, "deltatune"):
         try:
             parts[name] = importlib.metadata.version(name)

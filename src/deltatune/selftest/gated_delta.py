@@ -14,6 +14,7 @@ from ..machine import backend
 from ..ops.gated_delta import choice, gated_delta_chunk, gated_delta_naive, machine_trial
 from ..ops.gated_delta.machine_trial import Implementation
 from ..ops.gated_delta.tolerances import EASY, FUSED_NORM, fused_bf16_norm
+from ..ops.gated_delta.trial_gates import SLOW_TOKENS, draw_log_gates, draw_segments, largest_over_rows
 from .float64_recurrence import INPUTS, recurrence
 from .measure import as_float64, poison, relative_norm
 from .outcome import FAILED, NOT_RUN, Check, Outcome, compared_with_bounds, not_run
@@ -25,7 +26,7 @@ _OF_KEYS, _STATES = ("q", "k"), ("state", "initial_state")
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes and the kind of a call of gated_delta with one row.
+    """The sizes and the kind of a call of gated_delta.
 
     Args:
         name: The workload's name.
@@ -36,6 +37,7 @@ class Workload:
         dtype: The dtype of q, k and v.
         per_channel: Whether there is a gate per channel instead of one per head.
         documents: Whether the rows hold several documents and a mask, instead of one text.
+        rows: The number of rows, of which the last has slow gates.
     """
 
     name: str
@@ -46,33 +48,31 @@ class Workload:
     dtype: str = "float32"
     per_channel: bool = False
     documents: bool = False
+    rows: int = 2
 
     def arrays(self) -> dict[str, Any]:
-        """Draw the arguments in fp32, some gates among them 0; those that a model has in bf16 are rounded to it."""
+        """Draw the arguments in fp32, with gates of every kind; those that a model has in bf16 are rounded to it."""
         draw = np.random.default_rng(0)
-        keys = (1, self.length, self.key_heads, self.head_size)
-        values = (1, self.length, self.value_heads, self.head_size)
+        keys = (self.rows, self.length, self.key_heads, self.head_size)
+        values = (self.rows, self.length, self.value_heads, self.head_size)
         k = draw.normal(size=keys)
         gates = values if self.per_channel else values[:3]
-        kind = draw.uniform(size=gates)
-        usual = -np.exp(1.5 * draw.normal(size=gates) - 2.0)
         floats: dict[str, np.ndarray] = {
             "q": draw.normal(size=keys) * self.head_size**-0.5,
             "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
             "v": draw.normal(size=values),
-            "log_g": np.select([kind < 0.02, kind < 0.05, kind < 0.3], [-np.inf, np.log(1e-12), 0.0], usual),
+            "log_g": draw_log_gates(draw, gates),
             "beta": draw.uniform(0.05, 0.95, size=values[:3]),
-            "initial_state": draw.normal(size=(1, self.value_heads, self.head_size, self.head_size)),
+            "initial_state": draw.normal(size=(self.rows, self.value_heads, self.head_size, self.head_size)),
             "dy": draw.normal(size=values),
         }
         floats["dstate"] = draw.normal(size=floats["initial_state"].shape)
         found: dict[str, Any] = {name: self._rounded(name, x) for name, x in floats.items()}
         found |= {"mask": None, "segments": None}
         if self.documents:
-            mask = np.ones((1, self.length), bool)
-            mask[:, self.length // 3 : self.length // 2] = False
-            starts = draw.uniform(size=(1, self.length)) < 0.03
-            found |= {"mask": mask, "segments": np.cumsum(starts, axis=1).astype(np.int32)}
+            mask = np.ones((self.rows, self.length), bool)
+            mask[0, self.length // 3 : self.length // 2] = False
+            found |= {"mask": mask, "segments": draw_segments(draw, self.rows, self.length)}
         return found
 
     def _rounded(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -123,7 +123,10 @@ def truth_of(workload: Workload) -> Truth:
     with mx.stream(mx.cpu):
         peer = gated_delta_chunk if workload.dtype == "float32" else gated_delta_naive
         results = workload.differentiated(peer, few)
-    peers = {name: relative_norm(as_float64(x), exact[name]) for name, x in zip(NAMES, results, strict=True)}
+    peers = {
+        name: largest_over_rows(relative_norm, as_float64(x), exact[name])
+        for name, x in zip(NAMES, results, strict=True)
+    }
     return arrays, exact, peers
 
 
@@ -146,7 +149,8 @@ def errors(function: Implementation, workload: Workload, truth: Truth) -> dict[s
     found = {}
     for name, x in zip(NAMES, results, strict=True):
         whole = as_float64(x)
-        found[name] = relative_norm(workload.corner(name, whole), exact[name]) if np.isfinite(whole).all() else np.inf
+        corner = workload.corner(name, whole)
+        found[name] = largest_over_rows(relative_norm, corner, exact[name]) if np.isfinite(whole).all() else np.inf
     return found
 
 
@@ -160,7 +164,7 @@ def checks(quick: bool) -> Iterator[Check]:
 
 def workloads(quick: bool) -> list[Workload]:
     """The workloads, with the heads of released models; `quick` makes them few and small."""
-    length, size = (70, 32) if quick else (300, 128)
+    length, size = (SLOW_TOKENS + 6, 16 if quick else 128)
     few = 2 if quick else 16
     return [
         Workload("scalar gates, bf16", length, few, 2 * few, size, "bfloat16"),

@@ -20,6 +20,7 @@ from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
+from ..machine import backend
 from ..ops.recomputation import Checkpoints
 from . import announce, content, log, nonfinite, state
 from .check import check
@@ -151,8 +152,8 @@ class Trainer:
     def _prepare(self, trained: Training) -> None:
         config, world, loss = self.config, self.world, trained.loss
         self.model.train()
-        if mx.metal.is_available():
-            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        if backend.device() == "metal":
+            mx.set_wired_limit(backend.gpu_memory())
         self._loss: LossFunction = loss
         self._step = build_step(self.model, self._optimizer, loss, config, world)
         self._figures = trained.figures + self._step.reports

@@ -18,6 +18,7 @@ from deltatune.ops import candidates, verdicts
 from deltatune.ops.candidates import Candidate, ImplementationWarning
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, machine_trial
 from deltatune.ops.gated_delta.choice import Call, choose
+from deltatune.ops.gated_delta.native import gated_delta_native
 
 
 @pytest.fixture(autouse=True)
@@ -273,3 +274,55 @@ def test_kernels_that_read_beta_in_bf16_have_a_verdict_of_their_own(monkeypatch)
     assert (wide.beta, small.beta) == ("float32", "bfloat16")
     assert str(small) == f"{wide}, beta in bfloat16"
     assert [machine_trial._case(shape).primals[4].dtype for shape in (wide, small)] == [mx.float32, mx.bfloat16]
+
+
+def test_a_verdict_is_of_the_default_device(monkeypatch):
+    """A Mac's CPU and its GPU have one name."""
+    found = []
+    for device in ("cpu", "metal"):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        found.append(verdicts.path_of("native", call().shape_class()))
+    assert found[0] != found[1]
+
+
+def with_gates_rounded_to(dtype):
+    """Return chunk with gates that are rounded, as MLX's own operator rounds them to the dtype of q."""
+
+    def function(q, k, v, log_g, *arrays, **options):
+        rounded = mx.exp(log_g).astype(dtype).astype(mx.float32)
+        exact = mx.log(mx.maximum(rounded, 1e-30))
+        return gated_delta_chunk(
+            q, k, v, log_g + mx.stop_gradient(exact - mx.maximum(log_g, -69.0)), *arrays, **options
+        )
+
+    return function
+
+
+@pytest.mark.parametrize("options", [{}, {"segmented": True, "masked": True}, {"per_channel": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [16, 128])
+def test_slow_gates_that_are_rounded_are_refused(size, dtype, options):
+    shape = machine_trial.ShapeClass(1, 1, size, size, dtype, **options)
+    assert not machine_trial.measure("native", with_gates_rounded_to(getattr(mx, dtype)), shape).passed
+    assert machine_trial.measure("native", with_gates_rounded_to(mx.float32), shape).passed
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mlx_own_operator_has_gates_in_fp32(dtype):
+    shape = machine_trial.ShapeClass(1, 2, 32, 32, dtype, segmented=True)
+    assert machine_trial.measure("native", gated_delta_native, shape).passed
+
+
+def test_the_trial_draws_gates_of_every_kind():
+    for shape in (
+        machine_trial.ShapeClass(1, 1, 8, 8, "float32"),
+        machine_trial.ShapeClass(1, 1, 8, 8, "float32", True, True),
+    ):
+        case = machine_trial._case(shape)
+        log_g, segments = np.array(case.primals[3]), case.constants["segments"]
+        kept = 0 if segments is None else int((np.array(segments)[-1] == segments[-1, -1].item()).argmax())
+        slow = log_g[-1, kept:]
+        assert len(slow) >= 512
+        assert set(np.unique(slow)) == {np.float32(-1e-3), np.float32(-1e-5)}
+        for value in (-np.inf, np.float32(np.log(1e-12)), 0.0):
+            assert (log_g[0] == value).sum() > 5

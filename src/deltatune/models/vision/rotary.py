@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ...machine import backend
+
 Apply = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
@@ -17,8 +19,8 @@ def fused_rotary() -> tuple[Apply, Apply] | str:
         Two functions of q and k [1, heads, 5, 32] that return both rotated, the fused one first; or a sentence that
         says why the fused kernel does not run on this machine.
     """
-    if not mx.metal.is_available():
-        return "it is a Metal kernel, and this machine has no Metal"
+    if backend.device() != "metal":
+        return "it is a Metal kernel, and MLX does not compute on Metal here"
     try:
         module = importlib.import_module("mlx_vlm.models.rope_utils")
     except ModuleNotFoundError as error:

@@ -26,7 +26,7 @@ def gated_delta_naive(
     Source:
         Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), equation 10.
     """
-    batch, length, value_heads, value_size = v.shape
+    batch, _, value_heads, value_size = v.shape
     key_heads, key_size = k.shape[2:]
     q32, k32 = (mx.repeat(x.astype(mx.float32), value_heads // key_heads, axis=2) for x in (q, k))
     v32, beta32 = v.astype(mx.float32), beta.astype(mx.float32)
@@ -38,11 +38,11 @@ def gated_delta_naive(
         state = initial_state.astype(mx.float32)
 
     outputs = []
-    for t in range(length):
+    for t, token in enumerate(zip(*(_tokens(x) for x in (q32, k32, v32, gate, beta32)), strict=True)):
         if segments is not None and t > 0:
             same = segments[:, t] == segments[:, t - 1]
             state = mx.where(same[:, None, None, None], state, 0.0)
-        stepped, y = _step(state, q32[:, t], k32[:, t], v32[:, t], gate[:, t], beta32[:, t])
+        stepped, y = _step(state, *token)
         if mask is not None:
             live = mask[:, t]
             stepped = mx.where(live[:, None, None, None], stepped, state)
@@ -50,6 +50,11 @@ def gated_delta_naive(
         state = stepped
         outputs.append(y)
     return mx.stack(outputs, axis=1).astype(q.dtype), state
+
+
+def _tokens(x: mx.array) -> list[mx.array]:
+    """Return x[:, t] for every t; unlike the gradients of slices, those of a split are joined once."""
+    return [token.squeeze(1) for token in mx.split(x, x.shape[1], axis=1)]
 
 
 def _step(

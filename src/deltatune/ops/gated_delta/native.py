@@ -40,8 +40,9 @@ def gated_delta_native(
     log_g, beta = effective_gates(log_g, beta, mask, segments)
     if initial_state is None:
         initial_state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[3]), dtype=mx.float32)
-    gates = mx.exp(log_g)
-    y, state = mx.fast.gated_delta_update(q, k, v, gates, beta, initial_state.astype(mx.float32))
+    # MLX's operator rounds gates and betas to the dtype of q, and in bf16 a gate of 0.999 would become 1.
+    wide_q, wide_k, wide_v, wide_beta, start = (x.astype(mx.float32) for x in (q, k, v, beta, initial_state))
+    y, state = mx.fast.gated_delta_update(wide_q, wide_k, wide_v, mx.exp(log_g), wide_beta, start)
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
     return y.astype(q.dtype), state.astype(mx.float32)
