@@ -22,6 +22,7 @@ ORDER = [
     "loss_options",
     "sample_options",
     "stream_options",
+    "template_options",
     "config",
 ]
 ORDER += ["machine", "ops", "layers", "lora", "patches"]

@@ -82,6 +82,10 @@ def test_numbers_outside_their_range(run, tmp_path, name):
             assert str(limits.least if limits.least is not None else limits.above) in err
 
 
+# Options that are mappings, whose content other tests get wrong.
+MAPPINGS = ("lr_schedule", "lora_parameters", "optimizer_config", "chat_template_config")
+
+
 @pytest.mark.bad_input("`{name}` of a wrong type")
 @pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIONS.items() if kind is not Any])
 def test_values_of_a_wrong_type(run, tmp_path, name):
@@ -93,7 +97,7 @@ def test_values_of_a_wrong_type(run, tmp_path, name):
     wrong += [1.5] if int in kinds and float not in kinds else []
     wrong += [7] if name in TEXTS else []
     for value in wrong:
-        if not (isinstance(value, dict) and name in ("lr_schedule", "lora_parameters", "optimizer_config")):
+        if not (isinstance(value, dict) and name in MAPPINGS):
             refused(run, tmp_path, name, value)
 
 

@@ -14,6 +14,7 @@ from .lora_parameters import LoraConfig
 from .loss_options import LossOptions
 from .sample_options import SampleOptions
 from .stream_options import StreamOptions, check_streaming
+from .template_options import TemplateOptions, checked_options
 from .values import Range, build, fix, nearest
 from .values import about as _about
 from .yaml_files import read_yaml
@@ -30,7 +31,7 @@ NO_TYPE_FROM_SCRATCH = (
 
 
 @dataclass
-class TrainConfig(LossOptions, SampleOptions, StreamOptions):
+class TrainConfig(LossOptions, SampleOptions, StreamOptions, TemplateOptions):
     """The options of a training run.
 
     Lengths are in tokens. Schedules count optimizer steps; everything else counts iterations, of which
@@ -346,6 +347,8 @@ class TrainConfig(LossOptions, SampleOptions, StreamOptions):
             raise UserError(
                 "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
             )
+        if self.chat_template_config is not None:
+            checked_options(self.chat_template_config, "chat_template_config")
         check_streaming(self)
         if self.resume and self.overwrite:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")

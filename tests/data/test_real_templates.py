@@ -1,4 +1,4 @@
-"""A chat data set with thinking, calls of tools and several turns, on the templates of four families.
+"""A chat data set with thinking, calls of tools and several turns, on the templates of six families.
 
 The templates are in templates/, written anew after the rules of the models' own. The counted tokens are those that each
 answer is generated as: everything after the prompt that the template writes for it.
@@ -10,11 +10,15 @@ import re
 from pathlib import Path
 
 import pytest
+from jinja2.exceptions import UndefinedError
 from mlx_lm.tokenizer_utils import load
+from mlx_lm.tuner.datasets import ChatDataset
 from rich.console import Console
 from transformers import AutoTokenizer
 
 from deltatune.data import BatchOrder, load_datasets, show_batch
+from deltatune.data.row_formats import Features
+from deltatune.data.text import TextEncoder
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = {
@@ -43,7 +47,18 @@ SPECIAL = {
         "<|tool_calls_section_end|>",
     ],
     "olmo3": ["<function_calls>", "</function_calls>", "<functions>", "</functions>"],
+    "deepseek_v3_1": [
+        "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>",
+        "<｜tool▁output▁end｜>", "<｜end▁of▁sentence｜>",
+    ],
+    "glm_4_5": [
+        "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>",
+        "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    ],
 }  # fmt: skip
+# The tokens at which generation stops, where they are others than these.
+ENDS = {"deepseek_v3_1": ["<｜end▁of▁sentence｜>"], "glm_4_5": ["<|endoftext|>", "<|user|>", "<|observation|>"]}
 QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 QWEN_3_5_CALL = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
@@ -52,6 +67,14 @@ QWEN_3_5_CALL = (
 KIMI_CALL = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
     '{"city": "Rome", "days": 2}<|tool_call_end|><|tool_calls_section_end|>'
+)
+DEEPSEEK_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Rome", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+GLM_CALL = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 )
 # For each template, the rows, and in each row the texts that count.
 COUNTED = {
@@ -86,8 +109,26 @@ COUNTED = {
             "Gladly.<|endoftext|>",
         ]
     ],
+    # DeepSeek V3.1's joins the text of the arguments. Behind the result of a tool nothing opens the answer.
+    "deepseek_v3_1": [
+        [
+            f"{DEEPSEEK_CALL}<｜end▁of▁sentence｜>",
+            "Sun.<｜end▁of▁sentence｜>",
+            "The same.<｜end▁of▁sentence｜>",
+            "Gladly.<｜end▁of▁sentence｜>",
+        ]
+    ],
+    # A turn of GLM-4.5 ends with the marker of the next role, at which generation stops.
+    "glm_4_5": [
+        [
+            f"\n<think>I look it up.</think>\n{GLM_CALL}<|observation|>",
+            "\n<think>The tool says so.</think>\nSun.<|user|>",
+        ],
+        ["\n<think>Two days were asked.</think>\nThe same.<|user|>"],
+        ["\n<think></think>\nGladly.<|user|>"],
+    ],
 }
-UNWRITTEN = {"qwen3": 0, "qwen3_5": 0, "kimi_k2_thinking": 2, "olmo3": 3}
+UNWRITTEN = {"qwen3": 0, "qwen3_5": 0, "kimi_k2_thinking": 2, "olmo3": 3, "deepseek_v3_1": 3, "glm_4_5": 0}
 
 
 @pytest.fixture
@@ -99,8 +140,10 @@ def tokenizer(request, tokenizers, tmp_path):
     inner.add_tokens(SPECIAL[request.param])
     inner.chat_template = (Path(__file__).parent / "templates" / f"{request.param}.jinja").read_text(encoding="utf-8")
     inner.save_pretrained(folder)
-    ends = [inner.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
-    return load(folder, eos_token_ids=ends)
+    names = ENDS.get(request.param, ["<|im_end|>", "<|endoftext|>"])
+    inner = AutoTokenizer.from_pretrained(folder, eos_token=names[0])
+    inner.save_pretrained(folder)
+    return load(folder, eos_token_ids=inner.convert_tokens_to_ids(names))
 
 
 def shown(examples, tokenizer) -> list[str]:
@@ -124,7 +167,7 @@ def test_the_counted_tokens_are_the_answers_as_generated(tokenizer, folder, name
         starts = [at for at in range(1, len(tokens)) if counted[at] and not counted[at - 1]]
         prompts = [
             tokenizer.apply_chat_template(
-                meant()[:turn], tools=[TOOL], add_generation_prompt=True, enable_thinking=thinks
+                meant(name)[:turn], tools=[TOOL], add_generation_prompt=True, enable_thinking=thinks
             )
             for turn in range(2, len(CHAT))
             for thinks in (True, False)
@@ -140,12 +183,39 @@ def test_the_last_turn_alone(tokenizer, folder, name):
     (example,) = load_datasets(folder(train=[ROW], chat_turns="last"), tokenizer).train
     (text,) = shown([example], tokenizer)
     assert re.findall(r"⟦(.*?)⟧", text, re.S) == COUNTED[name][-1][-1:]
-    assert example.tokens.tolist() == tokenizer.apply_chat_template(meant(), tools=[TOOL])
+    end = tokenizer.convert_tokens_to_ids(["<|user|>"] if name == "glm_4_5" else [])
+    assert example.tokens.tolist() == tokenizer.apply_chat_template(meant(name), tools=[TOOL]) + end
 
 
-def meant():
-    """Return the messages as the template gets them: texts, and arguments that are mappings."""
+@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in COUNTED], indirect=["tokenizer"])
+def test_rows_have_the_tokens_of_mlx_lm_lora(tokenizer, name):
+    """All but the end that GLM-4.5's leaves to the next turn, and arguments that mlx_lm.lora writes as text in text."""
+    encode, compared = TextEncoder(tokenizer, Features(), None), 0
+    for arguments in ({"city": "Rome"}, '{"city": "Rome"}', '{"city":"Rome"}'):
+        function = {"name": "weather", "arguments": arguments}
+        called = {"role": "assistant", "content": "", "tool_calls": [CALL | {"function": function}]}
+        for count in (2, 4, 5, 7):
+            row = {"messages": [*meant(name)[:2], called, *meant(name)[3:]][1 : count + 1], "tools": [TOOL]}
+            if row["messages"][-1]["role"] != "assistant":
+                continue
+            ours = encode(row, "file:1")[-1].tokens.tolist()
+            try:
+                theirs, _ = ChatDataset([row], tokenizer).process(row)
+            except (TypeError, UndefinedError):
+                continue
+            compared += 1
+            added = ours[len(theirs) :]
+            assert ours[: len(theirs)] == theirs
+            assert tokenizer.decode(added) == (
+                "" if name != "glm_4_5" else "<|observation|>" if count == 2 else "<|user|>"
+            )
+    assert compared >= 2
+
+
+def meant(name: str = ""):
+    """Return the messages as a template gets them: texts, and arguments that are a mapping unless it joins texts."""
     messages = json.loads(json.dumps(CHAT))
     messages[1]["content"] = "weather in Rome?"
-    messages[2]["tool_calls"][0]["function"]["arguments"] = {"city": "Rome", "days": 2}
+    if name != "deepseek_v3_1":
+        messages[2]["tool_calls"][0]["function"]["arguments"] = {"city": "Rome", "days": 2}
     return messages

@@ -6,6 +6,7 @@ import pytest
 
 from deltatune.data import load_datasets
 from deltatune.data.row_formats import Features, RowFormats, join_text_parts, tools_of
+from deltatune.data.template_probes import MAPPING, TEXT, with_arguments
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
 
@@ -65,11 +66,13 @@ def test_alpaca_rows_are_a_prompt_and_its_completion():
         {"content": None, "function_call": CALL},
     ],
 )
-def test_arguments_of_tools_are_mappings(message):
+def test_arguments_of_tools_are_what_the_template_takes(message):
     given = {"role": "assistant"} | message
     before = json.dumps(given)
-    (read,) = messages_of({"messages": [given]})
-    assert [call["function"] for call in read["tool_calls"]] == [MEANT]
+    read = messages_of({"messages": [given]})
+    for form, meant in ((MAPPING, MEANT), (TEXT, MEANT | {"arguments": json.dumps(MEANT["arguments"])})):
+        (taken,) = with_arguments(read, form)
+        assert [call["function"] for call in taken["tool_calls"]] == [meant]
     assert json.dumps(given) == before
     (empty,) = messages_of({"messages": [given | {"tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]})
     assert empty["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]

@@ -14,8 +14,8 @@ from .flags import add_adapter, add_options, config_from, given
 
 # The options of a run that say what its loss on the test set is.
 OPTIONS = (
-    "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns", "pack",
-    "seed", "min_pixels", "max_pixels", "fps", "video_max_frames",
+    "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns",
+    "chat_template_config", "pack", "seed", "min_pixels", "max_pixels", "fps", "video_max_frames",
     "trust_remote_code",
 )  # fmt: skip
 
@@ -89,6 +89,7 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
         raise UserError(
             f"--tasks: lm-eval cannot be used ({first_line(error)}); pip install 'deltatune[lm-eval]'."
         ) from error
+    from ..lora.adapter_files import template_options as trained_options
     from ..train.setup import load_with_adapter
 
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
@@ -96,7 +97,8 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
     loaded = load_with_adapter(config.model, adapter_path, trust_remote_code=config.trust_remote_code)
     if options.apply_chat_template and not loaded.tokenizer.has_chat_template:
         raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out.")
-    model = HarnessModel(loaded, config.batch_size, config.max_seq_length)
+    template_options = {**trained_options(adapter_path), **(config.chat_template_config or {})}
+    model = HarnessModel(loaded, config.batch_size, config.max_seq_length, template_options)
     figures, table = put_tasks(
         model,
         tasks,
@@ -116,11 +118,15 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
         config: Options of a run, of which the model, the data and the batches matter here.
         adapter_path: The folder of an adapter to put on the model, or None for the model alone.
     """
+    from ..lora.adapter_files import template_options as trained_options
     from ..train.evaluate import say_loss
     from ..train.log import Screen
     from ..train.setup import ready
 
-    config = dataclasses.replace(config, train=False, test=True, from_scratch=False)
+    template_options = {**trained_options(adapter_path), **(config.chat_template_config or {})}
+    config = dataclasses.replace(
+        config, train=False, test=True, from_scratch=False, chat_template_config=template_options or None
+    )
     run = ready(config, adapter_path=adapter_path)
     screen = Screen(shown=run.world.main)
     for line in [run.splits.rule, *run.splits.notes]:

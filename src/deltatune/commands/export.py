@@ -94,9 +94,13 @@ def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.mlx_adapter import write_mlx
+    from ..lora.adapter_files import template_options
+    from ..template_options import written_options
 
     path = write_mlx(arguments.adapter_path, arguments.save_path)
-    return [f"The adapter is in {path}: mlx_lm.generate --model {arguments.model} --adapter-path {path}"], []
+    options = template_options(path)
+    asked = f" {written_options(options)}" if options else ""
+    return [f"The adapter is in {path}: mlx_lm.generate --model {arguments.model} --adapter-path {path}{asked}"], []
 
 
 def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:

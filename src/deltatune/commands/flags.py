@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from ..config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
 from ..errors import UserError
+from ..template_options import parsed_options
 from ..values import build, check_names, check_values, checked, fields_of
 
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
@@ -21,6 +22,14 @@ def _text(text: str) -> str:
     """Return the text of an argument that may not be empty; type=str takes any."""
     try:
         return checked(text, str, {}, "")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
+
+
+def _template_variables(text: str) -> dict[str, Any]:
+    """Return the variables of a chat template that a JSON text holds."""
+    try:
+        return parsed_options(text, "")
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
 
@@ -88,11 +97,11 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         convert: Callable[[str], Any] = {"int": int, "float": float}.get(kind.split(" ")[0], str)
-        if field.name == "clear_cache_threshold":
-            convert = size
+        convert = {"clear_cache_threshold": size, "chat_template_config": _template_variables}.get(field.name, convert)
         choices = field.metadata["choices"] or None
         several = "+" if kind.startswith("list") else None
-        metavar = None if choices else {int: "N", float: "X", size: "SIZE"}.get(convert, "TEXT")
+        metavars = {int: "N", float: "X", size: "SIZE", _template_variables: "JSON"}
+        metavar = None if choices else metavars.get(convert, "TEXT")
         group.add_argument(name, type=convert, nargs=several, default=None, choices=choices, metavar=metavar, help=text)
 
 

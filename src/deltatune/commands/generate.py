@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from mimetypes import guess_type
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..machine import startup
+from ..template_options import parsed_options
 from ..values import Range, fix, short
 from .flags import add_adapter, add_model, given
 
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 
     from ..data.vision.videos import Clip
     from ..models.load import Loaded
-
-# Arguments of transformers' apply_chat_template that prompt_tokens sets, or that would change what it returns.
-_OWN_TEMPLATE_OPTIONS = {
-    "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "padding", "truncation",
-    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-}  # fmt: skip
 
 
 def add(commands: Any) -> None:
@@ -54,7 +48,7 @@ def add(commands: Any) -> None:
     add(
         "--chat-template-config",
         metavar="JSON",
-        help='options of the chat template, such as {"enable_thinking": false}',
+        help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
     )
     add(
         "--image",
@@ -164,7 +158,7 @@ def generate(options: GenerateOptions) -> str:
 
     if options.seed is not None:
         mx.random.seed(options.seed)
-    template_options, media = _template_options(options.chat_template_config), _first_media(options)
+    template_options, media = _template_options(options), _first_media(options)
     prompt = _prompt(options.prompt)
     trusted = options.trust_remote_code
     loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
@@ -205,6 +199,15 @@ def generate(options: GenerateOptions) -> str:
             f"{last.generation_tps:.1f}/s; peak memory {last.peak_memory:.2f} GB]"
         )
     return "".join(parts)
+
+
+def _template_options(options: GenerateOptions) -> dict[str, Any]:
+    """Return the variables of the chat template: those that the adapter was trained with, then those of the flag."""
+    from ..lora.adapter_files import template_options
+
+    given = options.chat_template_config
+    asked = {} if given is None else parsed_options(given, "--chat-template-config", prompt=True)
+    return {**template_options(options.adapter_path), **asked}
 
 
 def _stopped_at_nan(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:
@@ -274,20 +277,3 @@ def _clips(options: GenerateOptions, loaded: Loaded) -> list[Clip]:
     processor = getattr(loaded.processor, "video_processor", None)
     reader = VideoReader(processor, Path(), {}, options.fps, options.video_max_frames)
     return [reader.clip(Video(value), "--video") for value in ([list(names)] if all(are_images) else names)]
-
-
-def _template_options(text: str | None) -> dict[str, Any]:
-    """Parse the JSON object of --chat-template-config; None gives an empty one."""
-    if text is None:
-        return {}
-    try:
-        options = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f'--chat-template-config: not JSON ({error}); give an object such as {{"enable_thinking": false}}.'
-        ) from error
-    if not isinstance(options, dict):
-        raise UserError(f"--chat-template-config: expected a JSON object, got {short(text)}.")
-    if own := options.keys() & _OWN_TEMPLATE_OPTIONS:
-        raise UserError(f"--chat-template-config: {min(own)!r} is set by this command; leave it out.")
-    return options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -38,10 +38,14 @@ class HarnessModel(TemplateLM):
         loaded: The model, with an adapter if it has one, and its tokenizer.
         batch_size: The number of rows that are scored at once.
         max_length: The largest number of tokens that the model reads; earlier ones are cut off.
+        template_options: Variables for the chat template.
     """
 
-    def __init__(self, loaded: Loaded, batch_size: int, max_length: int):
+    def __init__(
+        self, loaded: Loaded, batch_size: int, max_length: int, template_options: Mapping[str, Any] | None = None
+    ):
         super().__init__()
+        self._template_options = template_options
         self._model, self.tokenizer = loaded.model, loaded.tokenizer
         self._batch_size, self.max_length = batch_size, max_length
         with without_kernels(), patched(), evaluating(self._model):
@@ -63,9 +67,8 @@ class HarnessModel(TemplateLM):
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        remedy = "leave out --apply-chat-template"
-        return conversation_text(self.tokenizer, chat_history, remedy, **options)
+        options, remedy = self._template_options, "leave out --apply-chat-template"
+        return conversation_text(self.tokenizer, chat_history, remedy, options, prefilled=not add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any

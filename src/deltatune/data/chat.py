@@ -41,8 +41,8 @@ class ChatTokenizer:
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )["input_ids"]
 
-    def targets(self, row: ChatRow, tokens: list[int], source: str) -> np.ndarray:
-        """Return which tokens of a row count, bool [N].
+    def targets(self, row: ChatRow, tokens: list[int], source: str) -> tuple[np.ndarray, int]:
+        """Return which tokens of a row count, bool [N], and how many turns are behind a prompt of `row.others`.
 
         Raises:
             UserError: there are no tokens, or those of a turn do not begin or end where the turn does.
@@ -52,10 +52,12 @@ class ChatTokenizer:
         targets = np.zeros(len(tokens), bool)
         if row.blocks:
             self._mark_blocks(row, targets)
-            return targets
+            return targets, len(row.others)
+        others = 0
         place = _Places(row.text, tokens, {name: self._added[name] for name in self._added.keys() & set(tokens)}, self)
         for starts, end in row.turns:
-            start = next((index for at in starts if (index := place.of(at)) is not None), None)
+            at, start = next(((at, index) for at in starts if (index := place.of(at)) is not None), (0, None))
+            others += at in row.others
             if start is None:
                 raise UserError(f"{source}: {self._merged(row.text, tokens, starts[0])} {_REMEDY}")
             last = place.of(end)
@@ -65,7 +67,7 @@ class ChatTokenizer:
                     f"last. {_REMEDY}"
                 )
             targets[start:last] = True
-        return targets
+        return targets, others
 
     def _mark_blocks(self, row: ChatRow, targets: np.ndarray) -> None:
         """Mark the tokens that hold a character of the template's {% generation %} blocks, as transformers does."""

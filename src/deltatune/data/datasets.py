@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import TrainConfig, nearest
 from ..errors import UserError
+from .asked_thinking import asked_options
 from .example import Example, Splits
 from .example_stream import ExampleStream, StreamedSplits
 from .hub_lookup import hub_lookup
@@ -81,8 +82,9 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if config.loss != "sft":
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
-    plain = reader.kinds == {TEXT}
-    return Splits(**splits, rule=_rule(reader.kinds, config), notes=reader.notes, plain_text=plain)
+    plain, asked = reader.kinds == {TEXT}, _asked(config, tokenizer, reader)
+    rule = _rule(reader.kinds, config)
+    return Splits(**splits, rule=rule, notes=reader.notes, plain_text=plain, template_options=asked)
 
 
 def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Splits:
@@ -109,9 +111,16 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     stream = ExampleStream(source, partial(_read_more, config, tokenizer, features), size)
     splits["train"] = first.examples
     _check(config, splits, tables, reader.notes)
-    plain = reader.kinds == {TEXT}
-    rule = _rule(reader.kinds, config)
-    return StreamedSplits(**splits, rule=rule, notes=reader.notes, plain_text=plain, stream=stream, first=first)
+    about: dict[str, Any] = {"rule": _rule(reader.kinds, config), "plain_text": reader.kinds == {TEXT}}
+    about |= {"template_options": _asked(config, tokenizer, reader), "notes": reader.notes}
+    return StreamedSplits(**splits, **about, stream=stream, first=first)
+
+
+def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:
+    """Return the variables with which a trained model is asked; a note says where some answers had others."""
+    options, notes = asked_options(config.chat_template_config, tokenizer, reader.prompts)
+    reader.notes += notes if config.train else []
+    return options
 
 
 def _read_more(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class Splits:
         rule: one sentence that says which tokens count in the loss.
         notes: sentences to print at the start, such as how many examples were truncated or skipped.
         plain_text: whether every row was plain text, without a prompt.
+        template_options: variables of the chat template with which a model that is trained on these examples is asked.
     """
 
     train: Sequence[Example] = ()
@@ -59,6 +61,7 @@ class Splits:
     rule: str = ""
     notes: list[str] = field(default_factory=list)
     plain_text: bool = False
+    template_options: dict[str, Any] | None = None
 
     def documents(self) -> Iterator[Example]:
         """Yield every document of the splits."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import UserError
@@ -16,7 +16,7 @@ def prompt_tokens(
     system_prompt: str | None = None,
     prefill_response: str | None = None,
     chat_template: bool = True,
-    template_options: dict[str, Any] | None = None,
+    template_options: Mapping[str, Any] | None = None,
     images: int = 0,
     videos: Sequence[str] = (),
     refused: str = (
@@ -48,31 +48,47 @@ def prompt_tokens(
     prefilled = prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": str(prefill_response)})
-    options = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled, **(template_options or {})}
-    return conversation_tokens(tokenizer, messages, refused, **options)
+    return conversation_tokens(tokenizer, messages, refused, template_options, prefilled=prefilled)
 
 
-def conversation_text(tokenizer: Any, messages: list[dict[str, Any]], remedy: str, **options: Any) -> str:
-    """Write a conversation with the chat template, within rendering.LIMITS.
+def conversation_text(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    remedy: str,
+    template_options: Mapping[str, Any] | None = None,
+    *,
+    prefilled: bool = False,
+) -> str:
+    """Write a conversation that the model is to answer with the chat template, within rendering.LIMITS.
 
     Args:
         tokenizer: mlx-lm's wrapper of a tokenizer that has a chat template.
         messages: The messages, each with its role.
         remedy: What the user can do if the template refuses them.
-        options: Variables for the template.
+        template_options: Variables for the template. Under `tools` stand the tools that it describes to the model.
+        prefilled: Whether the last message is the beginning of the answer, which the model then continues.
 
     Raises:
         UserError: If the chat template refuses the conversation or an option, or reaches a limit.
     """
+    options = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled, **(template_options or {})}
     try:
-        return Renderer(tokenizer).text(messages, **options)
+        return Renderer(tokenizer).text(messages, options.pop("tools", None), options)
     except UserError as error:
         raise UserError(f"{str(error).removesuffix('.')}; {remedy}.") from None
 
 
-def conversation_tokens(tokenizer: Any, messages: list[dict[str, Any]], remedy: str, **options: Any) -> list[int]:
-    """Turn a conversation into tokens, with the arguments of conversation_text."""
-    return tokenizer.encode(conversation_text(tokenizer, messages, remedy, **options), add_special_tokens=False)
+def conversation_tokens(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    remedy: str,
+    template_options: Mapping[str, Any] | None = None,
+    *,
+    prefilled: bool = False,
+) -> list[int]:
+    """Turn a conversation that the model is to answer into tokens, with the arguments of conversation_text."""
+    text = conversation_text(tokenizer, messages, remedy, template_options, prefilled=prefilled)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _messages(prompt: str, system_prompt: str | None, images: int, videos: Sequence[str]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,17 +55,25 @@ class VisionProcessors:
 
 
 class Reader:
-    """Reads tables as examples, and collects the formats of their rows (`kinds`) and notes for the user (`notes`)."""
+    """Reads tables as examples.
+
+    Attributes:
+        kinds: the formats of their rows.
+        prompts: how many of their turns are behind a prompt with each value of enable_thinking.
+        notes: sentences for the user.
+    """
 
     def __init__(self, config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None):
         self._config, self._tokenizer, self._vision = config, tokenizer, processors
         self.kinds: set[str] = set()
+        self.prompts = Counter[bool]()
         self.notes: list[str] = []
 
     def read(self, table: DataTable, features: Features) -> list[Example | Preference]:
         """Return the examples of a table; one that is too long is truncated or left out, as `overlong` says."""
         encoded = self._encoded(table, features)
         self.kinds |= encoded.kinds.keys()
+        self.prompts += encoded.prompts
         self._note_formats(table, encoded)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
         examples: list[Example | Preference] = []
@@ -105,12 +114,14 @@ class Reader:
             Features() if preferred else features,
             self._config.mask_prompt,
             last_turn=self._config.chat_turns == LAST_TURN,
+            template_options=self._config.chat_template_config,
         )
         encoder: Any = text if self._vision is None else self._vision_encoder(text)
         if preferred:
             encoder = PreferenceEncoder(encoder, self._tokenizer, labels=self._config.loss == "kto")
         rows = _with_progress(encoder.stream(table.rows(), table.count), table)
-        encoded = Encoded(rows, encoder.kinds if preferred else text.formats.kinds, text.unwritten)
+        kinds = encoder.kinds if preferred else text.formats.kinds
+        encoded = Encoded(rows, kinds, text.unwritten, text.prompts)
         if key is not None:
             token_cache.keep(key, table.name, encoded)
         return encoded
@@ -124,7 +135,9 @@ class Reader:
         """Return the key under which a table's tokens are kept; None where images, preferences or streams are read."""
         if table.digest is None or self._vision is not None or self._config.loss != "sft" or self._encoding is None:
             return None
-        options = [vars(features), self._config.mask_prompt, self._config.chat_turns]
+        options = [
+            vars(features), self._config.mask_prompt, self._config.chat_turns, self._config.chat_template_config,
+        ]  # fmt: skip
         return token_cache.digest([self._encoding, json.dumps(options), table.digest()])
 
     def _vision_encoder(self, text: TextEncoder) -> VisionEncoder:

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,14 +26,25 @@ import jinja2
 
 from ..errors import UserError, reason
 from ..machine.environment import cores
-from . import render_process
-from .render_process import Marks, RefusalError, RenderLimits, chat_rows
+from .chat_rows import Marks, RefusalError, chat_rows
+from .render_process import RenderLimits
 from .row_formats import Conversation, PlainText
+from .template_probes import Messages, argument_form, calls_tools, with_arguments
+from .turn_ends import TurnEnds
 
 # A process gets this many rows at once; one more process is worth its start for every so many rows.
 _CHUNK = 64
 _WORTH_A_PROCESS = 4000
 LIMITS = RenderLimits()
+# This folder is a package of another name there, so that deltatune and MLX are not imported.
+_START = """
+import sys, types
+package = types.ModuleType("rendering")
+package.__path__ = [sys.argv[1]]
+sys.modules["rendering"] = package
+from rendering.render_process import RenderLimits, main
+main(RenderLimits(float(sys.argv[2]), int(sys.argv[3])))
+"""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Item = PlainText | Conversation
@@ -47,12 +59,14 @@ class ChatRow:
         turns: for each part that counts in the loss, the characters at which it may start, and at which it ends. Of
             several starts, the first whose tokens fit is meant.
         messages: the number of messages in the text.
+        others: those of the starts that are behind a prompt with the other value of enable_thinking.
         blocks: whether the parts are the template's {% generation %} blocks.
     """
 
     text: str
     turns: list[tuple[list[int], int]]
     messages: int
+    others: list[int]
     blocks: bool
 
 
@@ -64,10 +78,15 @@ class Renderer:
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
+        options: variables for the template, which those of a conversation override.
+
+    Attributes:
+        options: the variables, with enable_thinking as mlx-lm sets it where it was not given.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
         self._tokenizer, self._inner = tokenizer, tokenizer._tokenizer
+        self.options = {"enable_thinking": tokenizer.has_thinking, **(options or {})}
         self._setups: dict[str, dict[str, Any]] = {}
         self._names: dict[str, str] = {}
 
@@ -114,7 +133,7 @@ class Renderer:
             raise rows
         return rows
 
-    def text(self, messages: list[dict[str, Any]], *, tools: Any = None, **options: Any) -> str:
+    def text(self, messages: Messages, tools: Any = None, options: Mapping[str, Any] | None = None) -> str:
         """Return the text of a conversation.
 
         Args:
@@ -127,11 +146,11 @@ class Renderer:
         """
         if self.writes_by_itself:
             try:
-                return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+                return self._write(self._taken(messages), tools, options or {})
             except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
                 raise UserError(f"the model's chat template refuses this conversation: {reason(error)}") from error
-        name = self._setup(tools)
-        request = {"template": name, "messages": messages, "tools": tools, "options": options}
+        name = self._setup(tools, {})
+        request = {"template": name, "messages": messages, "tools": tools, "options": options or {}}
         (reply,) = _answers({name: self._setups[name]}, [request])
         if "error" in reply:
             raise UserError(reply["error"])
@@ -147,8 +166,9 @@ class Renderer:
         """Return the rows in a reply, or the error in it."""
         if "error" in reply:
             return UserError(f"{conversation.source}: {reply['error']}")
-        blocks = conversation.every_turn and self._setups[reply["template"]]["marks"]["blocks"]
-        return [ChatRow(text, turns, messages, blocks) for text, turns, messages in reply["rows"]]
+        counted = conversation.every_turn and conversation.turns is not None
+        blocks = counted and self._setups[reply["template"]]["marks"]["blocks"]
+        return [ChatRow(text, turns, messages, others, blocks) for text, turns, messages, others in reply["rows"]]
 
     def _requests(self, chunk: list[Item]) -> list[dict[str, Any]]:
         """Return what a process is asked for the conversations of a chunk."""
@@ -157,35 +177,39 @@ class Renderer:
     def _request(self, conversation: Conversation) -> dict[str, Any]:
         """Return what a process is asked for a conversation."""
         return {
-            "template": self._setup(conversation.tools),
+            "template": self._setup(conversation.tools, conversation.options),
             "messages": conversation.messages,
             "tools": conversation.tools,
             "turns": conversation.turns,
             "every_turn": conversation.every_turn,
         }
 
-    def _setup(self, tools: Any) -> str:
+    def _setup(self, tools: Any, options: Mapping[str, Any]) -> str:
         """Return the name of what a process has to know of the template for conversations with these tools."""
         template = self._inner.get_chat_template(None, tools)
-        if template not in self._names:
+        options = {**self.options, **options}
+        key = template + json.dumps(options, sort_keys=True)
+        if key not in self._names:
             setup = {
                 "template": template,
                 "special_tokens": self._inner.special_tokens_map,
-                "options": {"enable_thinking": self._tokenizer.has_thinking},
-                "marks": self._marks(_GENERATION_TAG.search(template) is not None),
+                "options": options,
+                "marks": self._marks(_GENERATION_TAG.search(template) is not None, options),
             }
             name = hashlib.blake2b(json.dumps(setup).encode(), digest_size=16).hexdigest()
-            self._setups[name], self._names[template] = setup, name
-        return self._names[template]
+            self._setups[name], self._names[key] = setup, name
+        return self._names[key]
 
-    def _marks(self, blocks: bool) -> dict[str, Any]:
+    def _marks(self, blocks: bool, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of Marks."""
         ends = [self._inner.decode([token]) for token in self._tokenizer.eos_token_ids]
         return {
             "specials": sorted({*self._inner.all_special_tokens, *ends}),
             "ends": sorted(ends),
+            "end": self._inner.eos_token or "",
             "added": sorted(token.content for token in self._inner.added_tokens_decoder.values()),
             "blocks": blocks,
+            "thinking": bool(options["enable_thinking"]),
         }
 
     def _by_the_tokenizer(self, item: Item) -> list[ChatRow] | UserError:
@@ -193,32 +217,37 @@ class Renderer:
         if not isinstance(item, Conversation):
             return []
 
-        def render(count: int, prompt: bool = False, thinking: bool | None = None, tokens: bool = False) -> Any:
-            options = {} if thinking is None else {"enable_thinking": thinking}
-            written = self._tokenizer.apply_chat_template(
-                item.messages[:count], tools=item.tools, tokenize=tokens, add_generation_prompt=prompt, **options
-            )
-            return written if tokens else (written, [])
+        def render(count: int, prompt: bool = False, thinking: bool | None = None) -> Any:
+            options = {**item.options, "add_generation_prompt": prompt}
+            options |= {} if thinking is None else {"enable_thinking": thinking}
+            return self._write(messages[:count], item.tools, options), []
 
+        marks = Marks(**self._marks(False, {**self.options, **item.options}))
+        write = partial(self._write, tools=None, options=item.options)
+        ends = TurnEnds(write, marks.ends, marks.specials, marks.end)
         try:
-            if item.turns is None:
-                text = render(len(item.messages))[0]
-                rows = [ChatRow(text, [([0], len(text))], len(item.messages), False)]
-            else:
-                marks = Marks(**self._marks(False))
-                written = chat_rows(item.messages, item.turns, False, render, marks)
-                rows = [ChatRow(text, turns, messages, False) for text, turns, messages in written]
-            for row in rows:
-                if (
-                    list(render(row.messages, tokens=True))
-                    != self._inner(row.text, add_special_tokens=False)["input_ids"]
-                ):
+            messages = self._taken(item.messages)
+            rows = chat_rows(messages, item.turns, item.every_turn, render, marks, ends)
+            for count in {count for _, _, count, _ in rows}:
+                written = self._write(messages[:count], item.tools, item.options, tokenize=True)
+                if list(written) != self._inner(render(count)[0], add_special_tokens=False)["input_ids"]:
                     raise RefusalError("the tokenizer gives other tokens for this conversation than for its text.")
         except RefusalError as error:
             return UserError(f"{item.source}: {error}")
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             return UserError(f"{item.source}: the model's chat template refuses this conversation: {reason(error)}")
-        return rows
+        return [ChatRow(text, turns, messages, others, False) for text, turns, messages, others in rows]
+
+    def _write(self, messages: Messages, tools: Any, options: Mapping[str, Any], tokenize: bool = False) -> Any:
+        """Return what code of the tokenizer writes for a conversation."""
+        options = {**self.options, **options}
+        return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
+
+    def _taken(self, messages: Messages) -> Messages:
+        """Return the messages with the arguments of tool calls in the form that the tokenizer's code takes."""
+        if not calls_tools(messages):
+            return messages
+        return with_arguments(messages, argument_form(partial(self._write, tools=None, options={})))
 
 
 def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -232,8 +261,7 @@ class _Process:
     """A process that runs render_process.py."""
 
     def __init__(self) -> None:
-        # -P keeps this file's folder, whose modules have the names of others, out of the process's imports.
-        command = [sys.executable, "-P", str(Path(render_process.__file__)), *(str(limit) for limit in LIMITS)]
+        command = [sys.executable, "-P", "-c", _START, str(Path(__file__).parent), *(str(limit) for limit in LIMITS)]
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=quiet)
         assert self._child.stdin is not None

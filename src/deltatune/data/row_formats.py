@@ -11,10 +11,13 @@ from typing import Any
 
 from ..config import nearest
 from ..errors import UserError
+from ..template_options import checked_options
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
 ASSISTANT, TOOL = "assistant", "tool"
 TOOLS, SYSTEM, TOOL_CALLS = "tools", "system", "tool_calls"
+# The variables of the chat template for one row, under the name that TRL gives them.
+TEMPLATE_OPTIONS = "chat_template_kwargs"
 _ALPACA = ("instruction", "input", "output")
 # Who speaks in ShareGPT's rows, and the role that is meant.
 _SPEAKERS = {
@@ -47,6 +50,7 @@ class Conversation:
         turns: the numbers of the messages that count in the loss; None if everything counts.
         every_turn: whether these are all of the assistant's turns.
         source: where the conversation came from, for messages to the user.
+        options: variables for the chat template, beside those of the run.
     """
 
     messages: Messages
@@ -54,6 +58,7 @@ class Conversation:
     turns: list[int] | None
     every_turn: bool
     source: str
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,15 @@ def tools_of(row: Mapping[str, Any], source: str) -> list[Any] | None:
     return None if value is None else typed({TOOLS: value}, TOOLS, list, source)
 
 
+def template_options_of(row: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the variables of the chat template that a row sets, which may be JSON in a string."""
+    value = row.get(TEMPLATE_OPTIONS)
+    where = f"{source}: {TEMPLATE_OPTIONS!r}"
+    if isinstance(value, str):
+        value = _json(value, where)
+    return {} if value is None else checked_options(value, where)
+
+
 def join_text_parts(messages: Messages, source: str) -> Messages:
     """Return the messages with each content that is a list of text parts as one string."""
     joined = []
@@ -207,7 +221,7 @@ def _spoken(entries: list[Any], source: str) -> Messages:
 
 
 def _checked(message: Any, number: int, source: str) -> dict[str, Any]:
-    """Return a message after checking its role, its content and its calls of tools, whose arguments become mappings."""
+    """Return a message after checking its role, its content and its calls of tools."""
     where = f"{source}: message {number}"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f'{where}: expected {{"role": ..., "content": ...}}, got {short(message)}.')
@@ -226,18 +240,18 @@ def _checked(message: Any, number: int, source: str) -> dict[str, Any]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """Return a call of a tool in OpenAI's form, with its arguments as a mapping: templates read them by name."""
+    """Return a call of a tool in OpenAI's form. Its arguments stay as the row has them, once they are checked."""
     function = call.get("function", call) if isinstance(call, Mapping) else call
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where}: expected {{"function": {{"name": ..., "arguments": ...}}}}, got {short(call)}.')
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _json(arguments, f"{where}: 'arguments'") if arguments.strip() else {}
+    given = arguments = function.get("arguments")
+    if isinstance(given, str):
+        arguments = _json(given, f"{where}: 'arguments'") if given.strip() else {}
     if not isinstance(arguments, Mapping | None):
         raise UserError(
             f"{where}: 'arguments': expected an object, or a string that holds one, got {short(arguments)}."
         )
-    function = {**function, "arguments": arguments or {}}
+    function = {**function, "arguments": given if arguments else {}}
     return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
+from ..template_options import THINKING
 from .chat import ChatTokenizer
 from .example import Example
 from .rendering import ChatRow, Item, Rendered, Renderer
 from .roles import check_roles
-from .row_formats import ASSISTANT, Conversation, Features, Messages, PlainText, RowFormats, join_text_parts, tools_of
+from .row_formats import (
+    ASSISTANT,
+    Conversation,
+    Features,
+    Messages,
+    PlainText,
+    RowFormats,
+    join_text_parts,
+    template_options_of,
+    tools_of,
+)
 
 # The keys under which a message holds the reasoning before its answer.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -27,20 +39,31 @@ class TextEncoder:
         mask_prompt: False counts every token in the loss. None and True leave prompts out; True also refuses rows of
             plain text, which have no prompt, while None counts all of their tokens.
         last_turn: whether the last assistant turn of a conversation counts alone, rather than each.
+        template_options: variables for the chat template, which those of a row override.
 
     Attributes:
         formats: reads the rows, and counts their formats.
         unwritten: how many turns so far have reasoning that the chat template does not write.
+        prompts: how many turns so far are behind a prompt with each value of enable_thinking.
 
     Source:
         mlx_lm.tuner.datasets, which gives the same tokens for the same row.
     """
 
-    def __init__(self, tokenizer: Any, features: Features, mask_prompt: bool | None, *, last_turn: bool = False):
+    def __init__(
+        self,
+        tokenizer: Any,
+        features: Features,
+        mask_prompt: bool | None,
+        *,
+        last_turn: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+    ):
         self._tokenizer, self._mask_prompt, self._last_turn = tokenizer, mask_prompt, last_turn
         self.formats = RowFormats(features)
-        self._renderer, self._chats = Renderer(tokenizer), ChatTokenizer(tokenizer)
-        self.unwritten = 0
+        self._renderer, self._chats = Renderer(tokenizer, template_options), ChatTokenizer(tokenizer)
+        self._thinking = self._renderer.options[THINKING]
+        self.unwritten, self.prompts = 0, Counter[bool]()
 
     def __call__(self, row: Any, source: str) -> list[Example]:
         """Return the row's examples at full length; UserError, naming `source`, if it cannot be trained on."""
@@ -66,11 +89,11 @@ class TextEncoder:
         counted = [index for index in turns if _weight(messages[index], index, source)]
         if self._last_turn:
             counted = counted[-1:]
-        tools = tools_of(row, source)
+        tools, options = tools_of(row, source), template_options_of(row, source)
         check_roles(messages, self._renderer.template(tools), source)
         if self._mask_prompt is False:
-            return Conversation(messages, tools, None, False, source)
-        return Conversation(messages, tools, counted, counted == turns, source)
+            return Conversation(messages, tools, None, False, source, options)
+        return Conversation(messages, tools, counted, counted == turns, source, options)
 
     def encode_chat(self, conversation: Conversation) -> list[tuple[Example, int]]:
         """Return the examples of one conversation, each with the number of its messages."""
@@ -134,7 +157,10 @@ class TextEncoder:
     def _chat_example(self, item: Conversation, row: ChatRow, tokens: list[int], rows: int) -> Example:
         """Return the example of one of a conversation's rows."""
         source = item.source if rows == 1 else f"{item.source} (messages 1 to {row.messages})"
-        targets = self._chats.targets(row, tokens, source)
+        targets, others = self._chats.targets(row, tokens, source)
+        if item.turns is not None:
+            thinking = item.options.get(THINKING, self._thinking)
+            self.prompts += Counter({thinking: len(row.turns) - others, not thinking: others})
         return _example(tokens, targets, "no assistant turn counts", source)
 
 

@@ -38,11 +38,13 @@ class Encoded:
         rows: the examples of each row: one, or several for a conversation whose template rewrites earlier turns.
         kinds: how many rows have each format.
         unwritten: how many turns have reasoning that the chat template does not write.
+        prompts: how many turns are behind a prompt with each value of enable_thinking.
     """
 
     rows: list[list[Example]]
     kinds: Counter[str]
     unwritten: int
+    prompts: Counter[bool]
 
 
 def digest(parts: Iterable[bytes | memoryview | str]) -> str:
@@ -114,7 +116,10 @@ def read(key: str, name: str) -> Encoded | None:
         for start, end, source in zip([0, *ends[:-1]], ends, about["sources"], strict=True)
     )
     return Encoded(
-        [list(islice(examples, size)) for size in sizes.tolist()], Counter(about["kinds"]), about["unwritten"]
+        [list(islice(examples, size)) for size in sizes.tolist()],
+        Counter(about["kinds"]),
+        about["unwritten"],
+        Counter(dict(zip((True, False), about["prompts"], strict=True))),
     )
 
 
@@ -125,6 +130,7 @@ def keep(key: str, name: str, encoded: Encoded) -> None:
         "sources": [example.source.removeprefix(name) for example in examples],
         "kinds": encoded.kinds,
         "unwritten": encoded.unwritten,
+        "prompts": [encoded.prompts[True], encoded.prompts[False]],
     }
     tokens = np.concatenate([example.tokens for example in examples]) if examples else np.zeros(0, np.int32)
     targets = np.concatenate([example.targets for example in examples]) if examples else np.zeros(0, bool)

@@ -19,7 +19,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The options that say how an adapter was trained, in the order of the card.
 _OPTIONS = (
     "fine_tune_type", "num_layers", "iters", "batch_size", "grad_accumulation_steps", "learning_rate", "lr_schedule",
-    "optimizer", "max_seq_length", "mask_prompt", "pack", "seed",
+    "optimizer", "max_seq_length", "mask_prompt", "chat_template_config", "pack", "seed",
 )  # fmt: skip
 _LIBRARIES = {"peft": "peft", "mlx": "mlx", "merged": "transformers", "gguf": "gguf"}
 
@@ -64,6 +64,9 @@ def card(
     lines = ["---", yaml.safe_dump(head, sort_keys=True).strip(), "---", "", f"# {base}, fine-tuned", ""]
     lines += [f"Base model: `{base}`. Trained with deltatune on MLX; exported for {_LIBRARIES[target]}.", ""]
     lines += [note + "\n" for note in notes]
+    if asked := options.get("chat_template_config"):
+        variables = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        lines += [f"It was trained with these variables of the chat template; ask it so: `{variables}`.", ""]
     lines += _table("Training", _training(options))
     lines += _table("Data and figures", _figures(adapter_path))
     return "\n".join(lines).rstrip() + "\n"

@@ -21,6 +21,7 @@ from ..errors import UserError
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
 from ..ops.functional import is_finite
+from ..template_options import checked_options
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .new_rows import add_rows, grown_tables, parameter_name, stored_rows
@@ -217,6 +218,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(content).__name__}.")
     return content
+
+
+def template_options(directory: str | Path | None) -> dict[str, Any]:
+    """Return the variables of the chat template with which the adapter in a folder was trained; none without a folder.
+
+    Raises:
+        UserError: adapter_config.json is missing or damaged.
+    """
+    if directory is None:
+        return {}
+    options = read_config(Path(directory)).get("chat_template_config")
+    return {} if options is None else checked_options(options, f"{Path(directory) / CONFIG}: chat_template_config")
 
 
 def _pop_new_rows(tensors: dict[str, mx.array]) -> dict[str, mx.array]:

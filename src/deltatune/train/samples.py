@@ -16,7 +16,15 @@ import mlx.nn as nn
 
 from ..config import TrainConfig
 from ..data.prompts import conversation_tokens, prompt_tokens
-from ..data.row_formats import ASSISTANT, Features, Messages, RowFormats, join_text_parts, tools_of
+from ..data.row_formats import (
+    ASSISTANT,
+    Features,
+    Messages,
+    RowFormats,
+    join_text_parts,
+    template_options_of,
+    tools_of,
+)
 from ..data.sources import jsonl
 from ..errors import UserError
 from ..models.answer import answer_one
@@ -124,7 +132,8 @@ class Samples:
             return rows
         if self._plain:
             return [Prompt(entry, self._tokenizer.encode(entry))]
-        return [Prompt(entry, prompt_tokens(self._tokenizer, entry, refused=f"{_REMEDY}: {entry!r}"))]
+        options, refused = self._config.chat_template_config, f"{_REMEDY}: {entry!r}"
+        return [Prompt(entry, prompt_tokens(self._tokenizer, entry, template_options=options, refused=refused))]
 
     def _row(self, row: Any, source: str) -> Prompt:
         """Return the prompt of a row: what comes before its last answer."""
@@ -141,9 +150,12 @@ class Samples:
             return Prompt(text, self._tokenizer.encode(text))
         while messages and messages[-1]["role"] == ASSISTANT:
             messages = messages[:-1]
-        return self._conversation(join_text_parts(messages, source), tools_of(row, source), source)
+        options = {**(self._config.chat_template_config or {}), **template_options_of(row, source)}
+        return self._conversation(
+            join_text_parts(messages, source), {**options, "tools": tools_of(row, source)}, source
+        )
 
-    def _conversation(self, messages: Messages, tools: list[Any] | None, source: str) -> Prompt:
+    def _conversation(self, messages: Messages, options: dict[str, Any], source: str) -> Prompt:
         if not messages:
             raise UserError(f"{source}: no message before the answer; expected one to answer.")
         if not self._tokenizer.has_chat_template:
@@ -151,11 +163,7 @@ class Samples:
                 f"{source}: the model's tokenizer has no chat template, which a prompt or chat needs; give rows of "
                 'the form {"text": ...}.'
             )
-        options: dict[str, Any] = {} if tools is None else {"tools": tools}
-        tokens = conversation_tokens(
-            self._tokenizer, messages, f"change {source}", add_generation_prompt=True, **options
-        )
-        return Prompt(_written(messages), tokens)
+        return Prompt(_written(messages), conversation_tokens(self._tokenizer, messages, f"change {source}", options))
 
 
 def _written(messages: Messages) -> str:

@@ -117,7 +117,8 @@ def ready(
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
-    return Run(config, loaded, splits, world or World(), image)
+    asked = dataclasses.replace(config, chat_template_config=splits.template_options)
+    return Run(asked, loaded, splits, world or World(), image)
 
 
 def settled(config: TrainConfig) -> TrainConfig:

@@ -18,7 +18,7 @@ from .preference import Preference
 
 PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"
 # What a row may hold besides the answers: tools for the chat template, and images or videos.
-_BESIDE = ("tools", "images", "image", "videos", "video")
+_BESIDE = ("tools", "chat_template_kwargs", "images", "image", "videos", "video")
 _PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...} (the prompt may be left out)'
 _LABELLED = '{"prompt": ..., "completion": ..., "label": true or false}'
 

@@ -1,0 +1,188 @@
+"""Finds the rows of a conversation: the fewest texts in which each turn stands as the model generates it.
+
+render_process.py runs this file without deltatune, so it imports nothing but its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .turn_ends import TurnEnds
+
+Messages = list[dict[str, Any]]
+Render = Callable[..., tuple[str, list[list[int]]]]
+# A row: its text, the (starts, end) of each turn that counts, its number of messages, and those of the starts that are
+# behind a prompt with the other value of enable_thinking.
+Row = tuple[str, list[Any], int, list[int]]
+
+
+class RefusalError(Exception):
+    """A conversation that cannot be rendered; the message goes to the user, behind the name of the row."""
+
+
+@dataclass
+class Marks:
+    """What a template and its tokenizer are known by, as far as the rows of a conversation depend on it.
+
+    Args:
+        specials: the special tokens as they are written, of which some templates end a conversation with one.
+        ends: the tokens at which generation stops, as they are written.
+        end: the one of them that ends a text; "" if there is none.
+        added: the tokens that are cut out of a text before anything else, so that nothing merges with them.
+        blocks: whether the template marks what is generated with {% generation %} blocks.
+        thinking: the value of enable_thinking that the template is given.
+        other: what the prompt with the other value has after the prompt with this one; "" if it is the same prompt, and
+            None if it is not known yet or not so simple.
+    """
+
+    specials: Sequence[str]
+    ends: Sequence[str]
+    end: str
+    added: Sequence[str]
+    blocks: bool
+    thinking: bool
+    other: str | None = None
+
+
+def chat_rows(
+    messages: Messages, turns: list[int] | None, every_turn: bool, render: Render, marks: Marks, ends: TurnEnds
+) -> list[Row]:
+    """Render a conversation as the fewest rows in which each turn stands as it is generated.
+
+    The first row is the whole conversation. A turn counts there if the row begins with the turn's prompt, followed by
+    the turn as the template writes it when it is the last one. Templates that drop earlier reasoning write some turns
+    differently once others follow. The last of these gets a row that ends with it, in which more of them may count;
+    and so on. Kimi K2 Thinking's writes even the messages before an answer differently once the answer is there; that
+    answer is put behind its prompt.
+
+    Args:
+        messages: the conversation.
+        turns: the numbers of the messages that count in the loss; None if the whole text counts.
+        every_turn: whether these are all of the assistant's turns, so that {% generation %} blocks may choose instead.
+        render: renders the first messages; returns the text and the spans of the {% generation %} blocks.
+        marks: what is known of the template.
+        ends: what ends a turn.
+
+    Returns:
+        The rows. Of several starts of a turn, the first whose tokens fit is meant.
+
+    Raises:
+        RefusalError: an answer does not begin with its prompt.
+    """
+    count = len(messages)
+    text, generated = render(count)
+    if not text:
+        return [(text, [], count, [])]
+    if turns is None:
+        text = ends.closed(text, messages[-1])
+        return [(text, [([0], len(text))], count, [])]
+    if marks.blocks and every_turn:
+        behind_other = {_starts(text, turn, render, marks)[1] for turn in turns if turn}
+        text = ends.closed(text, messages[-1])
+        spans = [([start], ends.within(text, end)) for start, end in generated]
+        return [(text, spans, count, [start for start, _ in generated if start in behind_other])]
+    rows: list[Row] = []
+    # Without a turn that counts, the row is returned all the same: its source is named in a message.
+    while turns or not rows:
+        others: list[int] = []
+        if turns and count == turns[-1] + 1:
+            text = ends.closed(text, messages[turns[-1]])
+            if not _starts(text, turns[-1], render, marks)[0]:
+                text = _behind_its_prompt(text, turns[-1], render, marks)
+        found = {turn: _span(text, (count, others), turn, render, marks, ends) for turn in turns}
+        counted = [(turn, span) for turn, span in found.items() if span is not None]
+        if counted or not turns:
+            rows.append((text, [span for _, span in counted], count, others))
+        turns = [turn for turn in turns if found[turn] is None]
+        if turns:
+            count = turns[-1] + 1
+            text = render(count)[0]
+    return rows[::-1]
+
+
+def _span(
+    text: str, row: tuple[int, list[int]], turn: int, render: Render, marks: Marks, ends: TurnEnds
+) -> tuple[list[int], int] | None:
+    """Return where a turn starts and ends in a row, of so many messages; None if it is written otherwise there.
+
+    The start behind a prompt with the other value of enable_thinking goes to the list in `row`, too.
+    """
+    count, others = row
+    starts, other = _starts(text, turn, render, marks)
+    if not starts:
+        return None
+    end = len(text)
+    if count > turn + 1:
+        own = _end(text, render(turn + 1)[0], marks)
+        if own is None or own <= starts[0]:
+            return None
+        end = ends.within(text, own)
+    others += [] if other is None else [other]
+    return starts, end
+
+
+def _starts(text: str, turn: int, render: Render, marks: Marks) -> tuple[list[int], int | None]:
+    """Return where a turn may start in a text, and which of that is behind the other prompt, if one is."""
+    if turn == 0:
+        raise RefusalError(
+            "message 1: the conversation begins with an assistant turn, so there is no prompt to leave out; put a user "
+            'message before it, or "weight": 0 on it to leave it out of the loss.'
+        )
+    prompt = render(turn, prompt=True)[0]
+    starts = [len(prompt)] if text.startswith(prompt) else []
+    if not starts or _may_merge(text, len(prompt), marks):
+        other = render(turn, prompt=True, thinking=not marks.thinking)[0]
+        marks.other = other[len(prompt) :] if other.startswith(prompt) else None
+        if other != prompt and text.startswith(other):
+            return [*starts, len(other)], len(other)
+    return starts, None
+
+
+def _may_merge(text: str, start: int, marks: Marks) -> bool:
+    """Whether the answer's first token could merge with its prompt, so that the other prompt is meant."""
+    if marks.other == "" or text.startswith(tuple(marks.added), start):
+        return False
+    return marks.other is None or text.startswith(marks.other, start)
+
+
+def _end(text: str, alone: str, marks: Marks) -> int | None:
+    """Return where a turn ends in a row that goes on; None if the row does not begin with the turn as it is `alone`.
+
+    A special token that ends a conversation is missing after a turn within it, or another end token stands there.
+    """
+    kept = alone
+    while not text.startswith(kept):
+        closing = next((token for token in marks.specials if token and kept.endswith(token)), None)
+        if closing is None:
+            return None
+        kept = kept[: -len(closing)]
+    if kept == alone or kept.rstrip().endswith(tuple(marks.specials)):
+        return len(kept)
+    other = next((token for token in marks.ends if text.startswith(token, len(kept))), None)
+    return None if other is None else len(kept) + len(other)
+
+
+def _behind_its_prompt(text: str, turn: int, render: Render, marks: Marks) -> str:
+    """Return the prompt of a turn, followed by the turn as it ends `text`; RefusalError if it is not found there."""
+    before = render(turn)[0]
+    for thinking in (None, not marks.thinking):
+        prompt = render(turn, prompt=True, thinking=thinking)[0]
+        opening = prompt.removeprefix(before)
+        if opening != prompt and opening and opening in text:
+            return prompt + text[text.rindex(opening) + len(opening) :]
+    raise RefusalError(_not_a_prompt(turn, render(turn, prompt=True)[0], text))
+
+
+def _not_a_prompt(turn: int, prompt: str, text: str) -> str:
+    """Return the message for an answer that does not begin with its prompt, not even where it is the last message."""
+    different = (index for index, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1])
+    at = next(different, min(len(prompt), len(text)))
+    before, after = (whole[max(at - 20, 0) : at + 20] for whole in (prompt, text))
+    return (
+        f"message {turn + 1}: the chat template writes the conversation before this answer differently from the prompt "
+        f"that the answer is generated from ({before!r} became {after!r}), so it would be trained on in a context that "
+        'the model never meets. Put "weight": 0 on this message to leave it out of the loss, or use --no-mask-prompt '
+        "to train on every token."
+    )

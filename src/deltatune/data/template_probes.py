@@ -1,0 +1,120 @@
+"""Asks a chat template what it does with short conversations: which form of arguments it takes, what ends an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jinja2
+
+Messages = list[dict[str, Any]]
+Write = Callable[[Messages], str]
+
+# How a template wants the arguments of a tool call: as a mapping, as JSON in a text, or as the row has them.
+MAPPING, TEXT, GIVEN = "mapping", "text", "given"
+_ARGUMENTS = {"key": "value"}
+# Texts that no template writes by itself.
+_QUESTION, _ANSWER, _NEXT = "deltatune asks", "deltatune answers", "deltatune goes on"
+# Mistral's templates want nine letters or digits.
+_ID = "call00000"
+_REFUSED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, jinja2.TemplateError)
+
+
+def argument_form(write: Write) -> str:
+    """Return the form in which a template takes the arguments of tool calls: MAPPING, TEXT or GIVEN.
+
+    A template that joins texts refuses a mapping, or writes it as Python does. One that reads arguments by name refuses
+    a text, or writes it as a text within JSON. One that takes both alike gets what the row has, as from mlx_lm.lora.
+
+    Args:
+        write: renders messages; it may raise what templates raise.
+    """
+    as_mapping, as_text = (_tried(write, _asked(_call(form))) for form in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
+    if as_text is not None and (as_mapping is None or str(_ARGUMENTS) in as_mapping):
+        return TEXT
+    return GIVEN if as_mapping is not None and as_mapping == as_text else MAPPING
+
+
+def with_arguments(messages: Messages, form: str) -> Messages:
+    """Return the messages with the arguments of every tool call in this form."""
+    if form == GIVEN:
+        return messages
+    return [
+        {**message, "tool_calls": [_converted(call, form) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def calls_tools(messages: Messages) -> bool:
+    """Return whether a message calls a tool."""
+    return any(message.get("tool_calls") for message in messages)
+
+
+def behind_an_answer(write: Write, *, tools: bool) -> str | None:
+    """Return what a template writes between an answer and the next message; None if it refuses to.
+
+    Args:
+        write: renders messages; it may raise what templates raise.
+        tools: whether the answer calls a tool, whose result is then the next message. What the template writes for the
+            call is part of what is returned.
+    """
+    follows = {"role": "tool", "tool_call_id": _ID, "name": "name"} if tools else {"role": "user"}
+    text = _tried(write, [*_answered(write, tools), {**follows, "content": _NEXT}])
+    return None if text is None else _between(text, _ANSWER, _NEXT)
+
+
+def behind_the_last_answer(write: Write, *, tools: bool) -> str | None:
+    """Return what a template writes behind an answer that ends a conversation, as behind_an_answer does."""
+    text = _tried(write, _answered(write, tools))
+    return None if text is None or _ANSWER not in text else text[text.rindex(_ANSWER) + len(_ANSWER) :]
+
+
+def first_of(tokens: Sequence[str], text: str) -> str | None:
+    """Return the one of these tokens that stands first in a text; None if none does."""
+    found = [(text.index(token), -len(token), token) for token in tokens if token and token in text]
+    return min(found)[2] if found else None
+
+
+def _answered(write: Write, tools: bool) -> Messages:
+    """Return a question and its answer, which calls a tool where it is to."""
+    if not tools:
+        return _asked({"role": "assistant", "content": _ANSWER})
+    return with_arguments(_asked(_call(_ARGUMENTS)), argument_form(write))
+
+
+def _asked(answer: dict[str, Any]) -> Messages:
+    return [{"role": "user", "content": _QUESTION}, answer]
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    """Return an answer that calls a tool."""
+    function = {"name": "name", "arguments": arguments}
+    calls = [{"id": _ID, "type": "function", "function": function}]
+    return {"role": "assistant", "content": _ANSWER, "tool_calls": calls}
+
+
+def _converted(call: dict[str, Any], form: str) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if form == MAPPING and isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    elif form == TEXT and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tried(write: Write, messages: Messages) -> str | None:
+    """Return what a template writes, or None if it refuses these messages."""
+    try:
+        return write(messages)
+    except _REFUSED:
+        return None
+
+
+def _between(text: str, first: str, last: str) -> str | None:
+    """Return what stands between two texts; None where the template leaves one of them out."""
+    start, end = text.rfind(first), text.rfind(last)
+    return text[start + len(first) : end] if 0 <= start < end else None
