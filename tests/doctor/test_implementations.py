@@ -20,7 +20,7 @@ def test_chunk_is_right_here():
     (finding,) = implementations.findings()
     assert (finding.implementation, finding.status, finding.wrong) == ("chunk", "right", False)
     assert finding.shape == "float32, 1/2 heads of 8 x 8"
-    assert set(finding.errors) == set(machine_trial.NAMES)
+    assert set(machine_trial.NAMES) < set(finding.errors)
     assert 0 < max(finding.errors.values()) <= finding.bound == 2e-6
 
 

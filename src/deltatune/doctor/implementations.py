@@ -53,7 +53,8 @@ class Finding:
         status: `right`, `TF32`, `wrong`, `refused` or `not covered`.
         detail: Why it has this status.
         errors: The largest error of each result, relative to the largest element.
-        bound: The largest error allowed.
+        worst: The name of the result whose error is the largest part of what it may be.
+        bound: The largest error allowed for that result.
     """
 
     implementation: str
@@ -61,6 +62,7 @@ class Finding:
     status: str
     detail: str
     errors: dict[str, float] = field(default_factory=dict)
+    worst: str | None = None
     bound: float | None = None
 
     @property
@@ -155,7 +157,9 @@ def _checked(name: str, candidate: Candidate, forced: bool) -> Finding:
 
 
 def _finding(found: Verdict, status: str) -> Finding:
-    return Finding(found.implementation, found.shape, status, str(found), found.errors, found.bound)
+    worst = found.worst if found.errors else None
+    bound = found.bound if worst is None else found.bound_of(worst)
+    return Finding(found.implementation, found.shape, status, str(found), found.errors, worst, bound)
 
 
 def _call(shape: ShapeClass) -> Call:

@@ -132,7 +132,7 @@ def _marked(lines: Iterable[Line]) -> Table:
 def _finding(finding: Finding) -> Line:
     what = f"{finding.implementation}: {finding.shape}"
     if finding.status == "right":
-        worst = max(finding.errors.values(), default=0.0)
+        worst = finding.errors[finding.worst] if finding.worst else 0.0
         return finding.status, what, f"{worst:.0e} of {finding.bound:.0e}"
     return finding.status, what, finding.detail
 

@@ -37,6 +37,7 @@ class Verdict:
         errors: By name of an output or gradient, its largest error relative to the reference's largest element.
         problem: The message of the error that stopped the check, if one did.
         reference: The name of the implementation that it was compared with.
+        bounds: By name of a result, the largest error that is allowed where it is not `bound`.
     """
 
     implementation: str
@@ -45,17 +46,28 @@ class Verdict:
     errors: dict[str, float] = field(default_factory=dict)
     problem: str | None = None
     reference: str = "chunk"
+    bounds: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
-        return self.problem is None and bool(self.errors) and all(x <= self.bound for x in self.errors.values())
+        within = (error <= self.bound_of(name) for name, error in self.errors.items())
+        return self.problem is None and bool(self.errors) and all(within)
+
+    @property
+    def worst(self) -> str:
+        """The name of the result whose error is the largest part of what it may be."""
+        return max(self.errors, key=lambda name: self.errors[name] / self.bound_of(name))
+
+    def bound_of(self, name: str) -> float:
+        """Return the largest error that is allowed for the result `name`."""
+        return self.bounds.get(name, self.bound)
 
     def __str__(self) -> str:
         if self.problem is not None:
             return f"{self.implementation} ({self.shape}) does not run: {self.problem}"
-        worst = max(self.errors, key=lambda name: self.errors[name])
+        worst = self.worst
         relation = "agrees with" if self.passed else "differs from"
-        by = f"{worst} by {self.errors[worst]:.1e} of the largest, {self.bound:.1e} allowed"
+        by = f"{worst} by {self.errors[worst]:.1e} of the largest, {self.bound_of(worst):.1e} allowed"
         return f"{self.implementation} ({self.shape}) {relation} {self.reference}: {by}"
 
 

@@ -98,7 +98,7 @@ def test_heads_beyond_those_of_the_reference_are_compared_too():
     for change in (last, lambda y: mx.roll(y, 2, axis=2), lambda y: y[:, :, ::-1], lambda y: y[::-1]):
         outcome = verdict_with_many_heads(change)
         assert not outcome.passed
-        assert outcome.errors["y"] > 0.01
+        assert max(outcome.errors["y"], outcome.errors["y of slow gates"]) > 0.01
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])

@@ -21,8 +21,8 @@ from ..trial import ROUNDING, relative_error
 from ..verdicts import Verdict
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
-from .tolerances import EASY, fused_bound
-from .trial_gates import SLOW_TOKENS, draw_log_gates, draw_segments, largest_over_rows
+from .tolerances import EASY, SLOW, fused_bound
+from .trial_gates import SLOW_TOKENS, draw_log_gates, draw_segments, errors_by_gates, slow_name
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,9 @@ def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurr
     started = time.perf_counter()
     case = _case(shape)
     reference = gated_delta_naive if by_recurrence else gated_delta_chunk
-    bound = EASY + ROUNDING[shape.dtype] if by_recurrence else fused_bound(EASY, shape.dtype)
-    blank = Verdict(name, str(shape), bound, reference="naive" if by_recurrence else "chunk")
+    bound, slow = (x + ROUNDING[shape.dtype] if by_recurrence else fused_bound(x, shape.dtype) for x in (EASY, SLOW))
+    of_slow_gates = {slow_name(result): slow for result in NAMES}
+    blank = Verdict(name, str(shape), bound, reference="naive" if by_recurrence else "chunk", bounds=of_slow_gates)
     # On the CPU, because a GPU may multiply fp32 matrices in TF32.
     with mx.stream(mx.cpu):
         reference_results = _differentiate(reference, case.reference_primals, case.constants, case.reference_cotangents)
@@ -109,8 +110,10 @@ def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurr
     logger.info(
         "gated_delta: %s was checked in %.1f s, of which the reference took %.1f", name, seconds, reference_seconds
     )
-    pairs = zip(NAMES, results, expected, strict=True)
-    return replace(blank, errors={name: largest_over_rows(relative_error, *both) for name, *both in pairs})
+    errors: dict[str, float] = {}
+    for result, found, exact in zip(NAMES, results, expected, strict=True):
+        errors |= errors_by_gates(result, relative_error, found, exact)
+    return replace(blank, errors=errors)
 
 
 def build(function: Implementation, shape: ShapeClass) -> None:

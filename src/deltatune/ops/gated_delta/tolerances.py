@@ -10,6 +10,9 @@ from ..trial import ROUNDING
 # fp32 against float64, for usual inputs, for one repeated key, and for beta near 2 with gates of 1, where errors grow.
 EASY, REPEATED_KEY, OVERSHOOTING = 2e-6, 2e-5, 5e-5
 
+# A row of slow gates forgets nothing, so the errors of all its tokens add up: one rounding of fp32 for each of 512.
+SLOW = 512 * 2.0**-24
+
 # All arithmetic is fp32, so half precision adds only the rounding of the result. For bf16 inputs the fused kernels also
 # save states and their gradients in bf16, which is one more rounding.
 STATE_ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 0.0}

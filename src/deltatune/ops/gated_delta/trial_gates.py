@@ -32,10 +32,19 @@ def draw_segments(draw: np.random.Generator, batch: int, length: int) -> np.ndar
     return np.cumsum(starts, axis=1).astype(np.int32)
 
 
-def largest_over_rows(
-    error: Callable[[np.ndarray, np.ndarray], float], found: np.ndarray, expected: np.ndarray
-) -> float:
-    """Return the largest of `error(found, expected)` over the rows: the large results of slow gates hide no others."""
+def errors_by_gates(
+    name: str, error: Callable[[np.ndarray, np.ndarray], float], found: np.ndarray, expected: np.ndarray
+) -> dict[str, float]:
+    """Return the largest `error` of a result over the rows of usual gates, and its error in the row of slow gates.
+
+    Each row is compared by itself: the large results of slow gates would hide errors of the others.
+    """
     if found.shape != expected.shape:
-        return float("inf")
-    return max(error(one, other) for one, other in zip(found, expected, strict=True))
+        return {name: float("inf")}
+    *usual, slow = (error(one, other) for one, other in zip(found, expected, strict=True))
+    return {name: max(usual, default=0.0), slow_name(name): slow}
+
+
+def slow_name(name: str) -> str:
+    """Return the name of a result in the row of slow gates."""
+    return f"{name} of slow gates"
