@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deltatune.cli import parser
-from deltatune.commands.flags import option_fields
+from deltatune.commands.flags import flag_name, option_fields
 from deltatune.config import LoraConfig
 
 MARKER = re.compile(r"^<!-- made here: (\w+) -->$", re.MULTILINE)
@@ -24,7 +24,8 @@ def options() -> str:
     groups: dict[str, list[str]] = {}
     adapters = {field.name for field in dataclasses.fields(LoraConfig)}
     for field in option_fields():
-        about = field.metadata["help"] + ("" if field.metadata["flag"] else ". YAML only")
+        flag = field.metadata["flag"]
+        about = field.metadata["help"] + ("" if flag is True else f". The flag is `{flag}`" if flag else ". YAML only")
         about += ". In YAML under `lora_parameters`" if field.name in adapters else ""
         row = f"| `{field.name}` | {_default(field)} | {_values(field)} | {_cell(about)}. |"
         groups.setdefault(field.metadata["group"], []).append(row)
@@ -88,9 +89,9 @@ def _flag(action: argparse.Action) -> str | None:
 
 
 def _is_option(row: str) -> bool:
-    names = {field.name for field in option_fields()}
+    names = {flag_name(field.name, field.metadata) for field in option_fields()}
     found = re.search(r"`--(?:no-)?([\w-]+)`", row)
-    return found is not None and found[1].replace("-", "_") in names
+    return found is not None and f"--{found[1]}" in names
 
 
 def _cell(text: str) -> str:

@@ -11,6 +11,8 @@ import pytest
 from deltatune import cli
 from deltatune.commands import flags, train
 from deltatune.config import TrainConfig
+from deltatune.errors import UserError
+from deltatune.train.setup import ready
 
 PAIR = {"prompt": "the quick brown fox", "completion": "jumps over"}
 
@@ -46,14 +48,15 @@ def test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning():
             assert getattr(ours, name) == value, name
 
 
-def test_defaults_are_those_of_mlx_lm_lora_but_for_four():
+def test_defaults_are_those_of_mlx_lm_lora_but_for_seven():
     from mlx_lm.lora import CONFIG_DEFAULTS
 
     ours = dataclasses.asdict(config())
     differ = {name for name, value in CONFIG_DEFAULTS.items() if name != "config" and ours[name] != value}
     # `train` is implied by the command, mask_prompt is on for rows with a prompt, optimizer_config lists no optimizers,
-    # and clear_cache_threshold depends on the device.
-    assert differ == {"train", "mask_prompt", "optimizer_config", "lora_parameters", "clear_cache_threshold"}
+    # clear_cache_threshold depends on the device, and no model and no data are chosen for the user.
+    others = {"train", "mask_prompt", "optimizer_config", "lora_parameters", "clear_cache_threshold"}
+    assert differ == others | {"model", "data"}
     assert CONFIG_DEFAULTS["lora_parameters"].items() <= ours["lora_parameters"].items()
 
 
@@ -100,6 +103,27 @@ def test_sizes(text, size):
     [
         (["train", "--itres", "3"], r"deltatune train: unknown option --itres \(did you mean '--iters'\?\)"),
         (["train", "--iter", "3"], r"did you mean '--iters'"),
+        (
+            ["train", "--iter", "3", "--bach-size", "2"],
+            r"--iter \(did you .*, unknown option --bach-size",
+        ),
+        (
+            ["train"],
+            r"^deltatune: --model and --data are missing .* deltatune train --model Qwen/Qwen3.5-0.8B --data m",
+        ),
+        (
+            ["train", "--data", "d"],
+            r"^deltatune: --model is missing \(in the YAML file: model\); for example: delt",
+        ),
+        (
+            ["plan", "--model", "m"],
+            r"^deltatune: --data is missing .*; for example: deltatune plan .*train.jsonl",
+        ),
+        (
+            ["eval", "--model", "m"],
+            r"^deltatune: --data is missing .*; for example: deltatune eval .*test.jsonl",
+        ),
+        (["eval", "--tasks", "x"], r"^deltatune: --model is missing"),
         (["train", "--dtype", "bf16"], r"unknown option --dtype\n"),
         (
             ["generate", "--model", "m", "-p", "x", "--verbose", "maybe"],
@@ -126,7 +150,7 @@ def test_sizes(text, size):
         (["generate", "--model", "m", "-p", "x", "--extra-eos-token", ""], "argument --extra-eos-token: expected text"),
         (["train", "-c", ""], "argument -c/--config: expected text"),
         (["train", "-c", "/none.yaml"], "config /none.yaml: cannot be read"),
-        (["train", "--model", "/no/such"], "/no/such"),
+        (["train", "--model", "/no/such", "--data", "/none"], "/no/such"),
         (["generate", "--model", "/no/such", "--prompt", "x"], "/no/such"),
         (["merge", "--model", "/no/such"], "/no/such"),
     ],
@@ -153,7 +177,9 @@ def test_help_is_grouped_and_complete(run):
     for title in ("model:", "data:", "what trains:", "optimizer:", "run and evaluation:", "saving and reporting:"):
         assert f"\n{title}\n" in out
     for field in dataclasses.fields(TrainConfig):
-        assert (f"--{field.name.replace('_', '-')}" in out) == field.metadata["flag"]
+        flag = field.metadata["flag"]
+        assert (f"--{field.name.replace('_', '-')}" in out) == (flag is True)
+        assert not isinstance(flag, str) or f" {flag} TEXT" in out
     words = " ".join(out.split())
     assert "make one optimizer step (default: 1)" in words
     assert "order of the data (default: 0)" in words
@@ -270,3 +296,34 @@ def test_the_console_script_and_the_module_are_the_same(tmp_path):
         done = subprocess.run([*command, "train", "-c", "/none"], capture_output=True, text=True, env=environment)
         assert done.returncode == 2
         assert done.stderr.startswith("deltatune: config /none: cannot be read")
+
+
+@pytest.mark.bad_input("a YAML file with several mistakes")
+def test_all_mistakes_of_a_yaml_file_are_told_at_once(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("itres: 3\nbatch_size: 0\nlora_parameters: {rnak: 2, scale: -1}\nbatchsize: null\n")
+    code, out, err = run("train", "-c", file)
+    assert (code, out) == (2, "")
+    for mistake in (
+        f"{file}: unknown key 'itres' (did you mean 'iters'?).",
+        f"{file}: batch_size: expected a whole number of 1 or more, got 0.",
+        f"{file}: lora_parameters: unknown key 'rnak' (did you mean 'rank'?).",
+        f"{file}: lora_parameters: scale: expected a number above 0, got -1.",
+        f"{file}: unknown key 'batchsize' (did you mean 'batch_size'?).",
+    ):
+        assert mistake in err
+    assert len(err.splitlines()) == 5
+
+
+def test_a_data_flag_overrides_the_data_set_of_the_yaml_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("hf_dataset: {path: somewhere/else}\n")
+    assert config("-c", file, "--data", "my-data").hf_dataset is None
+    assert config("-c", file).hf_dataset == {"path": "somewhere/else"}
+
+
+def test_nothing_is_chosen_for_a_program_that_names_no_model_or_data(checkpoint):
+    with pytest.raises(UserError, match=r"^model: expected the folder of a model, .*; got none\.$"):
+        ready(TrainConfig(data="x"))
+    with pytest.raises(UserError, match=r"^data: expected a folder with train.jsonl, .*; got none\.$"):
+        ready(TrainConfig(model=str(checkpoint)))

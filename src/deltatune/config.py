@@ -42,13 +42,15 @@ class TrainConfig(LossOptions, SampleOptions, StreamOptions, TemplateOptions):
         UserError: a value is not one that the option may have, or two options contradict each other.
     """
 
-    model: str = field(
-        default="Qwen/Qwen3-0.6b", metadata=_about(_MODEL, "folder of the model, or its name on the Hugging Face hub")
+    model: str | None = field(
+        default=None, metadata=_about(_MODEL, "folder of the model, or its name on the Hugging Face hub; required")
     )
-    data: str = field(
-        default="mlx-community/WikiSQL",
+    data: str | None = field(
+        default=None,
         metadata=_about(
-            _DATA, "folder that holds train.jsonl, valid.jsonl and test.jsonl, or the name of a Hugging Face data set"
+            _DATA,
+            "folder that holds train.jsonl, valid.jsonl and test.jsonl, or the name of a Hugging Face data set; "
+            "required without hf_dataset",
         ),
     )
     hf_dataset: Any = field(
@@ -325,16 +327,28 @@ class TrainConfig(LossOptions, SampleOptions, StreamOptions, TemplateOptions):
         default=False, metadata=_about(_MODEL, "allow code that comes with the model or its tokenizer to run")
     )
     prompt_feature: str | None = field(
-        default=None, metadata=_about(_DATA, "key that holds the prompt of a row; default: prompt", flag=False)
+        default=None,
+        metadata=_about(
+            _DATA, "key, or column, that holds the prompt of a row; default: prompt", flag="--prompt-column"
+        ),
     )
     text_feature: str | None = field(
-        default=None, metadata=_about(_DATA, "key that holds the plain text of a row; default: text", flag=False)
+        default=None,
+        metadata=_about(
+            _DATA, "key, or column, that holds the plain text of a row; default: text", flag="--text-column"
+        ),
     )
     completion_feature: str | None = field(
-        default=None, metadata=_about(_DATA, "key that holds the completion of a row; default: completion", flag=False)
+        default=None,
+        metadata=_about(
+            _DATA, "key, or column, that holds the completion of a row; default: completion", flag="--completion-column"
+        ),
     )
     chat_feature: str | None = field(
-        default=None, metadata=_about(_DATA, "key that holds the messages of a chat; default: messages", flag=False)
+        default=None,
+        metadata=_about(
+            _DATA, "key, or column, that holds the messages of a chat; default: messages", flag="--chat-column"
+        ),
     )
 
     def __post_init__(self) -> None:

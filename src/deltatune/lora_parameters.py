@@ -41,8 +41,8 @@ class LoraConfig:
         default=None,
         metadata=about(
             _GROUP,
-            "patterns (fnmatch) of the modules to adapt, by full path or path in a layer; default: every linear, "
-            "expert and embedding module of the chosen layers",
+            "patterns (fnmatch) of the modules to adapt, by full path, path in a layer or name; default: every "
+            "linear, expert and embedding module of the chosen layers",
             flag=False,
         ),
     )

@@ -6,6 +6,7 @@ YAML. Both refuse a value in one message that names the option, what was expecte
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -14,7 +15,7 @@ import os
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,7 @@ def about(
     group: str,
     text: str,
     *,
-    flag: bool = True,
+    flag: bool | str = True,
     choices: tuple[str, ...] = (),
     words: tuple[str, ...] = (),
     range: Range | None = None,
@@ -103,7 +104,7 @@ def about(
     Args:
         group: the group in which the option is listed.
         text: the option's help text.
-        flag: whether the option is a command-line flag.
+        flag: whether the option is a command-line flag, or the flag where its name differs from the option's.
         choices: the texts that the option may be; any where there are none.
         words: the words that the option may hold, separated by commas.
         range: the numbers that the option may be; a test asks every number for one.
@@ -154,19 +155,30 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
 
 
 def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
-    """Check a mapping as `build` does, without making the dataclass."""
-    check_names(cls, values, where)
+    """Check a mapping as `build` does, without making the dataclass. One message names all that is wrong in it."""
     fields = fields_of(cls)
+    found = unknown_names(values, list(fields), where)
     for name, value in values.items():
-        checked(value, *fields[name], f"{where}: {name}" if where else name)
+        if name in fields:
+            with _kept_in(found):
+                checked(value, *fields[name], f"{where}: {name}" if where else name)
+    if found:
+        raise UserError("\n".join(found))
 
 
-def check_names(cls: type, names: Iterable[Any], where: str) -> None:
-    """Raise UserError for a name that is no field of the dataclass, with the nearest one that is."""
-    known = list(fields_of(cls))
-    for name in names:
-        if name not in known:
-            raise UserError(f"{where}{': ' if where else ''}unknown key {short(name)}{nearest(str(name), known)}.")
+def unknown_names(names: Iterable[Any], known: list[str], where: str) -> list[str]:
+    """Return a message for each name that is not known, with the nearest one that is."""
+    before = f"{where}: " if where else ""
+    return [f"{before}unknown key {short(name)}{nearest(str(name), known)}." for name in names if name not in known]
+
+
+@contextlib.contextmanager
+def _kept_in(messages: list[str]) -> Iterator[None]:
+    """Keep the message of a UserError that the block raises."""
+    try:
+        yield
+    except UserError as error:
+        messages.append(str(error))
 
 
 def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> Any:

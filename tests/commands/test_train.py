@@ -128,7 +128,7 @@ def test_what_says_two_things_is_refused(run, tmp_path, what, file, flags, messa
     ],
 )
 def test_settings_of_the_optimizer_are_refused_before_the_model_is_looked_for(run, tmp_path, what, file):
-    (tmp_path / "c.yaml").write_text(f"model: /none\n{file}\n")
+    (tmp_path / "c.yaml").write_text(f"model: /none\ndata: /none\n{file}\n")
     code, _, err = run("train", "-c", tmp_path / "c.yaml")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(("deltatune: optimizer", "deltatune: lr_schedule"))

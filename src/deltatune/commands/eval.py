@@ -10,12 +10,13 @@ from ..config import TrainConfig
 from ..errors import UserError, first_line
 from ..machine import startup
 from ..values import Range, fix
-from .flags import add_adapter, add_options, config_from, given
+from .flags import add_adapter, add_options, config_from, given, require
 
 # The options of a run that say what its loss on the test set is.
 OPTIONS = (
     "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns",
     "chat_template_config", "pack", "seed", "min_pixels", "max_pixels", "fps", "video_max_frames",
+    "prompt_feature", "completion_feature", "chat_feature", "text_feature",
     "trust_remote_code",
 )  # fmt: skip
 
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     adapter = arguments.adapter_path
     arguments.adapter_path = None
     tasks, config = TaskOptions(**given(TaskOptions, arguments)), config_from(arguments)
+    require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:
         evaluate_tasks(config, tasks, adapter)
         return 0

@@ -6,14 +6,14 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 from ..config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
 from ..errors import UserError
 from ..template_options import parsed_options
-from ..values import build, check_names, check_values, checked, fields_of
+from ..values import build, check_values, checked, fields_of
 
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
@@ -48,10 +48,11 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, _text)
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (\S+)", message)
-        if unknown and unknown[1].startswith("-"):
+        unknown = re.match(r"unrecognized arguments: (-.*)", message, re.DOTALL)
+        if unknown:
             known = [string for action in self._actions for string in action.option_strings]
-            message = f"unknown option {unknown[1]}{nearest(unknown[1].split('=')[0], known)}"
+            flags = [word for word in unknown[1].split() if word.startswith("-")]
+            message = ", ".join(f"unknown option {flag}{nearest(flag.split('=')[0], known)}" for flag in flags)
         command = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if command:
             known = [word.strip(" '") for word in command[2].split(",")]
@@ -79,9 +80,15 @@ def size(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a size such as 4GB or 500MB, got {text!r}")
 
 
+def flag_name(option: str, metadata: Mapping[str, Any]) -> str:
+    """Return the flag of an option with this metadata."""
+    flag = metadata.get("flag")
+    return flag if isinstance(flag, str) else "--" + option.replace("_", "-")
+
+
 def _add_option(group: Any, field: dataclasses.Field) -> None:
     """Add the flag of one option. Its default is None, so that the YAML file decides where it is not given."""
-    name = "--" + field.name.replace("_", "-")
+    name = flag_name(field.name, field.metadata)
     default = field.default
     has_default = not (default is None or default is dataclasses.MISSING or isinstance(default, bool))
     default_text = f" (default: {default})" if has_default else ""
@@ -102,7 +109,8 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
         several = "+" if kind.startswith("list") else None
         metavars = {int: "N", float: "X", size: "SIZE", _template_variables: "JSON"}
         metavar = None if choices else metavars.get(convert, "TEXT")
-        group.add_argument(name, type=convert, nargs=several, default=None, choices=choices, metavar=metavar, help=text)
+        more = {"dest": field.name, "choices": choices, "metavar": metavar, "help": text}
+        group.add_argument(name, type=convert, nargs=several, default=None, **more)
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
@@ -152,13 +160,15 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     """
     file = getattr(arguments, "config", None)
     values = {} if file is None else read_yaml(file)
-    check_names(TrainConfig, values, str(file))
+    known = fields_of(TrainConfig)
     # The example file of mlx_lm.lora writes null for an option that keeps its default.
-    values = {name: value for name, value in values.items() if value is not None}
+    values = {name: value for name, value in values.items() if value is not None or name not in known}
     check_values(TrainConfig, values, str(file))
     lora = values.pop("lora_parameters", {})
     flags, lora_flags = given(TrainConfig, arguments), given(LoraConfig, arguments)
     _choose("iters", "epochs", values, flags, str(file))
+    if "data" in flags:
+        values.pop("hf_dataset", None)
     _choose("scale", "alpha", lora, lora_flags, f"{file}: lora_parameters")
     # Where nobody chose a type, the default gives way to from_scratch; a choice that it excludes is a mistake.
     chosen = values | flags
@@ -167,12 +177,25 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     return build(TrainConfig, chosen | {"lora_parameters": lora | lora_flags}, "")
 
 
+def require(config: TrainConfig, command: str, *names: str) -> None:
+    """Raise UserError, with an example, unless the options named are given; hf_dataset stands for data, too."""
+    missing = [name for name in names if vars(config)[name] is None and not (name == "data" and config.hf_dataset)]
+    if missing:
+        flags = " and ".join(f"--{name}" for name in missing)
+        keys = " and ".join(missing)
+        raise UserError(
+            f"{flags} {'is' if len(missing) == 1 else 'are'} missing (in the YAML file: {keys}); for example: "
+            f"deltatune {command} --model Qwen/Qwen3.5-0.8B --data my-data, where the folder my-data holds "
+            f"{'test' if command == 'eval' else 'train'}.jsonl."
+        )
+
+
 def given(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that are fields of the dataclass; UserError, by the flag's name, for a value it may not have."""
     fields = fields_of(cls)
     found = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
     for name, value in found.items():
-        checked(value, *fields[name], f"--{name.replace('_', '-')}")
+        checked(value, *fields[name], flag_name(name, fields[name][1]))
     return found
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..machine import startup
-from .flags import add_options, config_from
+from .flags import add_options, config_from, require
 
 
 def add(commands: Any) -> None:
@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of a run, each part once it is known. The exit code is 0 if the run fits, and 1 if not."""
     config = config_from(arguments)
+    require(config, "plan", "model", "data")
     if not config.trust_remote_code:
         startup.leave_torch_out()
     from ..plan.fit import examine

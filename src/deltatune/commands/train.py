@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import TrainConfig
 from ..machine import startup
-from .flags import add_options, config_from
+from .flags import add_options, config_from, require
 
 if TYPE_CHECKING:
     from ..train import Result
@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train as the arguments say and return exit code 0. The options are checked before the slow imports."""
     config = config_from(arguments)
+    require(config, "train", "model", "data")
     if not config.trust_remote_code:
         startup.leave_torch_out()
     train(config, show=arguments.show_batch, force=arguments.force, verbose=arguments.verbose)

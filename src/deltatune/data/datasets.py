@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import TrainConfig, nearest
+from ..config import TrainConfig
 from ..errors import UserError
+from ..values import unknown_names
 from .asked_thinking import asked_options
 from .example import Example, Splits
 from .example_stream import ExampleStream, StreamedSplits
@@ -170,6 +171,8 @@ def _data_tables(
     open_dataset: Callable[..., dict[str, Any]],
 ) -> dict[str, list[Part]]:
     """Return the tables that the option `data` names."""
+    if config.data is None:
+        raise UserError("data: expected a folder with train.jsonl, or the name of a Hugging Face data set; got none.")
     features = _features(vars(config))
     folder = Path(config.data).expanduser()
     if folder.is_file():
@@ -198,9 +201,9 @@ def _hf_tables(
         where = f"hf_dataset {number}" if len(entries) > 1 else "hf_dataset"
         if not isinstance(entry, dict):
             raise UserError(f"{where}: expected keys such as path and text_feature, got {entry!r}.")
+        if unknown := unknown_names(entry, _HF_KEYS, where):
+            raise UserError("\n".join(unknown))
         for key in entry:
-            if key not in _HF_KEYS:
-                raise UserError(f"{where}: unknown key {key!r}{nearest(str(key), _HF_KEYS)}.")
             if key != "config" and not isinstance(entry[key], str):
                 raise UserError(f"{where}: {key}: expected a string, got {entry[key]!r}.")
         if ("path" in entry) == ("name" in entry):
@@ -213,7 +216,8 @@ def _hf_tables(
             split = entry.get(f"{name}_split", splits.get(name))
             if split is None:
                 raise UserError(f"{where}: {name}_split is needed to {name}; give the name of a split of {path}.")
-            tables[name] += [(table, _features(entry)) for table in open_dataset(path, split, options).values()]
+            features = _features(vars(config) | entry)
+            tables[name] += [(table, features) for table in open_dataset(path, split, options).values()]
     return tables
 
 
@@ -231,9 +235,8 @@ def _check(
         elif names:
             raise UserError(f"{names}: no example left to {name} on; expected at least one.")
         else:
-            where = (
-                Path(config.data) / f"{name}.jsonl" if Path(config.data).is_dir() else f"{config.data}, {name} split"
-            )
+            folder = Path(config.data or "")
+            where = folder / f"{name}.jsonl" if folder.is_dir() else f"{config.data}, {name} split"
             raise UserError(f"{where}: no such data; it is needed to {name}.")
     # The rows that are left of a window after its full batches make one that is completed with blank rows.
     if "train" not in splits or config.streaming:

@@ -109,6 +109,11 @@ class Reader:
         if kept is not None:
             return kept
         preferred = self._config.loss != "sft"
+        if preferred and features != Features():
+            raise UserError(
+                f"{table.name}: --loss {self._config.loss} reads prompt, chosen, rejected, completion and label under "
+                "these names; rename the columns, and leave out the options that name others."
+            )
         text = TextEncoder(
             self._tokenizer,
             Features() if preferred else features,
@@ -146,7 +151,8 @@ class Reader:
         limits = {
             name: value for name in ("min_pixels", "max_pixels") if (value := getattr(self._config, name)) is not None
         }
-        folder = Path(self._config.data).expanduser()
+        # The files of a data set under hf_dataset lie in the current folder.
+        folder = Path(self._config.data or "").expanduser()
         images = ImageReader(self._vision.processor, folder, limits)
         videos = VideoReader(self._vision.videos, folder, limits, self._config.fps, self._config.video_max_frames)
         names = video_names(self._tokenizer, self._vision.spec)

@@ -12,6 +12,7 @@ from typing import Any
 from ..config import nearest
 from ..errors import UserError
 from ..template_options import checked_options
+from .column_hints import column_hint
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
 ASSISTANT, TOOL = "assistant", "tool"
@@ -94,7 +95,7 @@ class RowFormats:
             messages = _alpaca(row, source)
         else:
             key = self.features.chat if kind == CHAT else "conversations"
-            entries = typed(row, key, list, source)
+            entries = typed({key: json_text(row[key], f"{source}: {key!r}")}, key, list, source)
             if entries and all(
                 isinstance(entry, Mapping) and "role" not in entry and "from" in entry for entry in entries
             ):
@@ -143,16 +144,16 @@ class RowFormats:
         null = [key for key in known if key in row and key not in present]
         if null:
             raise UserError(f"{source}: {null[0]!r} is null; expected {self._expected()}.")
-        missing = [key for key in known if key not in row]
+        hint = column_hint(row)
+        missing = [] if hint else [key for key in known if key not in row]
         got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), missing)) for key in row)
-        raise UserError(f"{source}: no known format: expected {self._expected()}, got {got or 'no key'}.")
+        message = f"{source}: no known format: expected {self._expected()}, got {got or 'no key'}."
+        raise UserError(f"{message} {hint}" if hint else message)
 
 
 def tools_of(row: Mapping[str, Any], source: str) -> list[Any] | None:
     """Return the tools of a row, which may be JSON in a string; None if it has none."""
-    value = row.get(TOOLS)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _json(value, f"{source}: 'tools'")
+    value = json_text(row.get(TOOLS), f"{source}: 'tools'")
     return None if value is None else typed({TOOLS: value}, TOOLS, list, source)
 
 
@@ -163,6 +164,11 @@ def template_options_of(row: Mapping[str, Any], source: str) -> dict[str, Any]:
     if isinstance(value, str):
         value = _json(value, where)
     return {} if value is None else checked_options(value, where)
+
+
+def json_text(value: Any, where: str) -> Any:
+    """Return the list in a JSON text, as cells of a CSV file hold one, or a value that is no such text as it is."""
+    return _json(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
 def join_text_parts(messages: Messages, source: str) -> Messages:

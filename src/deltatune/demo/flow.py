@@ -133,7 +133,7 @@ def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, scr
         f"{before.accuracy:.1%}",
         f"{after.accuracy:.1%}",
         str(trainer.outputs.report),
-        f"{shorter_path(sys.executable)} -m deltatune generate --model {shorter_path(config.model)} "
+        f"{shorter_path(sys.executable)} -m deltatune generate --model {shorter_path(loaded.path)} "
         f"--adapter-path {output} {again}",
         time.perf_counter() - started,
     )

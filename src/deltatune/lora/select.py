@@ -94,8 +94,8 @@ def select(
 
     Without `config.keys`, these are every linear, expert and embedding module of the chosen layers (for the part
     "language") and every linear of the vision tower ("vision") or of its projector ("projector"). With keys, they are
-    the modules whose full path, or path inside a chosen layer, matches a pattern. A full path without wildcards also
-    selects a module outside the chosen layers.
+    the modules whose full path, path inside a chosen layer, or name alone matches a pattern. A full path without
+    wildcards also selects a module outside the chosen layers.
 
     Args:
         model: a model with `layers`.
@@ -143,8 +143,12 @@ class _ModuleNames:
         return path[len(self.layer[path]) + 1 :] if self.layer[path] else path
 
     def match(self, pattern: str, path: str) -> bool:
-        """Whether a pattern matches this module's full path or its path inside the layer."""
-        return fnmatchcase(path, pattern) or fnmatchcase(self.relative(path), pattern)
+        """Whether a pattern matches this module's full path, its path inside the layer, or its name alone."""
+        if pattern in self.modules:
+            return path == pattern
+        # A name such as q_proj stands for all modules of this name, as in PEFT's target_modules.
+        names = (path, self.relative(path), path.rpartition(".")[2])
+        return any(fnmatchcase(name, pattern) for name in names)
 
 
 def _outside_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -197,8 +201,6 @@ def _refuse_keys_without_target(
 
 def _suggestion(pattern: str, names: _ModuleNames) -> str:
     known = sorted({name for path in names.modules for name in (path, names.relative(path))})
-    if any(name.endswith("." + pattern) for name in known):
-        return f" (did you mean '*.{pattern}'?)"
     close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
     if "expert" in pattern or "moe" in pattern:
         # Checkpoints and other libraries name experts in many ways; this model's experts are what is meant.

@@ -55,7 +55,7 @@ class Loaded:
 
 
 def load(
-    path_or_name: str | Path,
+    path_or_name: str | Path | None,
     *,
     trust_remote_code: bool = False,
     lazy: bool = False,
@@ -166,12 +166,14 @@ def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
     return models, [str(error) for error in errors]
 
 
-def locate(path_or_name: str | Path) -> Path:
+def locate(path_or_name: str | Path | None) -> Path:
     """Find the folder of a checkpoint, downloading it from the hub if `path_or_name` is a hub name.
 
     Raises:
-        UserError: There is no such folder, and the name cannot be downloaded.
+        UserError: There is no name, or no such folder, and the name cannot be downloaded.
     """
+    if path_or_name is None:
+        raise UserError("model: expected the folder of a model, or its name on the Hugging Face hub; got none.")
     path = Path(path_or_name).expanduser()
     if path.is_dir():
         return path

@@ -89,7 +89,7 @@ class RunFolder:
 
     def _refuse_unusable(self) -> None:
         config, given = self._config, f"--adapter-path {self.path}"
-        if _same_folder(config.model, self.path):
+        if config.model is not None and _same_folder(config.model, self.path):
             raise UserError(
                 f"{given} is the folder of the model, whose files the run would overwrite; choose another folder."
             )
@@ -129,7 +129,8 @@ class RunFolder:
     def _refuse_immovable(self) -> None:
         """Refuse an earlier run that cannot be moved away, because this one needs something in its folder."""
         folder, config = self.path.resolve(), self._config
-        inside = {"the current folder": Path.cwd(), "the model": Path(config.model), "the data": Path(config.data)}
+        needed = {"the current folder": str(Path.cwd()), "the model": config.model, "the data": config.data}
+        inside = {name: Path(path) for name, path in needed.items() if path is not None}
         reasons = [name for name, path in inside.items() if path.exists() and path.resolve().is_relative_to(folder)]
         if os.path.ismount(folder) or not os.access(folder.parent, os.W_OK):
             reasons.append("what may not be renamed")

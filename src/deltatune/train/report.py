@@ -184,8 +184,9 @@ def write_report(
             "Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True
         ),
     ]
+    model = Path(config.model or "a model").name
     report = RunReport(
-        title=f"{title or Path(config.model).name}: training report",
+        title=f"{title or model}: training report",
         subtitle=f"{config.fine_tune_type}, {result['iterations']} iterations of {config.batch_size} rows",
         headline={**(headline or {}), **_headline(result)},
         notes=problems,

@@ -159,7 +159,7 @@ def load_model(
     return loaded
 
 
-def load_with_adapter(model: str | Path, adapter_path: str | None, **options: Any) -> Loaded:
+def load_with_adapter(model: str | Path | None, adapter_path: str | None, **options: Any) -> Loaded:
     """Load a model with models.load.load and `options`, and the adapter of `adapter_path` if one is given."""
     loaded = load(model, **options)
     if adapter_path:
