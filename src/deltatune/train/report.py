@@ -184,9 +184,8 @@ def write_report(
             "Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True
         ),
     ]
-    model = Path(config.model or "a model").name
     report = RunReport(
-        title=f"{title or model}: training report",
+        title=f"{title or Path(config.model or '').name}: training report",
         subtitle=f"{config.fine_tune_type}, {result['iterations']} iterations of {config.batch_size} rows",
         headline={**(headline or {}), **_headline(result)},
         notes=problems,
