@@ -234,3 +234,19 @@ def test_which_factors_are_used_in_another_dtype_than_theirs(kind, monkeypatch):
     packed.linear.scales = packed.linear.scales.astype(mx.float16)
     named = {f"layers.0.{name}": mx.float16 for name in ("lora_a", "lora_b")}
     assert factor_dtypes(nn.Sequential(packed)) == (named if kind is LoRALinear else {})
+
+
+@pytest.mark.parametrize("rows", [(1,), (4, 1)], ids=str)
+def test_a_decoders_token_takes_no_custom_function_and_has_gradients(rows, monkeypatch):
+    layer = LoRALinear.from_base(nn.Linear(12, 7), rank=3, scale=2.0)
+    layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(0))
+    x = mx.random.normal((*rows, 12), key=mx.random.key(1))
+
+    def plain(x: mx.array) -> mx.array:
+        return layer.linear(x) + layer.scale * (x @ layer.lora_a) @ layer.lora_b
+
+    monkeypatch.setattr(mx, "custom_function", None)
+    found, wanted = mx.value_and_grad(lambda x: layer(x).sum())(x), mx.value_and_grad(lambda x: plain(x).sum())(x)
+    # Sums of at most 12 * 7 products.
+    for one, other in zip(found, wanted, strict=True):
+        assert mx.allclose(one, other, rtol=84 * 2.0**-23, atol=84 * 2.0**-23)

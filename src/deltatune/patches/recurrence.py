@@ -22,14 +22,12 @@ from ..machine import backend
 from ..ops import pieces, segments
 from ..ops.gated_delta import gated_delta
 from ..ops.pointwise import gating
+from .whole_rows import PROMPT_TOKENS, decodes
 
 # Who may serve a call; the keys of the counter that served() returns.
 OURS = "deltatune"
 BACKWARD = "upstream forward, deltatune backward"
 UPSTREAM = "upstream"
-
-# Off Metal a call of at least this many tokens is a prompt or an evaluation. A speculative decoder checks fewer.
-PROMPT_TOKENS = 16
 
 Update = Callable[..., tuple[mx.array, mx.array]]
 
@@ -82,9 +80,15 @@ def update(upstream: Update) -> Update:
     it makes to its own (now replaced) name go to the original as well.
     """
     signature = inspect.signature(upstream)
+    place = list(signature.parameters).index("state")
 
     @functools.wraps(upstream)
     def gated_delta_update(*arguments: Any, **keywords: Any) -> Any:
+        if place <= len(arguments) <= place + 2 and arguments[0].shape[1] == 1 and decodes(1):
+            # A decoder's next token does not wait for bind(); route() would do the same with it.
+            state = arguments[place] if len(arguments) > place else keywords.get("state")
+            if state is not None and "cache" not in keywords:
+                return count(UPSTREAM, upstream(*arguments, **keywords))
         given = signature.bind(*arguments, **keywords)
         given.apply_defaults()
         named = given.arguments

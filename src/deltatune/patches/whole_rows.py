@@ -29,6 +29,9 @@ Function = Callable[..., Any]
 # Who may serve a call; the keys of the counter that served() returns.
 OURS, UPSTREAM = "deltatune", "upstream"
 
+# A call of at least this many tokens a row is a prompt or an evaluation. A speculative decoder checks fewer.
+PROMPT_TOKENS = 16
+
 _whole_rows: ContextVar[bool] = ContextVar("rows are trained or scored whole", default=False)
 # True while deltatune's attention is called.
 _inside: ContextVar[bool] = ContextVar("inside deltatune's attention", default=False)
@@ -51,6 +54,14 @@ def whole_rows() -> Iterator[None]:
 def serves() -> bool:
     """Whether deltatune serves the attention that is called now."""
     return not _inside.get() and (_whole_rows.get() or segments.current() is not None)
+
+
+def decodes(tokens: int) -> bool:
+    """Whether a call on so many tokens of each row is a decoder's, which leaves a patched function at once.
+
+    It is short, no gradient is taken of it, and no documents are packed in it.
+    """
+    return tokens < PROMPT_TOKENS and not _whole_rows.get() and segments.current() is None
 
 
 def served() -> Counter[str]:

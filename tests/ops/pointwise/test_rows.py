@@ -35,6 +35,19 @@ def test_rows_are_taken_by_index(dtype, kind, execute):
     assert mx.array_equal(below, x[mx.array([110, 3, 0])])
 
 
+@pytest.mark.parametrize("kind", [mx.int64, mx.uint8], ids=str)
+def test_the_kernel_reads_integers_of_32_bits(kind):
+    """NumPy's integers have 64, which no kernel takes."""
+    given = []
+
+    def execute(launched):
+        given.append(launched.inputs["index"].dtype)
+        return [mx.zeros((2, 24))]
+
+    take_rows(mx.zeros((11, 24)), mx.array([3, 1]).astype(kind), execute=execute)
+    assert given == [mx.int32]
+
+
 @pytest.mark.parametrize("shape", [(4, 5), (7,), (2, 1, 3)], ids=str)
 def test_an_embedding_and_its_gradient(shape, execute):
     weight = mx.random.normal((11, 24), key=mx.random.key(0))

@@ -15,6 +15,7 @@ from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.pointwise import conv, norms, rows, silu
 from deltatune.patches import last_convolution, patched
 from deltatune.patches.tables import pointwise
+from deltatune.patches.whole_rows import PROMPT_TOKENS, whole_rows
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def results():
 
 def test_every_holder_gets_them_and_they_compute_the_same(on_cuda):
     wanted = results()
-    with patched() as report:
+    with patched() as report, whole_rows():
         assert not report.left_alone
         found = results()
     for one, other in zip(found, wanted, strict=True):
@@ -110,7 +111,7 @@ def test_what_the_kernels_do_not_support_stays_upstreams(on_cuda, monkeypatch):
     for module, name in ((silu, "serves"), (norms, "norm_serves"), (norms, "gated_norm_serves")):
         monkeypatch.setattr(module, name, lambda *_: False)
     wanted = results()
-    with patched():
+    with patched(), whole_rows():
         found = results()
     assert all(mx.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert not on_cuda
@@ -122,10 +123,26 @@ def test_an_embedding_takes_rows(on_cuda, monkeypatch):
     monkeypatch.setattr(rows, "serves", lambda weight, count: count == 3)
     monkeypatch.setattr(rows, "embedded", lambda weight, ids: 2 * weight[ids])
     with patched():
-        assert mx.array_equal(table(ids), 2 * wanted)
-        assert mx.array_equal(table(ids[:, :2]), wanted[:, :2])
-        assert mx.array_equal(table(slice(3)), table.weight[:3])
+        with whole_rows():
+            assert mx.array_equal(table(ids), 2 * wanted)
+            assert mx.array_equal(table(ids[:, :2]), wanted[:, :2])
+            assert mx.array_equal(table(slice(3)), table.weight[:3])
+        assert mx.array_equal(table(ids), wanted), "a decoder's call is MLX's"
     assert mx.array_equal(table(ids), wanted)
+
+
+def test_a_decoder_never_enters_the_kernels(on_cuda):
+    """The few tokens of a decoder's call take MLX's own operations, also with many rows; a prompt's do not."""
+    gate, x = draw((64, 1, 32), (64, 1, 32))
+    prompt = mx.ones((1, PROMPT_TOKENS, 32))
+    norm = qwen3_next.Qwen3NextRMSNormGated(32)
+    wanted = qwen3_next.swiglu(gate, x), norm(x, gate)
+    with patched():
+        found = qwen3_next.swiglu(gate, x), norm(x, gate)
+        assert not on_cuda
+        qwen3_next.swiglu(prompt, prompt)
+        assert on_cuda in (None, ["swiglu"])
+    assert all(map(mx.array_equal, found, wanted))
 
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")

@@ -11,6 +11,7 @@ from deltatune.machine import backend
 from deltatune.ops.pointwise import weighted_norms
 from deltatune.patches import patched
 from deltatune.patches.tables import residual_norms
+from deltatune.patches.whole_rows import whole_rows
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def layer_of(tiny_model, family):
 def test_a_layer_is_the_same_with_its_sums_in_the_norms(tiny_model, calls, family):
     layer, x = layer_of(tiny_model, family)
     wanted = layer(x)
-    with patched() as report:
+    with patched() as report, whole_rows():
         assert not report.left_alone
         found = layer(x)
     assert [name for name in calls if name != "alone"] == ["branch", "sum"]
@@ -71,12 +72,12 @@ def test_another_norm_or_dtype_keeps_the_layer(tiny_model, calls):
 
     layer.linear_attn.__class__ = Wide
     wanted = layer(x)
-    with patched():
+    with patched(), whole_rows():
         assert same(layer(x), wanted)
     assert calls == ["branch", "alone"]
     calls.clear()
     layer.input_layernorm.__class__ = Norm
-    with patched():
+    with patched(), whole_rows():
         assert same(layer(x), wanted)
     assert "sum" not in calls
     assert "branch" not in calls

@@ -34,6 +34,9 @@ def take_rows(x: mx.array, index: mx.array, *, execute: Execute | None = None) -
         if not serves(x, index.size):
             return x[index]
         execute = Pass.run
+    if index.dtype not in (mx.int32, mx.uint32):
+        # NumPy's integers have 64 bits, and the kernels read 32.
+        index = index.astype(mx.int32)
     inputs: Arrays = {"x": x, "index": index}
     outputs: Outputs = {"y": ((index.size, x.shape[1]), x.dtype)}
     arguments = (f"(long)index_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x_shape[0]", "x", "index", "y")

@@ -54,8 +54,9 @@ def _norms(layer: Any, eps: float, of_sum: bool) -> conv.NormedHeads:
 
 def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
     """Whether a call is a training step of one device that gains by it, on whole rows or on a piece of one."""
-    gains = backend.device() == "cuda" or keeps_inputs_alone()
-    if not gains or not layer.training or getattr(layer, "sharding_group", None) is not None:
+    if not layer.training or getattr(layer, "sharding_group", None) is not None:
+        return False
+    if backend.device() != "cuda" and not keeps_inputs_alone():
         return False
     documents, taps = segments.current(), layer.conv1d
     plain = type(taps) is nn.Conv1d and "bias" not in taps and (taps.stride, taps.padding, taps.dilation) == (1, 0, 1)

@@ -142,20 +142,22 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
     product for half precision or for matrices with a global scale (nvfp4), so the operator serves those in
     inference as well.
     """
-    on_cpu = backend.device() == "cpu"
-    if not self.training and not on_cpu:
+    if not self.training and not (backend.device() == "cpu" and _is_beyond_mlx(self, names, x)):
         return None
     projections = [known for name in names if (known := projection(self[name])) is not None]
     if len(projections) < len(names):
-        return None
-    has_global_scale = any(known.global_scale is not None for known in projections)
-    unsupported_by_mlx = on_cpu and (x.dtype != mx.float32 or has_global_scale)
-    if not self.training and not unsupported_by_mlx:
         return None
     up, down, *gate = projections
     kind = type(self.activation)
     activation = swiglu if f"{kind.__module__}.{kind.__qualname__}" in _SWIGLU else self.activation
     return lambda scores: expert_block(x, indices, scores, up, down, gate[0] if gate else None, activation)
+
+
+def _is_beyond_mlx(layer: Any, names: tuple[str, ...], x: mx.array) -> bool:
+    """Whether MLX has no product on a CPU for these rows and the layer's projections, or what adapters wrap."""
+    if x.dtype != mx.float32:
+        return True
+    return any("global_scale" in projected.get("linear", projected) for projected in map(layer.get, names))
 
 
 def _called(indices: mx.array) -> bool:

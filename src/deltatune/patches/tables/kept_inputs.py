@@ -17,11 +17,15 @@ from ...ops.causal_conv import joined_conv
 from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
 from ..last_convolution import taken
 from ..patch_record import Function, Patch
+from ..whole_rows import decodes
 from .pointwise import is_silu, is_swiglu
 
 
 def _swiglu(upstream: Function) -> Function:
     def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+        if gate.ndim == 3 and decodes(gate.shape[1]):
+            return upstream(gate, x)
+
         def activated(*given: mx.array) -> list[mx.array]:
             return [upstream(*given)]
 
@@ -49,7 +53,7 @@ def _silu(upstream: Function) -> Function:
 
 def _gated_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array, gate: mx.array | None = None) -> mx.array:  # noqa: N807
-        if gate is None:
+        if gate is None or decodes(x.shape[1]):
             return upstream(self, x, gate)
         eps = self.eps
 
@@ -73,6 +77,8 @@ def _rms_norm(upstream: Function) -> Function:
     """nn.RMSNorm whose result adapters need not keep: they compute it from x, which its own gradient keeps."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
+        if x.ndim > 2 and decodes(x.shape[1]):
+            return upstream(self, x)
         weight, eps = self["weight"], self.eps
         return remembered(lambda x: [mx.fast.rms_norm(x, weight, eps)], x)[0]
 

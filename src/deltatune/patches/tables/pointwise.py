@@ -15,6 +15,7 @@ from ...ops.pointwise import conv, heads, norms, rows, silu
 from ...ops.recomputation import remembered
 from ..last_convolution import taken
 from ..patch_record import Function, Patch, describe_difference
+from ..whole_rows import decodes
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
 
@@ -38,6 +39,8 @@ def is_silu(upstream: Function, _ours: Function) -> str | None:
 
 def _swiglu(upstream: Function) -> Function:
     def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+        if gate.ndim == 3 and decodes(gate.shape[1]):
+            return upstream(gate, x)
         function = silu.swiglu if silu.serves(gate, x) else upstream
         return remembered(lambda *given: [function(*given)], gate, x)[0]
 
@@ -46,6 +49,8 @@ def _swiglu(upstream: Function) -> Function:
 
 def _normalize_qk(upstream: Function) -> Function:
     def normalize_qk(q: mx.array, k: mx.array, *, inv_scale: float, eps: float) -> tuple[mx.array, mx.array]:
+        if decodes(q.shape[1]):
+            return upstream(q, k, inv_scale=inv_scale, eps=eps)
         # Upstream divides by the root of the sum of x^2, and norm() by that of the mean; hence these factors.
         numbers = [(inv_scale**2, eps * inv_scale**2), (inv_scale, eps * inv_scale**2)]
         pairs = list(zip((q, k), numbers, strict=True))
@@ -58,17 +63,19 @@ def _normalize_qk(upstream: Function) -> Function:
 
 def _gated_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array, gate: mx.array | None = None) -> mx.array:  # noqa: N807
-        if gate is not None and norms.gated_norm_serves(x, self.weight, gate, self.eps):
-            return norms.gated_norm(x, self.weight, gate, self.eps)
-        return upstream(self, x, gate)
+        if gate is None or decodes(x.shape[1]) or not norms.gated_norm_serves(x, self.weight, gate, self.eps):
+            return upstream(self, x, gate)
+        return norms.gated_norm(x, self.weight, gate, self.eps)
 
     return __call__
 
 
 def _embedding(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
+        if not isinstance(x, mx.array) or (x.ndim == 2 and decodes(x.shape[1])):
+            return upstream(self, x)
         weight = self["weight"]
-        if isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.integer) and rows.serves(weight, x.size):
+        if mx.issubdtype(x.dtype, mx.integer) and rows.serves(weight, x.size):
             return rows.embedded(weight, x)
         return upstream(self, x)
 

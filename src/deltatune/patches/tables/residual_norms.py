@@ -17,15 +17,16 @@ import mlx.nn as nn
 from ...ops.pointwise.weighted_norms import branch_norm, covers, serves, sum_norm, weighted_norm
 from ...ops.recomputation import remember
 from ..patch_record import Function, Patch
+from ..whole_rows import decodes
 
 _SLOWER = "Training on an NVIDIA GPU is a little slower then; nothing else changes."
 
 
 def _rms_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        if serves(x, self["weight"], self.eps):
-            return weighted_norm(x, self["weight"], self.eps)
-        return upstream(self, x)
+        if (x.ndim > 2 and decodes(x.shape[1])) or not serves(x, self["weight"], self.eps):
+            return upstream(self, x)
+        return weighted_norm(x, self["weight"], self.eps)
 
     return __call__
 
@@ -39,6 +40,8 @@ def _layer(mixer: Callable[[Any], Any]) -> Callable[[Function], Function]:
 
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
+            if decodes(x.shape[1]):
+                return upstream(self, x, mask, cache)
             first, second = norms = self.input_layernorm, self.post_attention_layernorm
             if not all(type(norm) is nn.RMSNorm and serves(x, norm["weight"], norm.eps) for norm in norms):
                 return upstream(self, x, mask, cache)
