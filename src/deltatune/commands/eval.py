@@ -91,6 +91,7 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
         raise UserError(
             f"--tasks: lm-eval cannot be used ({first_line(error)}); pip install 'deltatune[lm-eval]'."
         ) from error
+    from ..data.answer_ends import ending_answers
     from ..lora.adapter_files import template_options as trained_options
     from ..train.setup import load_with_adapter
 
@@ -99,6 +100,8 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
     loaded = load_with_adapter(config.model, adapter_path, trust_remote_code=config.trust_remote_code)
     if options.apply_chat_template and not loaded.tokenizer.has_chat_template:
         raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out.")
+    if options.apply_chat_template:
+        loaded.tokenizer = ending_answers(loaded.tokenizer)
     template_options = {**trained_options(adapter_path), **(config.chat_template_config or {})}
     model = HarnessModel(loaded, config.batch_size, config.max_seq_length, template_options)
     figures, table = put_tasks(

@@ -8,17 +8,17 @@ from typing import Any
 
 from ..errors import UserError
 from ..machine import startup
-from .flags import add_model
+from .flags import add_ends, add_model
 
 TARGETS = ("peft", "mlx", "merged", "gguf", "gguf-adapter")
 
 # The flags that each target has no use for.
 _UNUSED = {
-    "peft": ("llama_cpp", "outtype", "data"),
-    "mlx": ("llama_cpp", "outtype", "data"),
+    "peft": ("llama_cpp", "outtype", "data", "extra_eos_token"),
+    "mlx": ("llama_cpp", "outtype", "data", "extra_eos_token"),
     "merged": ("llama_cpp", "outtype"),
-    "gguf": ("push_to_hub", "base_model", "data"),
-    "gguf-adapter": ("push_to_hub", "data"),
+    "gguf": ("push_to_hub", "base_model", "data", "extra_eos_token"),
+    "gguf-adapter": ("push_to_hub", "data", "extra_eos_token"),
 }
 
 
@@ -49,6 +49,7 @@ def add(commands: Any) -> None:
     )
     add("--data", metavar="DIR", help="folder with test.jsonl, to compare the loss before and after a merge")
     add("--push-to-hub", metavar="OWNER/NAME", help="upload the result to this repository, private where it is new")
+    add_ends(parser)
     parser.set_defaults(call=run, parser=parser)
 
 
@@ -104,10 +105,14 @@ def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    from ..models.generation_config import end_tokens, write_ends
     from ..models.merged_checkpoint import merge_checkpoint
 
+    ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []
     before = None if arguments.data is None else _loss(arguments, arguments.model, arguments.adapter_path)
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path)
+    if ends:
+        write_ends(done.path, ends)
     notes = []
     if done.rounding is not None:
         notes.append(str(done.rounding).replace("--dequantize writes", "deltatune merge --dequantize writes"))

@@ -163,8 +163,7 @@ def generate(options: GenerateOptions) -> str:
     trusted = options.trust_remote_code
     loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
     _check_vocabulary(options, loaded)
-    for token in options.extra_eos_token:
-        loaded.tokenizer.add_eos_token(token)
+    _add_ends(options, loaded)
     clips = _clips(options, loaded) if options.video else []
     tokens = prompt_tokens(
         loaded.tokenizer,
@@ -249,6 +248,16 @@ def _check_vocabulary(options: GenerateOptions, loaded: Loaded) -> None:
     for token in options.extra_eos_token:
         if token not in known and token not in numbers:
             raise UserError(f"--extra-eos-token: {short(token)} is no token of this model, and no token's number.")
+
+
+def _add_ends(options: GenerateOptions, loaded: Loaded) -> None:
+    """Let generation stop at the chat template's end of an answer and at the tokens of --extra-eos-token, too."""
+    from ..data.answer_ends import ending_answers
+
+    if not options.ignore_chat_template:
+        loaded.tokenizer = ending_answers(loaded.tokenizer)
+    for token in options.extra_eos_token:
+        loaded.tokenizer.add_eos_token(token)
 
 
 def _first_media(options: GenerateOptions) -> str | None:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..machine import startup
-from .flags import add_model
+from .flags import add_ends, add_model
 
 
 def add(commands: Any) -> None:
@@ -17,15 +17,20 @@ def add(commands: Any) -> None:
     add("--adapter-path", default="adapters", metavar="DIR", help="folder of the adapter (default: adapters)")
     add("--save-path", default="fused_model", metavar="DIR", help="new folder for the result (default: fused_model)")
     add("--dequantize", action="store_true", help="write the weights of a quantised base model unquantised")
+    add_ends(parser)
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge the adapter that the arguments name and return exit code 0."""
     startup.leave_torch_out()
+    from ..models.generation_config import end_tokens, write_ends
     from ..models.merged_checkpoint import merge_checkpoint
 
+    ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path, arguments.dequantize)
+    if ends:
+        write_ends(done.path, ends)
     print(f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged.")
     if done.rounding is not None:
         print(done.rounding)

@@ -12,6 +12,7 @@ from typing import Any
 from ..config import TrainConfig
 from ..errors import UserError
 from ..values import unknown_names
+from . import answer_ends
 from .asked_thinking import asked_options
 from .example import Example, Splits
 from .example_stream import ExampleStream, StreamedSplits
@@ -120,7 +121,8 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
 def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:
     """Return the variables with which a trained model is asked; a note says where some answers had others."""
     options, notes = asked_options(config.chat_template_config, tokenizer, reader.prompts)
-    reader.notes += notes if config.train else []
+    if config.train:
+        reader.notes += notes + (answer_ends.note(tokenizer) if reader.prompts else [])
     return options
 
 

@@ -204,7 +204,7 @@ class Renderer:
         """Return the fields of Marks."""
         ends = [self._inner.decode([token]) for token in self._tokenizer.eos_token_ids]
         return {
-            "specials": sorted({*self._inner.all_special_tokens, *ends}),
+            "specials": sorted({*special_tokens(self._inner), *ends}),
             "ends": sorted(ends),
             "end": self._inner.eos_token or "",
             "added": sorted(token.content for token in self._inner.added_tokens_decoder.values()),
@@ -248,6 +248,12 @@ class Renderer:
         if not calls_tools(messages):
             return messages
         return with_arguments(messages, argument_form(partial(self._write, tools=None, options={})))
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return the special tokens of transformers' tokenizer as they are written, also those without a name."""
+    added = tokenizer.added_tokens_decoder.values()
+    return sorted({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
 
 
 def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..config import TrainConfig
+from ..data.answer_ends import ending_answers
 from ..data.prompts import conversation_tokens, prompt_tokens
 from ..data.row_formats import (
     ASSISTANT,
@@ -72,6 +73,7 @@ class Samples:
                 "sample_prompts: a model that is trained on images is not asked during training; leave it out."
             )
         self.prompts = [prompt for number in range(len(config.sample_prompts)) for prompt in self._entry(number)]
+        self._stopping = ending_answers(tokenizer) if self.prompts and not plain_text else tokenizer
         for number, prompt in enumerate(self.prompts, 1):
             source = f"sample_prompts: prompt {number}"
             if not prompt.tokens:
@@ -101,7 +103,7 @@ class Samples:
         with inferring(self._model):
             for prompt in self.prompts:
                 answer = answer_one(
-                    self._model, self._tokenizer, prompt.tokens, max_tokens=self._config.sample_max_tokens, ended=ended
+                    self._model, self._stopping, prompt.tokens, max_tokens=self._config.sample_max_tokens, ended=ended
                 )
                 if answer is None:
                     return None

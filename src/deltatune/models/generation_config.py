@@ -1,0 +1,47 @@
+"""Adds tokens at which generation stops to a checkpoint's generation_config.json, which every program reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import UserError
+from ..machine.atomic_files import replace_file
+from .checkpoint_files import read_json
+from .load import load_tokenizer, locate, read_config
+
+NAME = "generation_config.json"
+
+
+def end_tokens(model_path: str | Path, texts: Sequence[str]) -> list[int]:
+    """Return the tokens at which generation is to stop: those of a checkpoint, then the ids of these.
+
+    Args:
+        model_path: The checkpoint: a folder, or a name on the Hugging Face hub.
+        texts: Further tokens as they are written, or their numbers.
+
+    Raises:
+        UserError: The model has no such token.
+    """
+    path = locate(model_path)
+    tokenizer = load_tokenizer(path, read_config(path))
+    known = tokenizer.get_vocab()
+    ends = sorted(tokenizer.eos_token_ids)
+    for text in texts:
+        number = known.get(text, int(text) if text.isdecimal() else None)
+        if number not in known.values():
+            raise UserError(f"--extra-eos-token: {text!r} is no token of this model, and no token's number.")
+        ends += [] if number in ends else [number]
+    return ends
+
+
+def write_ends(folder: Path, ends: Sequence[int]) -> None:
+    """Write the tokens at which generation stops into the generation_config.json of a checkpoint's folder."""
+    path = folder / NAME
+    content = {**(read_json(path) if path.is_file() else {}), "eos_token_id": list(ends)}
+    text = json.dumps(content, indent=2) + "\n"
+    try:
+        replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}).") from error

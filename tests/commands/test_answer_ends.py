@@ -1,0 +1,70 @@
+"""A base model that does not stop at its template's end of an answer: the run says so, and merge can write it."""
+
+import json
+
+import pytest
+
+from console import deltatune
+from deltatune.commands.generate import GenerateOptions, generate
+from deltatune.data.answer_ends import ending_answers, missing_end, note
+from deltatune.models.load import load
+
+ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}
+
+
+@pytest.fixture(scope="module")
+def base(checkpoint, tmp_path_factory):
+    """A checkpoint that stops at <|endoftext|> alone, as Qwen3-Base does."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    end = load(folder).tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    for name, change in (
+        ("config.json", {"eos_token_id": end}),
+        ("generation_config.json", {"eos_token_id": end}),
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+    ):
+        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(content | change))
+    return folder
+
+
+def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_path, capsys):
+    data, adapter, merged = tmp_path / "data", tmp_path / "adapter", tmp_path / "merged"
+    data.mkdir()
+    (data / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
+    flags = ["--iters", 60, "--batch-size", 2, "--learning-rate", "1e-2", "--num-layers", -1, "--adapter-path", adapter]
+    sampled = ["--sample-prompts", ROW["prompt"], "--steps-per-sample", 60, "--sample-max-tokens", 40]
+    trained = deltatune("train", "--model", base, "--data", data, *flags, *sampled)
+    assert trained.returncode == 0, trained.stderr
+    said = " ".join(trained.stdout.split())
+    assert "ends an answer with '<|im_end|>', and the model's config stops generation at '<|endoftext|>' alone" in said
+    assert f"Iter 60, sample 1: {ROW['prompt']} -> {ROW['completion']}" in said, said[-600:]
+    options = {"adapter_path": str(adapter), "max_tokens": 40}
+    assert generate(GenerateOptions(str(base), ROW["prompt"], **options)) == ROW["completion"]
+    asked = "merge", "--model", base, "--adapter-path", adapter, "--save-path", merged, "--extra-eos-token"
+    refused = deltatune(*asked, "<|nope|>")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "--extra-eos-token: '<|nope|>' is no token of this model" in refused.stderr
+    assert not merged.exists()
+    assert deltatune(*asked, "<|im_end|>").returncode == 0
+    tokenizer = load(merged).tokenizer
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert json.loads((merged / "generation_config.json").read_text())["eos_token_id"] == ends
+    assert missing_end(tokenizer) is None
+
+
+def test_what_the_template_ends_an_answer_with(base, checkpoint):
+    tokenizer = load(base).tokenizer
+    assert missing_end(tokenizer) == "<|im_end|>"
+    stopping = ending_answers(tokenizer)
+    assert stopping.eos_token_ids - tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    usual = load(checkpoint).tokenizer
+    assert missing_end(usual) is None
+    assert ending_answers(usual) is usual
+    assert note(usual) == []
+    # A template that raises, and one that ends an answer with nothing, say nothing of its end.
+    for template in ("{{ raise_exception('no') }}", "{% for message in messages %}{{ message.content }}{% endfor %}"):
+        tokenizer.chat_template = template
+        assert missing_end(tokenizer) is None
