@@ -39,7 +39,7 @@ demo: env
 
 # Two processes with one BLAS thread each: small tests leave the second core of one process idle.
 test: env
-	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --durations 15
+	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 # After `make test`, which runs this machine's own kernels.
 test-cpus: env
@@ -93,7 +93,7 @@ tree: env
 
 # Tracing makes the tests half as long again, so this is not part of `make test`.
 coverage: env
-	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --cov --cov-report=term
+	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 docs: env
 	scripts/make_env docs

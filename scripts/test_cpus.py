@@ -123,7 +123,7 @@ def run(chosen: list[str]) -> list[int]:
     ignored = [f"--ignore={folder}" for folder in NOT]
     each = len(os.sched_getaffinity(0)) // len(chosen)
     # One core type alone would leave the other cores idle.
-    divided = ["-n", str(each), "--dist", "loadfile"] if each > 1 else []
+    divided = ["-n", str(each), "--dist", "loadfile", "--no-loadscope-reorder"] if each > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for core in chosen:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import vision
 from families import FAMILIES, NESTED, SINCE_0_32, VOCABULARY, with_noise
 from other_models import other_model  # noqa: F401  (a fixture)
+from slowest_first import slowest_first
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -62,6 +63,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     wanted, found = session.config.getoption("kernels"), blas.status().kernels
     if wanted is not None and found != wanted:
         raise pytest.UsageError(f"--kernels {wanted}: OpenBLAS runs the kernels of {found}.")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slowest_first(items)
 
 
 def family_config(family: str, **overrides: Any) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def test_an_unwritable_cache_is_said_and_survived(tmp_path):
     result = probe(occupied / "cache")
     assert result["name"] == "system"
     assert "could not be prepared" in result["warnings"][0]
+    assert "Set DELTATUNE_CACHE to a folder that can be written." in result["warnings"][0]
 
 
 def test_unknown_choice_is_refused(cache):

@@ -127,7 +127,9 @@ def _bind(source: Path) -> Status:
         path = prepare(source, environment.cache_directory() / "blas")
         library = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
     except (OSError, subprocess.CalledProcessError) as error:
-        return Status("system", f"OpenBLAS could not be prepared ({error}); MLX keeps its own slow BLAS.")
+        said = f"OpenBLAS could not be prepared ({error}); MLX keeps its own slow BLAS."
+        elsewhere = f" Set {environment.CACHE} to a folder that can be written." if isinstance(error, OSError) else ""
+        return Status("system", said + elsewhere)
     chosen = choose(product(library, environment.cores()))
     library.openblas_set_num_threads(chosen.number)
     library.openblas_get_corename.restype = ctypes.c_char_p

@@ -1,0 +1,196 @@
+"""The commands and the YAML files of the pages run as their reader types them, on tiny models in the places they name.
+
+Only the length of a run is shortened. A command that cannot run here stands in NOT_RUN with what runs it instead.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from deltatune import cli
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import ROOT, blocks
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import docs_pages
+
+WEIGHTS = Path("adapters/adapters.safetensors")
+
+SHORTER = {
+    "train": ["--iters", "2", "--val-batches", "1", "--max-seq-length", "128", "--steps-per-eval", "2"],
+    "plan": ["--max-seq-length", "128"],
+    "generate": ["--max-tokens", "2"],
+    "eval": ["--max-seq-length", "128"],
+}
+# What keeps a command from running here, by how the command begins.
+NOT_RUN = {
+    "deltatune doctor": "tests/doctor runs it",
+    "deltatune selftest": "it takes minutes; tests/selftest",
+    "deltatune export --to gguf": "it needs llama.cpp; tests/export/test_gguf_file.py and test_gguf_adapter.py",
+    "deltatune export --to mlx --model Qwen/Qwen3.5-0.8B --adapter-path adapters --save-path to-share --push-to-hub": (
+        "it needs the hub; tests/export/test_hub.py"
+    ),
+    "deltatune generate --model PATH --adapter-path adapters --video": "tests/train/test_videos.py",
+    "deltatune run -- ": "a console script, a module and a file; tests/commands/test_run.py",
+    "mlx.launch -n 2 deltatune train": "tests/train/test_distributed.py starts two processes",
+    "mlx.launch --hosts": "it needs two machines",
+    "mlx_lm.convert": "mlx-lm's own",
+    "mlx_lm.server": "a server that does not end; tests/export/test_mlx_server.py",
+}
+COMMAND = re.compile(r"^(?:deltatune|mlx\.launch|mlx_lm\.\w+) .*$", re.MULTILINE)
+
+
+def typed() -> dict[str, Path]:
+    """Every command in the blocks of the pages, without its comment, and a page that has it."""
+    found = {}
+    for block in blocks("", "bash"):
+        for line in COMMAND.findall(block.text):
+            found.setdefault(shlex.join(shlex.split(line, comments=True)), block.page)
+    return found
+
+
+def reason(command: str) -> str | None:
+    """Why a command is not run."""
+    return next((why for beginning, why in NOT_RUN.items() if command.startswith(beginning)), None)
+
+
+TYPED = typed()
+RUN = [pytest.param(line, page, id=line[:100]) for line, page in TYPED.items() if reason(line) is None]
+
+
+def pairs(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"question {n}" + " dog" * (n % 9), "completion": f" answer {n * 7} fox"} for n in range(count)]
+
+
+def write_lines(folder: Path, rows: list[dict], *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names or ("train", "valid", "test"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[str, Path]:
+    """What the pages name, by the name that they give it."""
+    folder = tmp_path_factory.mktemp("places")
+    dense, packed = tiny_checkpoint("qwen3_5"), tiny_checkpoint("qwen3_5", quantize={})
+    rows = pairs(64)
+    preferences = [row | {"chosen": row["completion"], "rejected": "no"} for row in pairs(64)]
+    preferences = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in preferences]
+    picture = folder / "pictures"
+    data = write_lines(picture, [{"images": ["a.png"], "prompt": "What is it?", "completion": "fox"}] * 8)
+    from PIL import Image
+
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (32, 32), "red").save(picture / name)
+    return {
+        "Qwen/Qwen3.5-0.8B": dense,
+        "PATH": dense,
+        "PATH_OR_HUB_NAME": dense,
+        "experts: PATH": tiny_checkpoint("qwen3_5_moe"),
+        "vision: PATH": tiny_vision_checkpoint("qwen3_5"),
+        "vision: DIR": data,
+        "vision: a.png": picture / "a.png",
+        "vision: b.png": picture / "b.png",
+        "mlx-community/Qwen3.5-0.8B-4bit": packed,
+        "model-4bit": packed,
+        "DIR": write_lines(folder / "rows", rows),
+        "my-data": folder / "rows",
+        "my-pairs": write_lines(folder / "pairs", preferences),
+    }
+
+
+@pytest.fixture
+def desk(places, tmp_path, monkeypatch):
+    """desk(page) -> goes to a folder that holds what the page names."""
+
+    def sit(page: Path) -> Path:
+        # What only one page means by a name comes last, and so replaces what the others mean.
+        for place, target in sorted(places.items(), key=lambda item: ": " in item[0]):
+            only, _, name = place.rpartition(": ")
+            if only in ("", page.stem):
+                link = tmp_path / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.unlink(missing_ok=True)
+                link.symlink_to(target)
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
+    return sit
+
+
+def started(words: list[str]) -> int:
+    """Run a command of deltatune, shortened, and return its exit code."""
+    return cli.main(words + SHORTER.get(words[0], []))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """trained(model, data) -> the adapters of a run, once for each checkpoint."""
+    made: dict[Path, Path] = {}
+
+    def adapters(model: str, data: str) -> Path:
+        checkpoint = Path(model).resolve()
+        if checkpoint not in made:
+            made[checkpoint] = tmp_path_factory.mktemp("trained") / "adapters"
+            assert started(["train", "--model", model, "--data", data, "--adapter-path", str(made[checkpoint])]) == 0
+        return made[checkpoint]
+
+    return adapters
+
+
+def make_needed(words: list[str], trained) -> None:
+    """Make what a command reads, as the commands above it on the page do."""
+    model = words[words.index("--model") + 1]
+    data = "DIR" if Path("a.png").exists() else "my-data"
+    if "--resume" in words:
+        assert started([word for word in words if word != "--resume"]) == 0
+    elif "--peft" in words:
+        exported = ["--adapter-path", str(trained("Qwen/Qwen3.5-0.8B", data)), "--save-path", "adapters-peft"]
+        assert cli.main(["export", "--to", "peft", "--model", "Qwen/Qwen3.5-0.8B", *exported]) == 0
+    elif words[0] not in ("train", "plan"):
+        shutil.copytree(trained(model, data), "adapters")
+
+
+@pytest.mark.parametrize(("line", "page"), RUN)
+def test_a_command_runs(line, page, desk, trained, capsys):
+    folder = desk(page)
+    words = [re.sub("^~", str(folder), word) for word in shlex.split(line)[1:]]
+    make_needed(words, trained)
+    assert started(words) == 0, capsys.readouterr().err
+
+
+def test_a_number_of_layers_above_the_models_trains_all(desk):
+    desk(ROOT / "README.md")
+    assert "or a number above the model's, trains all" in " ".join(docs_pages.commands()["train"].format_help().split())
+    assert started(["train", "--model", "PATH", "--data", "DIR", "--num-layers", "17"]) == 0
+    assert len({name.partition(".layers.")[2].partition(".")[0] for name in mx.load(str(WEIGHTS))}) == 4
+
+
+def test_what_is_not_run_is_on_a_page():
+    assert not [beginning for beginning in NOT_RUN if not any(line.startswith(beginning) for line in TYPED)]
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_a_yaml_file_trains(block, desk, places, tiny_checkpoint, capsys):
+    """The model has the layers of Qwen3.5-0.8B as far as layer 11: each fourth is attention."""
+    folder = desk(block.page)
+    if "model:" in block.text:
+        (folder / "Qwen/Qwen3.5-0.8B").unlink()
+        (folder / "Qwen/Qwen3.5-0.8B").symlink_to(tiny_checkpoint("qwen3_5", num_hidden_layers=12))
+    (folder / "run.yaml").write_text(block.text, encoding="utf-8")
+    words = ["train", "-c", "run.yaml"]
+    words += [] if "model:" in block.text else ["--model", "PATH"]
+    if "hf_dataset" in block.text:
+        write_lines(folder / "billsum", [{"text": row["prompt"], "summary": row["completion"]} for row in pairs(40)])
+    elif "data:" not in block.text:
+        words += ["--data", "DIR"]
+    assert started(words) == 0, capsys.readouterr().err
+    assert mx.load(str(WEIGHTS))

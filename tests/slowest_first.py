@@ -1,0 +1,53 @@
+"""The order in which files of tests are handed to the processes that share them: the slowest first.
+
+A slow file that comes last keeps one process working alone. Files that are not named here come after those that are,
+the ones with most tests first, as pytest-xdist orders all of them by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# Files of about half a minute of a core and more.
+SLOWEST = (
+    "ops/kernels/test_hopper_gated_delta.py",
+    "ops/kernels/test_low_rank.py",
+    "ops/kernels/test_host.py",
+    "ops/kernels/test_planted.py",
+    "ops/kernels/test_hopper_expert_product.py",
+    "ops/kernels/test_attention.py",
+    "train/test_distributed.py",
+    "examples/test_examples.py",
+    "fuzz/test_fuzz.py",
+    "ops/kernels/test_adapted_products.py",
+    "ops/kernels/test_hopper_prepare.py",
+    "ops/kernels/test_kernels_compile.py",
+    "train/test_interrupt.py",
+    "train/test_kills.py",
+    "demo/vision/test_run.py",
+    "demo/test_run.py",
+    "docs/test_as_typed.py",
+    "docs/test_blocks.py",
+    "ops/kernels/test_expert_product.py",
+    "benchmarks/test_long_run.py",
+    "commands/test_run.py",
+    "machine/test_startup.py",
+)
+
+
+def slowest_first(items: list[pytest.Item]) -> None:
+    """Sort tests by file; those of a file stay together and in their order.
+
+    Raises:
+        pytest.UsageError: A file that is named above is not there.
+    """
+    missing = [name for name in SLOWEST if not (TESTS / name).is_file()]
+    if missing:
+        raise pytest.UsageError(f"tests/slowest_first.py names files that are not there: {', '.join(missing)}")
+    ranks = {TESTS / name: rank for rank, name in enumerate(SLOWEST)}
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: (ranks.get(item.path, len(ranks)), -sizes[item.path], str(item.path)))
