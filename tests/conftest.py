@@ -65,8 +65,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError(f"--kernels {wanted}: OpenBLAS runs the kernels of {found}.")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slowest_first(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A process of pytest-xdist has this attribute.
+    if hasattr(config, "workerinput"):
+        slowest_first(items)
 
 
 def family_config(family: str, **overrides: Any) -> dict[str, Any]:
