@@ -18,6 +18,8 @@ ORDER = [
     "errors",
     "values",
     "yaml_files",
+    "json_fields",
+    "json_files",
     "lora_parameters",
     "loss_options",
     "sample_options",

@@ -73,7 +73,7 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
     first = int(np.argmax(example.targets))
     tokens = mx.array(example.tokens[None, :first])
     assert f"[{first} prompt tokens" in said
-    picture = example.pictures.reader.picture(example.pictures.values[0], "a test")
+    picture = example.pictures.reader.read(example.pictures.values[0], "a test")[0]
     more = {"pixel_values_videos": mx.array(picture.patches), "video_grid_thw": mx.array([picture.grid])}
     loaded.model.eval()
     with patched():

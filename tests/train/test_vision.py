@@ -54,7 +54,7 @@ def logits(model, example):
     held = example.pictures
     more = {}
     if held.values:
-        patches = [held.reader.picture(value, "a test").patches for value in held.values]
+        patches = [held.reader.read(value, "a test")[0].patches for value in held.values]
         more = {"pixel_values": mx.array(np.concatenate(patches)), "image_grid_thw": mx.array(held.grids)}
     return model(mx.array(example.tokens[None]), **more).logits
 

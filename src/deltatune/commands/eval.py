@@ -123,6 +123,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
         config: Options of a run, of which the model, the data and the batches matter here.
         adapter_path: The folder of an adapter to put on the model, or None for the model alone.
     """
+    from ..data.vision.preparation import picture_options
     from ..lora.adapter_files import template_options as trained_options
     from ..train.evaluate import say_loss
     from ..train.log import Screen
@@ -132,6 +133,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     config = dataclasses.replace(
         config, train=False, test=True, from_scratch=False, chat_template_config=template_options or None
     )
+    config = dataclasses.replace(config, **picture_options(vars(config), adapter_path))
     run = ready(config, adapter_path=adapter_path)
     screen = Screen(shown=run.world.main)
     for line in [run.splits.rule, *run.splits.notes]:

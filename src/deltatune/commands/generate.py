@@ -18,7 +18,7 @@ from .flags import add_adapter, add_model, given
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..data.vision.videos import Clip
+    from ..data.vision.prompt import PromptPictures
     from ..models.load import Loaded
 
 
@@ -62,12 +62,15 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="videos to put before the prompt, or images that are the frames of one video",
     )
-    add("--fps", type=float, metavar="X", help="frames per second to take from --video; default: the model's own")
+    pixels = "area of an image or frame, in pixels; default: as the adapter was trained, else the model's own"
+    add("--min-pixels", type=int, metavar="N", help=f"smallest {pixels}")
+    add("--max-pixels", type=int, metavar="N", help=f"largest {pixels}")
+    add("--fps", type=float, metavar="X", help="frames per second to take from --video; default: as for pixels")
     add(
         "--video-max-frames",
         type=int,
         metavar="N",
-        help="largest number of frames to take from --video; default: the model's own",
+        help="largest number of frames to take from --video; default: as for pixels",
     )
     add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
     add(
@@ -131,6 +134,8 @@ class GenerateOptions:
     extra_eos_token: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
     video: tuple[str, ...] = ()
+    min_pixels: int | None = _range(None, least=1)
+    max_pixels: int | None = _range(None, least=1)
     fps: float | None = _range(None, above=0)
     video_max_frames: int | None = _range(None, least=1)
     verbose: bool = True
@@ -149,10 +154,8 @@ def generate(options: GenerateOptions) -> str:
     import mlx.core as mx
 
     from ..data.prompts import prompt_tokens
-    from ..data.vision.videos import repeat_video_tokens, video_texts
     from ..models.generate import Sampling, stream
-    from ..models.vision.generate import stream_with_images, stream_with_videos
-    from ..models.vision.split import vision_spec
+    from ..models.vision.generate import stream_with_pictures
     from ..models.vocabulary import check_prompt
     from ..train.setup import load_with_adapter
 
@@ -164,7 +167,7 @@ def generate(options: GenerateOptions) -> str:
     loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
     _check_vocabulary(options, loaded)
     _add_ends(options, loaded)
-    clips = _clips(options, loaded) if options.video else []
+    pictures = _pictures(options, loaded) if media else None
     tokens = prompt_tokens(
         loaded.tokenizer,
         prompt,
@@ -173,18 +176,15 @@ def generate(options: GenerateOptions) -> str:
         chat_template=not options.ignore_chat_template,
         template_options=template_options,
         images=len(options.image),
-        videos=video_texts(loaded.tokenizer, clips, vision_spec(loaded.model)) if clips else (),
+        videos=pictures.video_texts if pictures else (),
     )
     if not tokens:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
+    tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
     check_prompt(loaded.model, loaded.tokenizer, tokens)
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
-    if options.image:
-        answer = stream_with_images(loaded, tokens, options.image, options.max_tokens, sampling)
-    elif clips:
-        tokens = repeat_video_tokens(tokens, clips, vision_spec(loaded.model))
-        pictures = [clip.picture for clip in clips]
-        answer = stream_with_videos(loaded, tokens, pictures, options.max_tokens, sampling)
+    if pictures:
+        answer = stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, options.max_tokens, sampling)
     else:
         answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
@@ -273,9 +273,12 @@ def _first_media(options: GenerateOptions) -> str | None:
     return f"--image {options.image[0]}" if options.image else None
 
 
-def _clips(options: GenerateOptions, loaded: Loaded) -> list[Clip]:
-    """Decode the videos of the options; where all of the files are images, they are the frames of one video."""
-    from ..data.vision.videos import Video, VideoReader
+def _pictures(options: GenerateOptions, loaded: Loaded) -> PromptPictures:
+    """Read the images or videos of the options; where all files of --video are images, they are one video's frames."""
+    from ..data.vision.preparation import media_reader, picture_options
+    from ..data.vision.prompt import PromptPictures
+    from ..data.vision.videos import Video
+    from ..train.setup import vision_processors
 
     names = options.video
     are_images = [(guess_type(name)[0] or "").startswith("image/") for name in names]
@@ -283,6 +286,9 @@ def _clips(options: GenerateOptions, loaded: Loaded) -> list[Clip]:
         raise UserError(
             "--video: got images together with videos; give video files, or images that are the frames of one video."
         )
-    processor = getattr(loaded.processor, "video_processor", None)
-    reader = VideoReader(processor, Path(), {}, options.fps, options.video_max_frames)
-    return [reader.clip(Video(value), "--video") for value in ([list(names)] if all(are_images) else names)]
+    processors = vision_processors(loaded)
+    assert processors is not None
+    reader = media_reader(processors, Path(), picture_options(vars(options), options.adapter_path))
+    videos = [Video(value) for value in ([list(names)] if names and all(are_images) else names)]
+    flag = "--video" if videos else "--image"
+    return PromptPictures.read([*options.image, *videos], flag, reader, processors.spec, loaded.tokenizer)

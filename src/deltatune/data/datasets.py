@@ -21,11 +21,12 @@ from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
 from .preferences.preference_rows import CHOSEN, LABEL
-from .reader import LAST_TURN, Reader, VisionProcessors
+from .reader import LAST_TURN, Reader
 from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
 from .row_streams import JsonLines, hugging_face_streams
 from .sources import DataTable, hugging_face, is_format, is_saved_dataset, jsonl
 from .vision.messages import VIDEO, media_kind
+from .vision.preparation import VisionProcessors
 
 # More rows than any stream has.
 _MOST_ROWS = sys.maxsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from rich.progress import Progress
 
 from ..config import TrainConfig
 from ..errors import UserError
-from ..models.vision.inputs import VisionSpec
 from . import token_cache
 from .example import Example
 from .preferences.preference import Preference
@@ -26,9 +25,8 @@ from .sources import DataTable
 from .text import TextEncoder
 from .token_cache import Encoded
 from .vision.encoder import VisionEncoder
-from .vision.images import ImageReader
-from .vision.media import MediaReader
-from .vision.videos import VideoReader, video_names
+from .vision.preparation import VisionProcessors, media_reader
+from .vision.videos import video_names
 
 # A table with fewer rows than this is read without a progress bar.
 _PROGRESS_ROWS = 2000
@@ -37,21 +35,6 @@ _MEANINGS = {
     SHAREGPT: "human is the user, gpt the assistant",
     ALPACA: "instruction and input are the prompt, output is the completion",
 }
-
-
-@dataclass(frozen=True)
-class VisionProcessors:
-    """The parts of a vision model that reading images and videos needs.
-
-    Args:
-        processor: the model's image processor.
-        spec: the token ids and sizes of the vision tower.
-        videos: the model's video processor, or None if it has none.
-    """
-
-    processor: Any
-    spec: VisionSpec
-    videos: Any = None
 
 
 class Reader:
@@ -148,15 +131,10 @@ class Reader:
     def _vision_encoder(self, text: TextEncoder) -> VisionEncoder:
         """Return the encoder of rows with images and videos."""
         assert self._vision is not None
-        limits = {
-            name: value for name in ("min_pixels", "max_pixels") if (value := getattr(self._config, name)) is not None
-        }
         # The files of a data set under hf_dataset lie in the current folder.
-        folder = Path(self._config.data or "").expanduser()
-        images = ImageReader(self._vision.processor, folder, limits)
-        videos = VideoReader(self._vision.videos, folder, limits, self._config.fps, self._config.video_max_frames)
+        reader = media_reader(self._vision, Path(self._config.data or "").expanduser(), vars(self._config))
         names = video_names(self._tokenizer, self._vision.spec)
-        return VisionEncoder(text, self._vision.spec, MediaReader(images, videos), names)
+        return VisionEncoder(text, self._vision.spec, reader, names)
 
     def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
         """Note how rows of other trainers' formats are read, and which conversations take several rows."""

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import UserError
-from ..models.checkpoint_files import read_json, weight_headers
+from ..json_files import read_json
+from ..models.checkpoint_files import weight_headers
 from ..models.load import locate
 from ..models.merged_checkpoint import merge_checkpoint
 from .module_names import check_layout

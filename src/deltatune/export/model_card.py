@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ..data.vision.preparation import PICTURE_OPTIONS
 from ..errors import UserError
 from ..lora.adapter_files import read_config
 from ..train import state
@@ -19,7 +20,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The options that say how an adapter was trained, in the order of the card.
 _OPTIONS = (
     "fine_tune_type", "num_layers", "iters", "batch_size", "grad_accumulation_steps", "learning_rate", "lr_schedule",
-    "optimizer", "max_seq_length", "mask_prompt", "chat_template_config", "pack", "seed",
+    "optimizer", "max_seq_length", "mask_prompt", "chat_template_config", "pack", "seed", *PICTURE_OPTIONS,
 )  # fmt: skip
 _LIBRARIES = {"peft": "peft", "mlx": "mlx", "merged": "transformers", "gguf": "gguf"}
 

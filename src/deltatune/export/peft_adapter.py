@@ -13,12 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
+from ..json_files import read_json
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
 from ..lora.adapter_files import WEIGHTS, read_config, read_weights
 from ..lora.parts import part_of
 from ..lora.tensor_files import write_tensors
-from ..models.checkpoint_files import read_json
 from ..models.load import load_model, load_vision_tower, locate
 from .expert_factors import Factors, fused, to_peft
 from .module_names import AdaptedPlace, TransformersNames, short

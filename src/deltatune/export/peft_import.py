@@ -13,10 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
+from ..json_files import read_json
 from ..lora import save_adapters
 from ..lora.adapter_files import read_weights
 from ..lora.convert import install_adapters, make_adapters
-from ..models.checkpoint_files import read_json
 from ..models.load import load_model, load_vision_tower, locate
 from ..models.vision.adapters import layers_for_mlx_vlm
 from .expert_factors import Factors, from_peft, split
@@ -126,7 +126,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """Read the two files of a PEFT adapter. UserError where it is something else."""
     if not (folder / PEFT_CONFIG).is_file():
         raise UserError(f"adapter {folder}: no {PEFT_CONFIG} in it; expected a folder that PEFT wrote.")
-    config = read_json(folder / PEFT_CONFIG)
+    config = read_json(folder / PEFT_CONFIG, "PEFT's adapter_config.json")
     if "peft_type" not in config:
         raise UserError(f"{folder / PEFT_CONFIG}: no peft_type in it; this is not an adapter of PEFT.")
     if config["peft_type"] != "LORA":

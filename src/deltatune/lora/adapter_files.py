@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
+from ..json_files import read_json
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
 from ..ops.functional import is_finite
@@ -202,7 +203,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Read the adapter_config.json in `directory`.
 
     Raises:
-        UserError: the file is missing, or is not a JSON object.
+        UserError: the file is missing, is not a JSON object, or holds a field of a wrong type.
     """
     path = directory / CONFIG
     if not directory.is_dir():
@@ -211,13 +212,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError(
             f"adapter {directory}: no {CONFIG} in it; expected a directory written by deltatune or mlx_lm.lora."
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: not JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(content).__name__}.")
-    return content
+    return read_json(path)
 
 
 def template_options(directory: str | Path | None) -> dict[str, Any]:

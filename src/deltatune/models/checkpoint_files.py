@@ -6,12 +6,12 @@ outside the folder. Weights must be in safetensors files.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..json_files import read_json
 from ..lora.tensor_files import Header, read_header
 from ..values import short
 
@@ -36,19 +36,6 @@ _TOKENIZERS = (
 )
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. UserError if the file is unreadable, not JSON, or holds another kind of value."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: not JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(content).__name__}.")
-    return content
 
 
 def plain_name(name: Any, where: str) -> str:
@@ -144,6 +131,8 @@ def _check_chat_template(template: Any, config_path: Path) -> None:
                 f"{config_path}: chat_template must be text, or several texts with names, got {short(entry)}. "
                 "Take the file of the original model."
             )
+    if template is not None and "default" not in [entry["name"] for entry in entries]:
+        raise UserError(f'{config_path}: chat_template names no text "default"; take the file of the original model.')
 
 
 def _check_code(config: dict[str, Any], where: str) -> None:

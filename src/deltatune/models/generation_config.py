@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UserError
+from ..json_files import read_json
 from ..machine.atomic_files import replace_file
-from .checkpoint_files import read_json
 from .load import load_tokenizer, locate, read_config
 
 NAME = "generation_config.json"

@@ -24,10 +24,11 @@ from huggingface_hub.errors import StrictDataclassError
 from mlx.utils import tree_flatten
 
 from ..errors import UserError, first_line, reason
+from ..json_files import read_json
 from ..machine import backend
 from ..ops.functional import is_floating
 from ..patches.tables.loading import without_gaps
-from .checkpoint_files import check_config, check_dense, check_tokenizer, read_json, weight_headers
+from .checkpoint_files import check_config, check_dense, check_tokenizer, weight_headers
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -210,6 +211,8 @@ def _plain_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         raise UserError(f"model {path}: no config.json in it; expected the folder of a checkpoint.")
     check_config(path, read_json(path / "config.json"), trust_remote_code)
+    if (path / "generation_config.json").is_file():
+        read_json(path / "generation_config.json")
     return mlx_lm.utils.load_config(path)
 
 

@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
+from ..json_files import read_json
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
 from ..lora.adapter_files import WEIGHTS as WEIGHTS_FILE
@@ -30,7 +31,7 @@ from ..lora.rounding import Rounding
 from ..lora.tensor_files import Header, write_tensors
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
 from ..ops.functional import is_finite
-from .checkpoint_files import INDEX, QUANTISATION_KEYS, UNCHECKED_FORMATS, WEIGHTS, read_json, weight_headers
+from .checkpoint_files import INDEX, QUANTISATION_KEYS, UNCHECKED_FORMATS, WEIGHTS, weight_headers
 from .load import load_model, load_vision_tower, locate
 from .stored_names import Sanitize, StoredNames
 from .vision.load import sanitizer

@@ -22,8 +22,8 @@ from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
 from ..data.example_stream import StreamedSplits
 from ..data.packing import row_capacity
-from ..data.reader import VisionProcessors
 from ..data.stream_order import StreamOrder
+from ..data.vision.preparation import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, load_adapter_weights, load_adapters, pissa

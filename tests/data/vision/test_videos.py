@@ -119,7 +119,7 @@ def test_tokens_and_patches_are_those_of_mlx_vlm(write, read, folder, loaded, ca
     positions = np.broadcast_to(np.array(positions), (3, 1, len(example.tokens)))
     np.testing.assert_array_equal(example.pictures.positions, positions[:, 0])
     batch = next(BatchOrder([example], 1, 2048))
-    held = [example.pictures.reader.picture(value, "a test") for value in example.pictures.values]
+    held = [example.pictures.reader.read(value, "a test")[0] for value in example.pictures.values]
     assert batch.images.patches.shape[0] >= sum(picture.grid[0] for picture in held)
     for kind, name in ((True, "pixel_values_videos"), (False, "pixel_values")):
         ours = [p.patches for p, v in zip(held, example.pictures.values, strict=True) if isinstance(v, Video) == kind]

@@ -17,6 +17,7 @@ from ..example import Example
 from ..text import TextEncoder
 from .media import MediaReader, MediaSize, Pictures
 from .messages import IMAGE, VIDEO, media_columns, place_media
+from .placeholders import token_counts
 from .videos import video_text
 
 
@@ -53,7 +54,7 @@ class VisionEncoder:
                 raise UserError(f"{source}: a text line has no place for {what}; use messages or prompt/completion.")
             return [self._with_pictures(self._text.encode_text(formats.text(row, source)), [], [])]
         messages, values = place_media(chat, columns, source)
-        sizes = [self._reader.size(value, source) for value in values]
+        sizes = [self._reader.read(value, source)[1] for value in values]
         written = self._with_video_texts(messages, [size for size in sizes if size.seconds])
         counts = np.cumsum([_media(message["content"]) for message in messages])
         conversation = self._text.conversation(written, row, source)
@@ -77,10 +78,8 @@ class VisionEncoder:
     def _with_pictures(self, example: Example, values: list[Any], sizes: Sequence[MediaSize]) -> Example:
         """Return the example with each image and video token repeated once for each of its features."""
         spec, source = self._spec, example.source
-        marks = self._marks(example, sizes)
         grids = tuple(size.grid for size in sizes)
-        repeats = np.ones(len(example.tokens), np.int64)
-        repeats[marks] = [spec.tokens(grid) for grid in single_frames(grids)]
+        repeats = token_counts(example.tokens, sizes, spec, source)
         tokens, targets = np.repeat(example.tokens, repeats), np.repeat(example.targets, repeats)
         targets[np.isin(tokens, (spec.image_token, spec.video_token))] = False
         if tokens[-1] in (spec.image_token, spec.video_token):
@@ -93,29 +92,6 @@ class VisionEncoder:
         positions = token_positions(tokens, single_frames(grids), spec)
         pictures = Pictures(tuple(values), grids, digests, positions, spec, self._reader)
         return replace(example, tokens=tokens.astype(np.int32), targets=targets, pictures=pictures)
-
-    def _marks(self, example: Example, sizes: Sequence[MediaSize]) -> np.ndarray:
-        """Return where the template wrote image and video tokens; UserError if they are not those of `sizes`."""
-        spec = self._spec
-        expected = [spec.video_token if size.seconds else spec.image_token for size in sizes for _ in size.blocks]
-        marks = np.flatnonzero(np.isin(example.tokens, (spec.image_token, spec.video_token)))
-        written = example.tokens[marks].tolist()
-        for token, kind, media in (
-            (spec.image_token, "image", "images"),
-            (spec.video_token, "video", "pairs of frames"),
-        ):
-            if written.count(token) != expected.count(token):
-                raise UserError(
-                    f"{example.source}: the chat template writes {written.count(token)} {kind} tokens for "
-                    f"{expected.count(token)} {media}; a text must not hold the model's own {kind} token, and the "
-                    f"model's template must know {kind}s."
-                )
-        if written != expected:
-            raise UserError(
-                f"{example.source}: the chat template writes images and videos in another order than the row; "
-                "put each where the template expects it."
-            )
-        return marks
 
 
 def _media(content: Any) -> int:

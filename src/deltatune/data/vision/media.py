@@ -41,18 +41,13 @@ class MediaReader:
     images: ImageReader
     videos: VideoReader
 
-    def picture(self, value: Any, source: str) -> Picture:
-        """Return the patches of an image or video; UserError, naming `source`, if it cannot be read."""
-        return (
-            self.videos.clip(value, source).picture if isinstance(value, Video) else self.images.picture(value, source)
-        )
-
-    def size(self, value: Any, source: str) -> MediaSize:
-        """Return the size of an image or video; UserError, naming `source`, if it cannot be read."""
+    def read(self, value: Any, source: str) -> tuple[Picture, MediaSize]:
+        """Return the patches and the size of an image or video; UserError, naming `source`, if it cannot be read."""
         if isinstance(value, Video):
             clip = self.videos.clip(value, source)
-            return MediaSize(clip.picture.grid, tuple(clip.seconds))
-        return MediaSize(self.images.picture(value, source).grid)
+            return clip.picture, MediaSize(clip.picture.grid, tuple(clip.seconds))
+        picture = self.images.picture(value, source)
+        return picture, MediaSize(picture.grid)
 
     def digest(self, value: Any, source: str) -> bytes:
         """Return a digest of an image or video, by which a resumed run recognises its data."""
@@ -133,6 +128,6 @@ def collate_pictures(rows: Sequence[Any], width: int) -> VisionBatch | None:
             inputs.append((np.zeros(0, np.int32), np.zeros((3, 0), np.int32), []))
             continue
         media = row.pictures
-        pictures = [media.reader.picture(value, row.source) for value in media.values]
+        pictures = [media.reader.read(value, row.source)[0] for value in media.values]
         inputs.append((row.tokens[:-1], media.positions[:, :-1], pictures))
     return vision_batch(inputs, width, first.spec)

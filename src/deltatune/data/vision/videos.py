@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import UserError
-from ...models.vision.inputs import Grid, Picture, VisionSpec, single_frames
+from ...models.vision.inputs import Grid, Picture, VisionSpec
 from .image_files import file_content, image_file, media_path, open_image
 
 # The sampling of Qwen3-VL's processors, used where the model's own processor does not define it.
@@ -227,24 +227,6 @@ def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
         Qwen3VLProcessor of transformers and of mlx-vlm.
     """
     return "".join(f"<{at:.1f} seconds>{''.join(names)}" for at in seconds)
-
-
-def video_texts(tokenizer: Any, clips: Sequence[Clip], spec: VisionSpec) -> list[str]:
-    """Return the `video_text` of each clip."""
-    names = video_names(tokenizer, spec)
-    return [video_text(clip.seconds, names) for clip in clips]
-
-
-def repeat_video_tokens(tokens: Sequence[int], clips: Sequence[Clip], spec: VisionSpec) -> list[int]:
-    """Repeat the video token of each pair of frames in a prompt, once for each of its features."""
-    counts = [spec.tokens(grid) for grid in single_frames([clip.picture.grid for clip in clips])]
-    prompt = np.array(tokens)
-    marks = np.flatnonzero(prompt == spec.video_token)
-    if len(marks) != len(counts):
-        raise UserError("--prompt: the text must not hold the model's own video token; remove it.")
-    repeats = np.ones(len(prompt), np.int64)
-    repeats[marks] = counts
-    return np.repeat(prompt, repeats).tolist()
 
 
 def name_of(video: Video) -> str:

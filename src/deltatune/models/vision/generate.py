@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...errors import UserError
 from ...machine.compiling import without_kernels
 from ...patches import patched
 from ..generate import Sampling
@@ -16,60 +15,40 @@ from ..load import Loaded
 from .inputs import Picture, single_frames
 
 
-def stream_with_images(
-    loaded: Loaded, prompt: Sequence[int], images: Sequence[str], max_tokens: int, sampling: Sampling
+def stream_with_pictures(
+    loaded: Loaded,
+    prompt: Sequence[int],
+    images: Sequence[Picture],
+    videos: Sequence[Picture],
+    max_tokens: int,
+    sampling: Sampling,
 ) -> Iterator[Any]:
-    """Generate an answer to a prompt with images, piece by piece.
+    """Generate an answer to a prompt with images or videos, piece by piece.
 
-    The patches are applied meanwhile; without them qwen3_vl_moe would compute other features than in training.
+    The patches of deltatune are applied meanwhile; without them qwen3_vl_moe would compute other features than in
+    training.
 
     Args:
         loaded: A model that was loaded for images.
-        prompt: The prompt's tokens, with one image token for each image.
-        images: The path or URL of each image.
-        max_tokens: The largest number of tokens in the answer.
-        sampling: How each token is chosen.
-
-    Yields:
-        mlx-vlm's responses, each with the `text` of a piece.
-
-    Raises:
-        UserError: If mlx-vlm cannot read an image.
-    """
-    text = loaded.tokenizer.decode(list(prompt))
-    yield from _stream(loaded, text, max_tokens, sampling, image=list(images))
-
-
-def stream_with_videos(
-    loaded: Loaded, prompt: Sequence[int], videos: Sequence[Picture], max_tokens: int, sampling: Sampling
-) -> Iterator[Any]:
-    """Generate an answer to a prompt with videos, piece by piece, as stream_with_images does.
-
-    Args:
-        loaded: A model that was loaded for images.
-        prompt: The prompt's tokens, with one video token for each feature of a video.
+        prompt: The prompt's tokens, with one image or video token for each feature.
+        images: The images, already cut into patches.
         videos: The videos, already cut into patches.
         max_tokens: The largest number of tokens in the answer.
         sampling: How each token is chosen.
 
     Yields:
         mlx-vlm's responses, each with the `text` of a piece.
-
-    Raises:
-        UserError: If mlx-vlm refuses the videos.
     """
-    inputs = {
-        "input_ids": mx.array([list(prompt)]),
-        "pixel_values_videos": mx.array(np.concatenate([video.patches for video in videos])),
-        # The prompt has text between frames, and mlx-vlm before 0.7 does not split a video into frames itself.
-        "video_grid_thw": mx.array(single_frames([video.grid for video in videos])),
-    }
-    yield from _stream(loaded, "", max_tokens, sampling, **inputs)
-
-
-def _stream(loaded: Loaded, text: str, max_tokens: int, sampling: Sampling, **inputs: Any) -> Iterator[Any]:
     from mlx_vlm import stream_generate
 
+    inputs: dict[str, Any] = {"input_ids": mx.array([list(prompt)])}
+    if images:
+        inputs["pixel_values"] = mx.array(np.concatenate([image.patches for image in images]))
+        inputs["image_grid_thw"] = mx.array([image.grid for image in images])
+    if videos:
+        inputs["pixel_values_videos"] = mx.array(np.concatenate([video.patches for video in videos]))
+        # The prompt has text between frames, and mlx-vlm before 0.7 does not split a video into frames itself.
+        inputs["video_grid_thw"] = mx.array(single_frames([video.grid for video in videos]))
     options: dict[str, Any] = {
         "temperature": sampling.temp,
         "top_p": sampling.top_p,
@@ -77,10 +56,7 @@ def _stream(loaded: Loaded, text: str, max_tokens: int, sampling: Sampling, **in
         "top_k": sampling.top_k,
     }
     with without_kernels(), patched():
-        try:
-            yield from stream_generate(loaded.model, loaded.processor, text, max_tokens=max_tokens, **inputs, **options)
-        except ValueError as error:
-            raise UserError(f"{'--image' if 'image' in inputs else '--video'}: {error}") from error
+        yield from stream_generate(loaded.model, loaded.processor, "", max_tokens=max_tokens, **inputs, **options)
 
 
 def answer_pictures(loaded: Loaded, prompt: str, pictures: Sequence[str], max_tokens: int) -> list[str]:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import UserError, reason
-from ..checkpoint_files import read_json
+from ...json_files import read_json
 
 # What mlx-vlm raises when it cannot build a model from a config.
 _BUILD_ERRORS = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
@@ -154,8 +154,11 @@ def load_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) 
 
     architecture(config)  # Imports the module, which registers mlx-vlm's processors; they need no torch.
     files = ("preprocessor_config.json", "processor_config.json")
-    if not any((path / name).is_file() for name in files):
+    present = [name for name in (*files, "video_preprocessor_config.json") if (path / name).is_file()]
+    if not set(files) & set(present):
         raise UserError(f"processor {path}: neither {files[0]} nor {files[1]} in it; copy the original model's.")
+    for name in present:
+        read_json(path / name)
     try:
         processor = utils.load_processor(
             path, eos_token_ids=config.get("eos_token_id"), trust_remote_code=trust_remote_code

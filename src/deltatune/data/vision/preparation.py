@@ -1,0 +1,81 @@
+"""How images and videos are prepared: the options that say it, and the readers that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import UserError
+from ...lora.adapter_files import read_config
+from ...models.vision.inputs import VisionSpec
+from .images import ImageReader
+from .media import MediaReader
+from .videos import VideoReader
+
+#: The options of a run that say how its images and videos are prepared.
+PICTURE_OPTIONS = ("min_pixels", "max_pixels", "fps", "video_max_frames")
+
+
+@dataclass(frozen=True)
+class VisionProcessors:
+    """The parts of a vision model that reading images and videos needs.
+
+    Args:
+        processor: the model's image processor.
+        spec: the token ids and sizes of the vision tower.
+        videos: the model's video processor, or None if it has none.
+    """
+
+    processor: Any
+    spec: VisionSpec
+    videos: Any = None
+
+
+def media_reader(processors: VisionProcessors, folder: Path, options: Mapping[str, Any]) -> MediaReader:
+    """Return what reads the images and videos of training, evaluation and generation alike.
+
+    Args:
+        processors: the processors of the model.
+        folder: the folder to which relative paths refer.
+        options: the options of a run; of these, PICTURE_OPTIONS matter.
+
+    Raises:
+        UserError: a processor cuts other patches than the vision tower takes.
+    """
+    _check_patches(processors)
+    limits = {name: options[name] for name in ("min_pixels", "max_pixels") if options.get(name) is not None}
+    images = ImageReader(processors.processor, folder, limits)
+    videos = VideoReader(processors.videos, folder, limits, options.get("fps"), options.get("video_max_frames"))
+    return MediaReader(images, videos)
+
+
+def _check_patches(processors: VisionProcessors) -> None:
+    spec = processors.spec
+    for name, needed in (
+        ("patch_size", spec.patch),
+        ("temporal_patch_size", spec.temporal),
+        ("merge_size", spec.merge),
+    ):
+        for processor in (processors.processor, processors.videos):
+            given = getattr(processor, name, needed)
+            if given != needed:
+                raise UserError(
+                    f"the model's processor has {name} {given}, and its vision tower {needed}; take the "
+                    "preprocessor_config.json of the original model."
+                )
+
+
+def picture_options(given: Mapping[str, Any], adapter_path: str | None) -> dict[str, Any]:
+    """Return PICTURE_OPTIONS as they are given, and where they are not, as an adapter was trained with them.
+
+    Args:
+        given: the options that the user gave; None stands for one that was not given.
+        adapter_path: the folder of the adapter, or None for a model alone.
+
+    Raises:
+        UserError: the adapter's config is missing or damaged.
+    """
+    trained = read_config(Path(adapter_path)) if adapter_path else {}
+    return {name: trained.get(name) if given.get(name) is None else given[name] for name in PICTURE_OPTIONS}
