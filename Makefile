@@ -1,5 +1,6 @@
 .PHONY: help env demo test test-cpus fuzz coverage lint tree docs oracle compat clean selftest selftest-metal \
-        require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist check-tag newest branches
+        require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist data-formats \
+        check-tag newest branches
 PYTHON := .venv/bin/python
 # Every Metal call and every access of a kernel is checked, and a mistake ends the process.
 METAL_VALIDATION := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0
@@ -22,6 +23,7 @@ help:
 	@echo "make check-wheel          look at what they hold, and at how PyPI will show them"
 	@echo "make demo-from-wheel      install the wheel in a clean environment; run the demo outside the source tree"
 	@echo "make demo-from-dist       the same with the wheel that is in dist already"
+	@echo "make data-formats         with that wheel, every command that reads data on every format of data"
 	@echo "make check-tag TAG=v1.2.3  fail unless the tag is the version in pyproject.toml"
 	@echo "make oracle               compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat               try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
@@ -80,6 +82,9 @@ demo-from-wheel: wheel
 
 demo-from-dist: env
 	scripts/from_wheel demo
+
+data-formats: env
+	scripts/from_wheel scripts/data_formats.py
 
 check-tag: env
 	@version=$$($(PYTHON) -c 'import importlib.metadata as m; print(m.version("deltatune"))'); \

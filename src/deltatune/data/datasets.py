@@ -17,6 +17,7 @@ from .asked_thinking import asked_options
 from .example import Example, Splits
 from .example_stream import ExampleStream, StreamedSplits
 from .hub_lookup import hub_lookup
+from .json_files import json_file
 from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
@@ -35,7 +36,7 @@ _HF_KEYS = [
     "path", "name", "config", "train_split", "valid_split", "test_split",
     "prompt_feature", "completion_feature", "chat_feature", "text_feature",
 ]  # fmt: skip
-_DATA_FILES = ("*.parquet", "*.arrow", "*.csv", "*.jsonl", "*.jsonl.gz")
+_DATA_FILES = ("*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.jsonl.gz")
 
 
 def first_image(config: TrainConfig) -> str | None:
@@ -180,9 +181,9 @@ def _data_tables(
     folder = Path(config.data).expanduser()
     if folder.is_file():
         raise UserError(f"{config.data}: expected a folder with train.jsonl in it, got a file; give its folder.")
-    files = {name: folder / f"{name}.jsonl" for name in _SPLITS}
-    if any(path.exists() for path in files.values()):
-        return {name: [(open_jsonl(files[name]), features)] if files[name].exists() else [] for name in needed}
+    files = {name: _json_files(folder, name) for name in _SPLITS}
+    if any(files.values()):
+        return {name: [(_open_json(path, open_jsonl), features) for path in files[name]] for name in needed}
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(
             f"{config.data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there."
@@ -192,6 +193,24 @@ def _data_tables(
     with contextlib.nullcontext() if folder.is_dir() or is_format(config.data) else hub_lookup(config.data):
         tables = open_dataset(config.data)
     return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
+
+
+def _json_files(folder: Path, split: str) -> list[Path]:
+    """Return the JSONL or JSON file of a split, alone in a list, or no file."""
+    found = [path for kind in ("jsonl", "json") if (path := folder / f"{split}.{kind}").exists()]
+    if len(found) > 1:
+        raise UserError(f"{folder}: both {found[0].name} and {found[1].name} hold the {split} split; keep one of them.")
+    return found
+
+
+def _open_json(path: Path, open_jsonl: Callable[[Path], Any]) -> Any:
+    if path.suffix == ".jsonl":
+        return open_jsonl(path)
+    if open_jsonl is not jsonl:
+        raise UserError(
+            f"{path}: streaming reads JSONL; write one object a line into {path.with_suffix('.jsonl').name}."
+        )
+    return json_file(path)
 
 
 def _hf_tables(
@@ -248,10 +267,14 @@ def _check(
     rows = len(examples)
     if config.pack:
         rows = len(pack([example.positions for example in examples], row_capacity(config)))
-    if rows < config.batch_size:
-        what = f"packed row(s) of {row_capacity(config):,} positions" if config.pack else "example(s)"
+        if rows < config.batch_size:
+            notes.append(
+                f"training data: {rows} packed row(s) of {row_capacity(config):,} positions, fewer than batch_size "
+                f"{config.batch_size}, so blank rows complete every batch; a batch_size of {rows} takes less memory."
+            )
+    elif rows < config.batch_size:
         raise UserError(
-            f"training data: {rows} {what}, fewer than batch_size {config.batch_size} (rows over all workers); "
+            f"training data: {rows} example(s), fewer than batch_size {config.batch_size} (rows over all workers); "
             f"give more data or batch_size {rows} or less."
         )
 

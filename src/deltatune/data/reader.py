@@ -51,6 +51,7 @@ class Reader:
         self.kinds: set[str] = set()
         self.prompts = Counter[bool]()
         self.notes: list[str] = []
+        self._doubled_start = False
 
     def read(self, table: DataTable, features: Features) -> list[Example | Preference]:
         """Return the examples of a table; one that is too long is truncated or left out, as `overlong` says."""
@@ -58,6 +59,7 @@ class Reader:
         self.kinds |= encoded.kinds.keys()
         self.prompts += encoded.prompts
         self._note_formats(table, encoded)
+        self._note_doubled_start(table, encoded)
         limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
         examples: list[Example | Preference] = []
         overlong, longest, beyond = 0, 0, 0
@@ -152,6 +154,20 @@ class Reader:
                 f"{table.name}: {len(several):,} of {len(encoded.rows):,} conversations take several rows, "
                 f"{sum(several):,} in all: the chat template rewrites earlier turns once others follow, so each turn "
                 "is learnt in a row in which it stands as it is generated. --chat-turns last learns the last one alone."
+            )
+
+    def _note_doubled_start(self, table: DataTable, encoded: Encoded) -> None:
+        """Note once that texts begin with the start token already, before which the tokenizer puts another."""
+        start = self._tokenizer.bos_token_id
+        if start is None or self._doubled_start:
+            return
+        documents = [document for row in encoded.rows for example in row for document in example.documents]
+        count = sum(document.tokens[:2].tolist() == [start, start] for document in documents)
+        if count:
+            self._doubled_start = True
+            self.notes.append(
+                f"{table.name}: {count:,} texts begin with {self._tokenizer.bos_token} twice: they hold it already, "
+                "and the tokenizer puts one before every text. Remove it from them, or give messages in their place."
             )
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:

@@ -56,11 +56,11 @@ def jsonl(path: Path) -> DataTable:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
     return DataTable(
-        str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')), lambda: _file_digest(path)
+        str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')), lambda: file_digest(path)
     )
 
 
-def _file_digest(path: Path) -> bytes:
+def file_digest(path: Path) -> bytes:
     """Return a digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, _digest).digest()

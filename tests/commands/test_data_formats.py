@@ -1,0 +1,38 @@
+"""Formats of data through the installed console script: a part of what scripts/data_formats.py tries from a wheel."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from console import deltatune
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+import data_formats
+
+# One case for each way into the data: Arrow files in training, a stream, a mapping in YAML, an array.
+TRIED = [
+    ("JSONL", "show a batch"),
+    ("Parquet", "train"),
+    ("TSV", "show a streamed batch"),
+    ("hf_dataset", "show a batch"),
+    ("JSON array", "plan"),
+]
+
+
+@pytest.fixture(scope="module")
+def cases(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("formats")
+    return {(case.form, case.command): case for case in data_formats.cases(folder, checkpoint)}, {}
+
+
+@pytest.mark.parametrize("tried", TRIED, ids=" ".join)
+def test_formats_of_data(cases, tried):
+    known, shown = cases
+    assert data_formats.problem(known[tried], deltatune(*known[tried].arguments), shown) is None
+
+
+def test_every_format_meets_every_command(cases):
+    forms, commands = map(set, zip(*cases[0], strict=True))
+    assert len(cases[0]) == len(forms) * len(commands)
+    assert set(TRIED) <= set(cases[0])
