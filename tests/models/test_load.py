@@ -246,7 +246,7 @@ def test_quantisation_that_config_does_not_know(damaged):
 def test_tokenizer_missing_or_broken(damaged):
     path = damaged()
     good = (path / "config.json").read_text()
-    rewrite(path / "config.json", pad_token_id=0.5)
+    rewrite(path / "config.json", pad_token_id=[0])
     refused(r"config .*config\.json: transformers refuses it: .*pad_token_id", load, path)
     (path / "config.json").write_text(good)
     (path / "tokenizer.json").write_text("{")
