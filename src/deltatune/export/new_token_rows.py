@@ -43,7 +43,7 @@ def to_peft_rows(
     """
     tensors: dict[str, mx.array] = {}
     indices: dict[str, list[int]] = {}
-    rows = 0
+    rows, grows = 0, False
     for path, table in grown_tables(model).items():
         if "new_bias" in table:
             raise UserError(
@@ -52,14 +52,13 @@ def to_peft_rows(
             )
         module, rows = names.place(path).module, table.rows
         tensors[f"{root}.{module}{_ROWS}"] = table.new_rows
-        indices[short(module)] = list(range(table.old_rows, rows))
+        indices[short(module)] = list(range(table.first, table.end))
+        grows = rows > table.base["weight"].shape[0]
     if not indices:
         return {}, {}, []
-    note = (
-        f"The adapter has rows for {len(next(iter(indices.values())))} new tokens: call "
-        f"model.resize_token_embeddings({rows}) before PeftModel.from_pretrained, and take the tokenizer of the run."
-    )
-    return tensors, indices, [note]
+    resize = f"call model.resize_token_embeddings({rows}) before PeftModel.from_pretrained, and " if grows else ""
+    count = len(next(iter(indices.values())))
+    return tensors, indices, [f"The adapter has rows for {count} new tokens: {resize}take the tokenizer of the run."]
 
 
 def take_rows(

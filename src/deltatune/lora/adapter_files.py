@@ -25,11 +25,13 @@ from ..ops.functional import is_finite
 from ..template_options import checked_options
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
-from .new_rows import add_rows, grown_tables, parameter_name, stored_rows
+from .new_rows import add_rows, grown_tables, parameter_name, row_count, stored_rows
 from .tensor_files import read_header, write_tensors
 
 WEIGHTS = "adapters.safetensors"
 CONFIG = "adapter_config.json"
+# The id of the first row for new tokens. Adapters of earlier versions lack it, and have them behind the base's last.
+_FIRST = "new_rows_from"
 
 # An adapter of a fused linear (mlx_lm.models.afm7) holds a list of factors, so that a number may follow the name.
 _LEAF = re.compile(rf"^(?P<path>.+)\.(?P<leaf>{'|'.join(ADAPTER_LEAVES)})(\.\d+)?$")
@@ -89,8 +91,10 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     grown = tuple(f"{path}.new_" for path in grown_tables(model))
     trained = {name: array for name, array in _flat(model.trainable_parameters()).items() if not name.startswith(grown)}
     by_path = adapters(model)
+    firsts = [table.first for table in grown_tables(model).values()]
+    where = {_FIRST: firsts[0]} if firsts else {}
     if not by_path:
-        return trained | new_rows, {"fine_tune_type": "full", "lora_parameters": None}
+        return trained | new_rows, {"fine_tune_type": "full", "lora_parameters": None, **where}
     outside = [name for name in trained if not name.startswith(tuple(f"{path}." for path in by_path))]
     if outside:
         raise UserError(
@@ -114,7 +118,7 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
         tensors.update({f"{path}.{leaf}": value for leaf, value in unified.items()})
     dropout = round(1 - next(iter(keep_rates)), 12)
     parameters = {"rank": rank, "scale": scale, "dropout": dropout, "keys": list(by_path)}
-    return tensors | new_rows, {"fine_tune_type": next(iter(kinds)), "lora_parameters": parameters}
+    return tensors | new_rows, {"fine_tune_type": next(iter(kinds)), "lora_parameters": parameters, **where}
 
 
 def _flat(tree: Any) -> dict[str, mx.array]:
@@ -176,7 +180,7 @@ def load_adapters(model: nn.Module, directory: str | Path) -> ConversionReport:
     if adapters(model):
         raise ValueError("The model already carries adapters: load the base model again, or merge them first.")
     tensors = read_weights(directory / WEIGHTS)
-    new_rows = _grow(model, directory, tensors)
+    new_rows = _grow(model, directory, tensors, config.get(_FIRST))
     if kind == "full":
         _check_shapes(directory, tensors, _flat(model.parameters()))
         model.load_weights(list((tensors | new_rows).items()), strict=False)
@@ -232,13 +236,17 @@ def _pop_new_rows(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     return {name: tensors.pop(stored) for stored in list(tensors) if (name := parameter_name(stored))}
 
 
-def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array], first: Any) -> dict[str, mx.array]:
     """Add to `model` the rows for new tokens that are in `tensors`, and return them; they are taken out of there."""
     rows = _pop_new_rows(tensors)
     counts = {name.rpartition(".")[0]: len(array) for name, array in rows.items() if array.ndim == 2}
     modules = dict(model.named_modules())
     _refuse(directory, [f"the model has no module {path}" for path in counts if path not in modules], len(rows))
-    add_rows(model, counts)
+    for path in counts if first is not None else ():
+        most = row_count(modules[path])
+        if not isinstance(first, int) or not 0 < first <= most:
+            raise UserError(f"{directory / CONFIG}: {_FIRST}: expected a number from 1 to {most}, got {first!r}.")
+    add_rows(model, counts, first)
     _check_shapes(directory, rows, _flat(model.parameters()))
     return rows
 

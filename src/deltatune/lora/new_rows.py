@@ -31,29 +31,41 @@ class GrownTable(nn.Module):
     Args:
         base: the module with the old rows, one of `base_kinds`.
         count: the number of new rows. They start at the mean of the old ones.
+        first: the id of the first new row; None for the one behind the base's last. Rows of the base that nobody
+            trained may stand there and behind it; those with the ids of new rows are not used.
     """
 
     base_kinds: ClassVar[tuple[type[nn.Module], ...]]
     # The dense class that stands for a quantised base where `plain` dequantises it.
     dense_class: ClassVar[type[nn.Module]]
 
-    def __init__(self, base: nn.Module, count: int):
+    def __init__(self, base: nn.Module, count: int, first: int | None = None):
         super().__init__()
         self.base = base
-        mean = _mean_row(base)
+        self.first = base["weight"].shape[0] if first is None else first
+        mean = _mean_row(base, self.first)
         self.new_rows = mx.broadcast_to(mean, (count, *mean.shape)) + 0
         if "bias" in base:
             self.new_bias = mx.broadcast_to(base["bias"].astype(mx.float32).mean(), (count,)) + 0
 
     @property
     def old_rows(self) -> int:
-        """The number of rows of the base; the new rows have the ids from here on."""
-        return self.base["weight"].shape[0]
+        """The number of rows before the new ones, which have the ids from here on."""
+        return self.first
 
     @property
     def rows(self) -> int:
-        """The number of old and new rows together."""
-        return self.old_rows + self.new_rows.shape[0]
+        """The number of rows of the whole table."""
+        return max(self.base["weight"].shape[0], self.end)
+
+    @property
+    def end(self) -> int:
+        """The id behind the last new row."""
+        return self.first + self.new_rows.shape[0]
+
+    def joined(self, old: mx.array, new: mx.array) -> mx.array:
+        """Return the logits of all rows, from those of the base's rows and of the new ones."""
+        return mx.concatenate([old[..., : self.first], new.astype(old.dtype), old[..., self.end :]], axis=-1)
 
     def plain(self, dequantize: bool = False) -> nn.Module:
         """Return a module of the base's class that holds all rows.
@@ -66,7 +78,10 @@ class GrownTable(nn.Module):
             added.bias = self["new_bias"].astype(self.base["bias"].dtype)
         dense = dequantize and is_quantized(self.base)
         old = with_weight(self.base, dense_rows(self.base), self.dense_class, True) if dense else self.base
-        arrays: Any = {name: mx.concatenate([old[name], array]) for name, array in added.parameters().items()}
+        arrays: Any = {
+            name: mx.concatenate([old[name][: self.first], array, old[name][self.end :]])
+            for name, array in added.parameters().items()
+        }
         return added.update(arrays)
 
 
@@ -77,14 +92,14 @@ class GrownEmbedding(GrownTable):
     dense_class = nn.Embedding
 
     def __call__(self, ids: mx.array) -> mx.array:
-        is_new = ids >= self.old_rows
+        is_new = (ids >= self.first) & (ids < self.end)
         old = self.base(mx.where(is_new, 0, ids))
         new: Any = _take_rows(self.new_rows, mx.where(is_new, ids, self.old_rows) - self.old_rows)
         return mx.where(is_new[..., None], new.astype(old.dtype), old)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits [..., rows] of x [..., dims], for a head that is tied to the embedding."""
-        return _joined(self.base.as_linear(x), x @ self.new_rows.T)
+        return self.joined(self.base.as_linear(x), x @ self.new_rows.T)
 
 
 class GrownLinear(GrownTable):
@@ -95,11 +110,7 @@ class GrownLinear(GrownTable):
 
     def __call__(self, x: mx.array) -> mx.array:
         new = x @ self.new_rows.T
-        return _joined(self.base(x), new + self.new_bias if "new_bias" in self else new)
-
-
-def _joined(old: mx.array, new: mx.array) -> mx.array:
-    return mx.concatenate([old, new.astype(old.dtype)], axis=-1)
+        return self.joined(self.base(x), new + self.new_bias if "new_bias" in self else new)
 
 
 @mx.custom_function
@@ -116,9 +127,11 @@ def _add_to_rows(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, m
     return chosen.astype(rows.dtype) @ cotangent.reshape(-1, rows.shape[1]), mx.zeros_like(index)
 
 
-def _mean_row(module: nn.Module) -> mx.array:
-    count = module["weight"].shape[0]
-    sums = [dense_rows(module, at, at + _BLOCK).astype(mx.float32).sum(axis=0) for at in range(0, count, _BLOCK)]
+def _mean_row(module: nn.Module, count: int) -> mx.array:
+    """Return the mean of the first `count` rows."""
+    sums = [
+        dense_rows(module, at, min(at + _BLOCK, count)).astype(mx.float32).sum(axis=0) for at in range(0, count, _BLOCK)
+    ]
     total = sums[0]
     for part in sums[1:]:
         total = total + part
@@ -148,12 +161,13 @@ def grown_tables(model: nn.Module) -> dict[str, GrownTable]:
     return {path: module for path, module in model.named_modules() if isinstance(module, GrownTable)}
 
 
-def add_rows(model: nn.Module, counts: Mapping[str, int]) -> None:
+def add_rows(model: nn.Module, counts: Mapping[str, int], first: int | None = None) -> None:
     """Add rows to modules of `model`, in place.
 
     Args:
         model: a model without adapters on these modules.
         counts: the numbers of new rows by path.
+        first: the id of the first new row, as in GrownTable.
 
     Raises:
         UserError: a module is no embedding or linear layer, or the model does not call it but reads its weight.
@@ -172,7 +186,7 @@ def add_rows(model: nn.Module, counts: Mapping[str, int]) -> None:
     grown: dict[str, Any] = {}
     for path, module in tables.items():
         kind: Any = table_kind(module)
-        grown[path] = kind(module, counts[path])
+        grown[path] = kind(module, counts[path], first)
         grown[path].train(module.training)
     model.update_modules(tree_unflatten(list(grown.items())))
 

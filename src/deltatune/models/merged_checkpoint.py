@@ -217,7 +217,8 @@ def _merged_config(path: Path, grown: Mapping[str, GrownTable], dequantize: bool
     """Return the content of the base's config.json as it is for the merged model."""
     config = read_json(path / "config.json")
     for table in grown.values():
-        config = with_vocab_size(config, table.old_rows, table.rows)
+        before = table.base["weight"].shape[0]
+        config = with_vocab_size(config, before, table.rows) if table.rows > before else config
     for part in (config, config.get("text_config") or {}) if dequantize else ():
         for key in QUANTISATION_KEYS:
             part.pop(key, None)

@@ -18,6 +18,7 @@ from ..errors import UserError
 from ..layers import layer_paths
 from ..lora.adapter import Adapter
 from ..lora.new_rows import GrownEmbedding, GrownLinear, GrownTable, add_rows, row_count, table_kind
+from ..lora.weights import dense_rows
 from ..ops.functional import undisturbed
 from .load import Loaded, new_model
 from .vision.load import new_vision_model
@@ -25,6 +26,8 @@ from .vision.load import new_vision_model
 _REMEDY = (
     "Train with --resize-embeddings, which adds rows for such tokens, or take the tokenizer that belongs to the model."
 )
+# With fewer spare rows than this, there is nothing to compare with.
+_SPARE = 2
 # The parts of config.json, beside its top level, that may hold the language model's vocab_size.
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")
 
@@ -117,9 +120,10 @@ def _refusal(where: str, tokens: np.ndarray, tokenizer: Any, rows: int) -> str:
 
 
 def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
-    """Add rows to a model's embedding and head, in place, so that there is one for every id of its tokenizer.
+    """Give a model's embedding and head, in place, rows that train for the tokens that were added to its tokenizer.
 
-    `loaded.config` then says how many rows there are. Nothing changes if there are enough.
+    These are the ids without a row, and added tokens in rows that the base has to spare. `loaded.config` then says how
+    many rows there are. Nothing changes if there is a trained row for every token.
 
     Args:
         loaded: A model without adapters, and its tokenizer.
@@ -131,20 +135,44 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
     """
     tables = token_tables(loaded.model)
     rows, needed = token_rows(loaded.model), max(loaded.tokenizer.get_vocab().values()) + 1
-    if needed <= rows:
+    first = rows if scratch_seed is not None else _first_untrained(loaded, next(iter(tables.values())), rows)
+    if needed <= first:
         return
-    loaded.config = with_vocab_size(loaded.config, rows, needed)
+    total = max(rows, needed)
+    loaded.config = with_vocab_size(loaded.config, rows, total)
     if scratch_seed is not None:
         make = new_vision_model if loaded.processor is not None else new_model
         loaded.model = make(loaded.config, scratch_seed)
     else:
-        add_rows(loaded.model, dict.fromkeys(tables, needed - rows))
+        add_rows(loaded.model, dict.fromkeys(tables, needed - first), first)
     columns = _logit_count(loaded.model)
-    if not token_rows(loaded.model) == columns == needed:
+    if not token_rows(loaded.model) == columns == total:
         raise UserError(
             f"resize_embeddings: {type(loaded.model).__module__} does not follow: for {needed:,} tokens it has "
             f"{token_rows(loaded.model):,} rows and gives {columns:,} logits. Take a tokenizer without added tokens."
         )
+
+
+def _first_untrained(loaded: Loaded, table: nn.Module, rows: int) -> int:
+    """Return the first of the added tokens at the end of the vocabulary whose rows nobody trained; `rows` if none is.
+
+    A checkpoint does not say which tokens were added to it, but its spare rows, which no token has, show what rows
+    look like that nobody trained (arXiv 2405.05417 finds such tokens so). Without spare rows it cannot be told.
+    """
+    added = loaded.tokenizer._tokenizer.added_tokens_decoder.keys()
+    last = max(loaded.tokenizer.get_vocab().values())
+    if rows - last <= _SPARE:
+        return rows
+    spare = dense_rows(table, last + 1, rows).astype(mx.float32)
+    centre = spare.mean(axis=0)
+    reach = 2 * mx.linalg.norm(spare - centre, axis=-1).max()
+    first = last + 1
+    while first - 1 in added:
+        row = dense_rows(table, first - 1, first).astype(mx.float32)
+        if (mx.linalg.norm(row - centre) > reach).item():
+            break
+        first -= 1
+    return rows if first > last else first
 
 
 def _logit_count(model: nn.Module) -> int:

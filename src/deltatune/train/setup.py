@@ -203,12 +203,12 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
 def _new_rows(model: nn.Module, config: TrainConfig) -> list[str]:
     """Return a line on each table with rows for new tokens, or one that says that none were needed."""
     lines = [
-        f"New rows: {table.rows - table.old_rows:,} in {path}, for the token ids from {table.old_rows:,}; they start "
+        f"New rows: {table.end - table.first:,} in {path}, for the token ids from {table.first:,}; they start "
         "at the mean of the old rows, and train whole."
         for path, table in grown_tables(model).items()
     ]
     if config.resize_embeddings and not config.from_scratch and not lines:
-        lines = ["resize_embeddings: the embedding has a row for every id of the tokenizer, so it stays as it is."]
+        lines = ["resize_embeddings: the embedding has a trained row for every token, so it stays as it is."]
     return lines
 
 
