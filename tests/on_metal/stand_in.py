@@ -1,0 +1,134 @@
+"""Runs commands of deltatune "on Metal", on Linux: the Metal text runs on the host machine, inside MLX's own graph.
+
+usage: stand_in.py FOLDER < COMMANDS
+
+COMMANDS is a JSON list of lists of arguments. FOLDER keeps compiled kernels. After each command a line of JSON tells
+its exit code, the limits of wired memory that it set, and by kernel how often it was put into a graph.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "compat")]
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import apple_gpu
+import metal as upstreams_kernels
+import mlx.core as mx
+import numpy as np
+
+from beside import load
+from deltatune.machine import compiling
+
+# The place in Python's array at which nanobind keeps the distance to MLX's.
+_OFFSET = 16
+
+
+def built(folder: Path) -> Path:
+    """Compile the primitive against the headers in mlx's wheel, and return the library."""
+    library = folder / f"host_primitive_{mx.__version__}.so"
+    if not library.exists():
+        made, package = folder / f"host_primitive.{os.getpid()}.so", Path(mx.__file__).parent
+        command = ["g++", "-O1", "-fPIC", "-shared", "-std=c++20", str(HERE / "host_primitive.cpp"), "-o", str(made)]
+        subprocess.run([*command, f"-I{package / 'include'}", f"-L{package / 'lib'}", "-lmlx"], check=True)
+        os.replace(made, library)
+    return library
+
+
+class Metal:
+    """Makes mx.fast.metal_kernel run on the host machine.
+
+    Attributes:
+        attached: By kernel, how often it was put into a graph.
+    """
+
+    def __init__(self, folder: Path):
+        self.attached: Counter[str] = Counter()
+        self._host = load(HERE.parent / "ops" / "kernels" / "host_machine.py")
+        self._folder, self._machines = folder, {}
+        self._primitive = ctypes.CDLL(str(built(folder)))
+        self._primitive.attach.restype = ctypes.c_char_p
+
+    def kernel(
+        self, name: str, input_names: list[str], output_names: list[str], source: str, header: str = "", **_: Any
+    ) -> Callable[..., list[mx.array]]:
+        """Stands in for mx.fast.metal_kernel. Kernels of upstream's are computed by array operations."""
+        if not header:
+            return upstreams_kernels._kernel(name)
+        body = re.sub(r"_[0-9a-f]{8}$", "", name)
+
+        def call(*, inputs: list, output_shapes: list, output_dtypes: list, grid: tuple, threadgroup: tuple, template):
+            given = [mx.contiguous(x) for x in inputs]
+            outputs = dict(zip(output_names, zip(output_shapes, output_dtypes, strict=True), strict=True))
+            blocks, groups = (grid[0] // threadgroup[0], grid[1], grid[2]), threadgroup[0] // 32
+            launch = SimpleNamespace(name=body, source=source, outputs=outputs, blocks=blocks, groups=groups)
+            launch.inputs, launch.values = dict(zip(input_names, given, strict=True)), dict(template)
+            return self._attached(header, launch)
+
+        return call
+
+    def _attached(self, header: str, launch: Any) -> list[mx.array]:
+        if header not in self._machines:
+            self._machines[header] = self._host.HostMachine(self._folder, header)
+        machine = self._machines[header]
+        machine.compile([launch])
+        entry = ctypes.cast(machine.entries[self._host.specialise(launch)[0]], ctypes.c_void_p)
+        operands = [array for _, _, array in self._host.operands(launch)]
+        results = [mx.zeros(shape, dtype) for shape, dtype in launch.outputs.values()]
+        arrays = [(ctypes.c_void_p * len(x))(*map(_within, x)) for x in (operands, results)]
+        blocks, lanes, name = (ctypes.c_int * 3)(*launch.blocks), launch.groups * 32, launch.name.encode()
+        problem = self._primitive.attach(arrays[0], len(operands), arrays[1], len(results), entry, blocks, lanes, name)
+        if problem:
+            raise RuntimeError(problem.decode())
+        self.attached[launch.name] += 1
+        return results
+
+
+def _within(array: mx.array) -> int:
+    """Return the address of MLX's array inside Python's."""
+    (distance,) = np.frombuffer(ctypes.string_at(id(array) + _OFFSET, 4), np.int32)
+    return id(array) + int(distance)
+
+
+def install(folder: Path) -> tuple[Metal, apple_gpu.Devices]:
+    """Declare an Apple GPU, whose kernels run on the host machine."""
+    metal = Metal(folder)
+    # On Metal MLX fuses operations into kernels, and each would take g++ half a second here.
+    compiling.without_kernels().__enter__()
+    devices = apple_gpu.declare()
+    mx.fast.metal_kernel = metal.kernel
+    return metal, devices
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    commands = json.loads(sys.stdin.read())
+    metal, devices = install(folder)
+    from deltatune import cli
+
+    for command in commands:
+        metal.attached.clear()
+        devices.wired.clear()
+        devices.default = mx.Device(mx.cpu if command[0] == "on the CPU" else mx.gpu, 0)
+        code = cli.main(command[command[0] == "on the CPU" :])
+        sys.stdout.flush()
+        print("\n" + json.dumps({"code": code, "wired": devices.wired, "kernels": metal.attached}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

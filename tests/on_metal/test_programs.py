@@ -1,0 +1,155 @@
+"""Whole programs "on Metal" (stand_in.py) train as on the CPU, with the fused kernels, and resume to the same bits.
+
+All commands of a test run in one process, which takes seconds to start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.machine import backend
+
+HERE = Path(__file__).parent
+GATED_DELTA = {f"gated_delta_{name}" for name in ("prepare", "scan", "reverse", "gradients")}
+ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "queries", "keys")}
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux" or backend.device() != "cpu", reason="stands in for a Mac on Linux"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which MLX itself needs for mx.compile"),
+]
+
+
+@pytest.fixture(scope="session")
+def on_metal(host_folder: Path, tmp_path_factory) -> Callable[..., list[dict]]:
+    """on_metal(*commands, **variables) -> what each command did: code, wired, kernels; and `said`, its output."""
+    cache = tmp_path_factory.mktemp("verdicts")
+
+    def run(*commands: list, **variables: str) -> list[dict]:
+        given = json.dumps([[str(argument) for argument in command] for command in commands])
+        environment = os.environ | {"DELTATUNE_CACHE": str(cache), "COLUMNS": "200"} | variables
+        process = [sys.executable, "-P", str(HERE / "stand_in.py"), str(host_folder)]
+        ended = subprocess.run(process, input=given, capture_output=True, text=True, env=environment, timeout=900)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        said, found = [], []
+        for line in ended.stdout.splitlines():
+            if line.startswith('{"code": '):
+                found.append(json.loads(line) | {"said": "\n".join(said)})
+                said = []
+            else:
+                said.append(line)
+        assert [each["code"] for each in found] == [0] * len(commands), ended.stdout[-2000:] + ended.stderr[-2000:]
+        return found
+
+    return run
+
+
+def written(folder: Path, row: Callable[[int], dict]) -> Path:
+    for name, numbers in (("train", range(8)), ("valid", range(8, 10))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in numbers))
+    return folder
+
+
+def question(number: int) -> str:
+    return f"question {number}" + " dog" * (number % 5)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    answer = lambda n: {"prompt": question(n), "completion": f" {n * 7} fox"}  # noqa: E731
+    return written(tmp_path_factory.mktemp("data"), answer)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    pair = lambda n: {"prompt": question(n), "chosen": f" {n * 7} fox", "rejected": " cat"}  # noqa: E731
+    return written(tmp_path_factory.mktemp("pairs"), pair)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("pictures")
+
+    def row(number: int) -> dict:
+        Image.new("RGB", (32, 32), (25 * number, 0, 200)).save(folder / f"{number}.png")
+        turns = [{"role": "user", "content": "<image>which?"}, {"role": "assistant", "content": f"{number}"}]
+        return {"messages": turns, "images": [f"{number}.png"]}
+
+    return written(folder, row)
+
+
+def train(model: Path, data: Path, target: Path, *more: object) -> list:
+    flags = ["--iters", 2, "--batch-size", 2, "--max-seq-length", 32, "--num-layers", -1, "--steps-per-report", 1]
+    flags += ["--val-batches", 1, "--learning-rate", "1e-3"]
+    return ["train", "--model", model, "--data", data, "--adapter-path", target, *flags, *more]
+
+
+def losses(folder: Path) -> list[float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["train_loss"] for record in records if "train_loss" in record]
+
+
+def adapters(folder: Path) -> dict[str, mx.array]:
+    return mx.load(str(folder / "adapters.safetensors"))
+
+
+def check_same_as_on_the_cpu(here: Path, there: Path) -> None:
+    """Losses to 1e-5; Adam's first steps have the size of the learning rate, so weights are compared as a whole."""
+    np.testing.assert_allclose(losses(here), losses(there), rtol=1e-5)
+    ours, theirs = (np.concatenate([np.array(x).ravel() for x in adapters(f).values()]) for f in (here, there))
+    assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
+
+
+def test_text_trains_as_on_the_cpu_and_resumes_to_the_same_bits(on_metal, checkpoint, data, tmp_path):
+    packed = ("--pack", "--grad-checkpoint")
+    whole, halves, cpu = (tmp_path / name for name in ("whole", "halves", "cpu"))
+    found = on_metal(
+        train(checkpoint, data, whole, *packed, "--iters", 4),
+        train(checkpoint, data, halves, *packed, "--iters", 2),
+        train(checkpoint, data, halves, *packed, "--iters", 4, "--resume"),
+        ["on the CPU", *train(checkpoint, data, cpu, *packed, "--iters", 4)],
+    )
+    on_gpu, on_cpu = found[:3], found[3]
+    for each in on_gpu:
+        assert set(each["kernels"]) == GATED_DELTA | ATTENTION
+        assert each["wired"] == [2**34]
+        assert "Device: metal" in each["said"]
+        assert "Step: compiled, once" in each["said"]
+        assert "499,000 live buffers" in each["said"]
+    assert not on_cpu["kernels"]
+    assert not on_cpu["wired"]
+    assert "Device: cpu" in on_cpu["said"]
+    one, other = adapters(whole), adapters(halves)
+    assert all(mx.array_equal(one[name], other[name]) for name in one)
+    assert losses(whole) == losses(halves)
+    check_same_as_on_the_cpu(whole, cpu)
+
+
+def test_a_mixture_preferences_and_images_train_as_on_the_cpu(
+    on_metal, checkpoint, tiny_checkpoint, tiny_vision_checkpoint, data, pairs, pictures, tmp_path
+):
+    """Step by step: with mx.compile off."""
+    mixture = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
+    runs = {
+        "mixture": train(mixture, data, tmp_path / "mixture"),
+        "pairs": train(checkpoint, pairs, tmp_path / "pairs", "--loss", "dpo", "--max-seq-length", 64),
+        "images": train(tiny_vision_checkpoint("qwen3_5"), pictures, tmp_path / "images", "--max-seq-length", 64),
+    }
+    on_cpu = [["on the CPU", *command] for command in runs.values()]
+    for command, name in zip(on_cpu, runs, strict=True):
+        command[command.index("--adapter-path") + 1] = tmp_path / f"{name}_cpu"
+    found = on_metal(*runs.values(), *on_cpu, MLX_DISABLE_COMPILE="1")
+    for name, each in zip(runs, found, strict=False):
+        assert set(each["kernels"]) == GATED_DELTA | ATTENTION, name
+        assert "not compiled" in each["said"]
+        check_same_as_on_the_cpu(tmp_path / name, tmp_path / f"{name}_cpu")
